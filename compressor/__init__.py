@@ -1,0 +1,38 @@
+"""Model compression that proves itself: takes a model, a recipe and data; gives a compressed checkpoint.
+
+Public names are imported on first use, so that `import compressor` and the command line answer without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "oneshot": "compressor.oneshot",
+    "plan": "compressor.planning",
+    "OneshotResult": "compressor.oneshot",
+    "Modifier": "compressor.lifecycle",
+    "Session": "compressor.lifecycle",
+    "EventType": "compressor.lifecycle",
+    "GPTQModifier": "compressor.modifiers.gptq",
+    "QuantizationModifier": "compressor.modifiers.quantization",
+    "QuantizationArgs": "compressor.numerics",
+    "QuantizationScheme": "compressor.numerics",
+    "QuantizedLinear": "compressor.nn",
+    "load_recipe": "compressor.recipe",
+    "CompressorError": "compressor.errors",
+}
+
+__all__ = sorted(_PUBLIC)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'compressor' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
