@@ -1,0 +1,3 @@
+"""Ours against peers, as ratios within one run."""
+
+from __future__ import annotations

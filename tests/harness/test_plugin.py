@@ -1,0 +1,114 @@
+"""The pytest plugin does what its help says, and nothing unasked."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest_plugins = ["pytester"]
+
+# Where the distribution is installed pytest finds the plugin itself, and naming it again is an error.
+_INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
+_LOAD = () if _INSTALLED else ("-p", "harness.plugin")
+
+_DRAWS = """
+from hypothesis import given, settings, strategies as st
+drawn = []
+@given(st.integers())
+def test_draw(number):
+    drawn.append(number)
+def test_report():
+    current = settings()
+    print(f"examples={len(drawn)} derandomize={current.derandomize} drawn={drawn}")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _source_tree_is_importable(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(repo_root))
+
+
+def _run(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
+    """Run in this process; never with a profile, which would stay loaded for the tests that come after."""
+    return pytester.runpytest_inprocess(*_LOAD, "-p", "no:cacheprovider", "-rs", *args)
+
+
+def _run_apart(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess(*_LOAD, "-p", "no:cacheprovider", *args)
+
+
+def test_markers_are_known_and_explained(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_nothing(): pass")
+    result = _run(pytester, "--markers")
+    for name in ("gpu", "nightly", "peer"):
+        result.stdout.fnmatch_lines([f"@pytest.mark.{name}: *"])
+
+
+def test_marked_tests_are_skipped_with_their_reason(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pytester.makepyfile("""
+        import pytest
+        @pytest.mark.gpu
+        def test_gpu(): raise AssertionError
+        @pytest.mark.nightly
+        def test_nightly(): raise AssertionError
+        @pytest.mark.peer
+        def test_peer(peer_python): raise AssertionError
+        def test_plain(): pass
+    """)
+    result = _run(pytester)
+    result.assert_outcomes(passed=1, skipped=3)
+    for reason in ("no CUDA device", "--harness-profile=nightly", "--peer-python"):
+        assert reason in result.stdout.str()
+
+
+def test_marked_tests_run_when_their_condition_is_met(pytester: pytest.Pytester) -> None:
+    (pytester.path / "conftest.py").write_text("import torch\ntorch.cuda.is_available = lambda: True\n")
+    pytester.makepyfile("""
+        import pytest
+        @pytest.mark.gpu
+        def test_gpu(device): assert device.type == "cuda"
+        @pytest.mark.nightly
+        def test_nightly(device): assert device.type == "cpu"
+        @pytest.mark.peer
+        def test_peer(peer_python): assert peer_python.name == "python3"
+    """)
+    _run_apart(pytester, "--harness-profile=nightly", "--peer-python=somewhere/python3").assert_outcomes(passed=3)
+
+
+def test_the_peer_fixture_needs_its_option(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_unmarked(peer_python): pass")
+    result = _run(pytester)
+    result.assert_outcomes(errors=1)
+    assert "mark the test with pytest.mark.peer" in result.stdout.str()
+
+
+def _report(pytester: pytest.Pytester, *args: str) -> str:
+    pytester.makepyfile(_DRAWS)
+    result = _run_apart(pytester, "-s", *args)
+    return next(line for line in result.outlines if "examples=" in line)
+
+
+def test_pr_draws_the_same_examples_every_time(pytester: pytest.Pytester) -> None:
+    first = _report(pytester, "--harness-profile=pr")
+    assert "examples=25 derandomize=True" in first
+    assert _report(pytester, "--harness-profile=pr") == first
+
+
+def test_nightly_draws_ten_times_as_many(pytester: pytest.Pytester) -> None:
+    assert "examples=250 derandomize=False" in _report(pytester, "--harness-profile=nightly")
+
+
+def test_without_the_option_hypothesis_keeps_its_own_settings(pytester: pytest.Pytester) -> None:
+    (pytester.path / "conftest.py").write_text(
+        "from hypothesis import settings\nsettings.register_profile('own', max_examples=7)\nsettings.load_profile('own')\n"
+    )
+    assert "examples=7" in _report(pytester)
+
+
+def test_loading_the_plugin_does_not_import_torch(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import sys\ndef test_light(): assert 'torch' not in sys.modules")
+    _run_apart(pytester, "--harness-profile=dev").assert_outcomes(passed=1)
