@@ -1,0 +1,106 @@
+"""Hooks that belong to the object that made them, can be switched off for a while, and can all be taken away at once.
+
+Everything lives on the instance: two modifiers, two sessions and two threads do not see each other's hooks or switches. A hook is
+registered with torch's own `register_*_hook`, so the order of hooks stays torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import BaseModel, PrivateAttr
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from compressor.errors import LifecycleError
+
+HookKind = Literal["forward", "forward_pre", "full_backward", "full_backward_pre"]
+
+# Each kind of hook, and the options that torch's register method takes for it.
+HOOK_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "forward": ("with_kwargs", "always_call"),
+        "forward_pre": ("with_kwargs",),
+        "full_backward": (),
+        "full_backward_pre": (),
+    }
+)
+
+
+class HooksMixin(BaseModel):
+    """Owner of hooks on modules."""
+
+    _handles: set[RemovableHandle] = PrivateAttr(default_factory=set)
+    _num_disabling: int = PrivateAttr(default=0)
+
+    def register_hook(
+        self,
+        module: nn.Module,
+        fn: Callable[..., Any],
+        kind: HookKind,
+        with_kwargs: bool = False,
+        always_call: bool = False,
+    ) -> RemovableHandle:
+        """Put a hook on a module; it belongs to this object and sleeps inside `disable_hooks`. Changes the module.
+
+        Args:
+            module: the module to watch.
+            fn: the hook, with torch's signature for this kind.
+            kind: which of torch's hooks; see HOOK_OPTIONS.
+            with_kwargs: as in torch: the hook also gets the keyword arguments.
+            always_call: as in torch: the hook runs after an exception in forward, too.
+
+        Returns:
+            torch's handle, for `remove_hooks`.
+
+        Raises:
+            LifecycleError: an unknown kind, or an option that this kind of hook does not have.
+        """
+        given = {"with_kwargs": with_kwargs, "always_call": always_call}
+        if kind not in HOOK_OPTIONS:
+            raise LifecycleError(f"register_hook: kind={kind!r} is no kind of hook; give one of {', '.join(HOOK_OPTIONS)}")
+        for option, value in given.items():
+            if value and option not in HOOK_OPTIONS[kind]:
+                raise LifecycleError(f"register_hook: {option}=True does not exist for kind={kind!r}; leave it out")
+
+        @wraps(fn)
+        def call_unless_disabled(*args: Any, **kwargs: Any) -> Any:
+            return None if self._num_disabling else fn(*args, **kwargs)
+
+        register = getattr(module, f"register_{kind}_hook")
+        handle: RemovableHandle = register(call_unless_disabled, **{option: given[option] for option in HOOK_OPTIONS[kind]})
+        self._handles.add(handle)
+        return handle
+
+    def remove_hooks(self, handles: Iterable[RemovableHandle] | None = None) -> None:
+        """Take hooks of this object off their modules. Changes the modules.
+
+        Args:
+            handles: the hooks to remove; all of this object where None.
+
+        Raises:
+            LifecycleError: a handle that this object does not own (any more); nothing is removed.
+        """
+        chosen = set(self._handles if handles is None else handles)
+        if not chosen <= self._handles:
+            raise LifecycleError("remove_hooks: a handle was given that is not registered here; give each handle to its owner, once")
+        for handle in chosen:
+            handle.remove()
+        self._handles -= chosen
+
+    @contextmanager
+    def disable_hooks(self) -> Iterator[None]:
+        """Put the hooks of this object to sleep; contexts nest, and only the outermost exit wakes them.
+
+        Yields:
+            Nothing.
+        """
+        self._num_disabling += 1
+        try:
+            yield
+        finally:
+            self._num_disabling -= 1

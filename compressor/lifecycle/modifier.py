@@ -1,0 +1,269 @@
+"""The base of every modifier: a small state machine that obeys the tables of `interface.py`.
+
+A callback that raises leaves the flags as they were before the call. The methods `initialize`, `update_event` and `finalize` are for
+the session; a modifier's author writes the `on_*` callbacks, of which only `on_initialize` is required.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar, Self
+
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from torch import nn
+
+from compressor.errors import LifecycleError
+from compressor.lifecycle.events import Event, EventType
+from compressor.lifecycle.hooks import HooksMixin
+from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule, Transition
+from compressor.lifecycle.state import State
+
+
+class Modifier(HooksMixin, ModifierInterface):
+    """Base of every modifier: settings as pydantic fields, state as read-only properties, work in the `on_*` callbacks.
+
+    Attributes:
+        index: position in the recipe, from 0; filled by the recipe.
+        group: name of the group in the recipe.
+        start: index from which the modifier is active; None: not started by training.
+        end: index at which it ends; None: no end.
+        update: length of the update interval in units of the index; `on_update` then comes only during the first batch of each
+            interval counted from `start`. None or 0: during every batch.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    calibration: ClassVar[CalibrationNeed] = "none"
+
+    index: int | None = Field(default=None, ge=0)
+    group: str | None = None
+    start: float | None = None
+    end: float | None = None
+    update: float | None = Field(default=None, ge=0)
+
+    _flags: Flags = PrivateAttr(default=Flags())
+    _in_call: str | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.start is not None and self.end is not None and self.start >= self.end:
+            raise ValueError(f"start={self.start} is not before end={self.end}, so it would never start; give a smaller start")
+        return self
+
+    @property
+    def label(self) -> str:
+        """The name in messages: the class, and the position in the recipe where it is known."""
+        return type(self).__name__ if self.index is None else f"{type(self).__name__}[{self.index}]"
+
+    @property
+    def flags(self) -> Flags:
+        """Where the modifier stands."""
+        return self._flags
+
+    @property
+    def initialized(self) -> bool:
+        """True after `on_initialize` said True."""
+        return self._flags.initialized
+
+    @property
+    def started(self) -> bool:
+        """True after `on_start` or `on_calibration_start`."""
+        return self._flags.started
+
+    @property
+    def ended(self) -> bool:
+        """True after `on_end` or `on_calibration_end`."""
+        return self._flags.ended
+
+    @property
+    def finalized(self) -> bool:
+        """True after `on_finalize` said True."""
+        return self._flags.finalized
+
+    @property
+    def calibration_need(self) -> CalibrationNeed:
+        """What data the modifier needs with its settings; the class attribute `calibration` unless overridden."""
+        return self.calibration
+
+    def restore_flags(self, flags: Flags) -> None:
+        """Go back to earlier flags, after a call of the session that failed as a whole.
+
+        Args:
+            flags: what `flags` was before that call.
+        """
+        self._flags = flags
+
+    def initialize(self, state: State) -> bool:
+        """Prepare for a model; on failure the hooks made so far are removed.
+
+        Args:
+            state: the session's state.
+
+        Returns:
+            What `on_initialize` said; False leaves the modifier as it was.
+        """
+        with self._calling("initialize", drop_hooks=True):
+            done = self._checked_bool("on_initialize", self.on_initialize(state))
+            if done:
+                self._flags = self._flags._replace(initialized=True)
+                if self.should_start(0.0):
+                    self.on_start(state, Event(EventType.BATCH_START))
+                    self._flags = self._flags._replace(started=True)
+            else:
+                self.remove_hooks()
+            return done
+
+    def update_event(self, state: State, event: Event) -> None:
+        """Take one event: `on_event`, then the callbacks of the first row of TRANSITIONS that fits.
+
+        Args:
+            state: the session's state.
+            event: what happened.
+        """
+        with self._calling("update_event"):
+            self._note_period(event)
+            self.on_event(state, event)
+            row = next((row for row in TRANSITIONS if self._fits(row, event)), None)
+            if row is None:
+                return
+            for number, callback in enumerate(row.callbacks):
+                getattr(self, callback)(state, event)
+                if number == 0 and row.sets is not None:
+                    self._flags = self._flags._replace(**{row.sets: True})
+
+    def finalize(self, state: State) -> bool:
+        """End the work and remove the hooks that are left.
+
+        Args:
+            state: the session's state.
+
+        Returns:
+            What `on_finalize` said; False leaves the modifier as it was.
+        """
+        with self._calling("finalize"):
+            done = self._checked_bool("on_finalize", self.on_finalize(state))
+            if done:
+                self.remove_hooks()
+                self._flags = self._flags._replace(finalized=True)
+            return done
+
+    def should_start(self, index: float) -> bool:
+        """Say whether the modifier is to start at an index.
+
+        Args:
+            index: how far training has come.
+
+        Returns:
+            True when start <= index < end, with no upper bound where `end` is None; False where `start` is None.
+        """
+        return self.start is not None and self.start <= index and (self.end is None or index < self.end)
+
+    def should_end(self, index: float) -> bool:
+        """Say whether the modifier is to end at an index.
+
+        Args:
+            index: how far training has come.
+
+        Returns:
+            True when index >= end; False where `end` is None.
+        """
+        return self.end is not None and index >= self.end
+
+    def should_update(self, index: float) -> bool:
+        """Say whether `on_update` is due in the running batch.
+
+        Args:
+            index: how far training has come; the interval was looked at when the batch started.
+
+        Returns:
+            True without an update interval, and during the first batch of each interval.
+        """
+        del index
+        return not self.update or self._flags.due
+
+    def plan(self, model: nn.Module) -> list[PlannedModule]:
+        """List what this modifier would do, without doing it.
+
+        Args:
+            model: the model; not modified.
+
+        Returns:
+            One entry per module that it would change or leave for a reason; empty unless overridden.
+        """
+        del model
+        return []
+
+    @abstractmethod
+    def on_initialize(self, state: State) -> bool:
+        """Prepare for `state.model`; return True, or False where the modifier cannot work on it."""
+
+    def on_finalize(self, state: State) -> bool:
+        """Complete the work; return True, or False where it could not be completed."""
+        del state
+        return True
+
+    def on_event(self, state: State, event: Event) -> None:
+        """Every event, before anything else."""
+
+    def on_start(self, state: State, event: Event) -> None:
+        """The index has reached `start`."""
+
+    def on_update(self, state: State, event: Event) -> None:
+        """An event between start and end."""
+
+    def on_end(self, state: State, event: Event) -> None:
+        """The index has reached `end`."""
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Calibration data is about to flow."""
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        """The subgraph with `event.modules` has seen all calibration data."""
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        """All calibration data has been seen."""
+
+    @contextmanager
+    def _calling(self, method: str, drop_hooks: bool = False) -> Iterator[None]:
+        """Check that `method` may be called, and undo its changes of the flags when it raises."""
+        before = self._flags
+        if self._in_call is not None:
+            raise LifecycleError(
+                f"{self.label}: {method}() was called from inside its own {self._in_call}(); callbacks must not drive the lifecycle"
+            )
+        if (before.initialized, before.finalized) != CALLS[method]:
+            stands = "finalized" if before.finalized else "initialized" if before.initialized else "not initialized"
+            raise LifecycleError(
+                f"{self.label}: {method}() was called while the modifier is {stands}; initialize it once, send events, finalize it once"
+            )
+        self._in_call = method
+        try:
+            yield
+        except BaseException:
+            self._flags = before
+            if drop_hooks:
+                self.remove_hooks()
+            raise
+        finally:
+            self._in_call = None
+
+    def _checked_bool(self, callback: str, answer: object) -> bool:
+        if not isinstance(answer, bool):
+            raise LifecycleError(f"{self.label}: {callback}() returned {answer!r}, which is neither True nor False; add the missing return")
+        return answer
+
+    def _fits(self, row: Transition, event: Event) -> bool:
+        return (
+            row.event in (None, event.type)
+            and row.started in (None, self._flags.started)
+            and row.ended in (None, self._flags.ended)
+            and (row.condition is None or getattr(self, row.condition)(event.index))
+        )
+
+    def _note_period(self, event: Event) -> None:
+        """At the start of a batch, find its update interval; 1e-9 absorbs the rounding of fractional epochs."""
+        if self.update and event.type is EventType.BATCH_START:
+            period = math.floor((event.index - (self.start or 0.0)) / self.update + 1e-9)
+            self._flags = self._flags._replace(period=period, due=period != self._flags.period)

@@ -1,0 +1,132 @@
+"""What the modifiers of one session share: the model, the mask of the running batch, the modules they replaced, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressor.errors import TargetError
+
+Detail = float | int | str
+
+
+@dataclass(frozen=True)
+class ModuleRecord:
+    """What one modifier did to one module.
+
+    Attributes:
+        name: dotted module name.
+        modifier: class name of the modifier.
+        scheme: the scheme in words.
+        error: relative error of the module's output, or of its weight where no output was seen; >= 0.
+        num_tokens: tokens that the module saw in calibration; None where none are needed.
+        details: further numbers for the report.
+    """
+
+    name: str
+    modifier: str
+    scheme: str
+    error: float
+    num_tokens: int | None = None
+    details: Mapping[str, Detail] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, order=True)
+class Fallback:
+    """A module that did not get what the recipe asked for, the kind of fallback, and what happened."""
+
+    module: str
+    kind: str
+    detail: str
+
+
+@dataclass
+class Report:
+    """What the session did, module by module; the same run gives the same report."""
+
+    modules: dict[str, ModuleRecord] = field(default_factory=dict)
+    fallbacks: list[Fallback] = field(default_factory=list)
+
+    def add_fallback(self, module: str, kind: str, detail: str) -> None:
+        """Note that a module did not get what the recipe asked for.
+
+        Args:
+            module: dotted module name.
+            kind: the kind of fallback; fallbacks are counted by kind.
+            detail: one sentence for the reader.
+        """
+        self.fallbacks.append(Fallback(module, kind, detail))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, sorted by name and free of times, ready for JSON."""
+        modules = {}
+        for name in sorted(self.modules):
+            record = self.modules[name]
+            details = {key: record.details[key] for key in sorted(record.details)}
+            modules[name] = {
+                "modifier": record.modifier,
+                "scheme": record.scheme,
+                "error": record.error,
+                "num_tokens": record.num_tokens,
+                "details": details,
+            }
+        return {"modules": modules, "fallbacks": [asdict(fallback) for fallback in sorted(self.fallbacks)]}
+
+
+@dataclass
+class State:
+    """The shared state of one session; a callback gets it and may change the model through it.
+
+    Attributes:
+        model: the model under compression.
+        device: where modules are processed.
+        seed: seed of the run.
+        report: what was done so far.
+        token_mask: bool [batch, sequence], True for a real token, set before each forward pass; None when every token is real.
+        keep_originals: keep replaced modules, so that an abort can put them back.
+        originals: replaced modules by dotted name, in the order of replacement.
+    """
+
+    model: nn.Module
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    seed: int = 0
+    report: Report = field(default_factory=Report)
+    token_mask: torch.Tensor | None = None
+    keep_originals: bool = False
+    originals: dict[str, nn.Module] = field(default_factory=dict)
+
+    def replace_module(self, name: str, new: nn.Module) -> None:
+        """Put `new` in the place of a module of the model; it takes over the training flag. Changes the model.
+
+        Args:
+            name: dotted name of the module that goes.
+            new: the module that comes.
+
+        Raises:
+            TargetError: the model has no module of that name, or the name is that of the model itself.
+        """
+        try:
+            old = self.model.get_submodule(name)
+        except AttributeError as error:
+            raise TargetError(f"{name}: no module of the model has this name; give a dotted name from named_modules()") from error
+        if old is self.model:
+            raise TargetError("the model: it cannot be replaced inside itself; give the dotted name of a module below it")
+        new.train(old.training)
+        _set_module(self.model, name, new)
+        if self.keep_originals:
+            self.originals.setdefault(name, old)
+
+    def restore_originals(self) -> None:
+        """Put every kept original back, the latest first, and forget them. Changes the model."""
+        for name in reversed(tuple(self.originals)):
+            _set_module(self.model, name, self.originals.pop(name))
+
+
+def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
