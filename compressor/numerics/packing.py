@@ -1,0 +1,112 @@
+"""Codes of fewer than 8 bits, packed densely into int32 words: the "pack-quantized" format of compressed-tensors 0.20.
+
+Code i of a row, made unsigned by adding 2^(b-1), takes the bits [i * b, (i + 1) * b) of the row, counted from the least significant bit of the
+first word. Nothing is padded between codes, so that for 3, 5, 6 and 7 bits some straddle two words; a row ends with zero bits up to a
+whole word. The pattern repeats after lcm(b, 32) bits, and both directions loop over the codes of one repeat: a few long strided operations
+that need no wide copy of the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from compressor.errors import NumericsError, SchemeError
+
+_WORD = 32
+
+
+def pack_int32(codes: Tensor, num_bits: int, dim: int = 1) -> Tensor:
+    """Pack codes into words along the columns (dim=1) or the rows (dim=0).
+
+    Args:
+        codes: int8 [R, C], or of any other rank: the last two dimensions are R and C.
+        num_bits: bits of a code, 1 to 8.
+        dim: which of R (0) and C (1) becomes words.
+
+    Returns:
+        int32 [R, ceil(C * num_bits / 32)] or [ceil(R * num_bits / 32), C], contiguous.
+
+    Raises:
+        SchemeError: not int8, or num_bits or dim out of range.
+        NumericsError: a code does not fit into num_bits.
+    """
+    _check_arguments(codes, torch.int8, num_bits, dim)
+    if dim == 0:
+        return pack_int32(codes.transpose(-1, -2), num_bits).transpose(-1, -2).contiguous()
+    offset = 1 << (num_bits - 1)
+    if codes.numel():
+        lowest, highest = (int(bound) for bound in torch.aminmax(codes))
+        if lowest < -offset or highest >= offset:
+            raise NumericsError(f"codes from {lowest} to {highest} do not fit into num_bits={num_bits}; quantize for this width")
+    num_words = math.ceil(codes.shape[-1] * num_bits / _WORD)
+    per_repeat, words_per_repeat = _repeat(num_bits)
+    # uint8 addition wraps, which is just what 8 bits need: -128 + 128 = 0.
+    unsigned = functional.pad(codes.contiguous().view(torch.uint8) + offset, (0, -codes.shape[-1] % per_repeat))
+    unsigned = unsigned.reshape(*unsigned.shape[:-1], -1, per_repeat)
+    words = torch.zeros(*unsigned.shape[:-1], words_per_repeat, dtype=torch.int32, device=codes.device)
+    for i in range(per_repeat):
+        word, shift = divmod(i * num_bits, _WORD)
+        code = unsigned[..., i].to(torch.int32)
+        words[..., word] |= code << shift
+        if shift + num_bits > _WORD:
+            words[..., word + 1] |= code >> (_WORD - shift)
+    return words.flatten(-2)[..., :num_words].contiguous()
+
+
+def unpack_int32(packed: Tensor, num_bits: int, shape: Sequence[int] | Tensor, dim: int = 1) -> Tensor:
+    """Undo `pack_int32`.
+
+    Args:
+        packed: int32, as packed.
+        num_bits: bits of a code, 1 to 8.
+        shape: the shape of the codes before packing, as numbers or as the checkpoint's `weight_shape`.
+        dim: which of R (0) and C (1) became words.
+
+    Returns:
+        int8 codes of this shape, contiguous.
+
+    Raises:
+        SchemeError: not int32, num_bits or dim out of range, or words that do not fit the shape.
+    """
+    _check_arguments(packed, torch.int32, num_bits, dim)
+    sizes = [int(size) for size in shape]
+    if dim == 0:
+        sizes[-2:] = sizes[:-3:-1]
+        return unpack_int32(packed.transpose(-1, -2), num_bits, sizes).transpose(-1, -2).contiguous()
+    num_words = math.ceil(sizes[-1] * num_bits / _WORD)
+    if list(packed.shape) != [*sizes[:-1], num_words]:
+        raise SchemeError(
+            f"packed words {tuple(packed.shape)} do not hold codes {tuple(sizes)} of num_bits={num_bits}; check the shape and the bits"
+        )
+    per_repeat, words_per_repeat = _repeat(num_bits)
+    words = functional.pad(packed, (0, -num_words % words_per_repeat))
+    words = words.reshape(*words.shape[:-1], -1, words_per_repeat)
+    codes = torch.empty(*words.shape[:-1], per_repeat, dtype=torch.int8, device=packed.device)
+    for i in range(per_repeat):
+        word, shift = divmod(i * num_bits, _WORD)
+        code = (words[..., word] >> shift) & ((1 << min(num_bits, _WORD - shift)) - 1)
+        num_high = shift + num_bits - _WORD
+        if num_high > 0:
+            code |= (words[..., word + 1] & ((1 << num_high) - 1)) << (_WORD - shift)
+        codes[..., i] = code - (1 << (num_bits - 1))
+    return codes.flatten(-2)[..., : sizes[-1]].contiguous()
+
+
+def _repeat(num_bits: int) -> tuple[int, int]:
+    """How many codes, and how many words, until codes begin at a word's first bit again."""
+    common = math.gcd(num_bits, _WORD)
+    return _WORD // common, num_bits // common
+
+
+def _check_arguments(tensor: Tensor, dtype: torch.dtype, num_bits: int, dim: int) -> None:
+    if tensor.dtype != dtype:
+        raise SchemeError(f"packing: a tensor of {tensor.dtype} is not {dtype}; quantize before packing, unpack packed words")
+    if not 1 <= num_bits <= 8:
+        raise SchemeError(f"packing: num_bits={num_bits} is not between 1 and 8; int8 codes have at most 8 bits")
+    if dim not in (0, 1) or tensor.ndim < 2 - dim:
+        raise SchemeError(f"packing: dim={dim} does not exist in a tensor of {tensor.ndim} dimensions; use 1 for columns, 0 for rows")

@@ -1,0 +1,98 @@
+"""Scale and zero point: computed from a range, and checked before anybody relies on them.
+
+    real value = (code - zero_point) * scale
+
+The arithmetic of `calculate_qparams` is that of compressed-tensors 0.20, operation for operation and in the dtype of the range, because a scale
+that differs in its last bit moves codes. It parts company only where that library computes with infinities or casts NaN: see the comments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compressor.errors import NumericsError
+from compressor.numerics.scheme import QuantizationArgs
+
+
+class QParams(NamedTuple):
+    """Scale and zero point of one tensor.
+
+    Attributes:
+        scale: in the dtype in which it will be stored; [1] per tensor, [R, 1] per channel, [R, G] per group, [..., 1] per token.
+        zero_point: int8, shaped like scale; None if and only if the scheme is symmetric.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None
+
+
+def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs) -> QParams:
+    """Choose scale and zero point so that the codes cover [min, max] and zero is a code.
+
+    Costs no device synchronisation: NaN or infinity in the range shows as such in the scale, which `check_qparams` refuses.
+
+    Args:
+        min_vals: smallest value of each group, floating point.
+        max_vals: largest value of each group, same shape and dtype.
+        args: the format.
+
+    Returns:
+        Scale in the dtype of the range and, if asymmetric, zero point; a range without dimensions gives shape [1].
+    """
+    # Tensors without dimensions rather than python numbers: for ranges without dimensions they promote the zero point to float32, as in
+    # compressed-tensors.
+    low, high = (torch.tensor(bound, device=min_vals.device) for bound in args.code_range)
+    min_vals = torch.minimum(min_vals, torch.zeros_like(min_vals))
+    max_vals = torch.maximum(max_vals, torch.zeros_like(max_vals))
+    num_steps = (high - low).to(max_vals.dtype)
+    if args.symmetric:
+        scale = torch.maximum(min_vals.abs(), max_vals.abs()) / (num_steps / 2)
+        zero_point = None
+    else:
+        # max - min can overflow where neither end does.
+        span = max_vals - min_vals
+        scale = torch.where(span.isinf(), max_vals / num_steps - min_vals / num_steps, span / num_steps)
+        # 0 / 0, a group of zeros, is NaN: the zero point becomes 0 rather than whatever the platform casts NaN to.
+        zero_point = torch.clamp(low - min_vals / scale, low, high).nan_to_num(nan=0.0).round().to(torch.int8)
+    # Zeros, or values so small that the division underflowed: any scale serves, and compressed-tensors takes this one.
+    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    if scale.ndim == 0:
+        return QParams(scale.reshape(1), None if zero_point is None else zero_point.reshape(1))
+    return QParams(scale, zero_point)
+
+
+def check_qparams(qparams: QParams, name: str, args: QuantizationArgs | None = None) -> None:
+    """Refuse scales and zero points that cannot have been computed properly.
+
+    Args:
+        qparams: what to check.
+        name: what it belongs to, for the message.
+        args: the format; where given, the zero point must be one of its codes and present exactly when the format is asymmetric.
+
+    Raises:
+        NumericsError: a scale is NaN, infinite, zero or negative, or the zero point has another dtype, shape or range than it must have.
+    """
+    scale, zero_point = qparams
+    good = scale.isfinite() & (scale > 0)
+    if scale.numel() == 0 or not good.all():
+        examples = scale[~good].flatten()[:3].tolist()
+        raise NumericsError(
+            f"{name}: {int((~good).sum())} of {scale.numel()} scales are not finite and positive, for instance {examples}; "
+            "look for NaN or infinity in the weights or activations"
+        )
+    if args is not None and args.symmetric != (zero_point is None):
+        raise NumericsError(f"{name}: symmetric={args.symmetric} with zero_point={zero_point}; only asymmetric formats have a zero point")
+    if zero_point is None:
+        return
+    if zero_point.dtype != torch.int8 or zero_point.shape != scale.shape:
+        raise NumericsError(
+            f"{name}: zero point is {zero_point.dtype} {tuple(zero_point.shape)}, not torch.int8 {tuple(scale.shape)} as its scale asks; "
+            "compute it with calculate_qparams"
+        )
+    if args is not None:
+        low, high = args.code_range
+        if bool(((zero_point < low) | (zero_point > high)).any()):
+            raise NumericsError(f"{name}: a zero point lies outside of the codes {low:.0f} to {high:.0f}; compute it with calculate_qparams")

@@ -1,0 +1,161 @@
+"""Real values to codes and back. Every other part of the project that needs this arithmetic calls it here.
+
+`dequantize` and `fake_quantize` do the operations of compressed-tensors 0.20 in its order and dtypes, since that library runs when transformers
+loads one of our checkpoints: the logits must agree to the last bit.
+
+Shapes: R rows (out features), C columns (in features), G groups, S = C / G group size. Weights are [R, C]; scale and zero point are [1] per
+tensor, [R, 1] per channel, [R, G] per group; g_idx int32 [C] gives each column's group where groups are not runs of columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compressor.errors import NumericsError, SchemeError
+from compressor.numerics.formats import encode_, snap_
+from compressor.numerics.qparams import QParams, calculate_qparams
+from compressor.numerics.scheme import QuantizationArgs
+
+
+@torch.no_grad()
+def quantize(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor | None = None) -> Tensor:
+    """Turn real values into codes.
+
+    Args:
+        x: [R, C] weight (or an activation with scales that broadcast); not modified.
+        qparams: scale and zero point, as the strategy shapes them.
+        args: the format.
+        g_idx: int32 [C], the group of each column; strategy "group" only.
+
+    Returns:
+        Codes shaped like x, int8 or float8_e4m3fn.
+
+    Raises:
+        NumericsError: x or the scale has NaN, for which there is no code.
+        SchemeError: the columns do not divide into groups.
+    """
+    x_grouped, scale, zero_point = _align(x, qparams, args, g_idx)
+    scaled = _divide(x_grouped, scale, zero_point)
+    if scaled.numel() and bool(torch.aminmax(scaled).min.isnan()):
+        raise NumericsError(f"tensor {tuple(x.shape)}: a value or its scale is NaN, which no code stands for; look for NaN in weights or data")
+    return encode_(scaled, args.type, args.num_bits).reshape(x.shape)
+
+
+@torch.no_grad()
+def dequantize(codes: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor | None = None) -> Tensor:
+    """Turn codes back into real values, as compressed-tensors' `dequantize` does.
+
+    Args:
+        codes: [R, C], int8 or float8_e4m3fn; not modified.
+        qparams: scale and zero point, as the strategy shapes them.
+        args: the format.
+        g_idx: int32 [C], the group of each column; strategy "group" only.
+
+    Returns:
+        (codes - zero_point) * scale, shaped like codes, in the dtype of the scale.
+
+    Raises:
+        SchemeError: the columns do not divide into groups.
+    """
+    codes_grouped, scale, zero_point = _align(codes, qparams, args, g_idx)
+    return _multiply_(codes_grouped.to(scale.dtype, copy=True), scale, zero_point).reshape(codes.shape)
+
+
+@torch.no_grad()
+def fake_quantize(x: Tensor, qparams: QParams, args: QuantizationArgs) -> Tensor:
+    """Quantize and dequantize in one go, as compressed-tensors' `fake_quantize` does.
+
+    Args:
+        x: [R, C] weight, or an activation [..., C]; not modified.
+        qparams: scale and zero point, as the strategy shapes them.
+        args: the format.
+
+    Returns:
+        The values that the codes stand for, shaped like x. As in compressed-tensors the dtype is that of x for strategy "group" and that of
+        the scale else (mostly one and the same). NaN stays NaN.
+
+    Raises:
+        SchemeError: the columns do not divide into groups.
+    """
+    x_grouped, scale, zero_point = _align(x, qparams, args, None)
+    scaled = _divide(x_grouped, scale, zero_point)
+    if args.dynamic and zero_point is None:
+        scaled += 0.0  # compressed-tensors adds a zero point of zeros here, which makes +0.0 of -0.0
+    values = _multiply_(snap_(scaled, args.type, args.num_bits).to(scale.dtype), scale, zero_point).reshape(x.shape)
+    return values.to(x.dtype) if args.strategy == "group" else values
+
+
+@torch.no_grad()
+def dynamic_qparams(x: Tensor, args: QuantizationArgs) -> QParams:
+    """Compute the scales of one activation from its own values, as compressed-tensors does in every forward pass.
+
+    Args:
+        x: the activation, usually [batch, sequence, C].
+        args: the format; dynamic, strategy "token" or "tensor".
+
+    Returns:
+        Scale [1] per tensor; per token [batch, sequence, 1]. A token's values are all but the first two dimensions, so an activation [N, C]
+        without a batch dimension gets one scale for all of it: that is what compressed-tensors computes, and its logits must be ours.
+
+    Raises:
+        SchemeError: args are not for a dynamic activation.
+    """
+    if not args.dynamic:
+        raise SchemeError("dynamic_qparams: args with dynamic=False have stored scales; use those, or give dynamic=True")
+    if args.strategy == "tensor" or x.ndim <= 2:
+        min_vals, max_vals = torch.aminmax(x)
+    else:
+        token_dims = tuple(range(2, x.ndim))
+        min_vals, max_vals = x.amin(dim=token_dims, keepdim=True), x.amax(dim=token_dims, keepdim=True)
+    return calculate_qparams(min_vals, max_vals, args)
+
+
+def check_groups(num_columns: int, args: QuantizationArgs) -> None:
+    """Refuse a group size that leaves a remainder.
+
+    Args:
+        num_columns: columns (in features) of the weight.
+        args: the format; only strategy "group" can fail.
+
+    Raises:
+        SchemeError: group_size does not divide the columns.
+    """
+    if args.strategy == "group" and args.group_size is not None and num_columns % args.group_size:
+        raise SchemeError(
+            f"{num_columns} columns do not divide into groups of group_size={args.group_size}; ignore this module or choose a divisor"
+        )
+
+
+def _align(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """View x, scale and zero point so that they broadcast: [R, G, S] against [R, G, 1] for groups, as they are else."""
+    scale, zero_point = qparams
+    if args.strategy != "group":
+        if g_idx is not None:
+            raise SchemeError(f"g_idx does not go with strategy={args.strategy!r}; only groups have one")
+        return x, scale, zero_point
+    assert args.group_size is not None, "the scheme checked it"
+    check_groups(x.shape[-1], args)
+    num_groups = x.shape[-1] // args.group_size
+    if scale.shape[-1] != num_groups:
+        raise SchemeError(f"scale {tuple(scale.shape)} does not fit {x.shape[-1]} columns in {num_groups} groups; compute it for this tensor")
+    if g_idx is None:
+        grouped = x.reshape(*x.shape[:-1], num_groups, args.group_size)
+        return grouped, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1)
+    if g_idx.shape != x.shape[-1:]:
+        raise SchemeError(f"g_idx {tuple(g_idx.shape)} does not name a group for each of {x.shape[-1]} columns; give one entry per column")
+    return x, scale.index_select(-1, g_idx), None if zero_point is None else zero_point.index_select(-1, g_idx)
+
+
+def _divide(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    scaled = x / scale
+    if zero_point is not None:
+        scaled += zero_point.to(x.dtype)
+    return scaled
+
+
+def _multiply_(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    if zero_point is not None:
+        codes -= zero_point.to(scale.dtype)
+    codes *= scale
+    return codes
