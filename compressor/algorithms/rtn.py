@@ -1,0 +1,45 @@
+"""Round-to-nearest: every weight to the closest value of its grid, each on its own.
+
+The division runs in float32 whatever the dtype of the weight: a bfloat16 quotient near 127 has a spacing of one half, so that codes
+of 8 bits would be off by one. Shapes: R rows, C columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from compressor.numerics.qparams import QParams
+from compressor.numerics.quantize import dequantize, quantize
+from compressor.numerics.scheme import QuantizationArgs
+
+
+@dataclass(frozen=True)
+class RoundedWeight:
+    """Codes of one weight and their relative squared error, ||W - Q||^2 / ||W||^2."""
+
+    codes_RC: Tensor
+    relative_error: float
+
+
+def round_to_nearest(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs) -> RoundedWeight:
+    """Quantize one weight by rounding.
+
+    Args:
+        weight_RC: [R, C] float; not modified.
+        qparams: scale and zero point, as they will be stored.
+        args: number format.
+
+    Returns:
+        The codes and the relative error of what a loader will read.
+
+    Raises:
+        NumericsError: the weight holds NaN or infinity.
+        SchemeError: the group size does not divide C.
+    """
+    wide = QParams(qparams.scale.float(), qparams.zero_point)
+    codes_RC = quantize(weight_RC.float(), wide, args)
+    error = dequantize(codes_RC, qparams, args).float() - weight_RC.float()
+    energy = float(weight_RC.float().square().sum())
+    return RoundedWeight(codes_RC, float(error.square().sum()) / energy if energy > 0 else 0.0)

@@ -1,0 +1,222 @@
+"""The command `compressor`. Arguments are read and checked before torch is imported, so that `--help` and mistakes answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from compressor.errors import CompressorError
+
+if TYPE_CHECKING:
+    from compressor.oneshot import OneshotResult
+    from compressor.planning import Plan
+
+EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One subcommand: its line of help, its arguments and what it does."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; by default those of the process.
+
+    Returns:
+        Exit code: 0 done, 1 an error that one line on standard error explains, 2 wrong arguments, 130 interrupted.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return VERBS[args.verb].run(args)
+    except (CompressorError, ExceptionGroup) as error:
+        print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print(f"compressor {args.verb}: interrupted; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="compressor", description="Compress a model by a recipe, and record what was done.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, verb in VERBS.items():
+        verb.add_arguments(verbs.add_parser(name, help=verb.help, description=verb.help))
+    return parser
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, ExceptionGroup):
+        return "; ".join(_one_line(inner) for inner in error.exceptions)
+    return " ".join(str(error).split())
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def _key_value(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return key, value
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint (config.json, *.safetensors)")
+    parser.add_argument("--recipe", required=True, metavar="R", help="recipe: a YAML or JSON file, or its text")
+    parser.add_argument(
+        "--recipe-arg", action="append", type=_key_value, default=[], metavar="NAME=VALUE", help="value for ${NAME} in the recipe"
+    )
+    parser.add_argument("--num-calibration-samples", type=_positive, default=512, metavar="N", help="sequences to calibrate with (512)")
+    parser.add_argument("--max-seq-length", type=_positive, metavar="T", help="tokens of each sequence (what the model takes, up to 2048)")
+    parser.add_argument("--pipeline", choices=("data_free", "basic", "sequential"), help="default: what the modifiers need")
+    parser.add_argument("--sequential-targets", nargs="+", metavar="P", help="layers calibrated one after another (default: inferred)")
+    parser.add_argument("--model-class", metavar="C", help="transformers class to load with (AutoModelForCausalLM)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that lies in the model's folder")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+
+
+def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser)
+    parser.add_argument("--dataset", metavar="D", help="calibration data: .jsonl, .txt, .parquet or .safetensors")
+    parser.add_argument("--output-dir", required=True, metavar="O", help="folder of the checkpoint; must not exist or be empty")
+    parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the dataset that holds the text (text)")
+    parser.add_argument("--batch-size", type=_positive, default=1, metavar="B", help="sequences in one forward (1)")
+    parser.add_argument("--shuffle", action="store_true", help="choose calibration sequences at random by --seed, not the first ones")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (auto)")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="dtype to load in (the checkpoint's own)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of everything random (0)")
+    parser.add_argument("--quiet", action="store_true", help="show no progress bars")
+
+
+def _run_oneshot(args: argparse.Namespace) -> int:
+    from compressor.oneshot import oneshot
+
+    result = oneshot(
+        args.model,
+        recipe=args.recipe,
+        recipe_args=dict(args.recipe_arg),
+        dataset=args.dataset,
+        output_dir=args.output_dir,
+        num_calibration_samples=args.num_calibration_samples,
+        max_seq_length=args.max_seq_length,
+        batch_size=args.batch_size,
+        text_column=args.text_column,
+        shuffle_calibration_samples=args.shuffle,
+        pipeline=args.pipeline,
+        sequential_targets=args.sequential_targets,
+        device=args.device,
+        dtype=args.dtype,
+        model_class=args.model_class,
+        trust_remote_code_model=args.trust_remote_code,
+        seed=args.seed,
+        progress=not args.quiet,
+    )
+    if args.json:
+        payload = {**result.record, "output_dir": str(result.output_dir), "seconds": result.seconds}
+        print(json.dumps(payload, indent=1, sort_keys=True))
+    else:
+        _print_result(result)
+    return EXIT_OK
+
+
+def _print_result(result: OneshotResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Compressed modules")
+    for column, justify in (("module", "left"), ("scheme", "left"), ("relative error", "right"), ("tokens", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for record in result.report.modules.values():
+        tokens = "-" if record.num_tokens is None else f"{record.num_tokens:,}"
+        table.add_row(record.name, record.scheme, f"{record.error:.2e}", tokens)
+    console = Console()
+    console.print(table)
+    for fallback in result.report.fallbacks:
+        console.print(f"fallback: {fallback.module}: {fallback.kind}: {fallback.detail}", style="yellow")
+    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items())
+    console.print(f"{len(result.report.modules)} modules compressed, {len(result.report.fallbacks)} fallbacks; {seconds}")
+    console.print(f"checkpoint: {result.output_dir}", soft_wrap=True)
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    from compressor.planning import plan
+
+    made = plan(
+        args.model,
+        recipe=args.recipe,
+        recipe_args=dict(args.recipe_arg),
+        num_calibration_samples=args.num_calibration_samples,
+        max_seq_length=args.max_seq_length,
+        pipeline=args.pipeline,
+        sequential_targets=args.sequential_targets,
+        model_class=args.model_class,
+        trust_remote_code_model=args.trust_remote_code,
+    )
+    if args.json:
+        print(json.dumps(made.to_dict(), indent=1, sort_keys=True))
+    else:
+        _print_plan(made)
+    return EXIT_OK
+
+
+def _print_plan(made: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Plan: {made.pipeline} pipeline")
+    for column, justify in (("module", "left"), ("shape", "left"), ("modifier", "left"), ("scheme", "left"), ("MB before", "right"), ("after", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for module in made.modules:
+        before, after = (f"{float(module.details[key]) / 1e6:.2f}" for key in ("bytes_before", "bytes_after"))
+        table.add_row(module.name, str(module.details["shape"]), module.modifier, module.scheme or "", before, after)
+    console = Console()
+    console.print(table)
+    for module in made.skipped:
+        console.print(f"stays as it is: {module.name}: {module.reason}")
+    for label, value in made.estimate_lines():
+        console.print(f"{label}: {value}")
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="recipe_verb", required=True, metavar="VERB")
+    verbs.add_parser("schema", help="print the JSON schema of recipes, for editors")
+    check = verbs.add_parser("check", help="say what a recipe resolves to")
+    check.add_argument("recipe", metavar="FILE", help="recipe: a YAML or JSON file, or its text")
+    check.add_argument("--recipe-arg", action="append", type=_key_value, default=[], metavar="NAME=VALUE", help="value for ${NAME}")
+
+
+def _run_recipe(args: argparse.Namespace) -> int:
+    from compressor.recipe import load_recipe, recipe_schema
+
+    if args.recipe_verb == "schema":
+        print(json.dumps(recipe_schema(), indent=1, sort_keys=True))
+    else:
+        print(load_recipe(args.recipe, args=dict(args.recipe_arg)).dump(), end="")
+    return EXIT_OK
+
+
+VERBS: dict[str, Verb] = {
+    "oneshot": Verb("Compress a model with a recipe and calibration data, and save the checkpoint.", _oneshot_arguments, _run_oneshot),
+    "plan": Verb("Say what each module would get, with estimates of memory and time; run nothing.", _model_arguments, _run_plan),
+    "recipe": Verb("Check a recipe, or print the schema of recipes.", _recipe_arguments, _run_recipe),
+}
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+"""Hessians of layer inputs, accumulated once for all modules that read the same tensor (q/k/v, gate/up).
+
+Sharing is found, not configured: two modules share when they are handed the very same tensor object, unchanged, in every forward. A
+module that stops doing so is an error, never a silent mixture.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compressor.algorithms.hessian import Hessian
+from compressor.errors import CalibrationError
+from compressor.modifiers.scheme_settings import real_tokens
+
+
+class InputHessians:
+    """Maps module names to Hessians; modules with one input have one Hessian."""
+
+    def __init__(self, *, share: bool) -> None:
+        """Start empty; with `share` False every module gets a Hessian of its own."""
+        self._share = share
+        self._of: dict[str, Hessian] = {}
+        self._members: dict[int, list[str]] = {}
+        self._calls: dict[str, int] = {}
+        self._last: tuple[Tensor, int, Hessian] | None = None
+
+    def observe(self, name: str, x: Tensor, token_mask: Tensor | None) -> None:
+        """Add one input of one module.
+
+        Args:
+            name: dotted module name.
+            x: [..., C] input, as the module received it.
+            token_mask: [batch, seq] bool, True at real tokens, or None.
+
+        Raises:
+            CalibrationError: the module shared its input in earlier forwards and no longer does.
+        """
+        self._calls[name] = self._calls.get(name, 0) + 1
+        shared = self._same_as_last(x)
+        known = self._of.get(name)
+        if known is None and shared is not None and self._calls[self._members[id(shared)][0]] == 1:
+            self._of[name] = shared
+            self._members[id(shared)].append(name)
+            return
+        if known is not None and known is shared:
+            return
+        if known is not None and self._members[id(known)][0] != name:
+            leader = self._members[id(known)][0]
+            raise CalibrationError(f"{name}: its input was that of {leader} in earlier forwards and no longer is; set share_inputs: false")
+        self._add(name, x, token_mask, known)
+
+    def take(self, name: str) -> tuple[Hessian, list[str]] | None:
+        """Hand over the Hessian of a module and the names of all that share it; None when it saw no input.
+
+        Raises:
+            CalibrationError: the sharing modules were not called equally often.
+        """
+        hessian = self._of.get(name)
+        if hessian is None:
+            return None
+        members = self._members.pop(id(hessian))
+        calls = {member: self._calls.pop(member) for member in members}
+        if len(set(calls.values())) > 1:
+            raise CalibrationError(f"{name}: modules that share one input were called unequally often, {calls}; set share_inputs: false")
+        for member in members:
+            del self._of[member]
+        self._last = None
+        return hessian, members
+
+    def _add(self, name: str, x: Tensor, token_mask: Tensor | None, known: Hessian | None) -> None:
+        hessian = known
+        if hessian is None:
+            hessian = self._of[name] = Hessian(x.shape[-1], x.device)
+            self._members[id(hessian)] = [name]
+        hessian.add(real_tokens(x, token_mask, name))
+        self._last = (x, _version(x), hessian)
+
+    def _same_as_last(self, x: Tensor) -> Hessian | None:
+        if self._last is None or not self._share:
+            return None
+        tensor, version, hessian = self._last
+        return hessian if tensor is x and version == _version(x) and id(hessian) in self._members else None
+
+
+def _version(x: Tensor) -> int:
+    # Tensors made under inference_mode carry no version; nothing can have been written to them outside it.
+    return 0 if torch.is_inference(x) else x._version

@@ -1,0 +1,5 @@
+"""Runtime layers that stand where a float layer stood."""
+
+from compressor.nn.quantized_linear import NaiveQuantizedLinear, PackQuantizedLinear, QuantizedLinear
+
+__all__ = ["NaiveQuantizedLinear", "PackQuantizedLinear", "QuantizedLinear"]

@@ -1,0 +1,206 @@
+"""THE main path: a model, a recipe and data go in; a compressed model and, if a folder is named, a checkpoint come out.
+
+Read this file first. Everything that can be refused is refused before the first batch runs; nothing is written before every scale has
+been checked; a run that stops for any reason leaves no hook on the model and no half-written folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import compressor
+from compressor.data import CalibrationData, load_dataset_source
+from compressor.errors import DatasetError
+from compressor.lifecycle import Report, Session, State
+from compressor.model.checkpoint import check_output_dir, save_checkpoint
+from compressor.model.load import LoadedModel, load_model, resolve_device
+from compressor.nn import QuantizedLinear
+from compressor.pipelines import choose_pipeline, run_pipeline
+from compressor.progress import Progress, RichProgress, SilentProgress
+from compressor.recipe import Recipe, load_recipe
+
+
+@dataclass(frozen=True)
+class OneshotResult:
+    """What a run gives back.
+
+    Attributes:
+        model: the compressed model; an in-memory model is changed in place and is the same object.
+        tokenizer: the tokenizer that came with the model, None for a plain module.
+        report: per-module errors and fallbacks.
+        record: everything that made the result; what `compression.json` holds.
+        output_dir: the checkpoint, None when nothing was saved.
+        seconds: wall time by phase (load, data, compress, save).
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    report: Report
+    record: dict[str, Any]
+    output_dir: Path | None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def oneshot(
+    model: str | Path | nn.Module,
+    *,
+    recipe: Any,
+    dataset: Any = None,
+    output_dir: str | Path | None = None,
+    recipe_args: dict[str, Any] | None = None,
+    tokenizer: Any = None,
+    num_calibration_samples: int = 512,
+    max_seq_length: int | None = None,
+    batch_size: int = 1,
+    text_column: str = "text",
+    shuffle_calibration_samples: bool = False,
+    pipeline: str | None = None,
+    sequential_targets: list[str] | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    model_class: str | None = None,
+    trust_remote_code_model: bool = False,
+    seed: int = 0,
+    progress: Progress | bool = False,
+) -> OneshotResult:
+    """Compress a model in one pass over calibration data.
+
+    Args:
+        model: folder of a transformers checkpoint, or a model (any nn.Module) in memory, which is changed in place.
+        recipe: YAML or JSON text or file, dict, modifier or list of modifiers.
+        dataset: HF Dataset, .jsonl/.txt/.parquet/.safetensors file, list of texts, token tensors or a DataLoader; needed by modifiers
+            that calibrate.
+        output_dir: where the checkpoint goes; must not exist or be empty. None keeps the result in memory.
+        recipe_args: values for `${name}` in the recipe.
+        tokenizer: for texts; by default the one in the model's folder.
+        num_calibration_samples: sequences taken from the dataset.
+        max_seq_length: tokens kept of each sequence; by default what the model takes, at most 2048.
+        batch_size: sequences in one forward.
+        text_column: column of the dataset that holds the text.
+        shuffle_calibration_samples: choose the sequences at random (by `seed`) instead of the first ones.
+        pipeline: `data_free`, `basic` or `sequential`; by default what the modifiers need.
+        sequential_targets: class names or patterns of the layers that are calibrated one after another; by default inferred.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`.
+        dtype: `auto` keeps the checkpoint's own.
+        model_class: transformers class to load with; by default AutoModelForCausalLM.
+        trust_remote_code_model: run Python code that lies in the model's folder.
+        seed: of everything random.
+        progress: show progress bars (True), or an object that shows them.
+
+    Returns:
+        The compressed model with its report, and the folder if one was written.
+
+    Raises:
+        UserInputError: recipe, model, data or output folder cannot be used; nothing was changed.
+        CalibrationError: more fallbacks than the recipe allows.
+        NumericsError: NaN or infinity, or a Hessian that is not positive definite.
+        CheckpointError: the checkpoint could not be written; nothing is left behind.
+    """
+    bars = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
+    clock = _Clock()
+    if output_dir is not None:
+        check_output_dir(output_dir, source=model if isinstance(model, str | Path) else None)
+    parsed = load_recipe(recipe, args=recipe_args)
+    chosen = choose_pipeline(parsed.modifiers, pipeline)
+    if chosen != "data_free" and dataset is None:
+        raise DatasetError(f"oneshot: no dataset was given, and the {chosen} pipeline needs one; pass dataset=")
+    loaded = load_model(
+        model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
+    )
+    clock.lap("load")
+    state = State(model=loaded.model, device=resolve_device(device), seed=seed, report=Report(), keep_originals=loaded.from_memory)
+    with torch.random.fork_rng(), Session(state, parsed.modifiers) as session:
+        torch.manual_seed(seed)
+        session.initialize()
+        data = None
+        if chosen != "data_free":
+            data = load_dataset_source(
+                dataset,
+                tokenizer=tokenizer or loaded.tokenizer,
+                num_calibration_samples=num_calibration_samples,
+                max_seq_length=max_seq_length,
+                batch_size=batch_size,
+                text_column=text_column,
+                shuffle=shuffle_calibration_samples,
+                seed=seed,
+                max_positions=_max_positions(loaded.model),
+            )
+        clock.lap("data")
+        run_pipeline(chosen, session, data, progress=bars, targets=sequential_targets)
+        session.finalize()
+    clock.lap("compress")
+    record = _record(parsed, loaded, data, state.report, chosen, seed)
+    folder = None
+    if output_dir is not None:
+        folder = _save(loaded, tokenizer, output_dir, record)
+        clock.lap("save")
+    return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, state.report, record, folder, clock.seconds)
+
+
+def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: dict[str, Any]) -> Path:
+    schemes = {name: layer.scheme for name, layer in loaded.model.named_modules() if isinstance(layer, QuantizedLinear)}
+    return save_checkpoint(
+        loaded.model,
+        output_dir,
+        tokenizer=tokenizer or loaded.tokenizer,
+        source_dir=loaded.source_dir if tokenizer is None else None,
+        schemes=schemes,
+        record=record,
+    )
+
+
+def _record(recipe: Recipe, loaded: LoadedModel, data: CalibrationData | None, report: Report, pipeline: str, seed: int) -> dict[str, Any]:
+    """Return what `compression.json` holds: no time, no path, so that equal runs give equal bytes."""
+    return {
+        "base": _file_hashes(loaded.source_dir),
+        "data": None if data is None else {"sha256": data.sha256, "num_samples": data.num_samples, "num_tokens": data.num_tokens},
+        "pipeline": pipeline,
+        "recipe": recipe.dump(),
+        "seed": seed,
+        "versions": {
+            "compressor": compressor.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        **report.to_dict(),
+    }
+
+
+def _file_hashes(folder: Path | None) -> dict[str, str]:
+    """Return the sha256 of the base's config and weight files; empty for a model from memory."""
+    if folder is None:
+        return {}
+    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    hashes = {}
+    for path in files:
+        with path.open("rb") as stream:
+            hashes[path.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashes
+
+
+def _max_positions(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    return getattr(config, "max_position_embeddings", None)
+
+
+class _Clock:
+    """Wall time between laps."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now
