@@ -47,13 +47,6 @@ class Hessian:
             self._sum_CC[start:stop, start:].addmm_(x_NC[:, start:stop].t(), x_NC[:, start:])
         self.num_tokens += x_NC.shape[0]
 
-    def split(self) -> Hessian:
-        """Return an independent copy, for a module whose input stops being the one that is shared."""
-        copy = Hessian(self.num_columns, self._sum_CC.device)
-        copy._sum_CC.copy_(self._sum_CC)
-        copy.num_tokens = self.num_tokens
-        return copy
-
     def matrix(self, name: str) -> Tensor:
         """Return H = 2 * mean(x x^T) and release the sum: call it once, when all tokens are in.
 

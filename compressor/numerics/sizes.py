@@ -1,0 +1,39 @@
+"""How many bytes a weight takes on disk and in memory, by format; exact, so that a plan can promise it."""
+
+from __future__ import annotations
+
+from compressor.numerics.scheme import QuantizationArgs
+
+WORD_BITS = 32
+
+
+def quantized_weight_bytes(num_rows: int, num_columns: int, args: QuantizationArgs, *, packed: bool, scale_bytes: int = 2) -> int:
+    """Return the bytes of codes, scales, zero points and shape of one weight.
+
+    Args:
+        num_rows: out features, R.
+        num_columns: in features, C.
+        args: number format.
+        packed: codes are packed into int32 words along a row (pack-quantized); else one byte per code.
+        scale_bytes: bytes of one scale.
+
+    Returns:
+        Bytes of all tensors that the format stores for this weight.
+    """
+    num_scales = {"tensor": 1, "channel": num_rows}.get(args.strategy)
+    if num_scales is None:
+        num_scales = num_rows * (num_columns // (args.group_size or num_columns))
+    shape_bytes = 16 if packed else 0
+    code_bytes = num_rows * _words(num_columns, args.num_bits) * 4 if packed else num_rows * num_columns
+    if args.symmetric:
+        zero_bytes = 0
+    elif packed:
+        zero_bytes = _words(num_rows, args.num_bits) * (num_scales // num_rows) * 4
+    else:
+        zero_bytes = num_scales
+    index_bytes = 4 * num_columns if args.actorder == "group" else 0
+    return code_bytes + num_scales * scale_bytes + zero_bytes + index_bytes + shape_bytes
+
+
+def _words(count: int, num_bits: int) -> int:
+    return -(-count * num_bits // WORD_BITS)

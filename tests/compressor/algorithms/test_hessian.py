@@ -1,0 +1,49 @@
+"""The Hessian is the mean it claims to be, however the tokens arrive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressor.algorithms.hessian import Hessian
+from compressor.errors import NumericsError
+
+
+def tokens(count: int, columns: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(count, columns, generator=torch.Generator().manual_seed(seed)) - 0.5
+
+
+@pytest.mark.parametrize("columns", [1, 7, 16, 61])
+def test_equals_twice_the_mean_outer_product(columns: int) -> None:
+    x = tokens(50, columns)
+    hessian = Hessian(columns)
+    for part in x.split(13):
+        hessian.add(part)
+    expected = 2 * x.double().t() @ x.double() / 50
+    result = hessian.matrix("m")
+    assert torch.equal(result, result.t())
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-7)
+    assert torch.linalg.eigvalsh(result.double()).min() >= -1e-6 * expected.diagonal().max()
+
+
+def test_batch_dimensions_are_tokens() -> None:
+    x = tokens(12, 5)
+    flat, batched = Hessian(5), Hessian(5)
+    flat.add(x)
+    batched.add(x.view(3, 4, 5))
+    assert batched.num_tokens == 12
+    assert torch.equal(flat.matrix("m"), batched.matrix("m"))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_input_names_the_module(bad: float) -> None:
+    x = tokens(4, 3)
+    x[2, 1] = bad
+    hessian = Hessian(3)
+    hessian.add(x)
+    with pytest.raises(NumericsError, match=r"model\.layers\.3.*NaN or infinity"):
+        hessian.matrix("model.layers.3")
+
+
+def test_no_tokens_is_an_error() -> None:
+    with pytest.raises(NumericsError, match="0 calibration tokens"):
+        Hessian(3).matrix("m")
