@@ -1,0 +1,8 @@
+"""Calibration data: any common source becomes one list of batches with masks, and a hash that names it."""
+
+from __future__ import annotations
+
+from compressor.data.collate import Batch, batch_to, call_model
+from compressor.data.datasets import CalibrationData, load_dataset_source
+
+__all__ = ["Batch", "CalibrationData", "batch_to", "call_model", "load_dataset_source"]

@@ -1,0 +1,151 @@
+"""Token rows become padded batches, foreign batches become ours, and both become a hash.
+
+Padding goes to the right and is masked; a batch whose rows are equally long carries no mask at all, so that it takes the same kernels,
+and gives the same bits, as a plain forward of its tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import DatasetError
+
+Batch = dict[str, Tensor] | tuple[Tensor, ...]
+
+
+def collate(rows: Sequence[Tensor], batch_size: int, pad_id: int) -> tuple[list[Batch], list[Tensor | None]]:
+    """Group token rows, in order, into right-padded batches.
+
+    Args:
+        rows: int64 token ids, one dimension each, none empty.
+        batch_size: rows in one batch; the last batch may have fewer.
+        pad_id: token id that fills up short rows; masked, so its value does not matter.
+
+    Returns:
+        The batches (`input_ids`, and `attention_mask` only where something is padded) and their token masks (bool [batch, sequence],
+        True for a real token; None where nothing is padded).
+    """
+    batches: list[Batch] = []
+    masks: list[Tensor | None] = []
+    for start in range(0, len(rows), batch_size):
+        group = rows[start : start + batch_size]
+        input_ids = nn.utils.rnn.pad_sequence(list(group), batch_first=True, padding_value=pad_id)
+        lengths = torch.tensor([len(row) for row in group])
+        mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
+        if bool(mask.all()):
+            batches.append({"input_ids": input_ids})
+            masks.append(None)
+        else:
+            batches.append({"input_ids": input_ids, "attention_mask": mask.long()})
+            masks.append(mask)
+    return batches, masks
+
+
+def as_batch(raw: Any, where: str) -> Batch:
+    """Take a batch as a DataLoader gives it.
+
+    Args:
+        raw: a mapping of names to tensors, a tuple or list of tensors, or one tensor.
+        where: which batch, for errors only.
+
+    Returns:
+        A dict for keyword arguments, or a tuple for positional ones; the tensors are those of `raw`.
+
+    Raises:
+        DatasetError: something else, or something in it that is no tensor.
+    """
+    if isinstance(raw, Tensor):
+        return (raw,)
+    items = list(raw.items()) if isinstance(raw, Mapping) else list(enumerate(raw)) if isinstance(raw, tuple | list) else None
+    if items is None:
+        raise DatasetError(f"{where}: a {type(raw).__name__} is no batch; let the loader give a dict, a tuple or a tensor")
+    strangers = [f"{key!r} ({type(value).__name__})" for key, value in items if not isinstance(value, Tensor)]
+    if strangers or not items:
+        found = ", ".join(strangers) or "nothing"
+        raise DatasetError(f"{where}: the batch holds {found}, but only tensors can be fed to a model; drop the rest in collate_fn")
+    if isinstance(raw, Mapping):
+        return {str(key): value for key, value in items}
+    return tuple(value for _, value in items)
+
+
+def token_mask_of(batch: Batch) -> Tensor | None:
+    """Return the bool [batch, sequence] mask of real tokens of a foreign batch; None when it names no padding.
+
+    Args:
+        batch: a batch; only an `attention_mask` of two dimensions says anything about padding.
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    if mask is None or mask.dim() != 2:
+        return None
+    real = mask.bool()
+    return None if bool(real.all()) else real
+
+
+def leading_tensor(batch: Batch) -> Tensor:
+    """Return the tensor that says how many samples a batch holds: `input_ids`, else the first one.
+
+    Args:
+        batch: a batch with at least one tensor.
+    """
+    if isinstance(batch, tuple):
+        return batch[0]
+    return batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
+
+
+def batch_to(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch on a device; tensors that are there already are not copied.
+
+    Args:
+        batch: a batch; not modified.
+        device: where it shall be.
+    """
+    if isinstance(batch, tuple):
+        return tuple(tensor.to(device) for tensor in batch)
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def call_model(model: nn.Module, batch: Batch) -> Any:
+    """Run the model's forward on a batch and return what it returns.
+
+    Args:
+        model: the model; called with keyword arguments for a dict, with positional ones for a tuple.
+        batch: on the device of the model.
+    """
+    return model(*batch) if isinstance(batch, tuple) else model(**batch)
+
+
+def hash_rows(rows: Sequence[Tensor]) -> str:
+    """Return the sha256 of token rows in their order, whatever batches they will form.
+
+    Args:
+        rows: int64 token ids, one dimension each.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        _add(digest, "row", row)
+    return digest.hexdigest()
+
+
+def hash_batches(batches: Sequence[Batch]) -> str:
+    """Return the sha256 of foreign batches in their order: names, dtypes, shapes and bytes of all tensors.
+
+    Args:
+        batches: the batches.
+    """
+    digest = hashlib.sha256()
+    for batch in batches:
+        items = sorted(batch.items()) if isinstance(batch, dict) else [(str(i), tensor) for i, tensor in enumerate(batch)]
+        digest.update(f"batch {len(items)}\n".encode())
+        for name, tensor in items:
+            _add(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -1,0 +1,158 @@
+"""Calibration data from any common source, as one list of batches.
+
+The choice is deterministic: the first samples, or those that a seed draws; empty ones are dropped and counted. Samples are cut, never
+joined. The hash covers the token ids in order, so it is the same for any batch size and any source of the same tokens (a DataLoader
+aside, whose tensors are hashed as they come).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, token_mask_of
+from compressor.data.encode import encode_row
+from compressor.data.rows import read_rows
+from compressor.errors import DatasetError
+
+DEFAULT_MAX_SEQ_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """Batches that are ready for a model.
+
+    Attributes:
+        batches: keyword arguments (dict) or positional arguments (tuple) of one forward each, on the CPU unless a loader decided otherwise.
+        token_masks: for each batch, bool [batch, sequence], True for a real token; None where nothing is padded.
+        sha256: of the token ids, or of a loader's tensors, in their order.
+        num_samples: rows in all batches.
+        num_tokens: real tokens in all batches.
+        num_dropped: empty samples that were met and left out.
+    """
+
+    batches: list[Batch]
+    token_masks: list[Tensor | None]
+    sha256: str
+    num_samples: int
+    num_tokens: int
+    num_dropped: int = 0
+
+
+def load_dataset_source(
+    source: Any,
+    *,
+    tokenizer: Any = None,
+    num_calibration_samples: int = 512,
+    max_seq_length: int | None = None,
+    batch_size: int = 1,
+    text_column: str = "text",
+    shuffle: bool = False,
+    seed: int = 0,
+    max_positions: int | None = None,
+) -> CalibrationData:
+    """Read calibration data.
+
+    Args:
+        source: Hugging Face Dataset; path of a .jsonl, .txt (a sample per line), .parquet or .safetensors (`input_ids` [N, T]) file; list
+            of texts, token rows or mappings; [N, T] tensor of token ids; DataLoader, whose batches are taken as they are.
+        tokenizer: of transformers; for texts and conversations only, and left as it was.
+        num_calibration_samples: samples to take; fewer where the source ends. Of a DataLoader whole batches are taken until there are
+            so many.
+        max_seq_length: tokens kept of a sample; by default as many as the model takes, at most 2048.
+        batch_size: samples in a batch; a DataLoader has its own.
+        text_column: column of the text; a column `input_ids` goes before it, a column `messages` (conversations) after it.
+        shuffle: draw the samples with `seed` instead of taking the first ones.
+        seed: for `shuffle`.
+        max_positions: tokens that the model takes; None where there is no limit.
+
+    Returns:
+        At least one batch.
+
+    Raises:
+        DatasetError: the source is missing, of an unknown kind, empty or longer than the model takes, or a row cannot be used; the
+            message names it.
+    """
+    length = _chosen_length(max_seq_length, max_positions)
+    _check_positive(num_calibration_samples=num_calibration_samples, batch_size=batch_size)
+    if isinstance(source, DataLoader):
+        if shuffle:
+            raise DatasetError("dataset: a DataLoader decides its own order; set shuffle in the loader, not here")
+        return _from_loader(source, num_calibration_samples, length if max_seq_length is not None else max_positions)
+    rows: list[Tensor] = []
+    num_dropped = 0
+    for row in read_rows(source, text_column=text_column, shuffle_seed=seed if shuffle else None):
+        tokens = encode_row(row, tokenizer, length)
+        if len(tokens):
+            rows.append(tokens)
+        else:
+            num_dropped += 1
+        if len(rows) == num_calibration_samples:
+            break
+    if not rows:
+        found = f"all {num_dropped} samples are empty" if num_dropped else "there is no sample in it"
+        raise DatasetError(f"{_label(source)}: {found}; give text or token ids to calibrate with")
+    pad_id = getattr(tokenizer, "pad_token_id", None)
+    batches, masks = collate(rows, batch_size, pad_id if isinstance(pad_id, int) else 0)
+    return CalibrationData(batches, masks, hash_rows(rows), len(rows), sum(map(len, rows)), num_dropped)
+
+
+def _from_loader(loader: Iterable[Any], num_samples: int, longest: int | None) -> CalibrationData:
+    batches: list[Batch] = []
+    taken = 0
+    for index, raw in enumerate(loader):
+        batch = as_batch(raw, f"dataset batch {index}")
+        lead = leading_tensor(batch)
+        if lead.dim() == 0 or lead.shape[0] == 0:
+            raise DatasetError(
+                f"dataset batch {index}: a tensor of shape {tuple(lead.shape)} holds no sample; drop such batches in the loader"
+            )
+        if _is_tokens(lead) and longest is not None and lead.shape[-1] > longest:
+            raise DatasetError(
+                f"dataset batch {index}: sequences of {lead.shape[-1]} tokens are longer than the {longest} that the model or "
+                "max_seq_length allows; cut them in the loader"
+            )
+        batches.append(batch)
+        taken += lead.shape[0]
+        if taken >= num_samples:
+            break
+    if not batches:
+        raise DatasetError("dataset: the DataLoader gave no batch; give data to calibrate with")
+    masks = [token_mask_of(batch) for batch in batches]
+    num_tokens = sum(_count_tokens(batch, mask) for batch, mask in zip(batches, masks, strict=True))
+    return CalibrationData(batches, masks, hash_batches(batches), taken, num_tokens)
+
+
+def _is_tokens(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.is_floating_point()
+
+
+def _count_tokens(batch: Batch, mask: Tensor | None) -> int:
+    """Count real tokens; in a batch of vectors each vector counts as one token."""
+    lead = leading_tensor(batch)
+    if mask is not None:
+        return int(mask.sum())
+    return lead.numel() if _is_tokens(lead) or lead.dim() == 1 else lead.numel() // max(lead.shape[-1], 1)
+
+
+def _chosen_length(max_seq_length: int | None, max_positions: int | None) -> int:
+    if max_seq_length is None:
+        return min(DEFAULT_MAX_SEQ_LENGTH, max_positions or DEFAULT_MAX_SEQ_LENGTH)
+    _check_positive(max_seq_length=max_seq_length)
+    if max_positions is not None and max_seq_length > max_positions:
+        raise DatasetError(f"max_seq_length: {max_seq_length} is more than the model takes; give at most {max_positions}")
+    return max_seq_length
+
+
+def _check_positive(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise DatasetError(f"{name}: {count} is not positive; give at least 1")
+
+
+def _label(source: Any) -> str:
+    return str(source) if not hasattr(source, "column_names") and not isinstance(source, list | tuple | Tensor) else "dataset"

@@ -1,0 +1,106 @@
+"""One row becomes one line of token ids: texts and conversations through the tokenizer, token ids after a check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.data.rows import Row
+from compressor.errors import DatasetError
+
+
+def encode_row(row: Row, tokenizer: Any, max_length: int) -> Tensor:
+    """Turn a row into token ids.
+
+    Args:
+        row: text, a conversation or token ids; padding at either end of token ids is cut off where a mask names it.
+        tokenizer: of transformers, or None where no text comes; its settings are as before afterwards.
+        max_length: tokens to keep.
+
+    Returns:
+        int64 [T] with T <= max_length; empty for an empty row.
+
+    Raises:
+        DatasetError: the row is not what its kind says, or there is no tokenizer for it.
+    """
+    if row.kind == "input_ids":
+        return _checked_ids(row)[:max_length]
+    if tokenizer is None:
+        raise DatasetError(f"{row.where}: text needs a tokenizer, and the model has none; pass tokenizer= or give token ids")
+    if row.kind == "messages":
+        text, add_special_tokens = _render(row, tokenizer), False  # the template writes them itself
+    else:
+        text, add_special_tokens = row.value, True
+    if not isinstance(text, str):
+        raise DatasetError(f"{row.where}: a {type(text).__name__} stands where text should; repair or remove this row")
+    if not text.strip():
+        return torch.empty(0, dtype=torch.int64)
+    with _settings_kept(tokenizer):
+        encoded = tokenizer(text, truncation=True, max_length=max_length, add_special_tokens=add_special_tokens)
+    return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+
+
+def _checked_ids(row: Row) -> Tensor:
+    ids = _as_tensor(row.value, row.where)
+    if ids.numel() == 0:
+        return torch.empty(0, dtype=torch.int64)
+    if ids.dim() != 1 or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise DatasetError(f"{row.where}: {ids.dtype} of shape {tuple(ids.shape)} are no token ids; give integers, one row per sample")
+    ids = ids.to("cpu", torch.int64)
+    if int(ids.min()) < 0:
+        raise DatasetError(f"{row.where}: the token id {int(ids.min())} is negative; remove such ids (they often mark ignored labels)")
+    if row.mask is None:
+        return ids
+    real = _as_tensor(row.mask, row.where).to("cpu").bool()
+    if real.shape != ids.shape:
+        raise DatasetError(f"{row.where}: attention_mask {tuple(real.shape)} and input_ids {tuple(ids.shape)} differ; make them equal")
+    places = real.nonzero().flatten()
+    if len(places) and int(places[-1] - places[0]) + 1 != len(places):
+        raise DatasetError(f"{row.where}: attention_mask has holes between real tokens; only padding at the ends can be cut off")
+    return ids[real]
+
+
+def _as_tensor(value: Any, where: str) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DatasetError(f"{where}: a {type(value).__name__} that is no flat list of integers stands where token ids should") from error
+
+
+def _render(row: Row, tokenizer: Any) -> str:
+    """Write a conversation out through the tokenizer's chat template."""
+    messages = row.value
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) and "role" in message for message in messages):
+        raise DatasetError(f"{row.where}: 'messages' is no list of {{'role': ..., 'content': ...}}; repair or remove this row")
+    if not messages:
+        return ""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DatasetError(
+            f"{row.where}: 'messages' were given, but the tokenizer has no chat template; set tokenizer.chat_template or render the "
+            "conversations into a text column"
+        )
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except TemplateError as error:
+        raise DatasetError(f"{row.where}: the chat template refuses these messages ({error}); repair or remove this row") from error
+
+
+@contextmanager
+def _settings_kept(tokenizer: Any) -> Iterator[None]:
+    """Undo what a call leaves behind: a fast tokenizer remembers the truncation of its last call and would save it with itself."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        yield
+        return
+    truncation, padding = backend.truncation, backend.padding
+    try:
+        yield
+    finally:
+        backend.no_truncation() if truncation is None else backend.enable_truncation(**truncation)
+        backend.no_padding() if padding is None else backend.enable_padding(**padding)

@@ -1,0 +1,190 @@
+"""Rows out of every source of calibration data, one at a time and in a fixed order: files, datasets, lists, token arrays.
+
+A row is text, token ids or a conversation, and knows where it came from. Sources are read lazily, so the first 512 rows of a large file
+cost 512 rows; only a shuffled choice needs to know them all.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from compressor.errors import DatasetError
+
+T = TypeVar("T")
+
+
+class Row(NamedTuple):
+    """One sample before tokenization: where it stands, what it is, its value, and the mask that came with token ids."""
+
+    where: str
+    kind: Literal["text", "input_ids", "messages"]
+    value: Any
+    mask: Any = None
+
+
+def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None) -> Iterator[Row]:
+    """Open a source and yield its rows.
+
+    Args:
+        source: path of a .jsonl, .txt, .parquet or .safetensors file; a Hugging Face dataset (anything with `column_names` that can be
+            iterated); a list of texts, of token rows or of mappings; or a [N, T] tensor of token ids.
+        text_column: column of the text.
+        shuffle_seed: yield the rows in an order drawn with this seed; None keeps their own order.
+
+    Returns:
+        An iterator; it raises DatasetError at the first row that cannot be used.
+
+    Raises:
+        DatasetError: the source is missing or of an unknown kind.
+    """
+    if isinstance(source, str | Path):
+        return _read_file(Path(source), text_column, shuffle_seed)
+    if isinstance(source, Tensor):
+        return _tensor_rows(source, None, "dataset", shuffle_seed)
+    if hasattr(source, "column_names"):
+        return _dataset_rows(source, text_column, shuffle_seed)
+    if isinstance(source, list | tuple):
+        return _list_rows(source, text_column, shuffle_seed)
+    raise DatasetError(
+        f"dataset: a {type(source).__name__} is no source of calibration data; give a file (.jsonl, .txt, .parquet, .safetensors), "
+        "a Hugging Face Dataset, a list of texts or token tensors, or a DataLoader"
+    )
+
+
+def _arranged(items: Iterable[T], seed: int | None) -> Iterable[T]:
+    if seed is None:
+        return items
+    shuffled = list(items)
+    random.Random(seed).shuffle(shuffled)
+    return shuffled
+
+
+def _read_file(path: Path, text_column: str, seed: int | None) -> Iterator[Row]:
+    readers = {".jsonl": _jsonl_rows, ".txt": _txt_rows, ".parquet": _parquet_rows, ".safetensors": _safetensors_rows}
+    if path.suffix not in readers:
+        raise DatasetError(f"{path}: the extension {path.suffix!r} is unknown; give a file that ends in one of {', '.join(readers)}")
+    if not path.is_file():
+        raise DatasetError(f"{path}: no such file; check the path (names of the Hugging Face hub are not downloaded, load them first)")
+    return readers[path.suffix](path, text_column, seed)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield number and text, without its line end, of the lines that are not blank."""
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                text = line.decode("utf-8").rstrip("\r\n")
+                if text.strip():
+                    yield number, text
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} line {number}: these bytes are no UTF-8 text ({error.reason}); convert the file") from error
+
+
+def _txt_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Row]:
+    """One text per line, as the `text` loader of Hugging Face datasets reads such files."""
+    del text_column
+    for number, line in _arranged(_lines(path), seed):
+        yield Row(f"{path} line {number}", "text", line)
+
+
+def _jsonl_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Row]:
+    for number, line in _arranged(_lines(path), seed):
+        where = f"{path} line {number}"
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DatasetError(f"{where}: this is no JSON ({error.msg} at column {error.colno}); repair the line") from error
+        if not isinstance(value, dict):
+            raise DatasetError(f'{where}: a JSON {type(value).__name__} is no row; write {{"{text_column}": "..."}}')
+        yield _mapping_row(value, where, text_column)
+
+
+def _parquet_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError as error:
+        raise DatasetError(f"{path}: reading parquet needs pyarrow; pip install pyarrow") from error
+    try:
+        columns = parquet.read_schema(path).names
+        wanted = _wanted_columns(columns, str(path), text_column)
+        table = parquet.read_table(path, columns=wanted)
+    except ArrowInvalid as error:
+        raise DatasetError(f"{path}: this is no readable parquet file ({error}); write it again") from error
+    for index in _arranged(range(table.num_rows), seed):
+        row = {name: table.column(name)[index].as_py() for name in wanted}
+        yield _mapping_row(row, f"{path} row {index}", text_column)
+
+
+def _safetensors_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Row]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    del text_column
+    try:
+        arrays = load_file(path)
+    except SafetensorError as error:
+        raise DatasetError(f"{path}: this is no readable safetensors file ({error}); write it again") from error
+    if "input_ids" not in arrays:
+        raise DatasetError(f"{path}: no tensor 'input_ids' among {sorted(arrays)}; save the token ids as a [N, T] tensor of that name")
+    yield from _tensor_rows(arrays["input_ids"], arrays.get("attention_mask"), str(path), seed)
+
+
+def _tensor_rows(tokens: Tensor, mask: Tensor | None, where: str, seed: int | None) -> Iterator[Row]:
+    if tokens.dim() != 2:
+        raise DatasetError(f"{where}: token ids of shape {tuple(tokens.shape)} are not [N, T]; reshape them to one row per sample")
+    if mask is not None and mask.shape != tokens.shape:
+        raise DatasetError(f"{where}: attention_mask {tuple(mask.shape)} and input_ids {tuple(tokens.shape)} differ; save equal shapes")
+    for index in _arranged(range(len(tokens)), seed):
+        yield Row(f"{where} row {index}", "input_ids", tokens[index], None if mask is None else mask[index])
+
+
+def _dataset_rows(dataset: Any, text_column: str, seed: int | None) -> Iterator[Row]:
+    """Rows of a Hugging Face dataset, known by its `column_names`; the package itself is not imported."""
+    columns = dataset.column_names
+    if isinstance(columns, Mapping):
+        raise DatasetError(f"dataset: a dictionary of splits {sorted(columns)} is no dataset; give one of them")
+    if columns is not None:
+        _wanted_columns(list(columns), "dataset", text_column)
+    if not hasattr(dataset, "__len__"):
+        if seed is not None:
+            raise DatasetError("dataset: a stream without a length cannot be shuffled here; shuffle it before it is passed")
+        for index, row in enumerate(dataset):
+            yield _mapping_row(row, f"dataset row {index}", text_column)
+        return
+    for index in _arranged(range(len(dataset)), seed):
+        yield _mapping_row(dataset[index], f"dataset row {index}", text_column)
+
+
+def _list_rows(items: list[Any] | tuple[Any, ...], text_column: str, seed: int | None) -> Iterator[Row]:
+    for index in _arranged(range(len(items)), seed):
+        item, where = items[index], f"dataset row {index}"
+        if isinstance(item, Mapping):
+            yield _mapping_row(item, where, text_column)
+        else:
+            yield Row(where, "text" if isinstance(item, str) else "input_ids", item)
+
+
+def _wanted_columns(columns: list[str], where: str, text_column: str) -> list[str]:
+    """Return the columns to read: token ids before text, text before conversations."""
+    if "input_ids" in columns:
+        return [name for name in ("input_ids", "attention_mask") if name in columns]
+    for name in (text_column, "messages"):
+        if name in columns:
+            return [name]
+    raise DatasetError(
+        f"{where}: none of the columns {sorted(map(str, columns))} is {text_column!r}, 'input_ids' or 'messages'; "
+        "name the column that holds the text (text_column)"
+    )
+
+
+def _mapping_row(row: Mapping[str, Any], where: str, text_column: str) -> Row:
+    name = _wanted_columns(list(row), where, text_column)[0]
+    if name == "input_ids":
+        return Row(where, "input_ids", row[name], row.get("attention_mask"))
+    return Row(where, "messages" if name == "messages" != text_column else "text", row[name])

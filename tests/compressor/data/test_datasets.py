@@ -1,0 +1,263 @@
+"""Every source of calibration data gives the same batches for the same content, and every bad one says what is wrong where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader, TensorDataset
+
+from compressor.data import CalibrationData, load_dataset_source
+from compressor.errors import DatasetError
+
+TEXTS = ["the cat sat", "the dog", "a cat and a dog sat", "mat"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """A word-level tokenizer with a start token: <s> the 1, cat 2, ..."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "the", "cat", "sat", "dog", "a", "and", "mat", "<unk>", "user", "hi", "</s>"]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 12)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", unk_token="<unk>")
+
+
+def ids_of(data: CalibrationData) -> list[list[int]]:
+    rows = []
+    for batch, mask in zip(data.batches, data.token_masks, strict=True):
+        assert isinstance(batch, dict)
+        for i, row in enumerate(batch["input_ids"]):
+            rows.append(row.tolist() if mask is None else row[mask[i]].tolist())
+    return rows
+
+
+def write_source(kind: str, folder: Path) -> Any:
+    path = folder / f"data.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS) + "\n\n")
+    elif kind == "txt":
+        path.write_text("\n\n".join(TEXTS))
+    elif kind == "parquet":
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.table({"text": TEXTS, "other": [1, 2, 3, 4]}), path)
+    elif kind == "hf":
+        import datasets
+
+        return datasets.Dataset.from_dict({"text": TEXTS})
+    elif kind == "hf_stream":
+        import datasets
+
+        return datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
+    elif kind == "list":
+        return TEXTS
+    elif kind == "mappings":
+        return [{"text": text} for text in TEXTS]
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "hf", "hf_stream", "list", "mappings"])
+def test_every_source_of_texts_gives_the_same_data(kind: str, tmp_path: Path, tokenizer: Any) -> None:
+    data = load_dataset_source(write_source(kind, tmp_path), tokenizer=tokenizer, num_calibration_samples=3)
+    assert ids_of(data) == [[1, 2, 3, 4, 12], [1, 2, 5, 12], [1, 6, 3, 7, 6, 5, 4, 12]]
+    assert (data.num_samples, data.num_tokens, data.num_dropped) == (3, 17, 0)
+    assert data.sha256 == load_dataset_source(TEXTS, tokenizer=tokenizer, num_calibration_samples=3, batch_size=2).sha256
+
+
+@pytest.mark.parametrize("kind", ["tensor", "rows", "lists", "safetensors", "hf", "uint16"])
+def test_every_source_of_token_ids_gives_the_same_data(kind: str, tmp_path: Path) -> None:
+    tokens = torch.arange(12).reshape(3, 4)
+    if kind == "safetensors":
+        save_file({"input_ids": tokens}, tmp_path / "a.safetensors")
+        source: Any = str(tmp_path / "a.safetensors")
+    elif kind == "hf":
+        import datasets
+
+        source = datasets.Dataset.from_dict({"input_ids": tokens.tolist(), "text": ["x"] * 3})
+    else:
+        source = {"tensor": tokens, "rows": list(tokens), "lists": tokens.tolist(), "uint16": tokens.to(torch.uint16)}[kind]
+    data = load_dataset_source(source, max_seq_length=3, batch_size=2)
+    assert ids_of(data) == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
+    assert data.token_masks == [None, None] and all("attention_mask" not in batch for batch in data.batches)
+    assert data.sha256 == load_dataset_source(tokens[:, :3]).sha256 != load_dataset_source(tokens).sha256
+
+
+def test_short_rows_are_padded_right_and_masked() -> None:
+    data = load_dataset_source([[5, 6, 7], [8], [9, 9]], batch_size=2)
+    batch, mask = data.batches[0], data.token_masks[0]
+    assert isinstance(batch, dict) and mask is not None
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert mask.tolist() == [[True, True, True], [True, False, False]] and torch.equal(batch["attention_mask"], mask.long())
+    assert data.token_masks[1] is None and data.num_tokens == 6
+
+
+def test_padding_of_tokenized_rows_is_cut_off() -> None:
+    rows = [{"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1]}, {"input_ids": [7, 8, 9, 0], "attention_mask": [1, 1, 1, 0]}]
+    assert ids_of(load_dataset_source(rows)) == [[5, 6], [7, 8, 9]]
+    with pytest.raises(DatasetError, match="row 0: attention_mask has holes"):
+        load_dataset_source([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}])
+
+
+def test_empty_samples_are_dropped_and_counted(tokenizer: Any) -> None:
+    data = load_dataset_source(["", "cat", "  \n", "dog", "", "mat"], tokenizer=tokenizer, num_calibration_samples=2)
+    assert ids_of(data) == [[1, 3, 12], [1, 5, 12]] and data.num_dropped == 2
+    assert load_dataset_source([[], [1]]).num_dropped == 1
+
+
+def test_truncation_keeps_the_special_tokens_and_leaves_the_tokenizer_as_it_was(tokenizer: Any) -> None:
+    before = tokenizer.backend_tokenizer.to_str()
+    data = load_dataset_source(["a cat and a dog sat"], tokenizer=tokenizer, max_seq_length=4)
+    assert ids_of(data) == [[1, 6, 3, 12]]
+    assert tokenizer.backend_tokenizer.to_str() == before
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12))
+def test_shuffle_is_a_seeded_choice_without_repetition(seed: int, num: int) -> None:
+    source = torch.arange(10)[:, None]
+    chosen = ids_of(load_dataset_source(source, num_calibration_samples=num, shuffle=True, seed=seed))
+    assert chosen == ids_of(load_dataset_source(source, num_calibration_samples=num, shuffle=True, seed=seed))
+    assert len({row[0] for row in chosen}) == len(chosen) == min(num, 10)
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=1, max_size=9), st.integers(1, 4))
+def test_batches_hold_exactly_the_rows_for_any_batch_size(rows: list[list[int]], batch_size: int) -> None:
+    data = load_dataset_source(rows, batch_size=batch_size)
+    assert ids_of(data) == rows and data.sha256 == load_dataset_source(rows).sha256
+    assert data.num_tokens == sum(map(len, rows)) and len(data.batches) == -(-len(rows) // batch_size)
+
+
+def test_shuffle_draws_the_same_rows_from_a_file_and_from_a_list(tmp_path: Path, tokenizer: Any) -> None:
+    options: dict[str, Any] = {"tokenizer": tokenizer, "shuffle": True, "seed": 3, "num_calibration_samples": 2}
+    hashes = {load_dataset_source(write_source(kind, tmp_path), **options).sha256 for kind in ("jsonl", "txt", "parquet", "hf", "list")}
+    assert len(hashes) == 1
+
+
+def test_conversations_go_through_the_chat_template(tokenizer: Any) -> None:
+    rows = [{"messages": [{"role": "user", "content": "hi cat"}]}]
+    with pytest.raises(DatasetError, match=r"row 0: .*no chat template; set tokenizer.chat_template"):
+        load_dataset_source(rows, tokenizer=tokenizer)
+    tokenizer.chat_template = "<s> {% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %}{{ '' if messages else raise() }}"
+    try:
+        assert ids_of(load_dataset_source(rows, tokenizer=tokenizer)) == [[1, 10, 11, 3]]
+        with pytest.raises(DatasetError, match="row 0: 'messages' is no list"):
+            load_dataset_source([{"messages": ["hi"]}], tokenizer=tokenizer)
+        tokenizer.chat_template = "{{ undefined_function() }}"
+        with pytest.raises(DatasetError, match="row 0: the chat template refuses"):
+            load_dataset_source(rows, tokenizer=tokenizer)
+    finally:
+        tokenizer.chat_template = None
+
+
+def test_a_loader_is_taken_as_it_is_up_to_the_number_of_samples() -> None:
+    tokens = torch.arange(24).reshape(6, 4)
+    data = load_dataset_source(DataLoader(TensorDataset(tokens), batch_size=2), num_calibration_samples=3)
+    assert [[t.tolist() for t in batch] for batch in data.batches] == [[tokens[:2].tolist()], [tokens[2:4].tolist()]]
+    assert (data.num_samples, data.num_tokens, data.token_masks) == (4, 16, [None, None])
+
+    rows = [{"input_ids": row, "attention_mask": torch.tensor([0, 1, 1, 1])} for row in tokens]
+    data = load_dataset_source(DataLoader(rows, batch_size=3))
+    assert data.num_tokens == 18 and all(mask is not None and mask.dtype == torch.bool for mask in data.token_masks)
+
+    features = load_dataset_source(DataLoader(torch.ones(5, 7), batch_size=5))
+    assert features.num_tokens == 5 and isinstance(features.batches[0], tuple)
+
+
+def test_length_defaults_to_what_the_model_takes() -> None:
+    tokens = torch.zeros(1, 3000, dtype=torch.int64)
+    assert load_dataset_source(tokens).num_tokens == 2048
+    assert load_dataset_source(tokens, max_positions=100).num_tokens == 100
+    assert load_dataset_source(tokens, max_positions=9000).num_tokens == 2048
+    assert load_dataset_source(tokens, max_positions=9000, max_seq_length=2999).num_tokens == 2999
+    with pytest.raises(DatasetError, match="max_seq_length: 101 is more than the model takes; give at most 100"):
+        load_dataset_source(tokens, max_positions=100, max_seq_length=101)
+    with pytest.raises(DatasetError, match="batch 0: sequences of 3000 tokens are longer than the 2048"):
+        load_dataset_source(DataLoader(tokens), max_positions=2048)
+
+
+BAD_FILES = {
+    "missing.jsonl": (None, "missing.jsonl: no such file"),
+    "data.csv": ("a,b", r"data.csv: the extension '.csv' is unknown"),
+    "empty.jsonl": ("", "empty.jsonl: there is no sample in it"),
+    "blank.jsonl": ('{"text": " "}\n{"text": ""}', "blank.jsonl: all 2 samples are empty"),
+    "broken.jsonl": ('{"text": "a"}\n\n{"text": ', "broken.jsonl line 3: this is no JSON"),
+    "scalar.jsonl": ('"a"', "scalar.jsonl line 1: a JSON str is no row"),
+    "number.jsonl": ('{"text": "a"}\n{"text": 3}', "number.jsonl line 2: a int stands where text should"),
+    "null.jsonl": ('{"text": null}', "null.jsonl line 1: a NoneType stands"),
+    "columns.jsonl": ('{"prompt": "a", "answer": "b"}', r"columns.jsonl line 1: none of the columns \['answer', 'prompt'\] is 'text'"),
+    "ids.jsonl": ('{"input_ids": [1, [2]]}', "ids.jsonl line 1: a list that is no flat list of integers"),
+    "floats.jsonl": ('{"input_ids": [1.5]}', "floats.jsonl line 1: torch.float32"),
+    "negative.jsonl": ('{"input_ids": [1, -100]}', "negative.jsonl line 1: the token id -100 is negative"),
+    "broken.parquet": ("no parquet", "broken.parquet: this is no readable parquet"),
+    "broken.safetensors": ("no", "broken.safetensors: this is no readable safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_bad_file_is_named_with_its_line(name: str, tmp_path: Path, tokenizer: Any) -> None:
+    content, message = BAD_FILES[name]
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DatasetError, match=message):
+        load_dataset_source(tmp_path / name, tokenizer=tokenizer)
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a.txt").write_bytes(b"cat\n\xff\xfe\n")
+    with pytest.raises(DatasetError, match=r"a.txt line 2: these bytes are no UTF-8"):
+        load_dataset_source(tmp_path / "a.txt", tokenizer=tokenizer)
+
+
+def test_an_array_file_without_token_ids_names_what_it_holds(tmp_path: Path) -> None:
+    save_file({"tokens": torch.zeros(1, 2, dtype=torch.int64)}, tmp_path / "a.safetensors")
+    with pytest.raises(DatasetError, match=r"no tensor 'input_ids' among \['tokens'\]"):
+        load_dataset_source(tmp_path / "a.safetensors")
+
+
+def test_a_dataset_of_splits_or_without_text_is_refused(tokenizer: Any) -> None:
+    import datasets
+
+    one = datasets.Dataset.from_dict({"prompt": ["a"]})
+    with pytest.raises(DatasetError, match=r"none of the columns \['prompt'\] is 'text'"):
+        load_dataset_source(one, tokenizer=tokenizer)
+    with pytest.raises(DatasetError, match=r"a dictionary of splits \['train'\]"):
+        load_dataset_source(datasets.DatasetDict(train=one), tokenizer=tokenizer)
+    with pytest.raises(DatasetError, match="a stream without a length"):
+        load_dataset_source(one.to_iterable_dataset(), tokenizer=tokenizer, text_column="prompt", shuffle=True)
+    assert ids_of(load_dataset_source(one, tokenizer=tokenizer, text_column="prompt")) == [[1, 6, 12]]
+
+
+BAD_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"source": 3}, "dataset: a int is no source"),
+    ({"source": ["cat"]}, "row 0: text needs a tokenizer"),
+    ({"source": []}, "dataset: there is no sample"),
+    ({"source": torch.zeros(4, dtype=torch.int64)}, r"shape \(4,\) are not \[N, T\]"),
+    ({"source": torch.zeros(2, 4)}, "row 0: torch.float32 of shape"),
+    ({"source": [[1]], "num_calibration_samples": 0}, "num_calibration_samples: 0 is not positive"),
+    ({"source": [[1]], "batch_size": 0}, "batch_size: 0 is not positive"),
+    ({"source": [[1]], "max_seq_length": -1}, "max_seq_length: -1 is not positive"),
+    ({"source": DataLoader([]), "shuffle": True}, "a DataLoader decides its own order"),
+    ({"source": DataLoader([])}, "the DataLoader gave no batch"),
+    ({"source": DataLoader(["a"])}, r"batch 0: the batch holds 0 \(str\)"),
+    ({"source": DataLoader([{"x": "a"}])}, r"batch 0: the batch holds 'x' \(list\)"),
+    ({"source": DataLoader([1], collate_fn=lambda rows: 1)}, "batch 0: a int is no batch"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_CALLS)
+def test_a_bad_call_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        load_dataset_source(**arguments)
