@@ -88,8 +88,8 @@ def cut_arrays(files: Sequence[OwnText], tokenizer: Tokenizer, plan: ArrayPlan) 
     missing = max(0, needed_calibration - num_given) + max(0, needed_heldout - num_left)
     if missing:
         raise DatasetError(
-            f"own source text: {num_given + num_left} tokens in {len(files)} files are {missing} too few for {needed_calibration} calibration and "
-            f"{needed_heldout} held-out tokens; ask for fewer sequences or come back when the project has grown"
+            f"own source text: {num_given + num_left} tokens in {len(files)} files are {missing} too few for {needed_calibration} calibration "
+            f"and {needed_heldout} held-out tokens; ask for fewer sequences or come back when the project has grown"
         )
     record: dict[str, object] = {
         "calibration": {"files": _names(calibration), "sequences": plan.num_calibration},
@@ -117,7 +117,7 @@ def write_arrays(root: Path, folder: Path, plan: ArrayPlan) -> list[Path]:
     existing = [name for name in names if (folder / name).exists()]
     if existing:
         raise OutputError(
-            f"{folder}: {', '.join(existing)} exist and every recorded number rests on them; delete them first if all are to be measured anew"
+            f"{folder}: {', '.join(existing)} exist and every recorded number rests on them; delete them first to measure all anew"
         )
     if not (folder / "tokenizer.json").is_file():
         raise DatasetError(f"{folder}: holds no tokenizer.json; train the reference model first")
