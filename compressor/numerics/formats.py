@@ -1,7 +1,7 @@
 """The number formats: which codes exist, how a real number becomes one, and what happens past the ends.
 
-Two formats: two's-complement integers of 2 to 8 bits, kept in int8, and fp8 e4m3 (`torch.float8_e4m3fn`: largest value 448, no infinity, two
-NaN bytes). Both round half to even and saturate. Saturating first is what keeps fp8 clear of its NaN bytes: a plain cast of 500 writes one.
+Two formats: two's-complement integers of 2 to 8 bits, kept in int8, and fp8 e4m3 (`torch.float8_e4m3fn`: largest value 448, no infinity,
+two NaN bytes). Both round half to even and saturate. Saturating first keeps fp8 clear of its NaN bytes: a plain cast of 500 writes one.
 
 The functions whose name ends in an underscore overwrite their argument, as torch's own do.
 """

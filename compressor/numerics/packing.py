@@ -1,7 +1,7 @@
 """Codes of fewer than 8 bits, packed densely into int32 words: the "pack-quantized" format of compressed-tensors 0.20.
 
-Code i of a row, made unsigned by adding 2^(b-1), takes the bits [i * b, (i + 1) * b) of the row, counted from the least significant bit of the
-first word. Nothing is padded between codes, so that for 3, 5, 6 and 7 bits some straddle two words; a row ends with zero bits up to a
+Code i of a row, made unsigned by adding 2^(b-1), takes the bits [i * b, (i + 1) * b) of the row, counted from the least significant bit of
+the first word. Nothing is padded between codes, so that for 3, 5, 6 and 7 bits some straddle two words; a row ends with zero bits up to a
 whole word. The pattern repeats after lcm(b, 32) bits, and both directions loop over the codes of one repeat: a few long strided operations
 that need no wide copy of the tensor.
 """
@@ -47,7 +47,7 @@ def pack_int32(codes: Tensor, num_bits: int, dim: int = 1) -> Tensor:
     per_repeat, words_per_repeat = _repeat(num_bits)
     # uint8 addition wraps, which is just what 8 bits need: -128 + 128 = 0.
     unsigned = functional.pad(codes.contiguous().view(torch.uint8) + offset, (0, -codes.shape[-1] % per_repeat))
-    unsigned = unsigned.reshape(*unsigned.shape[:-1], -1, per_repeat)
+    unsigned = unsigned.reshape(*unsigned.shape[:-1], unsigned.shape[-1] // per_repeat, per_repeat)
     words = torch.zeros(*unsigned.shape[:-1], words_per_repeat, dtype=torch.int32, device=codes.device)
     for i in range(per_repeat):
         word, shift = divmod(i * num_bits, _WORD)
@@ -85,7 +85,7 @@ def unpack_int32(packed: Tensor, num_bits: int, shape: Sequence[int] | Tensor, d
         )
     per_repeat, words_per_repeat = _repeat(num_bits)
     words = functional.pad(packed, (0, -num_words % words_per_repeat))
-    words = words.reshape(*words.shape[:-1], -1, words_per_repeat)
+    words = words.reshape(*words.shape[:-1], words.shape[-1] // words_per_repeat, words_per_repeat)
     codes = torch.empty(*words.shape[:-1], per_repeat, dtype=torch.int8, device=packed.device)
     for i in range(per_repeat):
         word, shift = divmod(i * num_bits, _WORD)

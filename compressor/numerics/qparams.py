@@ -2,12 +2,13 @@
 
     real value = (code - zero_point) * scale
 
-The arithmetic of `calculate_qparams` is that of compressed-tensors 0.20, operation for operation and in the dtype of the range, because a scale
-that differs in its last bit moves codes. It parts company only where that library computes with infinities or casts NaN: see the comments.
+The arithmetic of `calculate_qparams` is that of compressed-tensors 0.20, operation for operation and in the dtype of the range, because a
+scale that differs in its last bit moves codes. It departs only where that library computes with infinities or casts NaN: see the comments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,17 @@ class QParams(NamedTuple):
 
     scale: Tensor
     zero_point: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> QParams:
+        """Apply one function to the scale and, where there is one, to the zero point.
+
+        Args:
+            function: for instance a reshape, a slice or a move to another device.
+
+        Returns:
+            The results.
+        """
+        return QParams(function(self.scale), None if self.zero_point is None else function(self.zero_point))
 
 
 def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs) -> QParams:
@@ -59,9 +71,8 @@ def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs
         zero_point = torch.clamp(low - min_vals / scale, low, high).nan_to_num(nan=0.0).round().to(torch.int8)
     # Zeros, or values so small that the division underflowed: any scale serves, and compressed-tensors takes this one.
     scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-    if scale.ndim == 0:
-        return QParams(scale.reshape(1), None if zero_point is None else zero_point.reshape(1))
-    return QParams(scale, zero_point)
+    qparams = QParams(scale, zero_point)
+    return qparams.map(lambda part: part.reshape(1)) if scale.ndim == 0 else qparams
 
 
 def check_qparams(qparams: QParams, name: str, args: QuantizationArgs | None = None) -> None:
@@ -95,4 +106,6 @@ def check_qparams(qparams: QParams, name: str, args: QuantizationArgs | None = N
     if args is not None:
         low, high = args.code_range
         if bool(((zero_point < low) | (zero_point > high)).any()):
-            raise NumericsError(f"{name}: a zero point lies outside of the codes {low:.0f} to {high:.0f}; compute it with calculate_qparams")
+            raise NumericsError(
+                f"{name}: a zero point lies outside of the codes {low:.0f} to {high:.0f}; compute it with calculate_qparams"
+            )

@@ -1,7 +1,7 @@
 """Real values to codes and back. Every other part of the project that needs this arithmetic calls it here.
 
-`dequantize` and `fake_quantize` do the operations of compressed-tensors 0.20 in its order and dtypes, since that library runs when transformers
-loads one of our checkpoints: the logits must agree to the last bit.
+`dequantize` and `fake_quantize` do the operations of compressed-tensors 0.20 in its order and dtypes, since that library runs when
+transformers loads one of our checkpoints: the logits must agree to the last bit.
 
 Shapes: R rows (out features), C columns (in features), G groups, S = C / G group size. Weights are [R, C]; scale and zero point are [1] per
 tensor, [R, 1] per channel, [R, G] per group; g_idx int32 [C] gives each column's group where groups are not runs of columns.
@@ -35,10 +35,11 @@ def quantize(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor 
         NumericsError: x or the scale has NaN, for which there is no code.
         SchemeError: the columns do not divide into groups.
     """
-    x_grouped, scale, zero_point = _align(x, qparams, args, g_idx)
-    scaled = _divide(x_grouped, scale, zero_point)
+    scaled = _divide(*_align(x, qparams, args, g_idx))
     if scaled.numel() and bool(torch.aminmax(scaled).min.isnan()):
-        raise NumericsError(f"tensor {tuple(x.shape)}: a value or its scale is NaN, which no code stands for; look for NaN in weights or data")
+        raise NumericsError(
+            f"tensor {tuple(x.shape)}: a value or its scale is NaN, which no code stands for; look for NaN in weights or data"
+        )
     return encode_(scaled, args.type, args.num_bits).reshape(x.shape)
 
 
@@ -58,8 +59,8 @@ def dequantize(codes: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: T
     Raises:
         SchemeError: the columns do not divide into groups.
     """
-    codes_grouped, scale, zero_point = _align(codes, qparams, args, g_idx)
-    return _multiply_(codes_grouped.to(scale.dtype, copy=True), scale, zero_point).reshape(codes.shape)
+    codes_grouped, aligned = _align(codes, qparams, args, g_idx)
+    return _multiply_(codes_grouped.to(aligned.scale.dtype, copy=True), aligned).reshape(codes.shape)
 
 
 @torch.no_grad()
@@ -78,11 +79,12 @@ def fake_quantize(x: Tensor, qparams: QParams, args: QuantizationArgs) -> Tensor
     Raises:
         SchemeError: the columns do not divide into groups.
     """
-    x_grouped, scale, zero_point = _align(x, qparams, args, None)
-    scaled = _divide(x_grouped, scale, zero_point)
-    if args.dynamic and zero_point is None:
+    x_grouped, aligned = _align(x, qparams, args, None)
+    scaled = _divide(x_grouped, aligned)
+    if args.dynamic and aligned.zero_point is None:
         scaled += 0.0  # compressed-tensors adds a zero point of zeros here, which makes +0.0 of -0.0
-    values = _multiply_(snap_(scaled, args.type, args.num_bits).to(scale.dtype), scale, zero_point).reshape(x.shape)
+    codes = snap_(scaled, args.type, args.num_bits).to(aligned.scale.dtype)
+    values = _multiply_(codes, aligned).reshape(x.shape)
     return values.to(x.dtype) if args.strategy == "group" else values
 
 
@@ -127,35 +129,36 @@ def check_groups(num_columns: int, args: QuantizationArgs) -> None:
         )
 
 
-def _align(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """View x, scale and zero point so that they broadcast: [R, G, S] against [R, G, 1] for groups, as they are else."""
-    scale, zero_point = qparams
+def _align(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor | None) -> tuple[Tensor, QParams]:
+    """View x and its qparams so that they broadcast: [R, G, S] against [R, G, 1] for groups, as they are else."""
     if args.strategy != "group":
         if g_idx is not None:
             raise SchemeError(f"g_idx does not go with strategy={args.strategy!r}; only groups have one")
-        return x, scale, zero_point
+        return x, qparams
     assert args.group_size is not None, "the scheme checked it"
     check_groups(x.shape[-1], args)
     num_groups = x.shape[-1] // args.group_size
-    if scale.shape[-1] != num_groups:
-        raise SchemeError(f"scale {tuple(scale.shape)} does not fit {x.shape[-1]} columns in {num_groups} groups; compute it for this tensor")
+    if qparams.scale.shape[-1] != num_groups:
+        raise SchemeError(
+            f"scale {tuple(qparams.scale.shape)} does not fit {x.shape[-1]} columns in {num_groups} groups; compute it for this tensor"
+        )
     if g_idx is None:
         grouped = x.reshape(*x.shape[:-1], num_groups, args.group_size)
-        return grouped, scale.unsqueeze(-1), None if zero_point is None else zero_point.unsqueeze(-1)
+        return grouped, qparams.map(lambda part: part.unsqueeze(-1))
     if g_idx.shape != x.shape[-1:]:
         raise SchemeError(f"g_idx {tuple(g_idx.shape)} does not name a group for each of {x.shape[-1]} columns; give one entry per column")
-    return x, scale.index_select(-1, g_idx), None if zero_point is None else zero_point.index_select(-1, g_idx)
+    return x, qparams.map(lambda part: part.index_select(-1, g_idx))
 
 
-def _divide(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    scaled = x / scale
-    if zero_point is not None:
-        scaled += zero_point.to(x.dtype)
+def _divide(x: Tensor, qparams: QParams) -> Tensor:
+    scaled = x / qparams.scale
+    if qparams.zero_point is not None:
+        scaled += qparams.zero_point.to(x.dtype)
     return scaled
 
 
-def _multiply_(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    if zero_point is not None:
-        codes -= zero_point.to(scale.dtype)
-    codes *= scale
+def _multiply_(codes: Tensor, qparams: QParams) -> Tensor:
+    if qparams.zero_point is not None:
+        codes -= qparams.zero_point.to(codes.dtype)
+    codes *= qparams.scale
     return codes

@@ -21,7 +21,7 @@ from compressor.numerics.formats import NumberType
 Strategy = Literal["tensor", "channel", "group", "token"]
 CompressionFormat = Literal["pack-quantized", "int-quantized", "float-quantized"]
 
-# Every observer name that a recipe may use -> what it does here. The names differ in llm-compressor by how they average batches; ours never do.
+# Every observer name that a recipe may use -> what it does here. In llm-compressor they differ in how they average batches; ours never do.
 OBSERVER_KINDS: dict[str, Literal["minmax", "mse"]] = {
     "minmax": "minmax",
     "memoryless_minmax": "minmax",
