@@ -9,14 +9,15 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
-from compressor.algorithms.gptq import Grid, GPTQSolution, activation_order, solve_gptq
+from compressor.algorithms.gptq import GPTQSolution, Grid, activation_order, solve_gptq
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError
 from compressor.lifecycle import Event, ModuleRecord, State
 from compressor.lifecycle.modifier import CalibrationNeed
-from compressor.modifiers.input_hessians import InputHessians
-from compressor.modifiers.scheme_settings import InputHook, SchemeModifier, scheme_label
+from compressor.modifiers.inputs import InputHessians, InputHook
+from compressor.modifiers.scheme_modifier import SchemeModifier
+from compressor.modifiers.scheme_targets import scheme_label
 from compressor.numerics import QParams, QuantizationArgs, QuantizationScheme, weight_qparams
 
 ActOrder = Literal["static", "weight", "group"]
@@ -104,7 +105,7 @@ class GPTQModifier(SchemeModifier):
         assert args is not None
         order_C = None if self.actorder is None else activation_order(hessian_CC)
         weights = [self._pending[name].weight for name in names]
-        qparams, group_C = _qparams_and_groups(weights, args, order_C)
+        qparams, group_C = _qparams_and_groups(weights, args, order_C, names)
         grid = _stacked_grid(qparams, group_C, args, [weight.shape[0] for weight in weights])
         try:
             solution = solve_gptq(
@@ -153,7 +154,7 @@ class GPTQModifier(SchemeModifier):
         assert args is not None
         weight = self._pending[name].weight
         plain = args.model_copy(update={"actorder": None})
-        qparams = weight_qparams(weight, plain)
+        qparams = weight_qparams(weight, plain, name)
         rounded = round_to_nearest(weight, qparams, plain)
         record = ModuleRecord(name, "GPTQModifier (rounded)", scheme_label(args), rounded.relative_error, None, {"fallback": kind})
         self.place(state, name, rounded.codes_RC, qparams, record)
@@ -172,17 +173,18 @@ def _stacks(names: list[str], schemes: dict[str, QuantizationScheme]) -> list[li
     return stacks
 
 
-def _qparams_and_groups(weights: list[Tensor], args: QuantizationArgs, order_C: Tensor | None) -> tuple[list[QParams], Tensor]:
+def _qparams_and_groups(
+    weights: list[Tensor], args: QuantizationArgs, order_C: Tensor | None, names: list[str]
+) -> tuple[list[QParams], Tensor]:
     """Return scales per weight and the group of each column; under `group` order, groups are formed after sorting the columns."""
     columns = weights[0].shape[1]
     size = args.group_size if args.strategy == "group" and args.group_size else columns
     group_C = torch.arange(columns, device=weights[0].device) // size
     if args.actorder == "group" and order_C is not None:
-        qparams = [weight_qparams(weight.index_select(1, order_C), args) for weight in weights]
+        weights = [weight.index_select(1, order_C) for weight in weights]
         sorted_group_C, group_C = group_C, torch.empty_like(group_C)
         group_C[order_C] = sorted_group_C
-        return qparams, group_C
-    return [weight_qparams(weight, args) for weight in weights], group_C
+    return [weight_qparams(weight, args, name) for weight, name in zip(weights, names, strict=True)], group_C
 
 
 def _stacked_grid(qparams: list[QParams], group_C: Tensor, args: QuantizationArgs, rows: list[int]) -> Grid:

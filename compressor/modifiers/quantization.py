@@ -5,7 +5,8 @@ from __future__ import annotations
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.lifecycle import ModuleRecord, State
 from compressor.lifecycle.modifier import CalibrationNeed
-from compressor.modifiers.scheme_settings import SchemeModifier, scheme_label
+from compressor.modifiers.scheme_modifier import SchemeModifier
+from compressor.modifiers.scheme_targets import scheme_label
 from compressor.numerics import weight_qparams
 
 
@@ -27,7 +28,7 @@ class QuantizationModifier(SchemeModifier):
         args = self._schemes[name].weights
         assert args is not None
         weight = self._pending[name].weight
-        qparams = weight_qparams(weight, args)
+        qparams = weight_qparams(weight, args, name)
         rounded = round_to_nearest(weight, qparams, args)
         record = ModuleRecord(
             name=name, modifier="QuantizationModifier", scheme=scheme_label(args), error=rounded.relative_error, num_tokens=None, details={}

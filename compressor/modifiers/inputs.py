@@ -1,17 +1,93 @@
-"""Hessians of layer inputs, accumulated once for all modules that read the same tensor (q/k/v, gate/up).
+"""What the modifiers learn from the inputs of layers: static ranges, and Hessians shared by all modules that read one tensor.
 
-Sharing is found, not configured: two modules share when they are handed the very same tensor object, unchanged, in every forward. A
-module that stops doing so is an error, never a silent mixture.
+Padding never enters a statistic: `real_tokens` drops it, or refuses an input that it cannot line up with the mask. Sharing of Hessians
+(q/k/v, gate/up) is found, not configured: two modules share when they are handed the very same tensor object, unchanged, in every
+forward. A module that stops doing so is an error, never a silent mixture.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressor.algorithms.hessian import Hessian
-from compressor.errors import CalibrationError
-from compressor.modifiers.scheme_settings import real_tokens
+from compressor.errors import CalibrationError, NumericsError
+from compressor.lifecycle import State
+from compressor.numerics import Observer, QParams, check_qparams
+
+InputHook = Callable[[nn.Module, tuple[Any, ...]], None]
+
+
+def real_tokens(x: Tensor, token_mask: Tensor | None, name: str) -> Tensor:
+    """Return the inputs of real tokens, [N, C], without padding.
+
+    Args:
+        x: [batch, seq, C] or [batch * seq, C].
+        token_mask: [batch, seq] bool, True at real tokens; None when all are real.
+        name: dotted module name, for errors only.
+
+    Returns:
+        [N, C], a view of x where nothing is padded.
+
+    Raises:
+        CalibrationError: the mask does not fit, so that padding would enter the statistics.
+    """
+    if token_mask is None or bool(token_mask.all()):
+        return x.reshape(-1, x.shape[-1])
+    if x.shape[:-1] == token_mask.shape:
+        return x[token_mask.to(x.device)]
+    if x.dim() == 2 and x.shape[0] == token_mask.numel():
+        return x[token_mask.flatten().to(x.device)]
+    raise CalibrationError(
+        f"{name}: an input of shape {tuple(x.shape)} does not line up with a padded batch of {tuple(token_mask.shape)} tokens; "
+        "use batch_size=1, which needs no padding"
+    )
+
+
+def observing(observer: Observer, state: State, name: str) -> InputHook:
+    """Return a forward pre-hook that feeds an observer with the inputs of real tokens.
+
+    Args:
+        observer: of the input's range; every forward updates it.
+        state: of the run; its token mask says what is padding.
+        name: dotted module name, for errors only.
+
+    Returns:
+        The hook.
+    """
+
+    def observe(module: nn.Module, args: tuple[Any, ...]) -> None:
+        del module
+        observer.update(real_tokens(args[0].detach(), state.token_mask, name))
+
+    return observe
+
+
+def static_input_qparams(observer: Observer, name: str, dtype: torch.dtype) -> QParams:
+    """Return scale and zero point of a static input, in the dtype in which they are stored.
+
+    Args:
+        observer: has seen the calibration data.
+        name: dotted module name, for errors only.
+        dtype: of the layer's weight.
+
+    Returns:
+        Scale [1] and zero point [1] or None.
+
+    Raises:
+        CalibrationError: the observer saw no data.
+        NumericsError: the range gives no usable scale.
+    """
+    try:
+        qparams = observer.qparams()
+    except NumericsError as error:
+        raise CalibrationError(f"{name}: its static input range was never observed ({error}); add data that exercises it") from error
+    qparams = QParams(qparams.scale.to(dtype), qparams.zero_point)
+    check_qparams(qparams, f"{name} input")
+    return qparams
 
 
 class InputHessians:

@@ -1,0 +1,132 @@
+"""SchemeModifier: the lifecycle that all quantizing modifiers share; a subclass says how a group of modules becomes codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from pydantic import Field, PrivateAttr
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from compressor.errors import CalibrationError
+from compressor.lifecycle import Event, Modifier, ModuleRecord, State
+from compressor.modifiers.inputs import InputHook, observing, static_input_qparams
+from compressor.modifiers.scheme_targets import SchemeTargets
+from compressor.nn import QuantizedLinear
+from compressor.numerics import Observer, QParams, QuantizationScheme, check_qparams, make_observer
+
+
+class SchemeModifier(SchemeTargets, Modifier):
+    """Base of the modifiers that quantize linear layers.
+
+    Attributes:
+        fallback_budget: how many modules may fall back to a simpler algorithm before the run is an error.
+    """
+
+    fallback_budget: int = Field(default=0, ge=0)
+
+    _schemes: dict[str, QuantizationScheme] = PrivateAttr(default_factory=dict)
+    _pending: dict[str, nn.Linear] = PrivateAttr(default_factory=dict)
+    _input_observers: dict[str, Observer] = PrivateAttr(default_factory=dict)
+    _handles_of: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
+    _num_fallbacks: int = PrivateAttr(default=0)
+
+    def on_initialize(self, state: State) -> bool:
+        """Resolve targets against the model; all that cannot work is an error here, before any data is read."""
+        self._schemes = self.resolve(state.model)
+        self._pending = {name: _linear(state.model, name) for name in self._schemes}
+        self._input_observers, self._handles_of, self._num_fallbacks = {}, {}, 0
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Hook the inputs whose ranges are static."""
+        del event
+        for name in self._pending:
+            args = self._schemes[name].input_activations
+            if args is not None and not args.dynamic:
+                self._input_observers[name] = make_observer(args, f"{name} input")
+                self.watch(name, observing(self._input_observers[name], state, name))
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        """Compress the modules of the stage that has just been calibrated."""
+        self._compress_pending(state, event.modules)
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        """Compress what no stage contained: everything, when the pipeline is data-free."""
+        del event
+        self._compress_pending(state, tuple(self._pending))
+
+    def on_finalize(self, state: State) -> bool:
+        """Refuse to finish while a targeted module is still a float layer."""
+        del state
+        if self._pending:
+            raise CalibrationError(f"{type(self).__name__}: {sorted(self._pending)} are still uncompressed; run a calibration first")
+        return True
+
+    def compress(self, state: State, names: list[str]) -> None:
+        """Replace the named modules by quantized ones; the subclass chooses the codes."""
+        raise NotImplementedError
+
+    def _compress_pending(self, state: State, modules: Iterable[str]) -> None:
+        names = [name for name in modules if name in self._pending]
+        if not names:
+            return
+        self.remove_hooks([handle for name in names for handle in self._handles_of.pop(name, [])])
+        with torch.no_grad():
+            self.compress(state, names)
+
+    def watch(self, name: str, hook: InputHook) -> None:
+        """Call `hook` before each forward of a targeted module, until the module is compressed.
+
+        Args:
+            name: dotted module name.
+            hook: as torch's forward pre-hook; it sees the positional arguments.
+        """
+        self._handles_of.setdefault(name, []).append(self.register_hook(self._pending[name], hook, "forward_pre"))
+
+    def place(
+        self, state: State, name: str, codes_RC: Tensor, qparams: QParams, record: ModuleRecord, g_idx_C: Tensor | None = None
+    ) -> None:
+        """Put a quantized layer where the float layer was, and record how well it fits.
+
+        Args:
+            state: of the run; its model and report change.
+            name: dotted module name.
+            codes_RC: [R, C] codes.
+            qparams: of the weight; checked to be finite, positive and in range.
+            record: goes into the report.
+            g_idx_C: [C] group of each column when columns were reordered into groups, else None.
+
+        Raises:
+            NumericsError: a scale or zero point is not usable.
+            CalibrationError: a static input saw no data.
+        """
+        check_qparams(qparams, name)
+        inputs = None
+        if name in self._input_observers:
+            inputs = static_input_qparams(self._input_observers.pop(name), name, self._pending[name].weight.dtype)
+        linear = self._pending.pop(name)
+        layer = QuantizedLinear.from_linear(linear, self._schemes[name], codes_RC, qparams, g_idx_C=g_idx_C, input_qparams=inputs)
+        state.replace_module(name, layer)
+        state.report.modules[name] = record
+
+    def fall_back(self, state: State, name: str, kind: str, detail: str) -> None:
+        """Count a fallback to a simpler algorithm; beyond the budget it is an error.
+
+        Raises:
+            CalibrationError: the budget of the recipe is spent.
+        """
+        state.report.add_fallback(name, kind, detail)
+        self._num_fallbacks += 1
+        if self._num_fallbacks > self.fallback_budget:
+            raise CalibrationError(
+                f"{name}: {detail}; the recipe allows fallback_budget={self.fallback_budget} such modules: "
+                "repair the cause, ignore the module, or raise fallback_budget"
+            )
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    module = model.get_submodule(name)
+    assert isinstance(module, nn.Linear)
+    return module

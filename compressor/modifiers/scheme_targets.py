@@ -1,0 +1,179 @@
+"""Which module gets which scheme: the settings that all quantizing modifiers share, and what they resolve to.
+
+A recipe names schemes in one of three ways, as in llm-compressor: `scheme: W4A16` with `targets`, `scheme: {W4A16: [targets]}`, or
+`config_groups` with full arguments. All of them resolve to one table, module name -> scheme, before any work starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from torch import nn
+
+from compressor.errors import SchemeError, TargetError
+from compressor.lifecycle import PlannedModule
+from compressor.model.targets import matches, resolve_targets
+from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
+from compressor.numerics.sizes import quantized_weight_bytes
+
+
+class SchemeTargets(BaseModel):
+    """Settings that say which linear layers get which scheme.
+
+    Attributes:
+        targets: class names, dotted names or `re:` patterns of the modules that get `scheme`.
+        ignore: patterns of modules that stay as they are.
+        scheme: preset name, or a mapping of preset names to targets.
+        config_groups: named schemes with full arguments, in place of `scheme`.
+        weight_observer: observer of all weights, in place of the scheme's own.
+        input_observer: observer of all static inputs, in place of the scheme's own.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    targets: list[str] = Field(default_factory=lambda: ["Linear"])
+    ignore: list[str] = Field(default_factory=list)
+    scheme: str | dict[str, list[str]] | None = None
+    config_groups: dict[str, QuantizationScheme] | None = None
+    weight_observer: str | None = None
+    input_observer: str | None = None
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_target_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("scheme", mode="before")
+    @classmethod
+    def _scheme_targets_are_lists(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: [targets] if isinstance(targets, str) else targets for name, targets in value.items()}
+        return value
+
+    @model_validator(mode="after")
+    def _one_source_of_schemes(self) -> SchemeTargets:
+        if (self.scheme is None) == (self.config_groups is None):
+            given = "both scheme and config_groups were" if self.scheme is not None else "neither scheme nor config_groups was"
+            raise SchemeError(f"{type(self).__name__}: {given} given; give exactly one of them")
+        self.target_schemes()
+        return self
+
+    def target_schemes(self) -> list[QuantizationScheme]:
+        """Return the schemes with their targets, observers and column order filled in.
+
+        Raises:
+            SchemeError: a preset does not exist.
+        """
+        if self.config_groups is not None:
+            schemes = list(self.config_groups.values())
+        elif isinstance(self.scheme, dict):
+            schemes = [preset_scheme(name, targets) for name, targets in self.scheme.items()]
+        else:
+            assert self.scheme is not None
+            schemes = [preset_scheme(self.scheme, self.targets)]
+        return [self._completed(scheme) for scheme in schemes]
+
+    def _completed(self, scheme: QuantizationScheme) -> QuantizationScheme:
+        weights, inputs = scheme.weights, scheme.input_activations
+        if weights is None:
+            raise SchemeError(f"{type(self).__name__}: a scheme for {scheme.targets} without weights was given; add its weights")
+        if self.weight_observer is not None:
+            weights = weights.model_copy(update={"observer": self.weight_observer})
+        if inputs is not None and self.input_observer is not None:
+            inputs = inputs.model_copy(update={"observer": self.input_observer})
+        return scheme.model_copy(update={"weights": weights, "input_activations": inputs})
+
+    def resolve(self, model: nn.Module) -> dict[str, QuantizationScheme]:
+        """Return which module gets which scheme, in the order of the model; nothing is changed.
+
+        Raises:
+            TargetError: a pattern matches nothing, a target is no linear layer, or a weight is tied to another module.
+            SchemeError: a group size does not divide the columns of some modules (all are named), or two schemes claim one module.
+        """
+        found: dict[str, QuantizationScheme] = {}
+        modules: dict[str, nn.Module] = {}
+        for scheme in self.target_schemes():
+            for name, module in resolve_targets(model, scheme.targets, self.ignore).items():
+                if name in found and found[name] != scheme:
+                    raise SchemeError(f"{name}: two schemes of {type(self).__name__} claim it; make their targets disjoint")
+                found[name], modules[name] = scheme, module
+        _check_linear(modules, type(self).__name__)
+        _check_groups(found, modules)
+        _check_ties(model, modules)
+        order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+        return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+    def plan(self, model: nn.Module) -> list[PlannedModule]:
+        """List what each linear layer of the model would get, or why it stays as it is.
+
+        Args:
+            model: on any device, the meta device included; not modified.
+
+        Returns:
+            One entry per linear layer, in the order of the model.
+        """
+        schemes = self.resolve(model)
+        return [
+            self._planned(name, module, schemes.get(name)) for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        ]
+
+    def _planned(self, name: str, module: nn.Linear, scheme: QuantizationScheme | None) -> PlannedModule:
+        before = module.weight.numel() * module.weight.element_size()
+        details: dict[str, float | int | str] = {
+            "shape": f"{module.out_features}x{module.in_features}",
+            "rows": module.out_features,
+            "columns": module.in_features,
+            "bytes_before": before,
+        }
+        if scheme is None or scheme.weights is None:
+            ignored = [pattern for pattern in self.ignore if matches(name, module, pattern)]
+            reason = f"ignored by {ignored[0]!r}" if ignored else "no target matches it"
+            return PlannedModule(name, type(self).__name__, None, reason, {**details, "bytes_after": before})
+        packed = scheme.compression_format == "pack-quantized"
+        after = quantized_weight_bytes(
+            module.out_features, module.in_features, scheme.weights, packed=packed, scale_bytes=module.weight.element_size()
+        )
+        return PlannedModule(name, type(self).__name__, scheme_label(scheme.weights), None, {**details, "bytes_after": after})
+
+    @property
+    def needs_inputs(self) -> bool:
+        """True when a scheme has static input ranges, which only calibration data can give."""
+        inputs = [scheme.input_activations for scheme in self.target_schemes()]
+        return any(args is not None and not args.dynamic for args in inputs)
+
+
+def scheme_label(args: QuantizationArgs) -> str:
+    """Return a short text for a weight format: `int4 group 128`, `int8 channel`, `float8 tensor`."""
+    label = f"{args.type}{args.num_bits} {args.strategy}"
+    label += f" {args.group_size}" if args.group_size and args.strategy == "group" else ""
+    return label if args.symmetric else label + " asymmetric"
+
+
+def _check_linear(modules: dict[str, nn.Module], modifier: str) -> None:
+    others = {name: type(module).__name__ for name, module in modules.items() if not isinstance(module, nn.Linear)}
+    if others:
+        listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
+        raise TargetError(f"{modifier}: targets that are no linear layers: {listed}; name linear layers or add these to ignore")
+
+
+def _check_groups(schemes: dict[str, QuantizationScheme], modules: dict[str, nn.Module]) -> None:
+    bad = []
+    for name, scheme in schemes.items():
+        columns, size = modules[name].in_features, scheme.weights.group_size if scheme.weights else None
+        if isinstance(columns, int) and size and size > 0 and columns % size:
+            bad.append(f"{name} has {columns} columns for group_size={size}")
+    if bad:
+        raise SchemeError(
+            f"{len(bad)} modules: " + ", ".join(bad) + "; columns must divide into groups: ignore these modules or choose a divisor"
+        )
+
+
+def _check_ties(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name)
+    for name, module in modules.items():
+        others = owners[id(module.weight)] - {f"{name}.weight"}
+        if others:
+            raise TargetError(f"{name}: its weight is tied to {sorted(others)}; add {name!r} to ignore or untie the weights first")
