@@ -1,0 +1,298 @@
+"""What the quantizing modifiers hook, share, count and refuse; driven through a session by hand, without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from compressor.algorithms.hessian import Hessian
+from compressor.errors import CalibrationError, CompressorError, NumericsError, SchemeError, TargetError
+from compressor.lifecycle import EventType, Session, State
+from compressor.modifiers.gptq import GPTQModifier
+from compressor.modifiers.inputs import real_tokens
+from compressor.modifiers.quantization import QuantizationModifier
+from compressor.modifiers.scheme_modifier import SchemeModifier
+from compressor.nn import QuantizedLinear
+from torch import Tensor, nn
+
+GROUPED = {"weights": {"num_bits": 4, "group_size": 16}, "targets": ["Linear"]}
+
+
+class Block(nn.Module):
+    """Three readers of one input (q, k, v) and a reader of their sum."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        for parameter in self.parameters():
+            parameter.data = torch.rand(width, width, generator=g) - 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.q(x) + self.k(x) * self.v(x))
+
+
+def batches(count: int = 4, width: int = 32, tokens: int = 24) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return [torch.rand(2, tokens, width, generator=g) - 0.5 for _ in range(count)]
+
+
+def calibrate(
+    model: nn.Module, modifier: SchemeModifier, data: Sequence[Tensor], masks: Sequence[Tensor] | None = None, run: Callable[[Any], Any] | None = None
+) -> State:
+    state = State(model=model)
+    with Session(state, [modifier]) as session, torch.no_grad():
+        session.initialize()
+        session.send(EventType.CALIBRATION_START)
+        for number, x in enumerate(data):
+            state.token_mask = masks[number] if masks else None
+            (run or model)(x)
+        session.send(EventType.SEQUENTIAL_EPOCH_END, modules=[name for name, _ in model.named_modules() if name])
+        session.send(EventType.CALIBRATION_END)
+        session.finalize()
+    return state
+
+
+def codes(model: nn.Module) -> dict[str, Tensor]:
+    return {name: module.codes() for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def gptq(**settings: Any) -> GPTQModifier:
+    return GPTQModifier(config_groups={"all": GROUPED}, **settings)
+
+
+def hooks_on(model: nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def test_readers_of_one_tensor_share_a_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[int] = []
+    original = Hessian.add
+    monkeypatch.setattr(Hessian, "add", lambda self, x: (added.append(id(self)), original(self, x))[1])
+    shared = Block()
+    state = calibrate(shared, gptq(), batches())
+    assert len(added) == 2 * 4  # q with k and v, and o, in four forwards
+    added.clear()
+    separate = Block()
+    calibrate(separate, gptq(share_inputs=False), batches())
+    assert len(added) == 4 * 4
+    different = [float((one != codes(separate)[name]).float().mean()) for name, one in codes(shared).items()]
+    assert len(different) == 4
+    assert max(different) <= 1e-3
+    assert {record.num_tokens for record in state.report.modules.values()} == {4 * 2 * 24}
+    assert hooks_on(shared) == 0
+
+
+def test_gptq_beats_rounding_on_the_outputs() -> None:
+    data = batches()
+    base, rounded, solved = Block(), Block(), Block()
+    calibrate(rounded, QuantizationModifier(config_groups={"all": GROUPED}), data)
+    calibrate(solved, gptq(), data)
+    with torch.no_grad():
+        target = torch.cat([base(x) for x in data])
+        errors = [float((torch.cat([model(x) for x in data]) - target).square().mean()) for model in (rounded, solved)]
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_a_reader_that_changes_its_input_is_refused() -> None:
+    model = Block()
+    calls = iter(range(100))
+
+    def run(x: Tensor) -> None:
+        model.q(x)
+        model.k(x if next(calls) == 0 else x + 1)
+        model.v(x)
+        model.o(x)
+
+    with pytest.raises(CalibrationError, match="k: its input was that of q.*share_inputs: false"):
+        calibrate(model, gptq(), batches(), run=run)
+    assert hooks_on(model) == 0
+
+
+def test_readers_called_unequally_often_are_refused() -> None:
+    model = Block()
+    calls = iter(range(100))
+
+    def run(x: Tensor) -> None:
+        model.q(x)
+        if next(calls) == 0:
+            model.k(x)
+        model.v(x)
+        model.o(x + 1)
+
+    with pytest.raises(CalibrationError, match="unequally often"):
+        calibrate(model, gptq(), batches(), run=run)
+
+
+def test_padding_does_not_enter_the_statistics() -> None:
+    data = batches()
+    plain, padded = Block(), Block()
+    calibrate(plain, gptq(), data)
+    wide = [torch.cat([x, torch.full((2, 5, 32), 1e3)], dim=1) for x in data]
+    mask = torch.cat([torch.ones(2, 24, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.bool)], dim=1)
+    calibrate(padded, gptq(), wide, masks=[mask] * 4)
+    for name, expected in codes(plain).items():
+        assert (codes(padded)[name] != expected).float().mean() <= 1e-3
+
+
+def test_real_tokens_refuses_what_does_not_line_up() -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    x = torch.arange(8.0).view(2, 2, 2)
+    assert torch.equal(real_tokens(x, mask, "m"), x[mask])
+    assert torch.equal(real_tokens(x.view(4, 2), mask, "m"), x[mask])
+    assert real_tokens(x, None, "m").shape == (4, 2)
+    with pytest.raises(CalibrationError, match="m: an input of shape .*batch_size=1"):
+        real_tokens(torch.zeros(3, 2), mask, "m")
+
+
+def _silent_v(model: Block) -> Callable[[Tensor], Tensor]:
+    return lambda x: model.o(model.q(x) + model.k(x))
+
+
+def _dead_inputs(model: Block) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[..., 3] = 0
+        return model(x)
+
+    return run
+
+
+def _one_direction(model: Block) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(torch.ones_like(x) * x[..., :1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "make_run", "settings", "count"),
+    [
+        ("no_tokens", _silent_v, {}, 1),
+        ("dead_columns", _dead_inputs, {}, 1),
+        ("not_positive_definite", _one_direction, {"dampening_frac": 1e-12}, 3),
+    ],
+)
+def test_fallbacks_are_counted_and_an_error_beyond_the_budget(
+    kind: str, make_run: Callable[[Block], Callable[[Tensor], Tensor]], settings: dict[str, Any], count: int
+) -> None:
+    model = Block()
+    with pytest.raises(CalibrationError, match="fallback_budget=0"):
+        calibrate(model, gptq(**settings), batches(), run=make_run(model))
+    assert hooks_on(model) == 0
+    model = Block()
+    state = calibrate(model, gptq(fallback_budget=4, **settings), batches(), run=make_run(model))
+    assert [fallback.kind for fallback in state.report.fallbacks].count(kind) >= count
+    assert len(codes(model)) == 4
+
+
+@pytest.mark.parametrize("modifier", [gptq(fallback_budget=9), QuantizationModifier(config_groups={"all": GROUPED})])
+def test_nan_in_a_weight_is_always_an_error(modifier: SchemeModifier) -> None:
+    model = Block()
+    model.k.weight.data[0, 0] = float("nan")
+    with pytest.raises(NumericsError, match=r"k\b.*NaN"):
+        calibrate(model, modifier.model_copy(), [])
+
+
+def test_nan_in_the_data_is_always_an_error() -> None:
+    data = batches()
+    data[1][0, 0, 0] = float("inf")
+    with pytest.raises(NumericsError, match="q.*NaN or infinity"):
+        calibrate(Block(), gptq(fallback_budget=9), data)
+
+
+@pytest.mark.parametrize("actorder", ["static", "weight", "group", None, "none"])
+def test_every_column_order_compresses_and_is_recorded(actorder: str | None) -> None:
+    model = Block()
+    calibrate(model, gptq(actorder=actorder), batches())
+    layer = model.q
+    assert isinstance(layer, QuantizedLinear)
+    assert layer.weight_args.actorder == (None if actorder == "none" else actorder)
+    assert ("weight_g_idx" in layer.state_dict()) == (actorder == "group")
+
+
+def test_both_solvers_agree() -> None:
+    fast, reference = Block(), Block()
+    calibrate(fast, gptq(), batches())
+    calibrate(reference, gptq(solver="reference"), batches())
+    for name, expected in codes(reference).items():
+        assert (codes(fast)[name] != expected).float().mean() <= 5e-3
+
+
+def test_static_inputs_get_the_range_of_the_data() -> None:
+    model, data = Block(width=128), batches(width=128)
+    calibrate(model, QuantizationModifier(scheme="FP8"), data)
+    largest = torch.cat(data).abs().max()
+    layer = model.q
+    assert isinstance(layer, QuantizedLinear)
+    torch.testing.assert_close(layer.get_buffer("input_scale"), (largest / 448).reshape(1))
+
+
+def test_a_static_input_without_data_is_an_error() -> None:
+    with pytest.raises(CalibrationError, match="q: its static input range was never observed"):
+        calibrate(Block(width=128), QuantizationModifier(scheme="FP8"), [])
+
+
+def test_group_sizes_that_do_not_divide_are_all_named() -> None:
+    model = nn.Sequential(nn.Linear(48, 8), nn.Linear(128, 8), nn.Linear(200, 8))
+    with pytest.raises(SchemeError, match="2 modules: 0 has 48 columns .* 2 has 200 columns .* group_size=128"):
+        QuantizationModifier(scheme="W4A16").resolve(model)
+
+
+def test_a_tied_weight_is_refused() -> None:
+    model = nn.Module()
+    model.embed, model.head = nn.Embedding(8, 128), nn.Linear(128, 8, bias=False)
+    model.head.weight = model.embed.weight
+    with pytest.raises(TargetError, match=r"head: its weight is tied to \['embed.weight'\]"):
+        QuantizationModifier(scheme="W4A16").resolve(model)
+
+
+def test_targets_that_are_not_linear_are_refused() -> None:
+    with pytest.raises(TargetError, match=r"no linear layers: 1 \(ReLU\)"):
+        QuantizationModifier(scheme="W4A16", targets=["0", "1"]).resolve(nn.Sequential(nn.Linear(128, 8), nn.ReLU()))
+
+
+def test_two_schemes_for_one_module_are_refused() -> None:
+    with pytest.raises(SchemeError, match="q: two schemes .* claim it"):
+        QuantizationModifier(scheme={"W4A16": ["Linear"], "W8A16": ["q"]}).resolve(Block(width=128))
+
+
+@pytest.mark.parametrize("settings", [{}, {"scheme": "W4A16", "config_groups": {"all": GROUPED}}])
+def test_exactly_one_source_of_schemes(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give exactly one of them"):
+        QuantizationModifier(**settings)
+
+
+def test_an_observer_in_the_recipe_reaches_every_weight() -> None:
+    (scheme,) = QuantizationModifier(scheme="W4A16", weight_observer="mse").target_schemes()
+    assert scheme.weights is not None
+    assert scheme.weights.observer == "mse"
+    minmax, mse = Block(width=128), Block(width=128)
+    calibrate(minmax, QuantizationModifier(scheme="W4A16"), [])
+    calibrate(mse, QuantizationModifier(scheme="W4A16", weight_observer="mse"), [])
+    assert any(not torch.equal(one, codes(mse)[name]) for name, one in codes(minmax).items())
+
+
+def test_the_plan_says_what_each_layer_gets_and_why_others_stay() -> None:
+    model = Block(width=128)
+    planned = {module.name: module for module in gptq(ignore=["re:v"]).plan(model)}
+    assert planned["q"].scheme == "int4 group 16"
+    assert planned["v"].reason == "ignored by 're:v'"
+    assert planned["q"].details["bytes_after"] == 128 * 128 // 2 + 4 * 128 * 8 + 16
+    narrow = QuantizationModifier(scheme="W4A16", targets=["q"]).plan(model)
+    assert {module.name: module.reason for module in narrow}["k"] == "no target matches it"
+
+
+def test_an_error_puts_the_float_layers_of_an_in_memory_model_back() -> None:
+    model = Block()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = State(model=model, keep_originals=True)
+    with pytest.raises(CompressorError), Session(state, [gptq()]) as session, torch.no_grad():
+        session.initialize()
+        session.send(EventType.CALIBRATION_START)
+        model(batches()[0])
+        session.send(EventType.SEQUENTIAL_EPOCH_END, modules=["q", "k", "v"])
+        assert len(codes(model)) == 3
+        session.send(EventType.CALIBRATION_START)
+    assert not codes(model)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items())
+    assert hooks_on(model) == 0
