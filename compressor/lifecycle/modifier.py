@@ -52,6 +52,10 @@ class Modifier(HooksMixin, ModifierInterface):
             raise ValueError(f"start={self.start} is not before end={self.end}, so it would never start; give a smaller start")
         return self
 
+    def __eq__(self, other: object) -> bool:
+        """Equal settings of the same class; where a modifier stands in its life does not count."""
+        return isinstance(other, Modifier) and type(self) is type(other) and self.__dict__ == other.__dict__
+
     @property
     def label(self) -> str:
         """The name in messages: the class, and the position in the recipe where it is known."""

@@ -1,0 +1,171 @@
+"""From plain data to modifiers: stages, groups and settings, strictly.
+
+    default_stage:            name_stage; may also hold run_type and args; several stages are run as one list, in order
+      quant_modifiers:        name_modifiers (a group), or modifiers (no group); also directly at the top, for a single stage
+        GPTQModifier:         a mapping of modifiers, or a list of one-entry mappings, where one type may stand twice
+          scheme: W4A16
+    args:                     values for ${name}
+      size: 128
+
+A list at the top is the list of modifiers itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from compressor.errors import RecipeError
+from compressor.lifecycle import Modifier
+from compressor.modifiers.registry import find_modifier, known_modifiers, suggest
+from compressor.recipe.arguments import substitute
+from compressor.recipe.settings_errors import describe
+from compressor.recipe.source import Document, EntryPath
+
+DEFAULT_STAGE = "default"
+RUN_TYPES = ("oneshot", "train")
+STAGE_PATTERN = r"^(.+)_stage(_\d+)?$"
+GROUP_PATTERN = r"^(.+)_modifiers$"
+
+_STAGE, _GROUP = re.compile(STAGE_PATTERN, re.S), re.compile(GROUP_PATTERN, re.S)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A named part of a recipe; all stages of a recipe act in one run.
+
+    Attributes:
+        name: without `_stage`.
+        modifiers: in order.
+        run_type: `oneshot` or `train`, as the file says; None where it does not.
+    """
+
+    name: str
+    modifiers: tuple[Modifier, ...]
+    run_type: str | None = None
+
+
+class Builder:
+    """Turns one document into stages; holds what is counted on the way: positions of modifiers and names of used arguments."""
+
+    def __init__(self, document: Document, args: Mapping[str, Any]) -> None:
+        """Take a document and the arguments that the caller gives in place of the recipe's own."""
+        self._document = document
+        self._given = dict(args)
+        self._used: set[str] = set()
+        self._num_modifiers = 0
+
+    def build(self) -> tuple[Stage, ...]:
+        """Return the stages in order.
+
+        Raises:
+            RecipeError: anything in the document that means nothing, or no modifier at all.
+        """
+        data = self._document.data
+        if isinstance(data, list | tuple):
+            stages = [Stage(DEFAULT_STAGE, tuple(self._group(data, (), DEFAULT_STAGE, self._given)))]
+        elif isinstance(data, Mapping):
+            stages = list(self._stages(data))
+        else:
+            raise self._error((), f"{_show(data)} is no recipe; give a mapping of stages or a list of modifiers")
+        unused = sorted(set(self._given) - self._used)
+        if unused:
+            raise self._error((), f"the argument {unused[0]!r} is not used by the recipe; {suggest(unused[0], sorted(self._used))}")
+        if not self._num_modifiers:
+            raise self._error((), "it holds no modifier, so nothing would be done; add one below name_stage: name_modifiers:")
+        return tuple(stages)
+
+    def _stages(self, data: Mapping[Any, Any]) -> Iterator[Stage]:
+        args = self._arguments(data, (), self._given)
+        names = {key: self._stage_name(key) for key in data if key != "args"}
+        flat = [key for key, name in names.items() if name is None]
+        if not any(names.values()):
+            yield self._stage(DEFAULT_STAGE, {key: data[key] for key in flat}, (), args)
+            return
+        if flat:
+            raise self._error(
+                (flat[0],), f"{flat[0]!r} stands beside stages; {self._advise_key(flat[0], ('args',))}, or move it into a stage"
+            )
+        for key, name in names.items():
+            if not isinstance(data[key], Mapping):
+                raise self._error((key,), f"the stage {key} holds {_show(data[key])}; give it a mapping, such as quant_modifiers: ...")
+            yield self._stage(str(name), data[key], (key,), self._arguments(data[key], (key,), args))
+
+    def _stage_name(self, key: Any) -> str | None:
+        match = _STAGE.match(key) if isinstance(key, str) else None
+        return match.group(1) + (match.group(2) or "") if match else None
+
+    def _stage(self, name: str, content: Mapping[Any, Any], path: EntryPath, args: Mapping[str, Any]) -> Stage:
+        modifiers: list[Modifier] = []
+        for key, value in content.items():
+            here = (*path, key)
+            group = _GROUP.match(key) if isinstance(key, str) else None
+            if group or key == "modifiers":
+                modifiers += self._group(value, here, group.group(1) if group else name, args)
+            elif isinstance(key, str) and (":" in key or key in known_modifiers()):
+                modifiers.append(self._modifier(key, value, here, name, args))
+            elif key not in ("args", "run_type"):
+                raise self._error(here, f"{key!r} means nothing in a recipe; {self._advise_key(key, ('args', 'run_type'))}")
+        run_type = content.get("run_type")
+        if run_type is not None and run_type not in RUN_TYPES:
+            raise self._error((*path, "run_type"), f"run_type: {run_type!r} is unknown; {suggest(str(run_type), RUN_TYPES)}")
+        return Stage(name, tuple(modifiers), run_type)
+
+    def _group(self, value: Any, path: EntryPath, group: str, args: Mapping[str, Any]) -> Iterator[Modifier]:
+        for number, item in enumerate(value if isinstance(value, list | tuple) else [value]):
+            here = (*path, number) if isinstance(value, list | tuple) else path
+            if isinstance(item, str):
+                item = {item: None}
+            if not isinstance(item, Mapping) or not item:
+                raise self._error(here, f"{_show(item)} stands where modifiers should; write ModifierName: and its settings below")
+            for name, settings in item.items():
+                yield self._modifier(name, settings, (*here, name), group, args)
+
+    def _modifier(self, name: Any, settings: Any, path: EntryPath, group: str, args: Mapping[str, Any]) -> Modifier:
+        try:
+            cls = find_modifier(str(name))
+        except RecipeError as error:
+            raise self._error(path, str(error)) from error
+        if settings is not None and not isinstance(settings, Mapping):
+            raise self._error(path, f"{name} holds {_show(settings)}; give its settings as a mapping")
+        position = self._num_modifiers
+        values = dict(self._substitute(settings or {}, args, path))
+        values["group"] = values.get("group") or group
+        if values.setdefault("index", position) != position:
+            raise self._error((*path, "index"), f"{name}.index: {values['index']!r} is not its position {position}; leave it out")
+        try:
+            modifier = cls.model_validate(values)
+        except ValidationError as error:
+            raise RecipeError(describe(error, cls, values, str(name), lambda below: self._document.where((*path, *below)))) from error
+        self._num_modifiers += 1
+        return modifier
+
+    def _arguments(self, content: Mapping[Any, Any], path: EntryPath, outer: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments inside `content`: its own, which may refer to those before them, below what the caller gives."""
+        own = content.get("args")
+        if own is not None and not isinstance(own, Mapping):
+            raise self._error((*path, "args"), f"args holds {_show(own)}; give a mapping of names to values")
+        args = dict(outer)
+        for name, value in (own or {}).items():
+            args[name] = self._given[name] if name in self._given else self._substitute(value, args, (*path, "args", name))
+        self._used |= set(own or {}) & set(self._given)
+        return args
+
+    def _substitute(self, value: Any, args: Mapping[str, Any], path: EntryPath) -> Any:
+        return substitute(value, args, self._used, self._document.where, path)
+
+    def _advise_key(self, key: Any, words: tuple[str, ...]) -> str:
+        prefix = str(key).rpartition("_")[0] or "quant"
+        return suggest(str(key), [f"{prefix}_modifiers", f"{prefix}_stage", "modifiers", *words, *known_modifiers()])
+
+    def _error(self, path: EntryPath, message: str) -> RecipeError:
+        return RecipeError(f"{self._document.where(path)}: {message}")
+
+
+def _show(value: Any) -> str:
+    text = "an empty entry" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

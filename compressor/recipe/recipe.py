@@ -1,0 +1,125 @@
+"""A recipe is an ordered list of modifiers in named stages; it is read strictly, and written so that reading gives an equal one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic_core import PydanticSerializationError
+
+from compressor.errors import RecipeError
+from compressor.lifecycle import Modifier
+from compressor.modifiers.registry import modifier_name
+from compressor.recipe.arguments import escape
+from compressor.recipe.build import DEFAULT_STAGE, Builder, Stage
+from compressor.recipe.source import RecipeDumper, read_document
+
+_FILLED_IN = {"index", "group"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run will do, in order.
+
+    Attributes:
+        stages: the named parts, in order.
+        text: the text that was read, for the record; a dump where modifier objects or data were given.
+    """
+
+    stages: tuple[Stage, ...]
+    text: str = field(default="", compare=False, repr=False)
+
+    @property
+    def modifiers(self) -> tuple[Modifier, ...]:
+        """All modifiers of all stages, in order."""
+        return tuple(modifier for stage in self.stages for modifier in stage.modifiers)
+
+    def dump(self) -> str:
+        """Return YAML that `load_recipe` reads back as an equal recipe; arguments are resolved, defaults are left out.
+
+        Raises:
+            RecipeError: a setting of a modifier cannot be written as text.
+        """
+        data = {f"{stage.name}_stage": _stage_data(stage) for stage in self.stages}
+        return yaml.dump(data, Dumper=RecipeDumper, sort_keys=False, default_flow_style=None, width=120)
+
+
+def load_recipe(
+    source: str | Path | Mapping[str, Any] | Recipe | Modifier | Sequence[Any], args: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Read a recipe, strictly: what means nothing is an error that names the line and the nearest valid name.
+
+    Args:
+        source: path of a .yaml, .json or .md file (YAML between `---` lines on top); the text of one; the data that such a text gives; a
+            recipe; a modifier; or a list of modifiers, whose `index` and `group` are filled in on the objects themselves.
+        args: values for `${name}` in the recipe, in place of the recipe's own `args`.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        RecipeError: the recipe cannot be read, means nothing somewhere, or holds no modifier.
+
+    Example:
+        >>> recipe = load_recipe("quant_stage: {quant_modifiers: {QuantizationModifier: {scheme: W4A16, ignore: [lm_head]}}}")
+        >>> recipe.modifiers[0].group
+        'quant'
+    """
+    objects = _modifier_objects(source)
+    if objects is None and not isinstance(source, Recipe):
+        assert not isinstance(source, Modifier)
+        document = read_document(source)
+        recipe = Recipe(Builder(document, args or {}).build(), document.text)
+        return recipe if recipe.text else Recipe(recipe.stages, recipe.dump())
+    if args:
+        raise RecipeError(f"recipe: args={dict(args)} was given with modifier objects, which hold no ${{name}}; set their fields instead")
+    if isinstance(source, Recipe):
+        return source
+    assert objects is not None
+    recipe = Recipe((Stage(DEFAULT_STAGE, _filled_in(objects)),))
+    return Recipe(recipe.stages, recipe.dump())
+
+
+def _modifier_objects(source: object) -> list[Modifier] | None:
+    """The modifiers of a (nested) list of objects, None where the source is no such list."""
+    if isinstance(source, Modifier):
+        return [source]
+    if not isinstance(source, list | tuple) or not source:
+        return None
+    parts = [_modifier_objects(item) for item in source]
+    found = [modifier for part in parts if part is not None for modifier in part]
+    if found and None in parts:
+        raise RecipeError(f"recipe: {source[parts.index(None)]!r} stands in a list of modifier objects; give only objects, or only data")
+    return found or None
+
+
+def _filled_in(modifiers: list[Modifier]) -> tuple[Modifier, ...]:
+    if len({id(modifier) for modifier in modifiers}) < len(modifiers):
+        raise RecipeError("recipe: one modifier object stands twice in the list; create a second object")
+    for position, modifier in enumerate(modifiers):
+        modifier.index = position
+        modifier.group = modifier.group or DEFAULT_STAGE
+    return tuple(modifiers)
+
+
+def _stage_data(stage: Stage) -> dict[str, Any]:
+    """The nested form that llm-compressor reads, where it can say it: groups in one piece and no type twice in a group."""
+    head = {} if stage.run_type is None else {"run_type": stage.run_type}
+    groups = [(group, list(members)) for group, members in groupby(stage.modifiers, key=lambda modifier: modifier.group)]
+    names = {modifier.index: modifier_name(type(modifier)) for modifier in stage.modifiers}
+    nested = all(group and len({names[m.index] for m in members}) == len(members) for group, members in groups)
+    if nested and len({group for group, _ in groups}) == len(groups):
+        return {**head, **{f"{group}_modifiers": {names[m.index]: _settings(m) for m in members} for group, members in groups}}
+    return {**head, "modifiers": [{names[m.index]: {"group": m.group, **_settings(m)}} for m in stage.modifiers]}
+
+
+def _settings(modifier: Modifier) -> dict[str, Any]:
+    try:
+        data = modifier.model_dump(mode="json", exclude=_FILLED_IN, exclude_defaults=True)
+    except PydanticSerializationError as error:
+        raise RecipeError(f"{modifier.label}: a setting cannot be written into a recipe ({error}); use plain values") from error
+    return dict(escape(data))

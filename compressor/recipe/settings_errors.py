@@ -1,0 +1,86 @@
+"""pydantic's view of wrong settings, said in our words: the line, the setting, what is wrong, and the nearest valid name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from compressor.modifiers.registry import suggest
+from compressor.recipe.source import EntryPath
+
+# Settings that the recipe fills in; they would only blur advice.
+_FILLED_IN = ("index", "group")
+
+
+def describe(
+    error: ValidationError, cls: type[BaseModel], settings: Mapping[str, Any], name: str, where: Callable[[EntryPath], str]
+) -> str:
+    """Describe everything that is wrong with the settings of one modifier.
+
+    Args:
+        error: what pydantic raised.
+        cls: the modifier's class.
+        settings: the settings that were given.
+        name: the modifier's name in the recipe.
+        where: says where the setting with a path stands.
+
+    Returns:
+        One line per setting.
+    """
+    entries: dict[str, list[tuple[str, str]]] = {}
+    for details in error.errors(include_url=False):
+        path = _path_in(settings, details["loc"])
+        head = f"{where(path)}: {'.'.join(map(str, (name, *path)))}"
+        entries.setdefault(head, []).append(_complaint(details, cls, path))
+    return "\n".join(_line(head, complaints) for head, complaints in entries.items())
+
+
+def _line(head: str, complaints: list[tuple[str, str]]) -> str:
+    problems, advice = zip(*complaints, strict=True)
+    return f"{head}: {' or '.join(dict.fromkeys(problems))}; {advice[0]}"
+
+
+def _path_in(settings: Any, loc: Sequence[int | str]) -> EntryPath:
+    """The part of pydantic's location that exists in the settings; it also names the branches of unions, and what is missing."""
+    path: list[int | str] = []
+    for part in loc:
+        in_mapping = isinstance(settings, Mapping) and part in settings
+        in_list = isinstance(settings, list) and isinstance(part, int) and part < len(settings)
+        if in_mapping or in_list:
+            settings = settings[part]
+            path.append(part)
+    return tuple(path)
+
+
+def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath) -> tuple[str, str]:
+    """What is wrong, and what to do."""
+    if details["type"] == "extra_forbidden":
+        return "there is no such setting", suggest(str(path[-1]), _setting_names(cls, path))
+    if details["type"] == "missing":
+        return f"{details['loc'][-1]!r} is required", "add it"
+    cause = details.get("ctx", {}).get("error")
+    if isinstance(cause, Exception):
+        problem, _, advice = str(cause).rpartition("; ")
+        return (problem, advice) if problem else (advice, "correct it")
+    given = repr(details["input"])
+    advice = "eval is not supported, write ${name} for an argument" if given.startswith("'eval(") else "correct it"
+    message = details["msg"]
+    return f"{given if len(given) <= 60 else given[:57] + '...'} was given, but {message[0].lower()}{message[1:]}", advice
+
+
+def _setting_names(cls: type[BaseModel], path: EntryPath) -> list[str]:
+    """Names that are valid beside the last part of a path: fields of the modifier, or of the models nested in it."""
+    models = [cls]
+    for part in path[:-1]:
+        fields = [model.model_fields[part] for model in models if isinstance(part, str) and part in model.model_fields]
+        models = [found for field in fields for found in _models_in(field.annotation)] or models
+    return [name for model in models for name in model.model_fields if name not in _FILLED_IN]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for argument in get_args(annotation) for found in _models_in(argument)]
