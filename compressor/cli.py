@@ -181,7 +181,14 @@ def _print_plan(made: Plan) -> None:
     from rich.table import Table
 
     table = Table(title=f"Plan: {made.pipeline} pipeline")
-    for column, justify in (("module", "left"), ("shape", "left"), ("modifier", "left"), ("scheme", "left"), ("MB before", "right"), ("after", "right")):
+    for column, justify in (
+        ("module", "left"),
+        ("shape", "left"),
+        ("modifier", "left"),
+        ("scheme", "left"),
+        ("MB before", "right"),
+        ("after", "right"),
+    ):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for module in made.modules:
         before, after = (f"{float(module.details[key]) / 1e6:.2f}" for key in ("bytes_before", "bytes_after"))

@@ -148,7 +148,9 @@ def _default_length(model: nn.Module) -> int:
 def _estimate(model: nn.Module, modules: list[PlannedModule], layers: list[str], tokens: int) -> Estimate:
     model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in _unique([*model.parameters(), *model.buffers()]))
     saved = sum(_number(module, "bytes_before") - _number(module, "bytes_after") for module in modules)
-    groups = [[module for module in modules if module.name.startswith(f"{layer}.") or module.name == layer] for layer in layers] or [modules]
+    groups = [[module for module in modules if module.name.startswith(f"{layer}.") or module.name == layer] for layer in layers] or [
+        modules
+    ]
     peak = max((_layer_bytes(group, tokens) for group in groups), default=0)
     flops = sum(_module_flops(module, tokens) for module in modules)
     return Estimate(model_bytes - saved, model_bytes, peak, flops / _flops_per_second())

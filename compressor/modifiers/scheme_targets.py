@@ -114,9 +114,7 @@ class SchemeTargets(BaseModel):
             One entry per linear layer, in the order of the model.
         """
         schemes = self.resolve(model)
-        return [
-            self._planned(name, module, schemes.get(name)) for name, module in model.named_modules() if isinstance(module, nn.Linear)
-        ]
+        return [self._planned(name, module, schemes.get(name)) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
     def _planned(self, name: str, module: nn.Linear, scheme: QuantizationScheme | None) -> PlannedModule:
         before = module.weight.numel() * module.weight.element_size()

@@ -28,6 +28,8 @@ class QuantizedLinear(nn.Module):
     Build one with `from_linear`; the subclass follows from the scheme's compression format.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, in_features: int, out_features: int, scheme: QuantizationScheme, bias: nn.Parameter | None) -> None:
         """Set the shape and the scheme; subclasses register the buffers of their format."""
         super().__init__()

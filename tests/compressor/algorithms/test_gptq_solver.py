@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compressor.algorithms.gptq import Grid, GPTQSolution, Solver, activation_order, solve_gptq
+from torch import Tensor
+
+from compressor.algorithms.gptq import GPTQSolution, Grid, Solver, activation_order, solve_gptq
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError
 from compressor.numerics import PRESETS, QParams, QuantizationArgs, calculate_qparams, dequantize
-from torch import Tensor
 
 SOLVERS: tuple[Solver, ...] = ("r_form", "reference")
 FORMATS = {
@@ -198,10 +199,10 @@ def test_reported_loss_is_the_real_one(solver: Solver) -> None:
 def test_errors_name_the_module() -> None:
     weight, hessian = problem()
     grid, _ = grid_of(weight, FORMATS["int4 group"])
-    with pytest.raises(NumericsError, match="layer.q.*not positive definite"):
+    with pytest.raises(NumericsError, match=r"layer.q.*not positive definite"):
         solve_gptq(weight, -hessian, grid, name="layer.q")
     weight[1, 2] = float("nan")
-    with pytest.raises(NumericsError, match="layer.q.*NaN or infinity"):
+    with pytest.raises(NumericsError, match=r"layer.q.*NaN or infinity"):
         solve_gptq(weight, hessian, grid, name="layer.q")
 
 

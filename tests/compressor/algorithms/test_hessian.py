@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from compressor.algorithms.hessian import Hessian
 from compressor.errors import NumericsError
 
@@ -45,5 +46,5 @@ def test_a_bad_input_names_the_module(bad: float) -> None:
 
 
 def test_no_tokens_is_an_error() -> None:
-    with pytest.raises(NumericsError, match="0 calibration tokens"):
+    with pytest.raises(NumericsError, match=r"0 calibration tokens"):
         Hessian(3).matrix("m")

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, CompressorError, NumericsError, SchemeError, TargetError
 from compressor.lifecycle import EventType, Session, State
@@ -15,7 +17,6 @@ from compressor.modifiers.inputs import real_tokens
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.nn import QuantizedLinear
-from torch import Tensor, nn
 
 GROUPED = {"weights": {"num_bits": 4, "group_size": 16}, "targets": ["Linear"]}
 
@@ -40,7 +41,11 @@ def batches(count: int = 4, width: int = 32, tokens: int = 24) -> list[Tensor]:
 
 
 def calibrate(
-    model: nn.Module, modifier: SchemeModifier, data: Sequence[Tensor], masks: Sequence[Tensor] | None = None, run: Callable[[Any], Any] | None = None
+    model: nn.Module,
+    modifier: SchemeModifier,
+    data: Sequence[Tensor],
+    masks: Sequence[Tensor] | None = None,
+    run: Callable[[Any], Any] | None = None,
 ) -> State:
     state = State(model=model)
     with Session(state, [modifier]) as session, torch.no_grad():
@@ -106,7 +111,7 @@ def test_a_reader_that_changes_its_input_is_refused() -> None:
         model.v(x)
         model.o(x)
 
-    with pytest.raises(CalibrationError, match="k: its input was that of q.*share_inputs: false"):
+    with pytest.raises(CalibrationError, match=r"k: its input was that of q.*share_inputs: false"):
         calibrate(model, gptq(), batches(), run=run)
     assert hooks_on(model) == 0
 
@@ -122,7 +127,7 @@ def test_readers_called_unequally_often_are_refused() -> None:
         model.v(x)
         model.o(x + 1)
 
-    with pytest.raises(CalibrationError, match="unequally often"):
+    with pytest.raises(CalibrationError, match=r"unequally often"):
         calibrate(model, gptq(), batches(), run=run)
 
 
@@ -143,7 +148,7 @@ def test_real_tokens_refuses_what_does_not_line_up() -> None:
     assert torch.equal(real_tokens(x, mask, "m"), x[mask])
     assert torch.equal(real_tokens(x.view(4, 2), mask, "m"), x[mask])
     assert real_tokens(x, None, "m").shape == (4, 2)
-    with pytest.raises(CalibrationError, match="m: an input of shape .*batch_size=1"):
+    with pytest.raises(CalibrationError, match=r"m: an input of shape .*batch_size=1"):
         real_tokens(torch.zeros(3, 2), mask, "m")
 
 
@@ -176,7 +181,7 @@ def test_fallbacks_are_counted_and_an_error_beyond_the_budget(
     kind: str, make_run: Callable[[Block], Callable[[Tensor], Tensor]], settings: dict[str, Any], count: int
 ) -> None:
     model = Block()
-    with pytest.raises(CalibrationError, match="fallback_budget=0"):
+    with pytest.raises(CalibrationError, match=r"fallback_budget=0"):
         calibrate(model, gptq(**settings), batches(), run=make_run(model))
     assert hooks_on(model) == 0
     model = Block()
@@ -196,7 +201,7 @@ def test_nan_in_a_weight_is_always_an_error(modifier: SchemeModifier) -> None:
 def test_nan_in_the_data_is_always_an_error() -> None:
     data = batches()
     data[1][0, 0, 0] = float("inf")
-    with pytest.raises(NumericsError, match="q.*NaN or infinity"):
+    with pytest.raises(NumericsError, match=r"q.*NaN or infinity"):
         calibrate(Block(), gptq(fallback_budget=9), data)
 
 
@@ -228,13 +233,13 @@ def test_static_inputs_get_the_range_of_the_data() -> None:
 
 
 def test_a_static_input_without_data_is_an_error() -> None:
-    with pytest.raises(CalibrationError, match="q: its static input range was never observed"):
+    with pytest.raises(CalibrationError, match=r"q: its static input range was never observed"):
         calibrate(Block(width=128), QuantizationModifier(scheme="FP8"), [])
 
 
 def test_group_sizes_that_do_not_divide_are_all_named() -> None:
     model = nn.Sequential(nn.Linear(48, 8), nn.Linear(128, 8), nn.Linear(200, 8))
-    with pytest.raises(SchemeError, match="2 modules: 0 has 48 columns .* 2 has 200 columns .* group_size=128"):
+    with pytest.raises(SchemeError, match=r"2 modules: 0 has 48 columns .* 2 has 200 columns .* group_size=128"):
         QuantizationModifier(scheme="W4A16").resolve(model)
 
 
@@ -252,13 +257,13 @@ def test_targets_that_are_not_linear_are_refused() -> None:
 
 
 def test_two_schemes_for_one_module_are_refused() -> None:
-    with pytest.raises(SchemeError, match="q: two schemes .* claim it"):
+    with pytest.raises(SchemeError, match=r"q: two schemes .* claim it"):
         QuantizationModifier(scheme={"W4A16": ["Linear"], "W8A16": ["q"]}).resolve(Block(width=128))
 
 
 @pytest.mark.parametrize("settings", [{}, {"scheme": "W4A16", "config_groups": {"all": GROUPED}}])
 def test_exactly_one_source_of_schemes(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="give exactly one of them"):
+    with pytest.raises(ValueError, match=r"give exactly one of them"):
         QuantizationModifier(**settings)
 
 

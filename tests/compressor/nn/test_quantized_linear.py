@@ -8,12 +8,13 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs as PeerArgs
 from compressed_tensors.quantization import fake_quantize as peer_fake_quantize
+from torch import Tensor, nn
+
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import SchemeError
 from compressor.nn import NaiveQuantizedLinear, PackQuantizedLinear, QuantizedLinear
 from compressor.numerics import QParams, QuantizationScheme, calculate_qparams, dequantize, preset_scheme
 from compressor.numerics.sizes import quantized_weight_bytes
-from torch import Tensor, nn
 
 PRESETS = ("W4A16", "W4A16_ASYM", "W3A16", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -41,7 +42,9 @@ def quantized(linear: nn.Linear, scheme: QuantizationScheme) -> tuple[QuantizedL
     codes = round_to_nearest(weight, qparams, args).codes_RC
     inputs = None
     if scheme.input_activations is not None and not scheme.input_activations.dynamic:
-        inputs = calculate_qparams(torch.tensor([-1.0], dtype=weight.dtype), torch.tensor([1.5], dtype=weight.dtype), scheme.input_activations)
+        inputs = calculate_qparams(
+            torch.tensor([-1.0], dtype=weight.dtype), torch.tensor([1.5], dtype=weight.dtype), scheme.input_activations
+        )
     return QuantizedLinear.from_linear(linear, scheme, codes, qparams, input_qparams=inputs), qparams, codes
 
 
@@ -133,9 +136,9 @@ def test_what_cannot_be_stored_is_refused() -> None:
     linear = linear_of()
     static = preset_scheme("FP8")
     codes, scale = torch.zeros(24, 256, dtype=torch.float8_e4m3fn), torch.ones(1, dtype=torch.bfloat16)
-    with pytest.raises(SchemeError, match="static input without a scale"):
+    with pytest.raises(SchemeError, match=r"static input without a scale"):
         QuantizedLinear.from_linear(linear, static, codes, QParams(scale, None))
-    with pytest.raises(SchemeError, match="stores no g_idx"):
+    with pytest.raises(SchemeError, match=r"stores no g_idx"):
         QuantizedLinear.from_linear(linear, preset_scheme("W8A8"), codes, QParams(scale, None), g_idx_C=torch.zeros(256))
 
 
