@@ -53,7 +53,7 @@ def own_texts(root: Path) -> list[OwnText]:
         Files that say something, in the order of their content's hash: as good as shuffled, and the same everywhere.
     """
     paths = [root / "README.md", *(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))]
-    files = {}
+    files: dict[str, OwnText] = {}
     for path in sorted(path for path in paths if path.is_file()):
         text = path.read_text(encoding="utf-8")
         if text.strip():

@@ -12,7 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from compressor.errors import HarnessError, UserInputError
 from harness.bench import drive, peer
@@ -146,6 +147,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dtype="bfloat16",
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(96)}, unk_token="w0"))
+    # The peer insists on a tokenizer, though the samples are tokens already.
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0").save_pretrained(folder / "model")
     for name, num_sequences in (("calibration", 16), ("heldout", 12)):
         save_file({"input_ids": torch.randint(0, 96, (num_sequences, 32), dtype=torch.int32)}, folder / f"{name}.safetensors")
     return folder
