@@ -1,0 +1,171 @@
+"""What belongs to one paused forward and not to the thread: torch's modes, attributes set on modules, and copies of its arguments.
+
+Forwards that take turns would otherwise see each other's grad and autocast state, and what one writes to a module (`self.mask = ...`)
+another would read.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import TracingError
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+_ATOMS = (str, bytes, int, float, complex, type, torch.dtype, torch.device, torch.Size, nn.Module, torch.Generator)
+
+
+class TorchState(NamedTuple):
+    """Thread-local modes of torch that a forward may change and that must follow it when it pauses."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+
+    @staticmethod
+    def current() -> TorchState:
+        """Return the modes of this thread."""
+        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES)
+        return TorchState(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
+
+    def restore(self) -> None:
+        """Make these the modes of this thread."""
+        torch.set_grad_enabled(self.grad)
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+
+
+class _Place(NamedTuple):
+    """Where a module keeps a value: among its plain attributes or its buffers; `exists` False for a value that is not there."""
+
+    exists: bool
+    is_buffer: bool
+    value: Any
+
+
+class ModuleValues:
+    """Attributes and buffers that one forward has set on modules; taken off the modules while the forward is paused.
+
+    Every forward thus starts from the values that the modules had before the run, and its own changes go with it.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing set."""
+        self._places: dict[tuple[nn.Module, str], _Place] = {}
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """Remember a value that is about to be set for the first time.
+
+        Args:
+            module: the module.
+            name: of the attribute or buffer.
+        """
+        self._places.setdefault((module, name), _find(module, name))
+
+    def swap(self) -> None:
+        """Exchange the values on the modules with those kept here: at every pause and every resumption. Changes the modules."""
+        for (module, name), kept in list(self._places.items()):
+            self._places[module, name] = _find(module, name)
+            _put(module, name, kept)
+
+    def drop(self) -> None:
+        """Put back what was there before the forward, and forget its values. Changes the modules."""
+        self.swap()
+        self._places.clear()
+
+
+def _find(module: nn.Module, name: str) -> _Place:
+    if name in module._buffers:
+        return _Place(True, True, module._buffers[name])
+    return _Place(name in module.__dict__, False, module.__dict__.get(name))
+
+
+def _put(module: nn.Module, name: str, place: _Place) -> None:
+    now = _find(module, name)
+    if now.exists and (not place.exists or now.is_buffer != place.is_buffer):
+        (module._buffers if now.is_buffer else module.__dict__).pop(name)
+    if place.exists:
+        (module._buffers if place.is_buffer else module.__dict__)[name] = place.value
+
+
+def copy_arguments(value: Any, model: nn.Module) -> Any:
+    """Copy tensors and whatever holds them, so that a call on the copy leaves the original as it was.
+
+    Args:
+        value: arguments of a module: tensors, containers, plain values and helper objects such as caches.
+        model: its modules, parameters and buffers are not copied.
+
+    Returns:
+        A copy in which a tensor that occurred twice still occurs twice.
+
+    Raises:
+        TracingError: a helper object cannot be copied.
+    """
+    return _Copier(model).copy(value)
+
+
+class _Copier:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._copies: dict[int, Any] = {}  # by id of the original: also the memo of deepcopy
+        self._knows_model = False
+
+    def copy(self, value: Any) -> Any:
+        if value is None or isinstance(value, _ATOMS) or callable(value):
+            return value
+        if isinstance(value, Tensor):
+            if id(value) not in self._copies:
+                self._copies[id(value)] = value.clone()
+            return self._copies[id(value)]
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)(self.copy(item) for item in value)
+        if type(value) is dict:
+            return {key: self.copy(item) for key, item in value.items()}
+        return self._copy_object(value)
+
+    def _copy_object(self, value: Any) -> Any:
+        if not self._knows_model:
+            shared = [*self._model.modules(), *self._model.parameters(), *self._model.buffers()]
+            self._copies = {id(item): item for item in shared} | self._copies
+            self._knows_model = True
+        try:
+            return copy.deepcopy(value, self._copies)
+        except (TypeError, RuntimeError, copy.Error) as error:
+            raise TracingError(
+                f"{type(value).__name__}: this argument of a sequential target cannot be copied ({error}), so a trial call could change "
+                'it; use pipeline="basic"'
+            ) from error
+
+
+def run_shielded(function: Callable[[], Any]) -> Any:
+    """Call a function so that what it writes to containers in context variables (collectors of outputs) is not kept.
+
+    Args:
+        function: called once.
+
+    Returns:
+        What it returns.
+    """
+    return contextvars.copy_context().run(_with_copied_variables, function)
+
+
+def _with_copied_variables(function: Callable[[], Any]) -> Any:
+    for variable, value in list(contextvars.copy_context().items()):
+        if isinstance(value, list | dict | set):
+            variable.set(_copy_containers(value))
+    return function()
+
+
+def _copy_containers(value: Any) -> Any:
+    if type(value) in (list, set):
+        return type(value)(_copy_containers(item) for item in value)
+    if type(value) is dict:
+        return {key: _copy_containers(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,109 @@
+"""One forward that can pause: a greenlet, and everything that must travel with it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import nn
+
+from compressor.data.collate import Batch, batch_to, call_model
+from compressor.tracing.isolation import ModuleValues, TorchState
+
+
+class Sample(greenlet):
+    """The plain forward of one batch.
+
+    Attributes:
+        index: number of the batch.
+        at: target that the forward waits for; None while it runs, before it starts and after its end.
+        inside: target that runs at the moment.
+        calls: how often each watched module has been called in the running (or last) call of a target.
+        unseen: watched modules that the running calibration call has not seen yet.
+        closing: the forward is being ended; it must not pause any more.
+        values: what the forward has set on modules.
+        output: what the forward returned.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, index: int, device: torch.device | None) -> None:
+        """Prepare; nothing runs before `advance`."""
+        super().__init__()
+        self.index = index
+        self.at: str | None = None
+        self.inside: str | None = None
+        self.calls: Counter[str] = Counter()
+        self.unseen: set[str] = set()
+        self.closing = False
+        self.values = ModuleValues()
+        self.output: Any = None
+        self.gr_context = contextvars.copy_context()
+        self._model, self._device = model, device
+        self._batch: Batch | None = batch
+        self._torch_state: TorchState | None = None
+
+    def run(self) -> Any:
+        """Run the forward; the body of the greenlet."""
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        with torch.no_grad():
+            return call_model(self._model, batch if self._device is None else batch_to(batch, self._device))
+
+    def advance(self, propagate: bool) -> None:
+        """Run on to the next pause, or to the end. Called from outside.
+
+        Args:
+            propagate: what `pause` returns.
+        """
+        self.at = None
+        with self._entered():
+            returned = self.switch() if self._batch is not None else self.switch(propagate)
+        if self.dead:
+            self.output = returned
+
+    def pause(self, target: str) -> bool:
+        """Wait at a target. Called from inside the forward.
+
+        Args:
+            target: dotted name.
+
+        Returns:
+            True to call the target for real and go on, False to call it for calibration.
+        """
+        self.at = target
+        return bool(self.parent.switch())
+
+    def kill(self) -> None:
+        """End the forward where it stands; its `finally` blocks and context managers run."""
+        self.closing, self.at, self._batch = True, None, None
+        if not self.dead:
+            with self._entered():
+                self.throw(GreenletExit)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Exchange what belongs to the thread for what belongs to this forward."""
+        outside = TorchState.current()
+        self.parent = getcurrent()
+        if self._torch_state is not None:
+            self._torch_state.restore()
+        self.values.swap()
+        try:
+            yield
+        finally:
+            self._torch_state = TorchState.current()
+            if self.dead:
+                self.values.drop()
+            else:
+                self.values.swap()
+            outside.restore()
+
+
+def running_sample() -> Sample | None:
+    """Return the forward that runs this code, if one does."""
+    current = getcurrent()
+    return current if isinstance(current, Sample) else None

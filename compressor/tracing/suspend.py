@@ -1,0 +1,190 @@
+"""The suspend engine: ordinary forwards that pause at every sequential target, so that all samples advance target by target.
+
+Each sample runs the model's own `forward` in a greenlet and pauses where it is about to call a target. When every sample waits, the
+earliest target that someone waits for becomes a stage, and a stage has two passes. The calibration pass calls the target on copies of
+its inputs and drops the outputs; it ends for a sample as soon as every watched module has seen what it is watched for. The propagation
+pass calls the target, by then compressed, for real and lets each sample run on to its next target. Nothing is traced or rewritten:
+whatever the plain forward computes, this computes too, bit for bit.
+
+What it cannot do is rewind. A target that a sample calls again after its stage is an error, and so is a watched module that is called
+outside its stage later on. One blind spot: after `propagate(only_first=True)` only the first sample can show such a call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from compressor.data.collate import Batch
+from compressor.errors import TracingError
+from compressor.tracing.calls import CallRouter, Watched, cutting
+from compressor.tracing.partition import module_names
+from compressor.tracing.sample import Sample
+
+
+class SuspendedRun:
+    """Forwards of one model over many batches, paused and resumed together. A context manager; `stages` drives it.
+
+    Leaving it, by whatever exception, ends every paused forward and undoes every patch.
+
+    Attributes:
+        model: the model; its modules may be replaced between the two passes of a stage.
+        outputs: what each forward returned, when kept; None for a forward that was ended early.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Collection[str],
+        batches: Sequence[Batch],
+        *,
+        device: torch.device | None = None,
+        watched: Callable[[], Watched] = dict,
+        on_sample: Callable[[int], None] = lambda index: None,
+        quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
+        keep_outputs: bool = False,
+    ) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            model: in eval mode, and without caches that grow.
+            targets: dotted names in the order of the model; none inside another.
+            batches: one forward each.
+            device: of the model; None leaves batches where they are.
+            watched: says which modules carry calibration hooks now.
+            on_sample: called with the number of a sample before it runs on, for what depends on the batch.
+            quiet: context in which a target that has been calibrated is propagated, with hooks asleep.
+            keep_outputs: keep what the forwards return.
+        """
+        self.model = model
+        self.outputs: list[Any] = [None] * len(batches)
+        self._rank = {name: rank for rank, name in enumerate(targets)}
+        self._samples = [Sample(model, batch, index, device) for index, batch in enumerate(batches)]
+        self._router = CallRouter(model, targets, quiet)
+        self._watched, self._on_sample, self._keep_outputs = watched, on_sample, keep_outputs
+        self._cleanup = ExitStack()
+
+    @property
+    def uncalled(self) -> tuple[str, ...]:
+        """Targets that no sample has called so far."""
+        return tuple(name for name in self._rank if name not in self._router.closed)
+
+    def __enter__(self) -> Self:
+        """Patch nn.Module."""
+        self._router.watch(self._watched())
+        self._cleanup.enter_context(self._router.patched())
+        for sample in self._samples:
+            self._cleanup.callback(sample.kill)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """End every forward, then undo the patches."""
+        self._cleanup.close()
+
+    def stages(self) -> Iterator[Stage]:
+        """Start all samples, then yield one stage after another until every forward has ended.
+
+        Yields:
+            A stage; `propagate` must have been called on it before the next one is asked for.
+
+        Raises:
+            TracingError: it was not.
+        """
+        for sample in self._samples:
+            self._advance(sample)
+        index = 0
+        while waiting := [sample for sample in self._samples if sample.at is not None]:
+            name = min((str(sample.at) for sample in waiting), key=self._rank.__getitem__)
+            yield Stage(self, index, name, [sample for sample in waiting if sample.at == name])
+            if name not in self._router.closed:
+                raise TracingError(f"{name}: its stage was left without propagate(), so no sample can run on; call it")
+            index += 1
+
+    def _advance(self, sample: Sample, propagate: bool = True) -> None:
+        self._on_sample(sample.index)
+        sample.advance(propagate)
+        if sample.dead:
+            self.outputs[sample.index] = sample.output if self._keep_outputs else None
+            sample.output = None
+
+    def _calibrate(self, stage: Stage, samples: list[Sample], stop_early: bool) -> None:
+        watched = self._watched()
+        self._router.watch(watched)
+        inside = {name: watched[name] for name in stage.module_names if name in watched}
+        if not inside:
+            return
+        self._router.calibrated.add(stage.name)
+        first, *others = samples
+        self._advance(first, propagate=False)
+        each_once = first.calls == Counter(inside.keys())
+        with cutting(self.model, inside) if stop_early and each_once else nullcontext():
+            for sample in others:
+                sample.unseen = set(inside)
+                self._advance(sample, propagate=False)
+
+    def _propagate(self, stage: Stage, samples: list[Sample], only_first: bool) -> None:
+        torch.clear_autocast_cache()  # it would serve casts of weights that have been replaced
+        self._router.close(stage.name, stage.module_names)
+        if only_first:
+            for sample in self._samples:
+                if sample is not samples[0]:
+                    sample.kill()
+            samples = samples[:1]
+        for sample in samples:
+            self._advance(sample)
+
+
+class Stage:
+    """All samples that wait at one target: `calibrate`, then compress what lies inside, then `propagate`.
+
+    Attributes:
+        index: position among the stages.
+        name: dotted name of the target.
+        num_samples: how many samples wait at it.
+    """
+
+    def __init__(self, run: SuspendedRun, index: int, name: str, samples: list[Sample]) -> None:
+        """Made by `SuspendedRun.stages`."""
+        self.index = index
+        self.name = name
+        self.num_samples = len(samples)
+        self._run = run
+        self._samples = samples
+
+    @property
+    def module(self) -> nn.Module:
+        """The target as it is now; a modifier may have replaced it."""
+        return self._run.model.get_submodule(self.name)
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Dotted names of the target and of all modules inside it, as they are now."""
+        return module_names(self._run.model, self.name)
+
+    def calibrate(self, stop_early: bool = True) -> None:
+        """Call the target for every sample, on copies of its inputs, so that the hooks inside see them.
+
+        The first sample runs in full. When it called every watched module exactly once, the others stop as soon as the last of them
+        has been seen; `propagate` checks that this missed nothing. A target without watched modules is not called.
+
+        Args:
+            stop_early: False runs every sample in full.
+        """
+        self._run._calibrate(self, self._samples, stop_early)
+
+    def propagate(self, only_first: bool = False) -> None:
+        """Call the target for real and let every sample run on to its next target, or to its end.
+
+        Args:
+            only_first: end all samples but the first where they stand: for when nothing that comes later is watched.
+
+        Raises:
+            CalibrationError: the calibration pass missed a call.
+            TracingError: a sample calls a target again whose stage is over.
+        """
+        self._run._propagate(self, self._samples, only_first)
