@@ -37,6 +37,7 @@ TEXTS = {
     "golden/reference/calibration.safetensors": "Token sequences to calibrate on",
     "golden/reference/heldout.safetensors": "Token sequences to judge by",
     "golden/reference/arrays.json": "Which files the sequences were cut from",
+    "golden/reference/quality.json": "What 4-bit quantization does to it, with intervals",
 }
 
 

@@ -32,7 +32,7 @@ from compressor.errors import CompressorError, HarnessError, OutputError, UserIn
 DRIVER = Path(__file__).with_name("drive.py")
 LIBRARIES = ("ours", "peer")
 LOG_TAIL_LINES = 5
-NUM_RESAMPLES, CONFIDENCE = 10_000, 0.95
+LOSS_PAIRS = (("ours", "peer"), ("ours", "base"), ("peer", "base"))
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,15 @@ def run_benchmark(plan: BenchPlan, work_dir: Path, console: Console) -> dict[str
             runs[library].append(_compress(plan, library, work_dir))
     models = {"base": plan.model, **{library: work_dir / library for library in LIBRARIES}}
     losses = {name: _score(plan, name, model, work_dir) for name, model in models.items()}
+    # Only now: whatever this process loads before its children start counts into their peak memory.
+    from harness.bench.losses import compare_losses
+
     return {
         "plan": {key: value if isinstance(value, int | str) else Path(value).name for key, value in asdict(plan).items()},
         "versions": {library: runs[library][0]["versions"] for library in LIBRARIES},
         "quantities": [quantity.to_dict() for quantity in quantities(runs)],
         "runs": runs,
-        "loss": compare_losses(losses),
+        "loss": compare_losses(losses, LOSS_PAIRS),
     }
 
 
@@ -138,30 +141,6 @@ def quantities(runs: dict[str, list[dict[str, Any]]]) -> list[Quantity]:
     ]
 
 
-def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
-    """Compare the checkpoints sequence by sequence.
-
-    Args:
-        losses: nats per token of each held-out sequence, for base, ours and peer.
-    Returns:
-        Means, and the mean differences ours - peer, ours - base and peer - base with their 95 % intervals.
-    """
-    # Only now: whatever this process loads before its children start counts into their peak memory.
-    import numpy as np
-
-    from harness.validation.intervals import percentile_interval, resample_sums
-
-    pairs = {"ours_minus_peer": ("ours", "peer"), "ours_minus_base": ("ours", "base"), "peer_minus_base": ("peer", "base")}
-    differences = {}
-    for name, (left, right) in pairs.items():
-        pairwise = np.subtract(losses[left], losses[right])
-        resampled = resample_sums(pairwise[:, None], NUM_RESAMPLES, seed=0)[:, 0] / len(pairwise)
-        interval = percentile_interval(float(pairwise.mean()), resampled, CONFIDENCE, len(pairwise))
-        differences[name] = interval.to_dict()
-    means = {name: statistics.fmean(values) for name, values in losses.items()}
-    return {"num_sequences": len(losses["base"]), "mean_nats_per_token": means, "differences": differences}
-
-
 def render(result: dict[str, Any]) -> list[Table]:
     """Show a result.
 
@@ -178,7 +157,10 @@ def render(result: dict[str, Any]) -> list[Table]:
         cells = [f"{row['median'][who]:.2f} {row['unit']} ({min(row[who]):.2f} to {max(row[who]):.2f})" for who in LIBRARIES]
         cost.add_row(row["name"], *cells, f"{row['peer_over_ours']:.2f}x")
     quality = Table(
-        "held-out loss", "nats per token", title=f"{result['loss']['num_sequences']} sequences, 95 % intervals", title_justify="left"
+        "held-out loss",
+        "nats per token",
+        title=f"{result['loss']['num_sequences']} sequences, intervals of {result['loss']['confidence']:.0%}",
+        title_justify="left",
     )
     for name, mean in result["loss"]["mean_nats_per_token"].items():
         quality.add_row(name, f"{mean:.5f}")

@@ -128,6 +128,14 @@ def test_examples_in_docstrings_are_true() -> None:
     assert not {name: count for name, count in failed.items() if count}
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_public_name_is_not_hidden_by_the_module_that_defines_it(package: str) -> None:
+    _modules()  # importing `package.name` sets the attribute `name` of the package to the module
+    module = importlib.import_module(package)
+    assert [name for name in module.__all__ if inspect.ismodule(getattr(module, name))] == []
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_name_in_all_exists(package: str) -> None:
     module = importlib.import_module(package)
