@@ -34,8 +34,8 @@ HOOK_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class HooksMixin(BaseModel):
     """Owner of hooks on modules."""
 
-    _handles: set[RemovableHandle] = PrivateAttr(default_factory=set)
-    _num_disabling: int = PrivateAttr(default=0)
+    _hook_handles: set[RemovableHandle] = PrivateAttr(default_factory=set)
+    _num_disabled: int = PrivateAttr(default=0)
 
     def register_hook(
         self,
@@ -69,11 +69,11 @@ class HooksMixin(BaseModel):
 
         @wraps(fn)
         def call_unless_disabled(*args: Any, **kwargs: Any) -> Any:
-            return None if self._num_disabling else fn(*args, **kwargs)
+            return None if self._num_disabled else fn(*args, **kwargs)
 
         register = getattr(module, f"register_{kind}_hook")
         handle: RemovableHandle = register(call_unless_disabled, **{option: given[option] for option in HOOK_OPTIONS[kind]})
-        self._handles.add(handle)
+        self._hook_handles.add(handle)
         return handle
 
     def remove_hooks(self, handles: Iterable[RemovableHandle] | None = None) -> None:
@@ -85,12 +85,12 @@ class HooksMixin(BaseModel):
         Raises:
             LifecycleError: a handle that this object does not own (any more); nothing is removed.
         """
-        chosen = set(self._handles if handles is None else handles)
-        if not chosen <= self._handles:
+        chosen = set(self._hook_handles if handles is None else handles)
+        if not chosen <= self._hook_handles:
             raise LifecycleError("remove_hooks: a handle was given that is not registered here; give each handle to its owner, once")
         for handle in chosen:
             handle.remove()
-        self._handles -= chosen
+        self._hook_handles -= chosen
 
     @contextmanager
     def disable_hooks(self) -> Iterator[None]:
@@ -99,8 +99,8 @@ class HooksMixin(BaseModel):
         Yields:
             Nothing.
         """
-        self._num_disabling += 1
+        self._num_disabled += 1
         try:
             yield
         finally:
-            self._num_disabling -= 1
+            self._num_disabled -= 1

@@ -43,8 +43,8 @@ class Modifier(HooksMixin, ModifierInterface):
     end: float | None = None
     update: float | None = Field(default=None, ge=0)
 
-    _flags: Flags = PrivateAttr(default=Flags())
-    _in_call: str | None = PrivateAttr(default=None)
+    _lifecycle_flags: Flags = PrivateAttr(default=Flags())
+    _running_method: str | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:
@@ -64,27 +64,27 @@ class Modifier(HooksMixin, ModifierInterface):
     @property
     def flags(self) -> Flags:
         """Where the modifier stands."""
-        return self._flags
+        return self._lifecycle_flags
 
     @property
     def initialized(self) -> bool:
         """True after `on_initialize` said True."""
-        return self._flags.initialized
+        return self._lifecycle_flags.initialized
 
     @property
     def started(self) -> bool:
         """True after `on_start` or `on_calibration_start`."""
-        return self._flags.started
+        return self._lifecycle_flags.started
 
     @property
     def ended(self) -> bool:
         """True after `on_end` or `on_calibration_end`."""
-        return self._flags.ended
+        return self._lifecycle_flags.ended
 
     @property
     def finalized(self) -> bool:
         """True after `on_finalize` said True."""
-        return self._flags.finalized
+        return self._lifecycle_flags.finalized
 
     @property
     def calibration_need(self) -> CalibrationNeed:
@@ -97,7 +97,7 @@ class Modifier(HooksMixin, ModifierInterface):
         Args:
             flags: what `flags` was before that call.
         """
-        self._flags = flags
+        self._lifecycle_flags = flags
 
     def initialize(self, state: State) -> bool:
         """Prepare for a model; on failure the hooks made so far are removed.
@@ -111,10 +111,10 @@ class Modifier(HooksMixin, ModifierInterface):
         with self._calling("initialize", drop_hooks=True):
             done = self._checked_bool("on_initialize", self.on_initialize(state))
             if done:
-                self._flags = self._flags._replace(initialized=True)
+                self._lifecycle_flags = self._lifecycle_flags._replace(initialized=True)
                 if self.should_start(0.0):
                     self.on_start(state, Event(EventType.BATCH_START))
-                    self._flags = self._flags._replace(started=True)
+                    self._lifecycle_flags = self._lifecycle_flags._replace(started=True)
             else:
                 self.remove_hooks()
             return done
@@ -135,7 +135,7 @@ class Modifier(HooksMixin, ModifierInterface):
             for number, callback in enumerate(row.callbacks):
                 getattr(self, callback)(state, event)
                 if number == 0 and row.sets is not None:
-                    self._flags = self._flags._replace(**{row.sets: True})
+                    self._lifecycle_flags = self._lifecycle_flags._replace(**{row.sets: True})
 
     def finalize(self, state: State) -> bool:
         """End the work and remove the hooks that are left.
@@ -150,7 +150,7 @@ class Modifier(HooksMixin, ModifierInterface):
             done = self._checked_bool("on_finalize", self.on_finalize(state))
             if done:
                 self.remove_hooks()
-                self._flags = self._flags._replace(finalized=True)
+                self._lifecycle_flags = self._lifecycle_flags._replace(finalized=True)
             return done
 
     def should_start(self, index: float) -> bool:
@@ -185,7 +185,7 @@ class Modifier(HooksMixin, ModifierInterface):
             True without an update interval, and during the first batch of each interval.
         """
         del index
-        return not self.update or self._flags.due
+        return not self.update or self._lifecycle_flags.due
 
     def plan(self, model: nn.Module) -> list[PlannedModule]:
         """List what this modifier would do, without doing it.
@@ -232,26 +232,26 @@ class Modifier(HooksMixin, ModifierInterface):
     @contextmanager
     def _calling(self, method: str, drop_hooks: bool = False) -> Iterator[None]:
         """Check that `method` may be called, and undo its changes of the flags when it raises."""
-        before = self._flags
-        if self._in_call is not None:
+        before = self._lifecycle_flags
+        if self._running_method is not None:
             raise LifecycleError(
-                f"{self.label}: {method}() was called from inside its own {self._in_call}(); callbacks must not drive the lifecycle"
+                f"{self.label}: {method}() was called from inside its own {self._running_method}(); callbacks must not drive the lifecycle"
             )
         if (before.initialized, before.finalized) != CALLS[method]:
             stands = "finalized" if before.finalized else "initialized" if before.initialized else "not initialized"
             raise LifecycleError(
                 f"{self.label}: {method}() was called while the modifier is {stands}; initialize it once, send events, finalize it once"
             )
-        self._in_call = method
+        self._running_method = method
         try:
             yield
         except BaseException:
-            self._flags = before
+            self._lifecycle_flags = before
             if drop_hooks:
                 self.remove_hooks()
             raise
         finally:
-            self._in_call = None
+            self._running_method = None
 
     def _checked_bool(self, callback: str, answer: object) -> bool:
         if not isinstance(answer, bool):
@@ -261,8 +261,8 @@ class Modifier(HooksMixin, ModifierInterface):
     def _fits(self, row: Transition, event: Event) -> bool:
         return (
             row.event in (None, event.type)
-            and row.started in (None, self._flags.started)
-            and row.ended in (None, self._flags.ended)
+            and row.started in (None, self._lifecycle_flags.started)
+            and row.ended in (None, self._lifecycle_flags.ended)
             and (row.condition is None or getattr(self, row.condition)(event.index))
         )
 
@@ -270,4 +270,4 @@ class Modifier(HooksMixin, ModifierInterface):
         """At the start of a batch, find its update interval; 1e-9 absorbs the rounding of fractional epochs."""
         if self.update and event.type is EventType.BATCH_START:
             period = math.floor((event.index - (self.start or 0.0)) / self.update + 1e-9)
-            self._flags = self._flags._replace(period=period, due=period != self._flags.period)
+            self._lifecycle_flags = self._lifecycle_flags._replace(period=period, due=period != self._lifecycle_flags.period)

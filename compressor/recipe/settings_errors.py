@@ -34,7 +34,7 @@ def describe(
     for details in error.errors(include_url=False):
         path = _path_in(settings, details["loc"])
         head = f"{where(path)}: {'.'.join(map(str, (name, *path)))}"
-        entries.setdefault(head, []).append(_complaint(details, cls, path))
+        entries.setdefault(head, []).append(_complaint(details, cls, path, name))
     return "\n".join(_line(head, complaints) for head, complaints in entries.items())
 
 
@@ -55,7 +55,7 @@ def _path_in(settings: Any, loc: Sequence[int | str]) -> EntryPath:
     return tuple(path)
 
 
-def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath) -> tuple[str, str]:
+def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath, name: str) -> tuple[str, str]:
     """What is wrong, and what to do."""
     if details["type"] == "extra_forbidden":
         return "there is no such setting", suggest(str(path[-1]), _setting_names(cls, path))
@@ -63,7 +63,7 @@ def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath) -> 
         return f"{details['loc'][-1]!r} is required", "add it"
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, Exception):
-        problem, _, advice = str(cause).rpartition("; ")
+        problem, _, advice = str(cause).removeprefix(f"{name}: ").rpartition("; ")
         return (problem, advice) if problem else (advice, "correct it")
     given = repr(details["input"])
     advice = "eval is not supported, write ${name} for an argument" if given.startswith("'eval(") else "correct it"
