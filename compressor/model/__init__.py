@@ -1,0 +1,26 @@
+"""Models: from a folder to modules, from modules to a folder.
+
+load.py           folder or model in memory -> model that may be compressed     folder.py  what can be wrong with a folder
+targets.py        patterns -> modules
+format.py         schemes -> the config that readers of compressed-tensors need
+checkpoint.py     compressed model -> folder, whole or not at all
+audit.py          the last look before writing                                  atomic_folder.py  temporary sibling, flush, rename
+"""
+
+from __future__ import annotations
+
+from compressor.model.atomic_folder import check_output_dir
+from compressor.model.checkpoint import save_checkpoint
+from compressor.model.format import quantization_config
+from compressor.model.load import LoadedModel, load_model, resolve_device
+from compressor.model.targets import resolve_targets
+
+__all__ = [
+    "LoadedModel",
+    "check_output_dir",
+    "load_model",
+    "quantization_config",
+    "resolve_device",
+    "resolve_targets",
+    "save_checkpoint",
+]

@@ -1,0 +1,125 @@
+"""A folder that appears whole or not at all.
+
+Everything is written into a sibling of the output folder and flushed to the disk; one rename then makes it visible. Whatever ends the work
+before that (a full disk, ctrl-C, a bug) leaves the place as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from compressor.errors import CheckpointError, OutputError
+
+
+def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None) -> Path:
+    """Refuse an output folder that could not be written, before the work starts. Nothing stays changed on the disk.
+
+    Args:
+        output_dir: folder to be written; must not exist, or be empty.
+        source: folder of the model that is compressed, which must stay untouched; None for a model from memory.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        OutputError: it is a file, not empty, the current folder, a mount point, inside the source folder, or cannot be created.
+    """
+    target = Path(output_dir).resolve()
+    if source is not None and target.is_relative_to(Path(source).resolve()):
+        raise OutputError(f"{target}: the output folder lies in the folder of the model that is compressed; name one outside of it")
+    try:
+        if target.exists():
+            _check_empty_dir(target)
+        ancestor = next(parent for parent in target.parents if parent.exists())
+        probe = ancestor / _partial_name(target)
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be created ({error.strerror}); name a folder that can be written") from error
+    return target
+
+
+@contextmanager
+def whole_or_nothing(target: Path, num_bytes: int = 0) -> Iterator[Path]:
+    """Give a temporary sibling of `target` to write into; rename it to `target` at the end, or remove it.
+
+    Args:
+        target: what `check_output_dir` returned.
+        num_bytes: about how much will be written; more than the disk has free is an error before anything is written.
+
+    Yields:
+        The temporary folder.
+
+    Raises:
+        CheckpointError: the disk is full or fails, or `target` was filled meanwhile; nothing of the output is left.
+    """
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    partial = target.parent / _partial_name(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(target.parent, num_bytes)
+        partial.mkdir()
+        yield partial
+        _flush(partial)
+        partial.rename(target)  # replaces an empty folder, refuses any other
+        _flush_entry(target.parent)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        for parent in new_parents:
+            with suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError | SafetensorError) and not isinstance(error, CheckpointError):
+            raise CheckpointError(f"{target}: cannot be written ({_reason(error)}); nothing of it was kept") from error
+        raise
+
+
+def _partial_name(target: Path) -> str:
+    return f".{target.name}.partial-{secrets.token_hex(4)}"
+
+
+def _check_empty_dir(target: Path) -> None:
+    if not target.is_dir():
+        raise OutputError(f"{target}: is a file where a folder is to be written; name a new folder")
+    if any(target.iterdir()):
+        raise OutputError(f"{target}: exists and is not empty, and nothing is overwritten; name a new folder")
+    if target == Path.cwd() or target.is_mount():
+        kind = "the current folder" if target == Path.cwd() else "a mount point"
+        raise OutputError(f"{target}: is {kind} and cannot be replaced in one step; name a folder in it")
+
+
+def _check_space(parent: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(parent).free
+    if num_bytes > free:
+        raise CheckpointError(
+            f"{parent}: {num_bytes:,} bytes are to be written but {free:,} are free; free some space or name another disk"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _flush(folder: Path) -> None:
+    """Make files and names durable, so that the rename never shows a folder whose content is still on the way."""
+    for path in sorted(folder.rglob("*")):
+        _flush_entry(path)
+    _flush_entry(folder)
+
+
+def _flush_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno == errno.EINVAL):  # some file systems cannot flush a folder
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,102 @@
+"""The last look at a compressed model before a byte of it is written.
+
+A scale that was never computed, or that became NaN on the way, gives a file that loads without complaint and talks nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import CheckpointError, NumericsError, SchemeError
+from compressor.model.folder import some
+from compressor.nn.quantized_linear import QuantizedLinear
+from compressor.numerics.qparams import QParams, check_qparams
+from compressor.numerics.quantize import check_groups
+from compressor.numerics.scheme import QuantizationScheme
+
+_SHOWN_FAULTS = 3
+
+
+def audit_qparams(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
+    """Check every scale, zero point and code of a compressed model.
+
+    Args:
+        model: the model, with its quantized layers in place.
+        schemes: name of every quantized layer to its scheme.
+
+    Raises:
+        CheckpointError: `schemes` and the model's quantized layers are not the same, or a layer holds a scale that is not finite and
+            positive, a zero point or code that its format does not have, or a tensor of the wrong shape.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    different = {name for name in layers.keys() | schemes.keys() if not _same(layers.get(name), schemes.get(name))}
+    if different:
+        raise CheckpointError(
+            f"checkpoint: {len(different)} modules are not what their scheme says ({some(different)}); pass each layer's scheme"
+        )
+    faults = [fault for name, layer in layers.items() if (fault := _fault(name, layer)) is not None]
+    if faults:
+        shown = "; ".join(faults[:_SHOWN_FAULTS])
+        raise CheckpointError(f"checkpoint: {len(faults)} of {len(layers)} quantized modules cannot be written: {shown}")
+
+
+def _same(layer: QuantizedLinear | None, scheme: QuantizationScheme | None) -> bool:
+    """Whether the layer was made by the scheme; whom else the scheme was meant for does not matter."""
+    return layer is not None and scheme is not None and layer.scheme.model_copy(update={"targets": scheme.targets}) == scheme
+
+
+def _fault(name: str, layer: QuantizedLinear) -> str | None:
+    try:
+        check_groups(layer.in_features, layer.weight_args)
+        _check_shapes(name, layer)
+        check_qparams(layer.weight_qparams(), f"{name}.weight", layer.weight_args)
+        _check_codes(name, layer)
+        _check_input(name, layer)
+    except (NumericsError, SchemeError) as error:
+        return str(error)
+    return None
+
+
+def _check_shapes(name: str, layer: QuantizedLinear) -> None:
+    rows, columns, args = layer.out_features, layer.in_features, layer.weight_args
+    num_groups = columns // args.group_size if args.strategy == "group" and args.group_size else 1
+    wanted = {"weight_scale": (1,) if args.strategy == "tensor" else (rows, num_groups), "weight": (rows, columns)}
+    wanted |= {"weight_packed": (rows, -(-columns * args.num_bits // 32)), "weight_g_idx": (columns,), "bias": (rows,)}
+    tensors = dict(layer.named_buffers()) | dict(layer.named_parameters())
+    for key, tensor in tensors.items():
+        if tensor.shape != wanted.get(key, tensor.shape):
+            raise SchemeError(f"{name}.{key}: shape {tuple(tensor.shape)} is not {wanted[key]}; build the layer with from_linear")
+    stored_shape = tensors.get("weight_shape")
+    if stored_shape is not None and stored_shape.tolist() != [rows, columns]:
+        raise SchemeError(f"{name}.weight_shape: {stored_shape.tolist()} is not {[rows, columns]}; build the layer with from_linear")
+
+
+def _check_codes(name: str, layer: QuantizedLinear) -> None:
+    low, high = layer.weight_args.code_range
+    codes = dict(layer.named_buffers()).get("weight")  # packed codes have no room for more than their range
+    if codes is not None and not _lies_in(codes.float() if codes.is_floating_point() else codes, low, high):
+        raise NumericsError(f"{name}.weight: a code is NaN or not in {low:g} to {high:g}; quantize it with compressor.numerics.quantize")
+    g_idx = dict(layer.named_buffers()).get("weight_g_idx")
+    if g_idx is not None and not _lies_in(g_idx, 0, layer.get_buffer("weight_scale").shape[-1] - 1):
+        raise NumericsError(f"{name}.weight_g_idx: a column belongs to a group that does not exist; compute it with the weight's codes")
+    bias = dict(layer.named_parameters()).get("bias")
+    if bias is not None and not bool(torch.isfinite(bias).all()):
+        raise NumericsError(f"{name}.bias: is not finite; look for NaN or infinity in the model")
+
+
+def _check_input(name: str, layer: QuantizedLinear) -> None:
+    args = layer.scheme.input_activations
+    if args is None or args.dynamic:
+        return
+    buffers = dict(layer.named_buffers())
+    if "input_scale" not in buffers:
+        raise NumericsError(f"{name}.input_scale: was never computed; calibrate the input")
+    check_qparams(QParams(buffers["input_scale"], buffers.get("input_zero_point")), f"{name}.input", args)
+
+
+def _lies_in(values: Tensor, low: float, high: float) -> bool:
+    """False for NaN as well."""
+    return bool(((values >= low) & (values <= high)).all())

@@ -1,0 +1,132 @@
+"""What can be wrong with the folder of a model, found before its weights are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from compressor.errors import ModelError
+
+_SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SHOWN_NAMES = 3
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json.
+
+    Args:
+        folder: folder of a model in the layout of transformers.
+
+    Returns:
+        The content of config.json.
+
+    Raises:
+        ModelError: no folder, no config.json, or no JSON object in it.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"model: {str(folder)!r} is not a folder; give a folder with config.json and safetensors (nothing is downloaded)")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder}: no config.json was found; give the folder that holds config.json and the safetensors files")
+    return _read_json(path)
+
+
+def check_not_quantized(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a config that says quantized, at its top or in a part of it (`text_config`).
+
+    Args:
+        config: content of config.json.
+        where: what is checked, for the error.
+
+    Raises:
+        ModelError: the config says that the model is quantized.
+    """
+    for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        found = part.get("quantization_config") or part.get("compression_config")
+        if found:
+            method = found.get("quant_method", "quantized") if isinstance(found, Mapping) else "quantized"
+            raise ModelError(f"{where}: the model is quantized already ({method}); compress the model that it was made from")
+
+
+def check_weight_files(folder: Path) -> None:
+    """Open the header of every weight file: finds what is missing, cut off or no safetensors at all, without reading the weights.
+
+    Args:
+        folder: folder of a model in the layout of transformers.
+
+    Raises:
+        ModelError: no safetensors (a pickle is never opened), a missing shard, or a damaged file.
+    """
+    names = _weight_files(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{folder}: {len(missing)} of {len(names)} weight files are missing ({some(missing)}); fetch the folder again")
+    for name in names:
+        _check_header(folder / name)
+
+
+def some(names: Iterable[str]) -> str:
+    """Name the first few, in order, for a message of one line.
+
+    Args:
+        names: any number of names.
+
+    Returns:
+        The first three, and dots if there are more.
+    """
+    ordered: Sequence[str] = sorted(names)
+    return ", ".join(ordered[:_SHOWN_NAMES]) + (", ..." if len(ordered) > _SHOWN_NAMES else "")
+
+
+def one_line(error: BaseException) -> str:
+    """Name an error of another library in one line.
+
+    Args:
+        error: any error.
+
+    Returns:
+        Its kind and its first line; two lines where the first only announces the second.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {text.rstrip('.')}"
+
+
+def _weight_files(folder: Path) -> list[str]:
+    if (folder / _SINGLE_FILE).exists():
+        return [_SINGLE_FILE]
+    if (folder / _INDEX_FILE).exists():
+        weight_map = _read_json(folder / _INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelError(f"{folder / _INDEX_FILE}: has no weight_map from names to files; restore the file")
+        return sorted(set(weight_map.values()))
+    pickles = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
+    found = f"only {pickles[0]} was found, which is a pickle and may run code" if pickles else "no weights were found"
+    raise ModelError(f"{folder}: {found}; save the weights as safetensors first (save_pretrained of transformers does)")
+
+
+def _check_header(path: Path) -> None:
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: not a whole safetensors file ({one_line(error)}); fetch it again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON ({one_line(error)}); restore the file") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); restore the file") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: holds a {type(content).__name__} where an object is needed; restore the file")
+    return content

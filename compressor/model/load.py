@@ -1,0 +1,251 @@
+"""From a folder, or a model in memory, to a model that may be compressed; or one line that says why not.
+
+A weight that the files do not hold is an error: transformers would fill it with random numbers, and a compressed random layer looks like
+any other. A weight that the model has no place for is one too: it would be missing from the result. Nothing is fetched from a network,
+nothing is unpickled, and code from the folder runs only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import nn
+
+from compressor.errors import ModelError
+from compressor.model.folder import check_not_quantized, check_weight_files, one_line, read_config, some
+from compressor.nn.quantized_linear import QuantizedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DEFAULT_CLASS = "AutoModelForCausalLM"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+# What transformers raises for a folder that it cannot read: a field of a wrong kind alone gives half of these.
+LOAD_ERRORS = (
+    *(OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError),
+    *(SafetensorError, StrictDataclassError),
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that may be compressed, and where it came from.
+
+    Attributes:
+        model: the model; in eval mode and on its device when it came from a folder, untouched when it came from memory.
+        tokenizer: what the folder holds; None when it holds none and for a model from memory.
+        source_dir: the folder; None for a model from memory.
+        from_memory: True when the caller's own object is compressed.
+        unexpected_keys: weights in the files that the class does not take; only an explicitly named class may leave any.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None
+    source_dir: Path | None
+    from_memory: bool
+    unexpected_keys: tuple[str, ...] = ()
+
+
+def load_model(
+    source: str | Path | nn.Module,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    trust_remote_code: bool = False,
+    model_class: str | type | None = None,
+) -> LoadedModel:
+    """Load a model and its tokenizer, or take a model that is in memory as it is.
+
+    Args:
+        source: folder in the layout of transformers, or a module; of a module nothing is changed, so the other arguments do not apply.
+        dtype: "auto" (the files' own), or one of bfloat16, float16, float32, float64.
+        device: "auto" (the first GPU, else the CPU) or a device of torch.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
+        model_class: class of transformers, or its name; None for AutoModelForCausalLM.
+
+    Returns:
+        The model, its tokenizer if the folder has one, and the folder.
+
+    Raises:
+        ModelError: the folder is missing, incomplete or damaged, lacks weights that the class needs, is quantized already, or the
+            model in memory is.
+    """
+    if isinstance(source, nn.Module):
+        check_in_memory(source)
+        return LoadedModel(source, tokenizer=None, source_dir=None, from_memory=True)
+    folder = Path(source)
+    torch_device, torch_dtype = resolve_device(device), _resolve_dtype(dtype)
+    config = read_config(folder)
+    check_not_quantized(config, str(folder))
+    check_weight_files(folder)
+    loader = resolve_class(model_class)
+    with quiet_transformers():
+        model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code)
+        _check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
+        tokenizer = _load_tokenizer(folder, trust_remote_code)
+    return LoadedModel(model.to(torch_device), tokenizer, folder, from_memory=False, unexpected_keys=tuple(sorted(info["unexpected_keys"])))
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """Turn the name of a device into a device that is there.
+
+    Args:
+        device: "auto" (the first GPU, else the CPU), or a device as torch spells it.
+
+    Returns:
+        The device.
+
+    Raises:
+        ModelError: torch knows no such device, or the machine has none.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(1, device=resolved).fill_(0).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ModelError(f"device: {str(device)!r} cannot be used here ({one_line(error)}); use auto, cpu or cuda") from error
+    return resolved
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep the warnings and progress bars of transformers off the terminal; what they had been set to comes back.
+
+    Yields:
+        None: while they are off.
+    """
+    from transformers.utils import logging
+
+    verbosity, bars_shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars_shown:
+            logging.enable_progress_bar()
+
+
+def _resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if dtype == "auto":
+        return "auto"
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelError(f"dtype: {name!r} is not a dtype to compress from; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def check_in_memory(model: nn.Module) -> None:
+    """Refuse a model in memory that must not be compressed; it is not changed.
+
+    Args:
+        model: any module.
+
+    Raises:
+        ModelError: it is quantized, carries adapters, or has parameters without values.
+    """
+    where = type(model).__name__
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "to_dict"):
+        check_not_quantized(config.to_dict(), where)
+    quantized = next((name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)), None)
+    if quantized is not None or getattr(model, "hf_quantizer", None) is not None:
+        found = f" ({quantized} is)" if quantized else ""
+        raise ModelError(f"{where}: the model is quantized already{found}; compress the model that it was made from")
+    if getattr(model, "peft_config", None):
+        raise ModelError(f"{where}: adapters of peft are attached; merge them into the model first (merge_and_unload)")
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if empty is not None:
+        raise ModelError(f"{where}: {empty} is on the meta device and has no values; load the weights first")
+
+
+def resolve_class(model_class: str | type | None) -> Any:
+    """Find a class of transformers to load with.
+
+    Args:
+        model_class: a class, its name, or None for AutoModelForCausalLM.
+
+    Returns:
+        The class.
+
+    Raises:
+        ModelError: transformers has no such class; the nearest names are given.
+    """
+    import transformers
+
+    if isinstance(model_class, type):
+        return model_class
+    name = model_class or _DEFAULT_CLASS
+    found = getattr(transformers, name, None)
+    if not hasattr(found, "from_pretrained"):
+        nearest = difflib.get_close_matches(name, dir(transformers), n=3)
+        hint = f" (nearest: {', '.join(nearest)})" if nearest else ""
+        raise ModelError(f"model_class: {name!r} is no model class of transformers{hint}; name one, such as AutoModel")
+    return found
+
+
+def _load_weights(folder: Path, loader: Any, dtype: str | torch.dtype, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+    try:
+        model, info = loader.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # _check_loading_info names them; transformers would print a table
+        )
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{folder}: {loader.__name__} cannot load it ({one_line(error)}); {_remedy(error)}") from error
+    return model, info
+
+
+def _check_loading_info(folder: Path, info: Mapping[str, Any], config: Mapping[str, Any], *, may_leave_weights: bool) -> None:
+    missing, unexpected = info["missing_keys"], info["unexpected_keys"]
+    mismatched = [key for key, *_ in info["mismatched_keys"]]
+    wanted_class = next(iter(config.get("architectures") or ["AutoModel"]))
+    if mismatched:
+        raise ModelError(
+            f"{folder}: {len(mismatched)} weights have another shape than config.json says ({some(mismatched)}); restore the files"
+        )
+    if missing:
+        raise ModelError(
+            f"{folder}: {len(missing)} weights of the model are not in its files ({some(missing)}) and would be random; "
+            f"restore the files, or name the class they belong to (config.json says model_class={wanted_class!r})"
+        )
+    if unexpected and not may_leave_weights:
+        raise ModelError(
+            f"{folder}: {len(unexpected)} weights in its files have no place in the model ({some(unexpected)}) and would be lost; "
+            f"name the class to load (config.json says model_class={wanted_class!r})"
+        )
+
+
+def _load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{folder}: its tokenizer cannot be loaded ({one_line(error)}); {_remedy(error)}") from error
+
+
+def _remedy(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return "set trust_remote_code if you trust the Python files in the folder"
+    if isinstance(error, ImportError):
+        return "install what is missing"
+    return "check its files, or name another class with model_class"

@@ -1,0 +1,132 @@
+"""Patterns to modules: which layers of a model a recipe means.
+
+The patterns are those of compressed-tensors, so that recipes and checkpoints carry over: a class name (`Linear`, base classes count), an
+exact dotted name, or `re:` and a regular expression that must match from the start of the dotted name. A pattern that matches nothing is
+always a mistake worth stopping for: a typo in `ignore` quantizes a layer that had to stay as it was.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from torch import nn
+
+from compressor.errors import TargetError
+
+_REGEX_PREFIX = "re:"
+
+
+def resolve_targets(model: nn.Module, targets: Sequence[str], ignore: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """Find the modules that `targets` name and `ignore` does not.
+
+    Args:
+        model: searched in the order of `named_modules`; the root itself is never a target.
+        targets: patterns of the modules that are wanted.
+        ignore: patterns of modules that are left out.
+
+    Returns:
+        Dotted name to module, in the order of the model; a module that the model holds under several names comes once, under its first.
+
+    Raises:
+        TargetError: a pattern matches no module or is no regular expression (all of them are named, with the nearest names), or every
+            matched module is ignored.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> list(resolve_targets(model, ["Linear"], ignore=["re:2"]))
+        ['0']
+    """
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    wanted = _match_all(named, _as_list(targets))
+    left_out = _match_all(named, _as_list(ignore))
+    _check_all_match({"targets": wanted, "ignore": left_out}, named)
+    wanted_ids, left_out_ids = _ids(wanted), _ids(left_out)
+    found = {name: module for name, module in model.named_modules() if name and id(module) in wanted_ids - left_out_ids}
+    if wanted and not found:
+        raise TargetError(
+            f"ignore: {_quoted(left_out)} leaves none of the {len(wanted_ids)} modules that targets {_quoted(wanted)} match; "
+            "ignore fewer or target more"
+        )
+    return found
+
+
+def matches(name: str, module: nn.Module, pattern: str) -> bool:
+    """Tell whether one pattern means one module.
+
+    Args:
+        name: dotted name of the module in its model.
+        module: the module, for class names.
+        pattern: class name, exact dotted name, or `re:` and a regular expression.
+
+    Returns:
+        True if the pattern means the module.
+    """
+    if pattern.startswith(_REGEX_PREFIX):
+        return re.match(pattern.removeprefix(_REGEX_PREFIX), name) is not None
+    return pattern == name or pattern in _class_names(module)
+
+
+def _as_list(patterns: Sequence[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    """Names of the module's class and of its bases below nn.Module."""
+    return [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module]
+
+
+def _match_all(named: list[tuple[str, nn.Module]], patterns: list[str]) -> dict[str, list[nn.Module]]:
+    """Modules per pattern; a pattern that is no regular expression matches none."""
+    return {pattern: [m for name, m in named if _regex_fault(pattern) is None and matches(name, m, pattern)] for pattern in patterns}
+
+
+def _regex_fault(pattern: str) -> str | None:
+    if not pattern.startswith(_REGEX_PREFIX):
+        return None
+    try:
+        re.compile(pattern.removeprefix(_REGEX_PREFIX))
+    except re.error as error:
+        return str(error)
+    return None
+
+
+def _ids(matched: dict[str, list[nn.Module]]) -> set[int]:
+    return {id(module) for modules in matched.values() for module in modules}
+
+
+def _quoted(patterns: dict[str, list[nn.Module]]) -> str:
+    return ", ".join(map(repr, patterns))
+
+
+def _check_all_match(fields: dict[str, dict[str, list[nn.Module]]], named: list[tuple[str, nn.Module]]) -> None:
+    faults = [
+        f"{field} {pattern!r} {_explain(pattern, named)}"
+        for field, matched in fields.items()
+        for pattern, modules in matched.items()
+        if not modules
+    ]
+    if faults:
+        raise TargetError(f"model: {'; '.join(faults)}; correct or remove {'it' if len(faults) == 1 else 'them'}")
+
+
+def _explain(pattern: str, named: list[tuple[str, nn.Module]]) -> str:
+    """Why a pattern matches nothing, and what was probably meant."""
+    fault = _regex_fault(pattern)
+    if fault is not None:
+        return f"is not a regular expression ({fault})"
+    names = [name for name, _ in named]
+    leaves = {name.rpartition(".")[2] for name in names}
+    if pattern.startswith(_REGEX_PREFIX):
+        expression = pattern.removeprefix(_REGEX_PREFIX)
+        if any(re.search(expression, name) for name in names):
+            return f"matches no module from the start of its name (did you mean 're:.*{expression}'?)"
+        word = re.sub(r"\W+", "", expression.rpartition(".")[2])
+        nearest = difflib.get_close_matches(word, sorted(leaves), n=3)
+    elif pattern in leaves:
+        return f"matches no module by its whole name (did you mean 're:.*{re.escape(pattern)}$'?)"
+    else:
+        classes = {class_name for _, module in named for class_name in _class_names(module)}
+        nearest = difflib.get_close_matches(pattern, [*sorted(classes), *names], n=3)
+    return "matches no module" + (f" (nearest: {', '.join(nearest)})" if nearest else "")
