@@ -64,9 +64,12 @@ class CallRouter:
         Args:
             names: dotted names.
         """
+        wanted = {*names, *self._watched_names.values()}
         for name, module in self._model.named_modules():
-            if name in names or name in self._stage_of:
+            if name in wanted:
                 self._watched_names[module] = name
+            else:  # a module that its successor took in counts under the name of the successor only
+                self._watched_names.pop(module, None)
 
     def close(self, target: str, names: Collection[str]) -> None:
         """Take the statistics of a target for complete: from now on its watched modules may be called inside it only.

@@ -1,0 +1,57 @@
+"""The state a model is in while calibration data flows: evaluation mode, no growing caches; all of it undone afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from compressor.data import CalibrationData
+from compressor.lifecycle import State
+
+
+@contextmanager
+def calibration_mode(state: State) -> Iterator[None]:
+    """Switch dropout and key/value caches off for the duration, and forget the token mask at the end. Changes the model.
+
+    Args:
+        state: of the session.
+
+    Yields:
+        Nothing.
+    """
+    model = state.model
+    training = {name: module.training for name, module in model.named_modules()}
+    caching = [config for config in _configs(model) if getattr(config, "use_cache", False)]
+    try:
+        model.eval()
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        state.token_mask = None
+        for config in caching:
+            config.use_cache = True
+        for name, module in model.named_modules():  # by name: a module that has been replaced follows the one it replaced
+            if name in training:
+                module.training = training[name]
+
+
+def set_token_mask(state: State, data: CalibrationData, index: int) -> None:
+    """Give the modifiers the mask of the batch that is about to run. Changes the state.
+
+    Args:
+        state: of the session.
+        data: the batches with their masks.
+        index: number of the batch.
+    """
+    mask = data.token_masks[index]
+    state.token_mask = None if mask is None else mask.to(state.device)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """All configurations in a model; parts of a model (encoder, decoder, language model) may have their own."""
+    configs = [module.__dict__["config"] for module in model.modules() if "config" in module.__dict__]
+    return list({id(config): config for config in configs}.values())

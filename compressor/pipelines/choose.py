@@ -1,0 +1,78 @@
+"""Which pipeline a recipe needs, and running it: the strongest need of any modifier decides, unless the user overrides it upwards."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from compressor.data import CalibrationData
+from compressor.errors import DatasetError, RecipeError, TargetError
+from compressor.lifecycle import CalibrationNeed, Modifier, Session
+from compressor.pipelines import basic, data_free, sequential
+from compressor.progress import Progress
+
+PIPELINES = ("data_free", "basic", "sequential")
+
+_NEEDS: Mapping[CalibrationNeed, str] = MappingProxyType({"none": "data_free", "basic": "basic", "sequential": "sequential"})
+
+
+def choose_pipeline(modifiers: Sequence[Modifier], override: str | None = None) -> str:
+    """Choose the pipeline for a recipe.
+
+    Args:
+        modifiers: of the recipe.
+        override: the user's choice; None takes the strongest need of all modifiers.
+
+    Returns:
+        One of PIPELINES. `sequential` gives data too, so it serves every need, and so does `basic`, with statistics from the
+        uncompressed model.
+
+    Raises:
+        RecipeError: no such pipeline, or one without data for a modifier that calibrates.
+    """
+    strongest = max((_NEEDS[modifier.calibration_need] for modifier in modifiers), key=PIPELINES.index, default="data_free")
+    if override is None:
+        return strongest
+    if override not in PIPELINES:
+        nearest = difflib.get_close_matches(override, PIPELINES, n=1, cutoff=0.0)
+        raise RecipeError(f"pipeline: {override!r} does not exist (nearest: {nearest[0]}); choose one of {', '.join(PIPELINES)}")
+    if override == "data_free" and strongest != "data_free":
+        needy = ", ".join(modifier.label for modifier in modifiers if modifier.calibration_need != "none")
+        raise RecipeError(f"pipeline: data_free feeds no data, but {needy} must calibrate; choose {strongest} or leave it out")
+    return override
+
+
+def run_pipeline(
+    name: str,
+    session: Session,
+    data: CalibrationData | None,
+    *,
+    progress: Progress,
+    targets: Sequence[str] | None = None,
+) -> None:
+    """Run a pipeline by its name: from CALIBRATION_START to CALIBRATION_END.
+
+    Args:
+        name: one of PIPELINES.
+        session: initialized; its model changes.
+        data: what flows through the model; data_free takes None.
+        progress: where bars are shown.
+        targets: patterns of the sequential targets; None infers them. Only for `sequential`.
+
+    Raises:
+        DatasetError: no data where some is needed.
+        TargetError: targets for a pipeline that has none.
+        RecipeError: no such pipeline.
+    """
+    choose_pipeline((), name)
+    if targets is not None and name != "sequential":
+        raise TargetError(f"sequential_targets: {list(targets)} were given, but the {name} pipeline has none; leave them out")
+    if name == "data_free":
+        data_free.run(session, progress=progress)
+    elif data is None:
+        raise DatasetError(f"pipeline: {name} was chosen without calibration data; give a dataset")
+    elif name == "basic":
+        basic.run(session, data, progress=progress)
+    else:
+        sequential.run(session, data, progress=progress, targets=targets)

@@ -1,0 +1,19 @@
+"""The pipeline without data: modifiers that need none do their work at CALIBRATION_END."""
+
+from __future__ import annotations
+
+from compressor.lifecycle import EventType, Session
+from compressor.progress import Progress
+
+
+def run(session: Session, *, progress: Progress) -> None:
+    """Send the events of a calibration without data.
+
+    Args:
+        session: initialized; its model changes.
+        progress: where a bar is shown.
+    """
+    with progress.task("compress", total=1) as task:
+        session.send(EventType.CALIBRATION_START)
+        session.send(EventType.CALIBRATION_END)
+        task.advance()

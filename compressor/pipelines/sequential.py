@@ -1,0 +1,143 @@
+"""The sequential pipeline: all samples through one layer, that layer compressed, all samples through the compressed layer, and on.
+
+Memory stays at one layer's statistics, and each layer sees the error of those before it. Per stage: a calibration pass, in which the
+hooks inside the target see its inputs; SEQUENTIAL_EPOCH_END with the names inside it, upon which the modifiers compress; a propagation
+pass with hooks asleep inside the target. Between targets (embeddings, norms, the head) hooks are awake whenever that code runs, which is
+once per sample; those modules come in one last SEQUENTIAL_EPOCH_END. When no later module is watched, all samples but one are ended
+where they stand: nobody needs their logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol, runtime_checkable
+
+from compressor.data import CalibrationData
+from compressor.errors import CalibrationError
+from compressor.lifecycle import EventType, Session, State
+from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
+from compressor.pipelines.watched import watched_modules
+from compressor.progress import Progress, Task
+from compressor.tracing import Partition, Stage, SuspendedRun, module_names, partition
+
+
+@runtime_checkable
+class Materializable(Protocol):
+    """A compressed module that can keep its float weight for many forwards in a row."""
+
+    def materialize(self) -> AbstractContextManager[None]:
+        """Keep the float weight for the duration of the context."""
+
+
+def run(
+    session: Session,
+    data: CalibrationData,
+    *,
+    progress: Progress,
+    targets: Sequence[str] | None = None,
+    propagate_error: bool = True,
+) -> None:
+    """Calibrate and compress target by target.
+
+    Args:
+        session: initialized; its model changes.
+        data: at least one batch.
+        progress: where a bar is shown.
+        targets: patterns of the layers to stop at; None infers them.
+        propagate_error: False propagates through the layers as they were before compression.
+
+    Raises:
+        TargetError: a pattern matches nothing, or a target lies inside another.
+        CalibrationError: a target with watched modules, or one that was named, is never called; or calls were missed.
+        TracingError: a target is called again after its stage.
+    """
+    state = session.state
+    cut = partition(state.model, targets)
+    session.send(EventType.CALIBRATION_START)
+    total = len(data.batches) * (1 + 2 * len(cut.targets))
+    with calibration_mode(state), progress.task("calibrate", total=total) as task:
+        bar = _Bar(task, total)
+
+        def on_sample(index: int) -> None:
+            set_token_mask(state, data, index)
+            bar.advance()
+
+        with SuspendedRun(
+            state.model,
+            cut.targets,
+            data.batches,
+            device=state.device,
+            watched=lambda: watched_modules(session),
+            on_sample=on_sample,
+            quiet=session.hooks_disabled,
+        ) as suspended:
+            for stage in suspended.stages():
+                _run_stage(session, stage, bar, propagate_error)
+        _check_called(session, cut, suspended.uncalled)
+        bar.finish()
+    _send_rest(session, cut, suspended.uncalled)
+    session.send(EventType.CALIBRATION_END)
+
+
+def _run_stage(session: Session, stage: Stage, bar: _Bar, propagate_error: bool) -> None:
+    names = stage.module_names
+    is_last = not _watched_elsewhere(session, names)
+    stage.calibrate(stop_early=not is_last)  # without a propagation of all samples nothing could check an early stop
+    if not propagate_error:
+        stage.propagate(only_first=is_last)
+    session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
+    bar.note(_describe(session.state, stage.name, names))
+    if propagate_error:
+        with ExitStack() as weights:
+            for name in stage.module_names:
+                module = session.state.model.get_submodule(name)
+                if isinstance(module, Materializable):
+                    weights.enter_context(module.materialize())
+            stage.propagate(only_first=is_last and not _watched_elsewhere(session, names))
+
+
+def _watched_elsewhere(session: Session, names: Sequence[str]) -> bool:
+    return not watched_modules(session).keys() <= set(names)
+
+
+def _check_called(session: Session, cut: Partition, uncalled: Sequence[str]) -> None:
+    watched = watched_modules(session)
+    blind = [name for name in uncalled if not cut.inferred or not watched.keys().isdisjoint(module_names(session.state.model, name))]
+    if blind:
+        raise CalibrationError(
+            f"{', '.join(blind)}: no batch calls {'these sequential targets' if len(blind) > 1 else 'this sequential target'}, so there "
+            "are no statistics; give data that reaches them, or ignore the modules inside"
+        )
+
+
+def _send_rest(session: Session, cut: Partition, uncalled: Sequence[str]) -> None:
+    """Close with the modules that lie in no stage: they have seen their data between the targets."""
+    model = session.state.model
+    staged = {below for name in cut.targets if name not in uncalled for below in module_names(model, name)}
+    rest = tuple(name for name, _ in model.named_modules() if name not in staged)
+    if rest:
+        session.send(EventType.SEQUENTIAL_EPOCH_END, modules=rest)
+
+
+def _describe(state: State, target: str, names: Sequence[str]) -> str:
+    errors = [state.report.modules[name].error for name in names if name in state.report.modules]
+    return f"{target}, error up to {max(errors):.4f}" if errors else target
+
+
+class _Bar:
+    """A progress bar whose steps may turn out fewer than planned."""
+
+    def __init__(self, task: Task, total: int) -> None:
+        self._task = task
+        self._left = total
+
+    def advance(self) -> None:
+        self._left -= 1
+        self._task.advance()
+
+    def note(self, text: str) -> None:
+        self._task.advance(0, note=text)
+
+    def finish(self) -> None:
+        self._task.advance(self._left)
