@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic_core import core_schema
 
 from compressor.modifiers.registry import find_modifier, known_modifiers
 from compressor.recipe.build import GROUP_PATTERN, RUN_TYPES, STAGE_PATTERN
@@ -13,10 +14,23 @@ from compressor.recipe.build import GROUP_PATTERN, RUN_TYPES, STAGE_PATTERN
 _REFERENCE = {"type": "string", "pattern": r"\$\{\w+\}"}
 
 
+class _Lenient(GenerateJsonSchema):
+    """Allows anything for a setting that JSON cannot describe, such as a function in a third party's modifier."""
+
+    ignored_warning_kinds = frozenset({"skipped-choice", "non-serializable-default"})
+
+    def handle_invalid_for_json_schema(
+        self, schema: core_schema.CoreSchema | core_schema.CoreSchemaField, error_info: str
+    ) -> JsonSchemaValue:
+        del schema, error_info
+        return {}
+
+
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a recipe with all modifiers that are known by name."""
     classes = {name: find_modifier(name) for name in known_modifiers()}
-    references, definitions = models_json_schema([(cls, "validation") for cls in classes.values()], ref_template="#/$defs/{model}")
+    inputs: list[Any] = [(cls, "validation") for cls in classes.values()]
+    references, definitions = models_json_schema(inputs, ref_template="#/$defs/{model}", schema_generator=_Lenient)
     by_name = {name: references[cls, "validation"] for name, cls in classes.items()}
     defs: dict[str, Any] = definitions.get("$defs", {})
     for reference in by_name.values():
