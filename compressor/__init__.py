@@ -9,9 +9,9 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
-    "oneshot": "compressor.oneshot",
+    "oneshot": "compressor.one_shot",
     "plan": "compressor.planning",
-    "OneshotResult": "compressor.oneshot",
+    "OneshotResult": "compressor.one_shot",
     "Modifier": "compressor.lifecycle",
     "Session": "compressor.lifecycle",
     "EventType": "compressor.lifecycle",

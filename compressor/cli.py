@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from compressor.errors import CompressorError
 
 if TYPE_CHECKING:
-    from compressor.oneshot import OneshotResult
+    from compressor.one_shot import OneshotResult
     from compressor.planning import Plan
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -106,7 +106,7 @@ def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_oneshot(args: argparse.Namespace) -> int:
-    from compressor.oneshot import oneshot
+    from compressor.one_shot import oneshot
 
     result = oneshot(
         args.model,

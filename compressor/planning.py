@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from compressor.lifecycle import PlannedModule
-from compressor.model.load import load_skeleton
+from compressor.model.skeleton import load_skeleton
 from compressor.pipelines import choose_pipeline
 from compressor.recipe import load_recipe
-from compressor.tracing import infer_targets, resolve_sequential_targets
+from compressor.tracing import partition
 
 DEFAULT_SEQ_LENGTH = 2048
 
@@ -126,17 +126,15 @@ def plan(
             # A module that one modifier changes is not "skipped" because another leaves it.
             if module.reason is None or module.name not in planned:
                 planned[module.name] = module
-    layers: dict[str, nn.Module] = {}
-    if chosen == "sequential":
-        layers = resolve_sequential_targets(skeleton, sequential_targets) if sequential_targets else infer_targets(skeleton).targets
+    layers = list(partition(skeleton, sequential_targets).targets) if chosen == "sequential" else []
     modules = [module for module in planned.values() if module.reason is None]
     tokens = num_calibration_samples * (max_seq_length or _default_length(skeleton))
     return Plan(
         modules=modules,
         skipped=[module for module in planned.values() if module.reason is not None],
         pipeline=chosen,
-        sequential_targets=list(layers),
-        estimate=_estimate(skeleton, modules, list(layers), 0 if chosen == "data_free" else tokens),
+        sequential_targets=layers,
+        estimate=_estimate(skeleton, modules, layers, 0 if chosen == "data_free" else tokens),
     )
 
 

@@ -34,7 +34,8 @@ HOOK_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class HooksMixin(BaseModel):
     """Owner of hooks on modules."""
 
-    _hook_handles: set[RemovableHandle] = PrivateAttr(default_factory=set)
+    # In the order of registration: where each hook sits and of which kind it is.
+    _hook_handles: dict[RemovableHandle, tuple[nn.Module, HookKind]] = PrivateAttr(default_factory=dict)
     _num_disabled: int = PrivateAttr(default=0)
 
     def register_hook(
@@ -73,8 +74,16 @@ class HooksMixin(BaseModel):
 
         register = getattr(module, f"register_{kind}_hook")
         handle: RemovableHandle = register(call_unless_disabled, **{option: given[option] for option in HOOK_OPTIONS[kind]})
-        self._hook_handles.add(handle)
+        self._hook_handles[handle] = (module, kind)
         return handle
+
+    def hooked_modules(self) -> list[tuple[nn.Module, HookKind]]:
+        """Say where hooks of this object sit now.
+
+        Returns:
+            The module and the kind of every hook, in the order of registration.
+        """
+        return list(self._hook_handles.values())
 
     def remove_hooks(self, handles: Iterable[RemovableHandle] | None = None) -> None:
         """Take hooks of this object off their modules. Changes the modules.
@@ -86,11 +95,11 @@ class HooksMixin(BaseModel):
             LifecycleError: a handle that this object does not own (any more); nothing is removed.
         """
         chosen = set(self._hook_handles if handles is None else handles)
-        if not chosen <= self._hook_handles:
+        if not chosen <= self._hook_handles.keys():
             raise LifecycleError("remove_hooks: a handle was given that is not registered here; give each handle to its owner, once")
         for handle in chosen:
             handle.remove()
-        self._hook_handles -= chosen
+            del self._hook_handles[handle]
 
     @contextmanager
     def disable_hooks(self) -> Iterator[None]:

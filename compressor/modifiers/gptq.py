@@ -14,7 +14,7 @@ from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError
 from compressor.lifecycle import Event, ModuleRecord, State
-from compressor.lifecycle.interface import CalibrationNeed
+from compressor.lifecycle import CalibrationNeed
 from compressor.modifiers.inputs import InputHessians, InputHook
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.modifiers.scheme_targets import scheme_label

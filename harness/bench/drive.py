@@ -25,7 +25,7 @@ def run_ours(settings: dict[str, Any]) -> dict[str, Any]:
         Seconds by phase, memory, versions.
     """
     import compressor
-    from compressor.oneshot import oneshot
+    from compressor import oneshot
 
     meter = _Meter()
     result = oneshot(

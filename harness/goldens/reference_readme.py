@@ -34,7 +34,7 @@ def measure_quality(folder: Path, work_dir: Path) -> dict[str, Any]:
     Returns:
         What `harness.bench.losses.compare_losses` gives.
     """
-    from compressor.oneshot import oneshot
+    from compressor import oneshot
     from harness.bench.drive import score
     from harness.bench.losses import compare_losses
 

@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 import compressor
-from compressor.data import CalibrationData, load_dataset_source
+from compressor.data import CalibrationData, check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.checkpoint import check_output_dir, save_checkpoint
@@ -134,6 +134,7 @@ def oneshot(
                 seed=seed,
                 max_positions=_max_positions(loaded.model),
             )
+            check_vocabulary(data, loaded.model)
         clock.lap("data")
         run_pipeline(chosen, session, data, progress=bars, targets=sequential_targets)
         session.finalize()

@@ -1,0 +1,34 @@
+"""Token ids that the model cannot look up: found before any forward, where torch would only say that an index is out of range."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from compressor.data.datasets import CalibrationData
+from compressor.errors import DatasetError
+
+
+def check_vocabulary(data: CalibrationData, model: nn.Module) -> None:
+    """Refuse token ids beyond the model's embedding table.
+
+    Args:
+        data: calibration data; batches without `input_ids` are not looked at.
+        model: a model of transformers, whose input embeddings are the table; any other module has none and takes all.
+
+    Raises:
+        DatasetError: an id lies outside the table; the first one is named.
+    """
+    find = getattr(model, "get_input_embeddings", None)
+    table = find() if find is not None else None
+    if not isinstance(table, nn.Embedding):
+        return
+    for number, batch in enumerate(data.batches):
+        ids = batch.get("input_ids") if isinstance(batch, dict) else None
+        if ids is None or ids.numel() == 0:
+            continue
+        outside = ids[(ids < 0) | (ids >= table.num_embeddings)]
+        if outside.numel():
+            raise DatasetError(
+                f"dataset: batch {number} holds token id {int(outside[0])}, and the model knows 0 to {table.num_embeddings - 1}; "
+                "tokenize with the model's own tokenizer"
+            )

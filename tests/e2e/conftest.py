@@ -1,0 +1,49 @@
+"""A tiny Llama in a folder, and token data: what the whole path is run on where the reference model would only cost time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+
+@pytest.fixture(scope="session")
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers, bf16, saved with a tokenizer and generation config."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("base") / "llama"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({chr(97 + i): i for i in range(26)} | {"<unk>": 26}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokens_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen sequences of 48 tokens."""
+    path = tmp_path_factory.mktemp("data") / "tokens.safetensors"
+    ids = torch.randint(0, 256, (16, 48), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    save_file({"input_ids": ids}, path)
+    return path
+
+
+@pytest.fixture
+def w4a16() -> dict[str, Any]:
+    """The recipe of the main job."""
+    return {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}}}
