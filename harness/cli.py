@@ -1,0 +1,78 @@
+"""The command `harness`. Arguments are read and checked before torch is imported, so that `--help` and mistakes answer at once.
+
+A verb is a line of VERBS and a module with `add_arguments(parser)` and `run(args) -> exit code`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from compressor.errors import CompressorError
+from harness.verdict import EXIT_FAILURE
+
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One subcommand: its line of help and the module that does it."""
+
+    help: str
+    module: str
+
+
+VERBS: Mapping[str, Verb] = {
+    "validate": Verb("prove a compressed checkpoint against its base: files, format, weights, behaviour", "harness.validation.command"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong arguments are bad input: exit code 3, because 1 and 2 are verdicts."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_FAILURE, f"{self.prog}: error: {message}\n{self.format_usage()}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Args:
+        argv: arguments without the program's name; by default those of the process.
+    Returns:
+        The verb's exit code; 3 for bad input or a failure of the harness itself, which one line on standard error explains; 130 if
+        interrupted.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        code: int = importlib.import_module(VERBS[args.verb].module).run(args)
+    except CompressorError as error:
+        return _fail(f"harness {args.verb}: error: {' '.join(str(error).split())}", EXIT_FAILURE)
+    except KeyboardInterrupt:
+        return _fail(f"harness {args.verb}: interrupted; nothing was written", EXIT_INTERRUPTED)
+    except Exception as error:  # a bug of ours would exit with 1, which reads as a verdict
+        traceback.print_exc()
+        raise SystemExit(EXIT_FAILURE) from error
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="harness", description="Check claims about compressed models, and say with evidence what was found.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, verb in VERBS.items():
+        importlib.import_module(verb.module).add_arguments(verbs.add_parser(name, help=verb.help, description=verb.help))
+    return parser
+
+
+def _fail(message: str, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

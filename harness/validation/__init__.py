@@ -1,0 +1,3 @@
+"""Proof that a compressed checkpoint is what it claims to be: files, format, weights, behaviour."""
+
+from __future__ import annotations

@@ -1,0 +1,195 @@
+"""The main path of `harness validate`: read both folders, check them from the file to the behaviour, and hand back a report.
+
+Cheap checks come first. A later check that cannot run without an earlier one is skipped with that reason, never left away.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compressor import __version__
+from compressor.data import CalibrationData, load_dataset_source
+from compressor.errors import DatasetError, ModelError
+from compressor.model.load import load_model, resolve_device
+from compressor.progress import Progress, SilentProgress
+from harness.validation.acceptance import check_accepted, check_loads
+from harness.validation.files import check_files
+from harness.validation.policy import Policy
+from harness.validation.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
+from harness.validation.record import check_record, file_hashes, read_record
+from harness.validation.scoring import Scores, TokenBatch, model_logits, score_models
+from harness.validation.subject import Subject, read_subject
+from harness.validation.weights import ModuleInspection, check_weights, inspect_modules
+from harness.verdict import EXIT_CODES, CheckRecord, Verdict, decide
+
+_LOGITS_AT_ONCE = 1 << 25
+"""Elements of one batch of logits; both models' are in memory together."""
+
+PACKAGES = ("compressed-tensors", "numpy", "safetensors", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """Everything a validation found.
+
+    Attributes:
+        verdict: what the records together mean.
+        records: one per check, in the order in which they ran.
+        policy: the limits that were applied.
+        modules: every quantized module.
+        quality: measurements on the held-out data; None where they could not be made.
+        scores: both models token by token, for the plots; None likewise.
+        provenance: what was compared, with what; the same for the same inputs and versions.
+        run: when and where, and how long it took; differs from run to run.
+    """
+
+    verdict: Verdict
+    records: tuple[CheckRecord, ...]
+    policy: Policy
+    modules: tuple[ModuleInspection, ...]
+    quality: Quality | None
+    scores: Scores | None
+    provenance: dict[str, Any]
+    run: dict[str, Any]
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command line for this verdict."""
+        return EXIT_CODES[self.verdict]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON types; only `run` differs between runs on the same inputs."""
+        return {
+            "schema_version": 1,
+            "verdict": self.verdict.value,
+            "checks": [record.to_dict() for record in self.records],
+            "modules": [
+                {"name": module.name, "scheme": module.label, "weights": module.num_weights, "sqnr_db": module.sqnr_db}
+                for module in self.modules
+            ],
+            "metrics": self.quality.to_dict() if self.quality else None,
+            "policy": self.policy.model_dump(),
+            "provenance": self.provenance,
+            "run": self.run,
+        }
+
+
+def validate(
+    base: str | Path,
+    compressed: str | Path,
+    dataset: Any,
+    *,
+    policy: Policy | None = None,
+    device: str = "auto",
+    max_seq_length: int | None = None,
+    num_samples: int = 512,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> ValidationReport:
+    """Check a compressed checkpoint against its base, from the bytes of the files to the behaviour on held-out data.
+
+    Args:
+        base: folder of the base model.
+        compressed: folder of the compressed checkpoint, compressed-tensors format.
+        dataset: held-out data, any source that `compressor.data.load_dataset_source` reads.
+        policy: limits; None for the defaults.
+        device: where both models run: auto, cpu, cuda.
+        max_seq_length: tokens of a sequence; None for what the model takes, at most 2048.
+        num_samples: sequences at most.
+        seed: of the bootstrap.
+        progress: shows bars.
+    Returns:
+        The report; a bad checkpoint gives a verdict, not an exception.
+    Raises:
+        ModelError: a folder is missing, or the base cannot be used.
+        DatasetError: the data cannot be used.
+    """
+    started, clock = datetime.now(UTC), time.monotonic()
+    policy, progress = policy or Policy(), progress or SilentProgress()
+    torch_device = resolve_device(device)
+    subject = read_subject(Path(base), Path(compressed))
+    base_model = load_model(subject.base.folder, device="cpu")
+    data = _load_data(subject, dataset, base_model.tokenizer, max_seq_length, num_samples)
+    batches = _token_batches(data, base_model.model)
+    base_hashes = file_hashes(subject.base.folder)
+    records = [*check_files(subject), *check_record(subject.compressed.folder, base_hashes, data.sha256), check_accepted(subject)]
+    loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)
+    modules = inspect_modules(subject, loaded, progress=progress)
+    records += [loads, *check_weights(subject, modules, policy.min_sqnr_db)]
+    quality, scores = None, None
+    if loaded is None:
+        records += [claim.skipped("the checkpoint does not load") for claim in (FINITE, PERPLEXITY, KL, TOP1, ACCURACY)]
+    else:
+        scores = _score(base_model.model, loaded, batches, torch_device, progress)
+        found, quality = check_quality(scores, policy, seed)
+        records += found
+    provenance = _provenance(subject, base_hashes, dataset, data, seed)
+    run = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - clock, 2), **_machine(torch_device)}
+    return ValidationReport(decide(records), tuple(records), policy, tuple(modules), quality, scores, provenance, run)
+
+
+def _load_data(subject: Subject, dataset: Any, tokenizer: Any, max_seq_length: int | None, num_samples: int) -> CalibrationData:
+    length, vocab_size = subject.base_config.get("max_position_embeddings"), subject.base_config.get("vocab_size")
+    scored_length = max_seq_length or min(2048, length or 2048)
+    return load_dataset_source(
+        dataset,
+        tokenizer=tokenizer,
+        num_calibration_samples=num_samples,
+        max_seq_length=max_seq_length,
+        batch_size=max(1, min(32, _LOGITS_AT_ONCE // (scored_length * (vocab_size or 32_000)))),
+        max_positions=length,
+    )
+
+
+def _token_batches(data: CalibrationData, model: torch.nn.Module) -> list[TokenBatch]:
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    batches = []
+    for batch, mask in zip(data.batches, data.token_masks, strict=True):
+        ids = batch["input_ids"] if isinstance(batch, dict) else batch[0]
+        if int(ids.max()) >= embeddings.num_embeddings:
+            raise DatasetError(f"dataset: token id {int(ids.max())} is outside the model's vocabulary of {embeddings.num_embeddings}; "
+                               "give data of this model's tokenizer")  # fmt: skip
+        batches.append(TokenBatch(ids, mask))
+    return batches
+
+
+def _score(
+    base: torch.nn.Module, compressed: torch.nn.Module, batches: Sequence[TokenBatch], device: torch.device, progress: Progress
+) -> Scores:
+    scores = score_models(model_logits(base, device), model_logits(compressed, device), batches, progress=progress)
+    if not bool(np.isfinite(scores.tokens.nll_base).all()):
+        raise ModelError("the base model's predictions are not finite on this data; nothing can be compared with it")
+    return scores
+
+
+def _provenance(subject: Subject, base_hashes: dict[str, str], dataset: Any, data: CalibrationData, seed: int) -> dict[str, Any]:
+    folder = subject.compressed.folder
+    return {
+        "base": {"path": str(subject.base.folder), "tensor_bytes": subject.base.num_bytes, "sha256": base_hashes},
+        "compressed": {"path": str(folder), "tensor_bytes": subject.compressed.num_bytes, "sha256": file_hashes(folder)},
+        "dataset": {
+            "source": str(dataset) if isinstance(dataset, str | Path) else type(dataset).__name__,
+            "sha256": data.sha256,
+            "num_samples": data.num_samples,
+            "num_tokens": data.num_tokens,
+        },
+        "compression": read_record(folder),
+        "seed": seed,
+        "versions": {"compressor-harness": __version__, "python": platform.python_version()}
+        | {package: version(package) for package in PACKAGES},
+    }
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {"device": device.type, "machine": name, "threads": torch.get_num_threads()}

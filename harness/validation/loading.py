@@ -1,0 +1,118 @@
+"""Loads a checkpoint the way its users will, through transformers, and keeps what transformers says about it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from compressor.errors import ModelError
+from compressor.model.load import quiet_transformers
+
+LOADER_ERRORS = (
+    *(ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, OSError, RuntimeError, ArithmeticError),
+    *(SafetensorError, StrictDataclassError),
+)
+"""What a loader raises on a broken checkpoint: there it is a finding about the checkpoint, never swallowed silently."""
+
+
+@dataclass(frozen=True)
+class LoadAttempt:
+    """What came of loading a checkpoint.
+
+    Attributes:
+        model: on the CPU, in eval mode, quantized weights decompressed; None where it did not load whole.
+        problems: why it did not, or what the loader complained about.
+    """
+
+    model: torch.nn.Module | None
+    problems: list[str] = field(default_factory=list)
+
+
+def load_compressed(folder: Path, *, dequantize: bool = False) -> LoadAttempt:
+    """Load a compressed checkpoint on the CPU and run one token through it, which makes compressed-tensors decompress the weights.
+
+    Args:
+        folder: the checkpoint.
+        dequantize: ask the loader to dequantize while it reads, instead of at the first forward.
+    Returns:
+        The model, or why there is none.
+    """
+    try:
+        with _quiet(), torch.no_grad():
+            model, info = _from_pretrained(folder, dequantize)
+            problems = [f"{kind}: {_shown(item)}" for kind, items in sorted(info.items()) for item in sorted(items, key=str)]
+            if info["missing_keys"] or info["mismatched_keys"]:
+                return LoadAttempt(None, problems)
+            model.eval()
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+    except LOADER_ERRORS as error:
+        return LoadAttempt(None, [first_line(error)])
+    return LoadAttempt(model, problems)
+
+
+def _from_pretrained(folder: Path, dequantize: bool) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    options: dict[str, Any] = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", output_loading_info=True, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True, **options
+    )
+    return model, info
+
+
+def _shown(item: Any) -> str:
+    """A mismatched key comes with the shape in the file and the shape in the model."""
+    if isinstance(item, tuple) and len(item) == 3:
+        return f"{item[0]}, {list(item[1])} in the file, {list(item[2])} in the model"
+    return str(item)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the loaders' bars and warnings off the terminal; what is wrong with a checkpoint is told by the records."""
+    import warnings
+
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def first_line(error: BaseException) -> str:
+    """Return the kind of an exception and the first line of its message.
+
+    Args:
+        error: of another library.
+    Returns:
+        One line.
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def module_classes(model_dir: Path) -> dict[str, tuple[str, ...]]:
+    """Return the class names of every module of a model, from its config alone.
+
+    Args:
+        model_dir: folder with config.json.
+    Returns:
+        Names of the class and its bases, by module name.
+    Raises:
+        ModelError: transformers does not know the architecture.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with _quiet(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config)
+    except LOADER_ERRORS as error:
+        raise ModelError(f"{model_dir}: transformers cannot build a causal language model from its config: {first_line(error)}") from error
+    return {name: tuple(cls.__name__ for cls in type(module).__mro__) for name, module in model.named_modules()}

@@ -1,0 +1,106 @@
+"""What counts as good enough: limits with defaults in code, overridable by a YAML file.
+
+The defaults suit a good 4-bit weight-only compression and are relative to the base model, never absolute: a perplexity may rise by 5 %
+at most, measured as non-inferiority (the whole interval must lie below the margin). Weight limits depend on the number format, because
+each bit is worth 6 dB; round-to-nearest with groups of 128 gives about 20 dB at 4 bits and 13 dB at 3, GPTQ some dB less, since it trades
+weight error for output error. No limit may admit the decoys (zeros, halved, shifted or a neighbour's weights): halving a weight costs
+6.02 dB, which is why none of the defaults lies below 6.5.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from compressor.errors import UserInputError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class SqnrLimits(BaseModel):
+    """Least signal-to-quantization-noise ratio of a weight in dB, by number format."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    int2: float = 6.5
+    int3: float = 6.5
+    int4: float = 12.0
+    int5: float = 18.0
+    int6: float = 24.0
+    int7: float = 30.0
+    int8: float = 34.0
+    float8: float = 24.0
+
+
+class Policy(BaseModel):
+    """The limits of a validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = Field(0.95, description="of every two-sided interval")
+    num_resamples: Annotated[int, Field(ge=10_000, le=1_000_000)] = Field(10_000, description="bootstrap resamples of whole sequences")
+    min_sequences: Annotated[int, Field(ge=2)] = Field(20, description="below this number of sequences no interval is trusted")
+    max_perplexity_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(1.05, description="compressed / base")
+    max_mean_kl: Positive = Field(0.05, description="KL(base || compressed), nats per token")
+    min_top1_agreement: Share = Field(0.85, description="share of positions where both models prefer the same token")
+    max_accuracy_drop: Share = Field(0.01, description="of the share of right next tokens, absolute")
+    allow_dequantize_load: bool = Field(False, description="loading only with dequantize=True is good enough")
+    min_sqnr_db: SqnrLimits = Field(default_factory=SqnrLimits, description="per module, decoded weight against base weight")
+
+
+def load_policy(path: Path | None) -> Policy:
+    """Read a policy file; what it does not name keeps its default.
+
+    Args:
+        path: a YAML mapping, or None for the defaults.
+    Returns:
+        The policy.
+    Raises:
+        UserInputError: the file is missing, is no YAML mapping, names an unknown limit or gives a value out of range; all of it at once.
+    """
+    if path is None:
+        return Policy()
+    if not path.is_file():
+        raise UserInputError(f"{path}: no such policy file; leave --policy away for the defaults")
+    try:
+        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserInputError(f"{path}: is not YAML: {' '.join(str(error).split())}; write one `limit: value` a line") from error
+    if node is None:
+        return Policy()
+    if not isinstance(node, yaml.MappingNode):
+        raise UserInputError(f"{path}:1: holds no mapping; write one `limit: value` a line")
+    lines: dict[tuple[str, ...], int] = {}
+    _note_lines(node, (), lines, path)
+    try:
+        return Policy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise UserInputError("; ".join(_explain(path, dict(item), lines) for item in error.errors())) from error
+
+
+def _note_lines(node: yaml.MappingNode, prefix: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path) -> None:
+    """Fill `lines` with the line of every key; a key that stands twice is an error, YAML would keep the last silently."""
+    for key, value in node.value:
+        place, line = (*prefix, str(key.value)), key.start_mark.line + 1
+        if place in lines:
+            raise UserInputError(f"{path}:{line}: {'.'.join(place)} stands on line {lines[place]} already; keep one")
+        lines[place] = line
+        if isinstance(value, yaml.MappingNode):
+            _note_lines(value, place, lines, path)
+
+
+def _explain(path: Path, error: Mapping[str, Any], lines: Mapping[tuple[str, ...], int]) -> str:
+    place = tuple(str(part) for part in error["loc"])
+    where = f"{path}:{lines.get(place, 1)}: {'.'.join(place)}"
+    if error["type"] != "extra_forbidden":
+        return f"{where}: {error['input']!r} is not allowed: {error['msg'][0].lower()}{error['msg'][1:]}"
+    known = sorted((SqnrLimits if len(place) > 1 else Policy).model_fields)
+    nearest = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
+    remedy = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+    return f"{where}: is no limit; {remedy}"

@@ -1,0 +1,138 @@
+"""What is validated: a base folder, a compressed folder, and which of the base's weights the compressed config says are quantized.
+
+Bad input is the caller's mistake and raises (no such folder, a base that cannot be read or is quantized itself). A compressed folder
+that is broken is not: it is what the checks are there to find, so its faults are kept as data.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import ModelError
+from harness.validation.container import Checkpoint, read_checkpoint
+from harness.validation.decoder import ConfigGroup, read_config_groups
+from harness.validation.loading import module_classes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Both folders as read from disk.
+
+    Attributes:
+        base: tensors of the base.
+        compressed: tensors of the compressed checkpoint.
+        base_config: config.json of the base.
+        config: config.json of the compressed checkpoint, None where it cannot be read.
+        modules: the quantized modules by name, with their config group, in the order of the base's tensors.
+        problems: why quantization_config or config.json cannot be used; empty if they can.
+    """
+
+    base: Checkpoint
+    compressed: Checkpoint
+    base_config: Mapping[str, Any]
+    config: Mapping[str, Any] | None
+    modules: Mapping[str, ConfigGroup] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    @property
+    def quantization_config(self) -> Mapping[str, Any] | None:
+        """The quantization_config of the compressed checkpoint, None where there is none."""
+        found = (self.config or {}).get("quantization_config")
+        return found if isinstance(found, Mapping) else None
+
+    @property
+    def readable_modules(self) -> dict[str, ConfigGroup]:
+        """The quantized modules whose format the decoder reads."""
+        return {name: group for name, group in self.modules.items() if group.scheme is not None}
+
+
+def read_subject(base_dir: Path, compressed_dir: Path) -> Subject:
+    """Read both folders; tensors stay on disk.
+
+    Args:
+        base_dir: folder of the base model, safetensors and config.json.
+        compressed_dir: folder of the compressed checkpoint.
+    Returns:
+        The subject.
+    Raises:
+        ModelError: a folder is missing, both are the same, or the base cannot be read or is quantized.
+    """
+    for folder, role in ((base_dir, "base"), (compressed_dir, "compressed")):
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: no such folder for the {role} model; give the folder that holds its config.json")
+    if base_dir.resolve() == compressed_dir.resolve():
+        raise ModelError(f"{base_dir}: is given as base and as compressed model; give two folders")
+    base_config, problem = _read_config(base_dir)
+    if base_config is None:
+        raise ModelError(f"{problem}; the base must be a Hugging Face model folder")
+    if "quantization_config" in base_config:
+        raise ModelError(f"{base_dir}: the base is quantized itself; give the model that was compressed")
+    base = read_checkpoint(base_dir)
+    if base.problems:
+        raise ModelError(f"{base_dir}: the base cannot be read: {base.problems[0]}; save it again as safetensors")
+    config, problem = _read_config(compressed_dir)
+    subject = Subject(base, read_checkpoint(compressed_dir), base_config, config, problems=(problem,) if problem else ())
+    return _with_modules(subject, module_classes(base_dir))
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return None, f"{folder}: holds no config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return None, f"{path}: is not JSON: {error}"
+    return (config, None) if isinstance(config, dict) else (None, f"{path}: is no JSON object")
+
+
+def _with_modules(subject: Subject, classes: Mapping[str, Sequence[str]]) -> Subject:
+    """Resolve targets and ignore patterns of the config groups to the base's weights."""
+    if subject.config is None:
+        return subject
+    config = subject.quantization_config
+    if config is None:
+        return _with_problem(subject, "config.json holds no quantization_config: this is not a compressed checkpoint")
+    try:
+        groups = read_config_groups(config)
+        ignore = tuple(config.get("ignore") or ())
+        modules = {}
+        for key, entry in subject.base.entries.items():
+            module, _, last = key.rpartition(".")
+            # a module that the meta model does not have (experts that newer versions fuse) is taken for a Linear
+            names = classes.get(module, ("Linear",))
+            if last != "weight" or len(entry.shape) != 2 or any(_matches(module, names, pattern) for pattern in ignore):
+                continue
+            group = _group_of(module, names, groups)
+            if group is not None:
+                modules[module] = group
+    except (ValueError, TypeError, AttributeError, re.error) as error:
+        return _with_problem(subject, f"quantization_config cannot be read: {error}")
+    if not modules:
+        return _with_problem(subject, "quantization_config targets no weight of the base: nothing is quantized")
+    return replace(subject, modules=modules)
+
+
+def _with_problem(subject: Subject, problem: str) -> Subject:
+    return replace(subject, modules={}, problems=(*subject.problems, problem))
+
+
+def _group_of(name: str, classes: Sequence[str], groups: Sequence[ConfigGroup]) -> ConfigGroup | None:
+    """Return the group of the most specific target: exact names before regexes before classes, as compressed-tensors ranks them."""
+    by_target = {target: group for group in groups for target in group.targets}
+    matching = [target for target in by_target if _matches(name, classes, target)]
+    if not matching:
+        return None
+    return by_target[min(matching, key=lambda target: (target in classes, target.startswith("re:"), target))]
+
+
+def _matches(name: str, classes: Sequence[str], pattern: str) -> bool:
+    """Say whether a target or ignore pattern means a module: `re:` regex from the start, exact name, or class name."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return pattern == name or pattern in classes
