@@ -1,0 +1,127 @@
+"""The tensors of a module as the checks compare them: which there are, which are saved, and whether two hold the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that layers compute with; `to(dtype)` goes between them."""
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Find the tensors that a module holds itself, whether or not torch knows of them.
+
+    Args:
+        module: the module; its children are not searched.
+
+    Returns:
+        Name -> parameter, buffer, or tensor in a plain attribute.
+    """
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    known = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    return {**plain, **known}
+
+
+def all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Find the tensors of a module and its descendants, plain attributes included.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Dotted name -> tensor.
+    """
+    return {_join(prefix, name): tensor for prefix, part in module.named_modules() for name, tensor in own_tensors(part).items()}
+
+
+def known_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Find the parameters and buffers of a module and its descendants.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Dotted name -> tensor; a shared one under each of its names.
+    """
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def persistent_names(module: nn.Module) -> list[str]:
+    """List the names that belong into a state dict.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Dotted names of the parameters and persistent buffers.
+    """
+    left_out = non_persistent_names(module)
+    return [name for name in known_tensors(module) if name not in left_out]
+
+
+def non_persistent_names(module: nn.Module) -> set[str]:
+    """Find the buffers that do not belong into a state dict.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Dotted names of the non-persistent buffers.
+    """
+    return {_join(prefix, name) for prefix, part in module.named_modules() for name in part._non_persistent_buffers_set}
+
+
+def overwrite(module: nn.Module) -> None:
+    """Give every tensor that a state dict holds another value. Changes the module.
+
+    Args:
+        module: the module.
+    """
+    tensors = known_tensors(module)
+    with torch.no_grad():
+        for tensor in {id(tensors[name]): tensors[name] for name in persistent_names(module)}.values():
+            original = tensor.clone()
+            if same_bits(original, tensor.zero_()):
+                tensor.fill_(1)
+
+
+def share_memory(first: Tensor, second: Tensor) -> bool:
+    """Say whether two tensors lie in the same storage.
+
+    Args:
+        first: a tensor.
+        second: another.
+
+    Returns:
+        True when they do; empty tensors never do.
+    """
+    return first.numel() > 0 and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def same_bits(first: Any, second: Any) -> bool:
+    """Compare two trees of tensors bit for bit, NaN included.
+
+    Args:
+        first: a tensor, or containers of them.
+        second: the same.
+
+    Returns:
+        True when dtypes, shapes and bytes are equal.
+    """
+    leaves, others = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (first, second))
+    return len(leaves) == len(others) and all(_same_tensor(leaf, other) for leaf, other in zip(leaves, others, strict=True))
+
+
+def _same_tensor(first: Tensor, second: Tensor) -> bool:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    flat, other = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    return torch.equal(flat, other)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,473 @@
+"""verify_module finds each planted bug and nothing else, passes torch's layers and all of ours, and leaves the module as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from compressor.algorithms.rtn import round_to_nearest
+from compressor.errors import UserInputError
+from compressor.nn import QuantizedLinear
+from compressor.numerics import PRESETS, QuantizationArgs, QuantizationScheme, calculate_qparams, preset_scheme
+from harness import verify_module
+from harness.lifecycle.module_contract import CHECKS
+from harness.lifecycle.snapshot import Snapshot
+from harness.verdict import Outcome
+
+FEATURES = 4
+
+
+def inputs_of() -> Tensor:
+    return torch.rand(2, FEATURES, generator=torch.Generator().manual_seed(0))
+
+
+class Layer(nn.Linear):
+    """What the planted bugs start from: parameters, both kinds of buffers, a child, a version, something to show."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self.register_buffer("saved", torch.ones(FEATURES))
+        self.register_buffer("cached", torch.arange(FEATURES), persistent=False)
+        self.inner = nn.Sequential(nn.Identity(), nn.Linear(FEATURES, FEATURES))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.inner(super().forward(input) + self.saved)
+
+
+class AppendsEveryHook(Layer):
+    """prepend=True is ignored."""
+
+    def register_forward_hook(self, hook: Callable[..., Any], *, prepend: bool = False, **options: Any) -> RemovableHandle:
+        return super().register_forward_hook(hook, **options)
+
+
+class OwnPreHooksAmongGlobal(Layer):
+    """Its own pre-hooks stand among the global ones, in the order of registration."""
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False) -> RemovableHandle:
+        if prepend or with_kwargs:
+            return super().register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
+        return torch_module.register_module_forward_pre_hook(lambda module, args: hook(module, args) if module is self else None)
+
+
+class BackwardHooksReversed(Layer):
+    def register_full_backward_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        return super().register_full_backward_hook(hook, prepend=not prepend)
+
+
+class BackwardHooksForgotten(Layer):
+    """The output is detached from what the backward hooks watch."""
+
+    def register_full_backward_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        return RemovableHandle(OrderedDict())
+
+
+class InputGradientKept(Layer):
+    def register_full_backward_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        return super().register_full_backward_hook(without_return(hook), prepend)
+
+
+class OutputGradientKept(Layer):
+    def register_full_backward_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+        return super().register_full_backward_pre_hook(without_return(hook), prepend)
+
+
+class InputsKept(Layer):
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False, **options: Any) -> RemovableHandle:
+        return super().register_forward_pre_hook(hook if with_kwargs else without_return(hook), with_kwargs=with_kwargs, **options)
+
+
+class SingleInputKept(Layer):
+    """A pre-hook may return a tuple, but one value that stands for itself is dropped."""
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False, **options: Any) -> RemovableHandle:
+        def tuples_only(*seen: Any) -> Any:
+            answer = hook(*seen)
+            return answer if isinstance(answer, tuple) else None
+
+        return super().register_forward_pre_hook(tuples_only, with_kwargs=with_kwargs, **options)
+
+
+class OutputKept(Layer):
+    def register_forward_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
+        return super().register_forward_hook(without_return(hook), **options)
+
+
+class KwargsHidden(Layer):
+    """A hook with_kwargs is given an empty mapping."""
+
+    def register_forward_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False, **options: Any) -> RemovableHandle:
+        hidden = (lambda module, args, kwargs, output: hook(module, args, {}, output)) if with_kwargs else hook
+        return super().register_forward_hook(hidden, with_kwargs=with_kwargs, **options)
+
+
+class KwargsKept(Layer):
+    def register_forward_pre_hook(self, hook: Callable[..., Any], *, with_kwargs: bool = False, **options: Any) -> RemovableHandle:
+        return super().register_forward_pre_hook(without_return(hook) if with_kwargs else hook, with_kwargs=with_kwargs, **options)
+
+
+class AlwaysCallForgotten(Layer):
+    def register_forward_hook(self, hook: Callable[..., Any], *, always_call: bool = False, **options: Any) -> RemovableHandle:
+        return super().register_forward_hook(hook, **options)
+
+
+class AlwaysCallsAll(Layer):
+    def register_forward_hook(self, hook: Callable[..., Any], *, always_call: bool = False, **options: Any) -> RemovableHandle:
+        return super().register_forward_hook(hook, always_call=True, **options)
+
+
+class SwallowsErrors(Layer):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - the bug that is planted
+            return None
+
+
+class ForwardRunsHooks(Layer):
+    """A forward that was not called by the module calls the module."""
+
+    inside = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.inside = True
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            self.inside = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if self.inside else self(input)
+
+
+class HookStays(Layer):
+    def register_forward_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
+        super().register_forward_hook(hook, **options)
+        return RemovableHandle(OrderedDict())
+
+
+class ParentFirst(Layer):
+    def apply(self, fn: Callable[[nn.Module], Any]) -> ParentFirst:
+        fn(self)
+        for child in self.children():
+            child.apply(fn)
+        return self
+
+
+class ApplyForgetsChildren(Layer):
+    def apply(self, fn: Callable[[nn.Module], Any]) -> ApplyForgetsChildren:
+        fn(self)
+        return self
+
+
+class TrainForgetsChildren(Layer):
+    def train(self, mode: bool = True) -> TrainForgetsChildren:
+        if not isinstance(mode, bool):
+            raise ValueError("no bool")
+        self.training = mode
+        return self
+
+
+class TrainTakesAnything(Layer):
+    def train(self, mode: bool = True) -> TrainTakesAnything:
+        super().train(bool(mode))
+        return self
+
+
+class TrainReturnsNothing(Layer):
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+
+
+class ShowsNothing(Layer):
+    def __repr__(self) -> str:
+        return "ShowsNothing((inner): )"
+
+
+class FillsInMissingKeys(Layer):
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict({prefix + "bias": self.bias, **state}, prefix, *rest)
+
+
+class TakesUnexpectedKeys(Layer):
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        known = copy.copy(state)
+        for name in set(state) - set(self.state_dict()):
+            del known[name]
+        return super().load_state_dict(known, strict, assign)
+
+
+class SavesNoBias(Layer):
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[prefix + "bias"]
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict({prefix + "bias": torch.ones(FEATURES), **state}, prefix, *rest)
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.ones_(self.bias)
+
+
+class ForgetsOnLoading(Layer):
+    """A load refuses wrong keys, and then leaves the bias as it is."""
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        state = {key: self.bias.detach().clone() if key == prefix + "bias" else value for key, value in state.items()}
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class SavesNoVersion(Layer):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return dict(super().state_dict(*args, **kwargs))
+
+
+class LoadsNoVersion(Layer):
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(dict(state), strict, assign)
+
+
+class SavesEveryBuffer(Layer):
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({prefix + name: buffer for name, buffer in self._buffers.items()})
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        left_out = {prefix + name for name in self._non_persistent_buffers_set}
+        for name in left_out & set(state):
+            del state[name]
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class CopySharesBias(Layer):
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopySharesBias:
+        memo[id(self.bias)] = self.bias
+        twin = CopySharesBias.__new__(CopySharesBias)
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+class CopyIsTraining(Layer):
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopyIsTraining:
+        twin = CopyIsTraining.__new__(CopyIsTraining)
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        twin.train(not self.training)
+        return twin
+
+
+class StaysInFloat32(Layer):
+    def to(self, *args: Any, **kwargs: Any) -> StaysInFloat32:
+        return self if isinstance(args[0], torch.dtype) else super().to(*args, **kwargs)
+
+
+class ConvertsIntegers(Layer):
+    def to(self, *args: Any, **kwargs: Any) -> ConvertsIntegers:
+        super().to(*args, **kwargs)
+        if isinstance(args[0], torch.dtype):
+            self.cached = self.cached.to(args[0])
+        return self
+
+
+class DoesNotRunInBfloat16(Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input + torch.zeros(1, dtype=torch.float32))
+
+
+class TensorInAttribute(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(FEATURES)
+
+
+class CopiedByPickle(Layer):
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedByPickle:
+        return pickle.loads(pickle.dumps(self))
+
+
+class SavesAnObject(Layer):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+class TakesNothing(Layer):
+    def forward(self) -> None:  # type: ignore[override]
+        return None
+
+
+def without_return(hook: Callable[..., Any]) -> Callable[..., None]:
+    def silent(*seen: Any) -> None:
+        hook(*seen)
+
+    return silent
+
+
+def leave_output(module: nn.Module, args: object, output: object) -> None:
+    pass
+
+
+PLANTED: dict[type[nn.Module], str] = {
+    AppendsEveryHook: "forward_hook_order",
+    OwnPreHooksAmongGlobal: "forward_hook_order",
+    BackwardHooksReversed: "backward_hooks",
+    BackwardHooksForgotten: "backward_hooks",
+    InputGradientKept: "backward_hooks",
+    OutputGradientKept: "backward_hooks",
+    InputsKept: "input_replacement",
+    SingleInputKept: "input_replacement",
+    OutputKept: "output_replacement",
+    KwargsHidden: "hooks_with_kwargs",
+    KwargsKept: "hooks_with_kwargs",
+    AlwaysCallForgotten: "always_called_hooks",
+    AlwaysCallsAll: "always_called_hooks",
+    SwallowsErrors: "always_called_hooks",
+    ForwardRunsHooks: "bare_forward",
+    HookStays: "hook_removal",
+    ParentFirst: "apply_order",
+    ApplyForgetsChildren: "apply_order",
+    TrainForgetsChildren: "train_and_eval",
+    TrainTakesAnything: "train_and_eval",
+    TrainReturnsNothing: "train_and_eval",
+    ShowsNothing: "extra_repr",
+    FillsInMissingKeys: "state_dict_keys",
+    TakesUnexpectedKeys: "state_dict_keys",
+    SavesNoBias: "state_dict_keys",
+    ForgetsOnLoading: "state_dict_round_trip",
+    SavesNoVersion: "state_dict_version",
+    LoadsNoVersion: "state_dict_version",
+    SavesEveryBuffer: "non_persistent_buffers",
+    CopySharesBias: "deepcopy",
+    CopyIsTraining: "deepcopy",
+    StaysInFloat32: "to_dtype",
+    ConvertsIntegers: "to_dtype",
+    DoesNotRunInBfloat16: "to_dtype",
+    TensorInAttribute: "to_device",
+    CopiedByPickle: "no_pickling",
+    SavesAnObject: "no_pickling",
+    TakesNothing: "call",
+}
+RAISES = {DoesNotRunInBfloat16, TakesNothing}
+"""Found because the module raises, rather than by what the check compares."""
+
+
+@pytest.mark.parametrize("layer_class", PLANTED, ids=lambda layer_class: layer_class.__name__)
+def test_a_planted_bug_fails_its_check_and_no_other_and_the_module_is_left_as_it_was(layer_class: type[nn.Module]) -> None:
+    layer = layer_class()
+    layer.training = False  # not the same everywhere
+    layer._forward_hooks[-1] = leave_output
+    before = Snapshot(layer)
+    report = verify_module(layer, inputs_of())
+    assert not before.differences(Snapshot(layer))
+    assert report.failed == (f"module.{PLANTED[layer_class]}",), report.to_text()
+    assert not report.passed and report.exit_code == 1
+    found = next(record.summary for record in report.records if record.outcome is Outcome.FAIL)
+    assert ("deviation" in found) == (layer_class not in RAISES), found
+
+
+def test_every_check_has_a_planted_bug() -> None:
+    assert {f"module.{name}" for name in PLANTED.values()} == {"module.call", *(check.claim.name for check in CHECKS)}
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [
+        (Layer(), inputs_of()),
+        (Layer(), {"input": inputs_of()}),
+        (nn.Linear(FEATURES, 2, bias=False), (inputs_of(),)),
+        (nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(), nn.ReLU()), inputs_of()),
+        (nn.LSTM(FEATURES, 2), inputs_of()),
+        (nn.MultiheadAttention(FEATURES, 2), (inputs_of(),) * 3),
+        (nn.Bilinear(FEATURES, FEATURES, 2), (inputs_of(), inputs_of())),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_torch_keeps_its_own_contract(module: nn.Module, inputs: object) -> None:
+    report = verify_module(module, inputs)
+    assert all(record.outcome is Outcome.PASS for record in report.records), report.to_text()
+
+
+def quantized(scheme: QuantizationScheme, dtype: torch.dtype, g_idx_C: Tensor | None = None) -> QuantizedLinear:
+    linear, args = nn.Linear(256, 16, dtype=dtype), scheme.weights
+    assert args is not None
+    weight = linear.weight.detach()
+    width = {"tensor": weight.numel(), "group": args.group_size or 0}.get(args.strategy or "", weight.shape[1])
+    parts = weight.reshape(1, -1) if args.strategy == "tensor" else weight.unflatten(1, (-1, width))
+    low, high = (part.squeeze(0) if args.strategy == "tensor" else part for part in torch.aminmax(parts, dim=-1))
+    qparams = calculate_qparams(low, high, args)
+    inputs = scheme.input_activations
+    input_qparams = None
+    if inputs is not None and not inputs.dynamic:
+        input_qparams = calculate_qparams(torch.tensor([-1.0], dtype=dtype), torch.tensor([1.0], dtype=dtype), inputs)
+    codes = round_to_nearest(weight, qparams, args).codes_RC
+    return QuantizedLinear.from_linear(linear, scheme, codes, qparams, g_idx_C=g_idx_C, input_qparams=input_qparams)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_runtime_layer_keeps_the_contract(preset: str, dtype: torch.dtype) -> None:
+    layer = quantized(preset_scheme(preset), dtype)
+    report = verify_module(layer, torch.rand(3, 256, dtype=dtype))
+    # Quantizing the inputs cuts the gradient to them, here as in compressed-tensors.
+    skipped = {"module.backward_hooks"} if layer.scheme.input_activations else set()
+    assert {record.name for record in report.records if record.outcome is Outcome.SKIP} == skipped
+    assert report.passed, report.to_text()
+
+
+def test_a_layer_with_activation_ordered_groups_keeps_the_contract() -> None:
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=128, actorder="group", symmetric=False)
+    layer = quantized(QuantizationScheme(targets=["Linear"], weights=args), torch.float32, torch.arange(256, dtype=torch.int32) % 2)
+    report = verify_module(layer, torch.rand(3, 256))
+    assert all(record.outcome is Outcome.PASS for record in report.records), report.to_text()
+
+
+def test_inputs_are_not_modified() -> None:
+    x = inputs_of()
+    verify_module(nn.Linear(FEATURES, FEATURES), x)
+    assert torch.equal(x, inputs_of()) and not x.requires_grad and x.grad is None
+
+
+def test_what_does_not_apply_is_skipped_with_its_reason() -> None:
+    records = {record.name: record for record in verify_module(nn.Embedding(FEATURES, 2), torch.tensor([1, 2])).records}
+    assert records["module.backward_hooks"].outcome is Outcome.SKIP
+    assert records["module.backward_hooks"].summary == "no input can carry a gradient"
+
+
+def test_a_module_that_does_not_take_the_inputs_is_reported_and_the_run_ends() -> None:
+    report = verify_module(nn.Linear(FEATURES, 2), torch.rand(2, FEATURES + 1))
+    records = {record.name: record for record in report.records}
+    assert "RuntimeError" in records["module.call"].summary
+    assert records["module.deepcopy"].outcome is Outcome.SKIP and records["module.train_and_eval"].outcome is Outcome.PASS
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [(nn.Linear, "the class Linear is no nn.Module object"), (3, "int object"), (nn.LazyLinear(3), "parameters without a shape")],
+    ids=["class", "number", "lazy"],
+)
+def test_what_is_no_module_is_refused(module: Any, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        verify_module(module, inputs_of())
+
+
+def test_the_report_is_text_and_json() -> None:
+    report = verify_module(ParentFirst(), inputs_of())
+    assert "module.apply_order" in report.to_text() and "ParentFirst: regression" in report.to_text()
+    data = json.loads(report.to_json())
+    assert data["verdict"] == "regression" and [check["name"] for check in data["checks"] if check["outcome"] == "fail"] == [
+        "module.apply_order"
+    ]
