@@ -22,7 +22,9 @@ from compressor.data import CalibrationData, check_vocabulary, load_dataset_sour
 from compressor.errors import DatasetError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.checkpoint import check_output_dir, save_checkpoint
+from compressor.model.format import check_readable
 from compressor.model.load import LoadedModel, load_model, resolve_device
+from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.nn import QuantizedLinear
 from compressor.pipelines import choose_pipeline, run_pipeline
 from compressor.progress import Progress, RichProgress, SilentProgress
@@ -121,6 +123,10 @@ def oneshot(
     with torch.random.fork_rng(), Session(state, parsed.modifiers) as session:
         torch.manual_seed(seed)
         session.initialize()
+        if output_dir is not None:
+            check_readable(
+                {name: scheme for part in session.modifiers if isinstance(part, SchemeModifier) for name, scheme in part.schemes.items()}
+            )
         data = None
         if chosen != "data_free":
             data = load_dataset_source(

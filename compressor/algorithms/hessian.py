@@ -1,7 +1,8 @@
 """The second-order statistic that GPTQ and SparseGPT share: H = 2 * mean(x x^T) over calibration tokens.
 
 The sum is kept, not the running mean: a sum of float32 products does not depend on how tokens fall into batches, beyond rounding.
-Only the block-upper triangle is accumulated (1.6 times faster than the whole product at 8 panels); `matrix` mirrors it once.
+Only the block-upper triangle is accumulated, in up to 8 panels (1.6 times faster than the whole product, where panels are wide enough to
+keep the product efficient); `matrix` mirrors it once.
 
 Shapes: N tokens, C columns (in_features).
 """
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from compressor.errors import NumericsError
 
-NUM_PANELS = 8
+MAX_PANELS = 8
+MIN_PANEL_COLUMNS = 256
 
 
 class Hessian:
@@ -41,7 +43,7 @@ class Hessian:
             x: [..., C], any float dtype; not modified.
         """
         x_NC = x.reshape(-1, x.shape[-1]).float()
-        step = -(-self.num_columns // NUM_PANELS)
+        step = max(MIN_PANEL_COLUMNS, -(-self.num_columns // MAX_PANELS))
         for start in range(0, self.num_columns, step):
             stop = min(start + step, self.num_columns)
             self._sum_CC[start:stop, start:].addmm_(x_NC[:, start:stop].t(), x_NC[:, start:])

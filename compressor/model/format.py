@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from compressor.errors import SchemeError
+from compressor.model.folder import some
 from compressor.model.targets import matches
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
@@ -104,10 +106,13 @@ def _needs_dequantize(schemes: Sequence[QuantizationScheme]) -> bool:
     By default it first builds empty layers with compressed-tensors, which (0.20) forgets that packed zero points are packed: it then
     refuses its own files. Unpacking at once gives the same weights, but knows one scheme only; vLLM does not read the flag.
     """
-    if not schemes or any(scheme != schemes[0] for scheme in schemes) or schemes[0].compression_format != "pack-quantized":
-        return False
-    weights = schemes[0].weights
-    return weights is not None and not weights.symmetric and weights.strategy != "tensor"
+    return bool(schemes) and all(scheme == schemes[0] for scheme in schemes) and _has_packed_zero_points(schemes[0])
+
+
+def _has_packed_zero_points(scheme: QuantizationScheme) -> bool:
+    weights = scheme.weights
+    packed = weights is not None and scheme.compression_format == "pack-quantized"
+    return packed and weights is not None and not weights.symmetric and weights.strategy != "tensor"
 
 
 def _args(args: QuantizationArgs | None) -> dict[str, Any] | None:
@@ -116,3 +121,26 @@ def _args(args: QuantizationArgs | None) -> dict[str, Any] | None:
         return None
     always = {"num_bits", "type", "symmetric", "group_size", "strategy", "dynamic"}
     return {key: value for key, value in args.model_dump(mode="json").items() if key in always or value}
+
+
+def check_readable(schemes: Mapping[str, QuantizationScheme]) -> None:
+    """Refuse schemes that could be written but that transformers with compressed-tensors 0.20 would not read back.
+
+    Args:
+        schemes: dotted name of every module that is to be quantized, to its scheme.
+
+    Raises:
+        SchemeError: columns regrouped by activation, or asymmetric packed weights beside another scheme.
+    """
+    regrouped = [name for name, scheme in schemes.items() if scheme.weights is not None and scheme.weights.actorder == "group"]
+    if regrouped:
+        raise SchemeError(
+            f"{some(regrouped)}: actorder='group' was given for a checkpoint, and compressed-tensors no longer reads such files; "
+            "use actorder='static', or keep the model in memory (no output_dir)"
+        )
+    asymmetric = [name for name, scheme in schemes.items() if _has_packed_zero_points(scheme)]
+    if asymmetric and not _needs_dequantize(list(schemes.values())):
+        raise SchemeError(
+            f"{some(asymmetric)}: asymmetric packed weights stand beside another scheme, and transformers reads them only alone; "
+            "give all modules one scheme, or make these symmetric"
+        )

@@ -32,6 +32,11 @@ class SchemeModifier(SchemeTargets, Modifier):
     _handles_of: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
     _num_fallbacks: int = PrivateAttr(default=0)
 
+    @property
+    def schemes(self) -> dict[str, QuantizationScheme]:
+        """Which module gets which scheme; empty before the modifier is initialized."""
+        return dict(self._schemes)
+
     def on_initialize(self, state: State) -> bool:
         """Resolve targets against the model; all that cannot work is an error here, before any data is read."""
         self._schemes = self.resolve(state.model)

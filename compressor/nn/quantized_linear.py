@@ -153,10 +153,10 @@ class PackQuantizedLinear(QuantizedLinear):
         return unpack_int32(self.weight_packed, self.weight_args.num_bits, (self.out_features, self.in_features))
 
     def weight_qparams(self) -> QParams:
-        """Return scale [R, G] and unpacked zero point [R, G]."""
+        """Return scale [R, G] and unpacked zero point [R, G]; [1] each where the whole tensor has one scale."""
         packed = getattr(self, "weight_zero_point", None)
-        if packed is None:
-            return QParams(self.weight_scale, None)
+        if packed is None or self.weight_args.strategy == "tensor":  # a single zero point is stored as it is
+            return QParams(self.weight_scale, packed)
         shape = (self.out_features, self.weight_scale.shape[-1])
         return QParams(self.weight_scale, unpack_int32(packed, self.weight_args.num_bits, shape, dim=0))
 
@@ -166,7 +166,8 @@ class PackQuantizedLinear(QuantizedLinear):
         self.register_buffer("weight_scale", qparams.scale.clone())
         self.register_buffer("weight_shape", torch.tensor([self.out_features, self.in_features], device=codes_RC.device))
         if qparams.zero_point is not None:
-            self.register_buffer("weight_zero_point", pack_int32(qparams.zero_point, bits, dim=0))
+            single = self.weight_args.strategy == "tensor"
+            self.register_buffer("weight_zero_point", qparams.zero_point.clone() if single else pack_int32(qparams.zero_point, bits, dim=0))
         if g_idx_C is not None:
             self.register_buffer("weight_g_idx", g_idx_C.to(torch.int32))
 

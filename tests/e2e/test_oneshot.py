@@ -55,7 +55,9 @@ def test_transformers_reads_back_the_same_logits(name: str, llama_dir: Path, tok
     assert (out / "generation_config.json").exists()
 
 
-def test_two_runs_give_identical_bytes_and_the_input_stays(llama_dir: Path, tokens_file: Path, tmp_path: Path, w4a16: dict[str, Any]) -> None:
+def test_two_runs_give_identical_bytes_and_the_input_stays(
+    llama_dir: Path, tokens_file: Path, tmp_path: Path, w4a16: dict[str, Any]
+) -> None:
     before = digest(llama_dir)
     first = oneshot(llama_dir, recipe=w4a16, dataset=tokens_file, output_dir=tmp_path / "a")
     second = oneshot(llama_dir, recipe=w4a16, dataset=tokens_file, output_dir=tmp_path / "b")

@@ -142,6 +142,15 @@ def test_what_cannot_be_stored_is_refused() -> None:
         QuantizedLinear.from_linear(linear, preset_scheme("W8A8"), codes, QParams(scale, None), g_idx_C=torch.zeros(256))
 
 
+def test_one_zero_point_for_the_whole_tensor_is_stored_as_it_is() -> None:
+    args = {"num_bits": 4, "strategy": "tensor", "symmetric": False}
+    scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": args})
+    layer, qparams, codes = quantized(linear_of(), scheme)
+    assert qparams.zero_point is not None
+    assert torch.equal(layer.state_dict()["weight_zero_point"], qparams.zero_point)
+    assert torch.equal(layer.dequantized_weight(), dequantize(codes, qparams, layer.weight_args))
+
+
 def test_repr_says_what_it_is() -> None:
     layer, _, _ = quantized(linear_of(), preset_scheme("W4A16"))
     assert "bits=4, strategy=group, group_size=128" in repr(layer)
