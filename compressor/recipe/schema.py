@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
-from pydantic_core import core_schema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind, models_json_schema
 
 from compressor.modifiers.registry import find_modifier, known_modifiers
 from compressor.recipe.build import GROUP_PATTERN, RUN_TYPES, STAGE_PATTERN
@@ -17,11 +16,10 @@ _REFERENCE = {"type": "string", "pattern": r"\$\{\w+\}"}
 class _Lenient(GenerateJsonSchema):
     """Allows anything for a setting that JSON cannot describe, such as a function in a third party's modifier."""
 
-    ignored_warning_kinds = frozenset({"skipped-choice", "non-serializable-default"})
+    ignored_warning_kinds: set[JsonSchemaWarningKind] = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012 - pydantic's name
 
-    def handle_invalid_for_json_schema(
-        self, schema: core_schema.CoreSchema | core_schema.CoreSchemaField, error_info: str
-    ) -> JsonSchemaValue:
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JsonSchemaValue:
+        """Answer pydantic's question about a type without a schema: anything goes."""
         del schema, error_info
         return {}
 
