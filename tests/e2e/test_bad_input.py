@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, str]], str]] = {
     ),
     "a column order that no reader knows": (lambda tmp: {"recipe": recipe_text(actorder="group")}, "actorder='static'"),
     "two schemes of which one is read only alone": (
-        lambda tmp: {"recipe": recipe_text(scheme={"W4A16_ASYM": ["re:.*mlp.*"], "W8A16": ["re:.*attn.*_proj"]})},
+        lambda tmp: {"recipe": recipe_text(scheme={"W4A16_ASYM": ["re:.*mlp.*_proj"], "W8A16": ["re:.*attn.*_proj"]})},
         "one scheme",
     ),
     "output inside something else": (lambda tmp: {"output-dir": str(_occupied(tmp))}, "occupied"),
