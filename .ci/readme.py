@@ -84,7 +84,8 @@ def command_line(commands: Sequence[str] = COMMANDS) -> str:
     for command in commands:
         for name, parser in verbs(command).items():
             rows = [f"| {_spelling(action)} | {_meaning(action)} |" for action in parser._actions if "--help" not in action.option_strings]
-            parts.append("\n".join([f"### `{name}`", parser.description or "", "", "| argument | meaning |", "| --- | --- |", *rows]))
+            table = ["", "| argument | meaning |", "| --- | --- |", *rows] if rows else []
+            parts.append("\n".join([f"### `{name}`", *([parser.description] if parser.description else []), *table]))
     return "\n\n".join(parts)
 
 

@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--harness-profile",
         choices=PROFILES,
-        help="how property tests draw: dev (25 random examples), pr (25 fixed ones), nightly (250 random ones; runs tests marked nightly too)",
+        help="how property tests draw: dev (25 random examples), pr (25 fixed ones), nightly (250 random ones, and nightly tests run)",
     )
     group.addoption(
         "--peer-python", type=Path, metavar="PATH", help="interpreter of an environment with llmcompressor, for the tests marked peer"

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from rich.table import Table
 
 import compressor
 from compressor.errors import CompressorError, HarnessError, OutputError, UserInputError
+from harness.bench.losses import compare_losses
 
 DRIVER = Path(__file__).with_name("drive.py")
 LIBRARIES = ("ours", "peer")
@@ -74,13 +77,13 @@ class Quantity:
 
     @property
     def ratio(self) -> float:
-        """Median of the peer over median of ours: above 1 is in our favour."""
-        return statistics.median(self.peer) / statistics.median(self.ours)
+        """Median of the peer over median of ours: above 1 is in our favour; NaN when ours is zero."""
+        return statistics.median(self.peer) / (statistics.median(self.ours) or math.nan)
 
     def to_dict(self) -> dict[str, Any]:
         """Return medians, values and ratio, ready for JSON."""
         medians = {"ours": statistics.median(self.ours), "peer": statistics.median(self.peer)}
-        return {**asdict(self), "median": medians, "peer_over_ours": self.ratio}
+        return {**asdict(self), "median": medians, "peer_over_ours": None if math.isnan(self.ratio) else self.ratio}
 
 
 def run_benchmark(plan: BenchPlan, work_dir: Path, console: Console) -> dict[str, Any]:
@@ -105,9 +108,6 @@ def run_benchmark(plan: BenchPlan, work_dir: Path, console: Console) -> dict[str
             runs[library].append(_compress(plan, library, work_dir))
     models = {"base": plan.model, **{library: work_dir / library for library in LIBRARIES}}
     losses = {name: _score(plan, name, model, work_dir) for name, model in models.items()}
-    # Only now: whatever this process loads before its children start counts into their peak memory.
-    from harness.bench.losses import compare_losses
-
     return {
         "plan": {key: value if isinstance(value, int | str) else Path(value).name for key, value in asdict(plan).items()},
         "versions": {library: runs[library][0]["versions"] for library in LIBRARIES},
@@ -132,6 +132,7 @@ def quantities(runs: dict[str, list[dict[str, Any]]]) -> list[Quantity]:
 
     return [
         gather("whole run", "s", "seconds", "total"),
+        gather("process with imports", "s", "seconds", "process"),
         gather("calibrate + compress", "s", "seconds", "compress"),
         gather("load", "s", "seconds", "load"),
         gather("data", "s", "seconds", "data"),
@@ -155,7 +156,7 @@ def render(result: dict[str, Any]) -> list[Table]:
     cost = Table("quantity", "ours", "peer", "peer / ours", title=title, title_justify="left")
     for row in result["quantities"]:
         cells = [f"{row['median'][who]:.2f} {row['unit']} ({min(row[who]):.2f} to {max(row[who]):.2f})" for who in LIBRARIES]
-        cost.add_row(row["name"], *cells, f"{row['peer_over_ours']:.2f}x")
+        cost.add_row(row["name"], *cells, "-" if row["peer_over_ours"] is None else f"{row['peer_over_ours']:.2f}x")
     quality = Table(
         "held-out loss",
         "nats per token",
@@ -223,28 +224,32 @@ def _compress(plan: BenchPlan, library: str, work_dir: Path) -> dict[str, Any]:
         "seq_len": plan.seq_len,
         "device": plan.device,
     }
-    return _run_job(plan, library, library, settings, work_dir)
+    result, process_seconds = _run_job(plan, library, library, settings, work_dir)
+    result["seconds"]["process"] = process_seconds
+    return result
 
 
 def _score(plan: BenchPlan, name: str, model: Path, work_dir: Path) -> list[float]:
     settings = {"model": str(model.resolve()), "heldout": str(plan.heldout.resolve()), "device": plan.device}
-    losses: list[float] = _run_job(plan, "score", f"score-{name}", settings, work_dir)["losses"]
-    return losses
+    result, _ = _run_job(plan, "score", f"score-{name}", settings, work_dir)
+    return list(result["losses"])
 
 
-def _run_job(plan: BenchPlan, job: str, name: str, settings: dict[str, Any], work_dir: Path) -> dict[str, Any]:
-    """Run the driver in a fresh process; this one stays small, because a child starts with its parent's peak memory."""
+def _run_job(plan: BenchPlan, job: str, name: str, settings: dict[str, Any], work_dir: Path) -> tuple[dict[str, Any], float]:
+    """Run the driver in a fresh process, below a shell: a process starts with the peak memory of the one that forked it."""
     settings_file, result_file, log_file = (work_dir / f"{name}.{kind}" for kind in ("settings.json", "result.json", "log"))
     settings_file.write_text(json.dumps(settings), encoding="utf-8")
     python = plan.peer_python if job == "peer" else Path(sys.executable)
     with log_file.open("w", encoding="utf-8") as log:
-        command = [str(python), "-P", str(DRIVER), job, str(settings_file), str(result_file)]
+        command = ["sh", "-c", '"$@"; exit $?', "sh", str(python), "-P", str(DRIVER), job, str(settings_file), str(result_file)]
+        start = time.perf_counter()
         done = subprocess.run(command, cwd=work_dir, env=_environment(plan, job), stdout=log, stderr=subprocess.STDOUT, check=False)
+        seconds = time.perf_counter() - start
     if done.returncode != 0:
         tail = "\n".join(log_file.read_text(encoding="utf-8").splitlines()[-LOG_TAIL_LINES:])
         raise HarnessError(f"bench: {name} exited with {done.returncode}; its last lines:\n{tail}")
     result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
-    return result
+    return result, seconds
 
 
 def _environment(plan: BenchPlan, job: str) -> dict[str, str]:

@@ -88,8 +88,9 @@ def cut_arrays(files: Sequence[OwnText], tokenizer: Tokenizer, plan: ArrayPlan) 
     missing = max(0, needed_calibration - num_given) + max(0, needed_heldout - num_left)
     if missing:
         raise DatasetError(
-            f"own source text: {num_given + num_left} tokens in {len(files)} files are {missing} too few for {needed_calibration} calibration "
-            f"and {needed_heldout} held-out tokens; ask for fewer sequences or come back when the project has grown"
+            f"own source text: {num_given + num_left} tokens in {len(files)} files are {missing} too few "
+            f"for {needed_calibration} calibration and {needed_heldout} held-out tokens; "
+            f"ask for fewer sequences or come back when the project has grown"
         )
     record: dict[str, object] = {
         "calibration": {"files": _names(calibration), "sequences": plan.num_calibration},

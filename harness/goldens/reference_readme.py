@@ -24,6 +24,13 @@ RTN_RECIPE = {
     "quant_stage": {"quant_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}}
 }
 
+INTRODUCTION = """# The reference model
+
+A small Llama (grouped-query attention, SwiGLU, rotary positions, untied head) that has really learned Python, and the fixed tokens to
+compress and judge it with.
+Written by `python -m harness.goldens.reference_readme golden/reference` from the records beside it; change those, not this text.
+"""
+
 
 def measure_quality(folder: Path, work_dir: Path) -> dict[str, Any]:
     """Compress the model both ways and compare the losses on the held-out sequences.
@@ -62,61 +69,7 @@ def render_readme(training: Mapping[str, Any], arrays: Mapping[str, Any], qualit
     Returns:
         Markdown.
     """
-    plan, corpus, held_out = training["plan"], training["corpus"], training["held_out"]
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(training["versions"].items()))
-    losses = "\n".join(f"| {NAMES[name]} | {loss:.4f} |" for name, loss in quality["mean_nats_per_token"].items())
-    differences = "\n".join(
-        f"| {NAMES[left]} minus {NAMES[right]} | {_interval(quality['differences'][f'{left}_minus_{right}'])} |" for left, right in PAIRS
-    )
-    return f"""# The reference model
-
-A small Llama (grouped-query attention, SwiGLU, rotary positions, untied head) that has really learned Python, and the fixed tokens to
-compress and judge it with.
-Written by `python -m harness.goldens.reference_readme golden/reference` from the records beside it; change those, not this text.
-
-## How it was made
-
-`python -m harness.goldens.reference_model --output-dir golden/reference --work-dir FOLDER`, on the Python sources of one machine
-(standard library and installed packages), read in place and kept nowhere. One file in a hundred is held out, chosen by the hash of its
-content. The same files give the same list hash.
-
-| | |
-| --- | --- |
-| seed | {plan["seed"]} |
-| steps | {plan["num_steps"]:,} of {plan["batch_size"]} x {plan["seq_len"]} tokens |
-| tokens trained on | {training["tokens_trained"]:,} |
-| tokens in the corpus | {training["tokens_in_corpus"]:,} |
-| files | {corpus["files"]:,} ({corpus["held_out_files"]:,} held out), {corpus["bytes"]:,} bytes |
-| sha256 of the file list | `{corpus["sha256"]}` |
-| held-out loss | {held_out["loss_nats_per_token"]:.4f} nats per token |
-| held-out bits per byte | {held_out["bits_per_byte"]:.4f} ({held_out["bytes_per_token"]:.3f} bytes per token) |
-| time | {training["minutes"]} minutes on {training["machine"]["device"]} |
-| versions | {versions} |
-
-## The fixed tokens
-
-Cut from this project's own source text as it was at one moment, {arrays["seq_len"]} tokens a sequence; no file is on both sides.
-
-| array | sequences | files |
-| --- | --- | --- |
-| `calibration.safetensors` | {arrays["calibration"]["sequences"]} | {len(arrays["calibration"]["files"])} |
-| `heldout.safetensors` | {arrays["heldout"]["sequences"]} | {len(arrays["heldout"]["files"])} |
-
-sha256 of the list of files: `{arrays["files_sha256"]}`
-
-## Why it can judge
-
-Mean loss on the {quality["num_sequences"]} held-out sequences, quantized with W4A16 (groups of 128, `lm_head` left alone), and the paired
-differences with their {quality["confidence"]:.0%} bootstrap intervals:
-
-| model | nats per token |
-| --- | --- |
-{losses}
-
-| difference | nats per token |
-| --- | --- |
-{differences}
-"""
+    return "\n".join([INTRODUCTION, _how_it_was_made(training), _the_fixed_tokens(arrays), _why_it_can_judge(quality)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,6 +102,64 @@ def _read_record(path: Path) -> dict[str, Any]:
         raise HarnessError(f"{path}: is missing; run the script that writes it first (reference_model, then reference_arrays)")
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
+
+
+def _how_it_was_made(training: Mapping[str, Any]) -> str:
+    plan, corpus, held_out = training["plan"], training["corpus"], training["held_out"]
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(training["versions"].items()))
+    return f"""## How it was made
+
+`python -m harness.goldens.reference_model --output-dir golden/reference --work-dir FOLDER`, on the Python sources of one machine
+(standard library and installed packages), read in place and kept nowhere. One file in a hundred is held out, chosen by the hash of its
+content. The same files give the same list hash.
+
+| | |
+| --- | --- |
+| seed | {plan["seed"]} |
+| steps | {plan["num_steps"]:,} of {plan["batch_size"]} x {plan["seq_len"]} tokens |
+| tokens trained on | {training["tokens_trained"]:,} |
+| tokens in the corpus | {training["tokens_in_corpus"]:,} |
+| files | {corpus["files"]:,} ({corpus["held_out_files"]:,} held out), {corpus["bytes"]:,} bytes |
+| sha256 of the file list | `{corpus["sha256"]}` |
+| held-out loss | {held_out["loss_nats_per_token"]:.4f} nats per token |
+| held-out bits per byte | {held_out["bits_per_byte"]:.4f} ({held_out["bytes_per_token"]:.3f} bytes per token) |
+| time | {training["minutes"]} minutes on {training["machine"]["device"]} |
+| versions | {versions} |
+"""
+
+
+def _the_fixed_tokens(arrays: Mapping[str, Any]) -> str:
+    return f"""## The fixed tokens
+
+Cut from this project's own source text as it was at one moment, {arrays["seq_len"]} tokens a sequence; no file is on both sides.
+
+| array | sequences | files |
+| --- | --- | --- |
+| `calibration.safetensors` | {arrays["calibration"]["sequences"]} | {len(arrays["calibration"]["files"])} |
+| `heldout.safetensors` | {arrays["heldout"]["sequences"]} | {len(arrays["heldout"]["files"])} |
+
+sha256 of the list of files: `{arrays["files_sha256"]}`
+"""
+
+
+def _why_it_can_judge(quality: Mapping[str, Any]) -> str:
+    losses = "\n".join(f"| {NAMES[name]} | {loss:.4f} |" for name, loss in quality["mean_nats_per_token"].items())
+    differences = "\n".join(
+        f"| {NAMES[left]} minus {NAMES[right]} | {_interval(quality['differences'][f'{left}_minus_{right}'])} |" for left, right in PAIRS
+    )
+    return f"""## Why it can judge
+
+Mean loss on the {quality["num_sequences"]} held-out sequences, quantized with W4A16 (groups of 128, `lm_head` left alone), and the paired
+differences with their {quality["confidence"]:.0%} bootstrap intervals:
+
+| model | nats per token |
+| --- | --- |
+{losses}
+
+| difference | nats per token |
+| --- | --- |
+{differences}
+"""
 
 
 def _interval(interval: Mapping[str, float]) -> str:
