@@ -39,7 +39,10 @@ class Recipe:
         return tuple(modifier for stage in self.stages for modifier in stage.modifiers)
 
     def dump(self) -> str:
-        """Return YAML that `load_recipe` reads back as an equal recipe; arguments are resolved, defaults are left out.
+        """Write the recipe as YAML that `load_recipe` reads back as an equal one; arguments are resolved, defaults are left out.
+
+        Returns:
+            The text; llm-compressor reads it too, unless one type stands twice in a group.
 
         Raises:
             RecipeError: a setting of a modifier cannot be written as text.
