@@ -78,9 +78,7 @@ def _key_value(text: str) -> tuple[str, str]:
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint (config.json, *.safetensors)")
     parser.add_argument("--recipe", required=True, metavar="R", help="recipe: a YAML or JSON file, or its text")
-    parser.add_argument(
-        "--recipe-arg", action="append", type=_key_value, default=[], metavar="NAME=VALUE", help="value for ${NAME} in the recipe"
-    )
+    _recipe_arg_argument(parser)
     parser.add_argument("--num-calibration-samples", type=_positive, default=512, metavar="N", help="sequences to calibrate with (512)")
     parser.add_argument("--max-seq-length", type=_positive, metavar="T", help="tokens of each sequence (what the model takes, up to 2048)")
     parser.add_argument("--pipeline", choices=("data_free", "basic", "sequential"), help="default: what the modifiers need")
@@ -203,10 +201,21 @@ def _print_plan(made: Plan) -> None:
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="recipe_verb", required=True, metavar="VERB")
-    verbs.add_parser("schema", help="print the JSON schema of recipes, for editors")
-    check = verbs.add_parser("check", help="say what a recipe resolves to")
+    texts = {
+        "schema": "Print the JSON schema of recipes, for editors.",
+        "check": "Say what a recipe resolves to, on a model if one is given.",
+    }
+    added = {name: verbs.add_parser(name, help=text, description=text) for name, text in texts.items()}
+    check = added["check"]
     check.add_argument("recipe", metavar="FILE", help="recipe: a YAML or JSON file, or its text")
-    check.add_argument("--recipe-arg", action="append", type=_key_value, default=[], metavar="NAME=VALUE", help="value for ${NAME}")
+    _recipe_arg_argument(check)
+    check.add_argument("--model", metavar="M", help="folder of a model; weights are not needed")
+
+
+def _recipe_arg_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipe-arg", action="append", type=_key_value, default=[], metavar="NAME=VALUE", help="value for ${NAME} in the recipe"
+    )
 
 
 def _run_recipe(args: argparse.Namespace) -> int:
@@ -214,8 +223,12 @@ def _run_recipe(args: argparse.Namespace) -> int:
 
     if args.recipe_verb == "schema":
         print(json.dumps(recipe_schema(), indent=1, sort_keys=True))
-    else:
-        print(load_recipe(args.recipe, args=dict(args.recipe_arg)).dump(), end="")
+        return EXIT_OK
+    print(load_recipe(args.recipe, args=dict(args.recipe_arg)).dump(), end="")
+    if args.model is not None:
+        from compressor.planning import plan
+
+        _print_plan(plan(args.model, recipe=args.recipe, recipe_args=dict(args.recipe_arg)))
     return EXIT_OK
 
 

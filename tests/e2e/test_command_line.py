@@ -1,0 +1,198 @@
+"""Every verb and every flag of `compressor` changes what it says it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressor.cli import main
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+GPTQ = "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W4A16, ignore: [lm_head]}}}"
+ROUND = "quant_stage: {quant_modifiers: {QuantizationModifier: {scheme: '${scheme}', ignore: [lm_head]}}}"
+
+
+class Runner:
+    """Runs `compressor oneshot` on the tiny model and returns the JSON it prints."""
+
+    def __init__(self, model: Path, tokens: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.model, self.tokens, self.folder, self.capsys = model, tokens, folder, capsys
+        self.count = 0
+
+    def __call__(self, *flags: str, recipe: str = GPTQ, dataset: Path | None = None, quiet: bool = True) -> dict[str, Any]:
+        self.count += 1
+        self.out = self.folder / f"out{self.count}"
+        arguments = [
+            "oneshot",
+            str(self.model),
+            "--recipe",
+            recipe,
+            "--dataset",
+            str(dataset or self.tokens),
+            "--output-dir",
+            str(self.out),
+        ]
+        code = main([*arguments, "--json", *(["--quiet"] if quiet else []), *flags])
+        captured = self.capsys.readouterr()
+        assert code == 0, captured.err
+        self.err = captured.err
+        return dict(json.loads(captured.out))
+
+    def digest(self) -> str:
+        return hashlib.sha256((self.out / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def run(llama_dir: Path, tokens_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runner:
+    return Runner(llama_dir, tokens_file, tmp_path, capsys)
+
+
+def test_the_amount_of_data_follows_the_flags(run: Runner) -> None:
+    assert run()["data"]["num_tokens"] == 16 * 48
+    few = run("--num-calibration-samples", "4", "--max-seq-length", "10")["data"]
+    assert (few["num_samples"], few["num_tokens"]) == (4, 40)
+
+
+def test_pipeline_and_sequential_targets(run: Runner) -> None:
+    assert run()["pipeline"] == "sequential"
+    layers = run.digest()
+    assert run("--pipeline", "basic")["pipeline"] == "basic"
+    assert run.digest() != layers
+    run("--sequential-targets", "LlamaMLP", "LlamaAttention")
+    assert run.digest() != layers
+
+
+def test_shuffle_and_seed_choose_the_data(run: Runner) -> None:
+    flags = ("--num-calibration-samples", "4")
+    first = run(*flags)["data"]["sha256"]
+    shuffled = run(*flags, "--shuffle", "--seed", "1")["data"]["sha256"]
+    assert shuffled == run(*flags, "--shuffle", "--seed", "1")["data"]["sha256"]
+    assert len({first, shuffled, run(*flags, "--shuffle", "--seed", "2")["data"]["sha256"]}) == 3
+    assert run("--seed", "7")["seed"] == 7
+
+
+def test_text_column_and_batch_size(run: Runner, tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"body": "a b c d e f g h"}\n{"body": "h i j"}\n')
+    one = run("--text-column", "body", dataset=path)
+    assert one["data"]["num_tokens"] == 11
+    padded = run("--text-column", "body", "--batch-size", "2", dataset=path)
+    assert padded["data"]["num_tokens"] == 11
+    assert padded["modules"]["model.layers.0.mlp.down_proj"]["num_tokens"] == 11
+
+
+def test_dtype_is_what_scales_are_stored_in(run: Runner) -> None:
+    run("--dtype", "float32")
+    with safe_open(run.out / "model.safetensors", framework="pt") as file:
+        assert file.get_tensor("model.layers.0.mlp.up_proj.weight_scale").dtype == torch.float32
+
+
+def test_recipe_arguments_are_substituted(run: Runner) -> None:
+    record = run("--recipe-arg", "scheme=W8A16", recipe=ROUND)
+    assert record["modules"]["model.layers.0.mlp.up_proj"]["scheme"] == "int8 group 128"
+    assert "W8A16" in record["recipe"]
+
+
+def test_model_class_and_device_are_checked(run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["oneshot", str(run.model), "--recipe", GPTQ, "--dataset", str(run.tokens), "--output-dir", str(tmp_path / "o"), "--quiet"]
+    assert main([*common, "--model-class", "AutoModelForCausalLLM"]) == 1
+    assert "AutoModelForCausalLM" in capsys.readouterr().err
+    assert main([*common, "--device", "gpu"]) == 1
+    assert "cuda" in capsys.readouterr().err
+    assert run("--model-class", "LlamaForCausalLM", "--device", "cpu")["pipeline"] == "sequential"
+
+
+def test_code_in_the_folder_runs_only_when_trusted(run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "custom"
+    folder.mkdir()
+    config = json.loads((run.model / "config.json").read_text())
+    config |= {"model_type": "own_llama", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes((run.model / "model.safetensors").read_bytes())
+    (folder / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    run.model = folder
+    arguments = ["oneshot", str(folder), "--recipe", GPTQ, "--dataset", str(run.tokens), "--output-dir", str(tmp_path / "o"), "--quiet"]
+    assert main(arguments) == 1
+    assert "trust_remote_code" in capsys.readouterr().err
+    assert len(run("--trust-remote-code")["modules"]) == 14
+
+
+def test_bars_go_to_standard_error_and_quiet_hides_them(run: Runner) -> None:
+    run(quiet=False)
+    assert "calibrate" in run.err
+    run()
+    assert run.err == ""
+
+
+def test_the_table_names_modules_and_the_checkpoint(run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "table"
+    assert main(["oneshot", str(run.model), "--recipe", GPTQ, "--dataset", str(run.tokens), "--output-dir", str(out), "--quiet"]) == 0
+    printed = capsys.readouterr().out
+    assert "14 modules compressed, 0 fallbacks" in printed
+    assert str(out) in printed
+
+
+def test_plan_needs_no_weights_and_promises_the_size(run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((run.model / "config.json").read_bytes())
+    assert main(["plan", str(bare), "--recipe", GPTQ, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert len(planned["modules"]) == 14
+    assert planned["sequential_targets"] == ["model.layers.0", "model.layers.1"]
+    assert [(module["name"], module["reason"]) for module in planned["skipped"]] == [("lm_head", "ignored by 'lm_head'")]
+    with safe_open(run.out / "model.safetensors", framework="pt") as file:
+        stored = sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118 (no mapping)
+    assert planned["estimate"]["checkpoint_bytes"] == pytest.approx(stored, rel=0.001)
+    more = [
+        "plan",
+        str(bare),
+        "--recipe",
+        GPTQ,
+        "--num-calibration-samples",
+        "4096",
+        "--max-seq-length",
+        "64",
+        "--pipeline",
+        "basic",
+        "--json",
+    ]
+    assert main(more) == 0
+    basic = json.loads(capsys.readouterr().out)
+    assert basic["estimate"]["peak_extra_bytes"] > planned["estimate"]["peak_extra_bytes"]
+
+
+def test_the_plan_for_people(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run.model), "--recipe", GPTQ, "--sequential-targets", "LlamaMLP"]) == 0
+    printed = capsys.readouterr().out
+    assert "int4 group 128" in printed
+    assert "lm_head: ignored by 'lm_head'" in printed
+    assert "layers in sequence: 2" in printed
+
+
+def test_recipe_check_and_schema(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "check", ROUND, "--recipe-arg", "scheme=W8A8"]) == 0
+    assert "scheme: W8A8" in capsys.readouterr().out
+    assert main(["recipe", "check", GPTQ, "--model", str(run.model)]) == 0
+    assert "Plan: sequential pipeline" in capsys.readouterr().out
+    assert main(["recipe", "check", GPTQ.replace("scheme", "schem")]) == 1
+    assert "scheme" in capsys.readouterr().err
+    assert main(["recipe", "schema"]) == 0
+    assert "GPTQModifier" in capsys.readouterr().out
+
+
+def test_ids_of_a_foreign_vocabulary_are_refused(run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "foreign.safetensors"
+    save_file({"input_ids": torch.tensor([[1, 2, 300]])}, path)
+    assert main(["oneshot", str(run.model), "--recipe", GPTQ, "--dataset", str(path), "--output-dir", str(tmp_path / "o"), "--quiet"]) == 1
+    assert "token id 300" in capsys.readouterr().err
