@@ -160,9 +160,9 @@ def test_events_carry_loss_and_modules(recorder: Any, state: State) -> None:
     assert [event.loss for event in events if event.type is not EventType.LOSS_CALCULATED] == [None] * 4
 
 
-@pytest.mark.parametrize("modifiers", [[], ["GPTQModifier"], [None], [State]])
-def test_a_session_needs_modifiers(state: State, modifiers: list[Any]) -> None:
-    with pytest.raises(LifecycleError, match=r"session: .* as modifiers"):
+@pytest.mark.parametrize(("modifiers", "given"), [([], "an empty list"), (["GPTQModifier", None], "str, NoneType"), ([State], "type")])
+def test_a_session_needs_modifiers(state: State, modifiers: list[Any], given: str) -> None:
+    with pytest.raises(LifecycleError, match=f"session: {given} was given as modifiers"):
         Session(state, modifiers)
 
 
