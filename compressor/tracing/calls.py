@@ -38,6 +38,7 @@ class CallRouter:
     Attributes:
         calibrated: targets that have had a calibration pass.
         closed: targets whose statistics are complete.
+        values: what the forwards have set on modules.
     """
 
     def __init__(self, model: nn.Module, targets: Collection[str], quiet: Callable[[], AbstractContextManager[None]]) -> None:
@@ -50,6 +51,7 @@ class CallRouter:
         """
         self.calibrated: set[str] = set()
         self.closed: set[str] = set()
+        self.values = ModuleValues()
         self._model = model
         self._quiet = quiet
         self._stage_of: dict[str, str] = {}  # watched module -> the closed target that it was calibrated in
@@ -106,6 +108,7 @@ class CallRouter:
         finally:
             for name, function in plain.items():
                 setattr(nn.Module, name, function)
+            self.values.undo({})
             _PATCHED.release()
 
     def _patch(self, plain_set: Callable[..., None], plain_buffer: Callable[..., None]) -> None:
@@ -122,13 +125,13 @@ class CallRouter:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             sample = running_sample()
             if sample is not None and module in self._isolated and not isinstance(value, nn.Module | nn.Parameter):
-                sample.values.note(module, name)
+                self.values.note(module, name)
             plain_set(module, name, value)
 
         def register_buffer(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
             sample = running_sample()
             if sample is not None and module in self._isolated:
-                sample.values.note(module, name)
+                self.values.note(module, name)
             plain_buffer(module, name, *args, **kwargs)
 
         for attribute, function in {"__call__": call, "__setattr__": set_attribute, "register_buffer": register_buffer}.items():
@@ -181,14 +184,13 @@ class CallRouter:
         """Call a target without consequences; say whether the call was cut short."""
         args, kwargs = copy_arguments((args, kwargs), self._model)
         module = self._model.get_submodule(target)
-        kept, sample.values = sample.values, ModuleValues()
+        before = self.values.view()
         try:
             run_shielded(lambda: self._call(module, *args, **kwargs))
         except _Enough:
             return True
         finally:
-            sample.values.drop()
-            sample.values = kept
+            self.values.undo(before)
         return False
 
 

@@ -1,7 +1,7 @@
 """What belongs to one paused forward and not to the thread: torch's modes, attributes set on modules, and copies of its arguments.
 
 Forwards that take turns would otherwise see each other's grad and autocast state, and what one writes to a module (`self.mask = ...`)
-another would read.
+another would read in its place.
 """
 
 from __future__ import annotations
@@ -50,35 +50,59 @@ class _Place(NamedTuple):
     value: Any
 
 
-class ModuleValues:
-    """Attributes and buffers that one forward has set on modules; taken off the modules while the forward is paused.
+View = dict[tuple[nn.Module, str], _Place]
 
-    Every forward thus starts from the values that the modules had before the run, and its own changes go with it.
+
+class ModuleValues:
+    """Attributes and buffers that paused forwards have set on modules, so that each of them finds its own again when it goes on.
+
+    A forward starts with what the forwards before it left, as plain forwards do. A distinction is made between data (tensors, numbers,
+    containers) and set-up (flags such as "hooks are installed", handles, functions): set-up outlives trial calls and the run.
     """
 
     def __init__(self) -> None:
         """Start with nothing set."""
-        self._places: dict[tuple[nn.Module, str], _Place] = {}
+        self._originals: View = {}
 
     def note(self, module: nn.Module, name: str) -> None:
-        """Remember a value that is about to be set for the first time.
+        """Remember what is there before a value is set for the first time.
 
         Args:
             module: the module.
             name: of the attribute or buffer.
         """
-        self._places.setdefault((module, name), _find(module, name))
+        if (module, name) not in self._originals:
+            self._originals[module, name] = _find(module, name)
 
-    def swap(self) -> None:
-        """Exchange the values on the modules with those kept here: at every pause and every resumption. Changes the modules."""
-        for (module, name), kept in list(self._places.items()):
-            self._places[module, name] = _find(module, name)
-            _put(module, name, kept)
+    def view(self) -> View:
+        """Return all noted values as they are now: what a forward sees when it pauses."""
+        return {(module, name): _find(module, name) for module, name in self._originals}
 
-    def drop(self) -> None:
-        """Put back what was there before the forward, and forget its values. Changes the modules."""
-        self.swap()
-        self._places.clear()
+    def restore(self, view: View) -> None:
+        """Show a forward that goes on what it saw when it paused. Changes the modules.
+
+        Args:
+            view: what it saw; values that were first set later are hidden from it, set-up excepted.
+        """
+        for (module, name), original in self._originals.items():
+            if (module, name) in view:
+                _put(module, name, view[module, name])
+            elif _is_data(_find(module, name).value):
+                _put(module, name, original)
+
+    def undo(self, view: View) -> None:
+        """Take back all data that was set after a view was taken; with an empty view, all data. Changes the modules.
+
+        Args:
+            view: the earlier values.
+        """
+        for (module, name), original in self._originals.items():
+            if _is_data(_find(module, name).value):
+                _put(module, name, view.get((module, name), original))
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, Tensor | int | float | complex | str | list | tuple | dict | set) and not isinstance(value, bool)
 
 
 def _find(module: nn.Module, name: str) -> _Place:

@@ -13,7 +13,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
 
 from compressor.data.collate import Batch, batch_to, call_model
-from compressor.tracing.isolation import ModuleValues, TorchState
+from compressor.tracing.isolation import ModuleValues, TorchState, View
 
 
 class Sample(greenlet):
@@ -26,11 +26,10 @@ class Sample(greenlet):
         calls: how often each watched module has been called in the running (or last) call of a target.
         unseen: watched modules that the running calibration call has not seen yet.
         closing: the forward is being ended; it must not pause any more.
-        values: what the forward has set on modules.
         output: what the forward returned.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, index: int, device: torch.device | None) -> None:
+    def __init__(self, model: nn.Module, batch: Batch, index: int, device: torch.device | None, values: ModuleValues) -> None:
         """Prepare; nothing runs before `advance`."""
         super().__init__()
         self.index = index
@@ -39,12 +38,12 @@ class Sample(greenlet):
         self.calls: Counter[str] = Counter()
         self.unseen: set[str] = set()
         self.closing = False
-        self.values = ModuleValues()
         self.output: Any = None
         self.gr_context = contextvars.copy_context()
-        self._model, self._device = model, device
+        self._model, self._device, self._values = model, device, values
         self._batch: Batch | None = batch
         self._torch_state: TorchState | None = None
+        self._view: View = {}
 
     def run(self) -> Any:
         """Run the forward; the body of the greenlet."""
@@ -91,15 +90,12 @@ class Sample(greenlet):
         self.parent = getcurrent()
         if self._torch_state is not None:
             self._torch_state.restore()
-        self.values.swap()
+            self._values.restore(self._view)
         try:
             yield
         finally:
             self._torch_state = TorchState.current()
-            if self.dead:
-                self.values.drop()
-            else:
-                self.values.swap()
+            self._view = {} if self.dead else self._values.view()
             outside.restore()
 
 

@@ -30,7 +30,7 @@ from compressor.tracing.sample import Sample
 class SuspendedRun:
     """Forwards of one model over many batches, paused and resumed together. A context manager; `stages` drives it.
 
-    Leaving it, by whatever exception, ends every paused forward and undoes every patch.
+    Leaving it, by whatever exception, ends every paused forward, undoes every patch and takes back what forwards have set on modules.
 
     Attributes:
         model: the model; its modules may be replaced between the two passes of a stage.
@@ -64,8 +64,8 @@ class SuspendedRun:
         self.model = model
         self.outputs: list[Any] = [None] * len(batches)
         self._rank = {name: rank for rank, name in enumerate(targets)}
-        self._samples = [Sample(model, batch, index, device) for index, batch in enumerate(batches)]
         self._router = CallRouter(model, targets, quiet)
+        self._samples = [Sample(model, batch, index, device, self._router.values) for index, batch in enumerate(batches)]
         self._watched, self._on_sample, self._keep_outputs = watched, on_sample, keep_outputs
         self._cleanup = ExitStack()
 

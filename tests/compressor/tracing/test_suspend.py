@@ -219,6 +219,17 @@ def test_inputs_and_outputs_are_those_of_plain_forwards_bit_for_bit(maker: Any, 
     assert len(got[0]) >= len(targets) and all(len(inputs) == len(batches) for inputs in got[0].values())
 
 
+def test_outputs_that_a_model_collects_on_the_way_hold_no_trial_call() -> None:
+    model, batches = made(llama)
+    batches = [{**batch, "output_hidden_states": True} for batch in batches]  # type: ignore[dict-item]
+    expected = naive(copy.deepcopy(model), batches, ["model.layers.0", "model.layers.1"])
+    got = suspended(model, batches, ["model.layers.0", "model.layers.1"])
+    assert_same(expected, got)
+    assert len(got[1][0].hidden_states) == 4
+    counts = {len(layer._forward_hooks) for layer in model.model.layers}
+    assert counts == {1}, "hooks that a model installs once are installed once"
+
+
 def test_targets_run_under_the_grad_and_autocast_state_of_their_forward() -> None:
     class Autocasting(TwoInputs):
         def forward(self, left: Tensor, right: Tensor) -> Tensor:
@@ -423,12 +434,31 @@ def test_what_a_forward_stores_on_modules_stays_its_own_and_is_taken_away() -> N
         expected = [call_model(copy.deepcopy(model), batch) for batch in batches]
     with SuspendedRun(model, ["layers.0", "layers.1"], batches, watched=lambda: {"layers.0.0": False}, keep_outputs=True) as run:
         for stage in run.stages():
-            assert not hasattr(model, "kept") and torch.equal(model.scale, torch.ones(1))
             stage.calibrate()
             stage.propagate()
     assert_same(run.outputs, expected)
     assert not hasattr(model, "kept")
     assert_same(model.state_dict(), before)
+
+
+def test_rotary_tables_that_grow_and_shrink_with_the_sequence_are_those_of_plain_forwards() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = LlamaConfig(**SIZES, num_key_value_heads=1, use_cache=False, max_position_embeddings=8, rope_parameters=scaling)
+    model = LlamaForCausalLM(config).eval()
+    batches: list[Batch] = [{"input_ids": torch.arange(length)[None] + 1} for length in (5, 20, 12, 30, 4)]
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = [call_model(plain, batch) for batch in batches]
+    before = model.model.rotary_emb.inv_freq.clone()
+    assert_same(suspended(copy.deepcopy(model), batches, [])[1], expected)
+    with SuspendedRun(model, list(infer_targets(model).targets), batches, keep_outputs=True) as run:
+        for stage in run.stages():
+            stage.propagate()
+    assert_same(run.outputs, expected)
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
 
 
 class CacheLike:

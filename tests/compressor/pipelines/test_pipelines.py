@@ -1,0 +1,373 @@
+"""Pipelines feed every hooked module exactly the inputs that naive calibration would, send the right events, and leave no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from pydantic import PrivateAttr
+from torch import Tensor, nn
+
+from compressor.data import CalibrationData, call_model, load_dataset_source
+from compressor.errors import CalibrationError, DatasetError, RecipeError, TargetError
+from compressor.lifecycle import CalibrationNeed, Event, Modifier, Session, State
+from compressor.pipelines import choose_pipeline, run_pipeline, sequential
+from compressor.progress import SilentProgress
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 24}
+PLAIN_CALL = nn.Module.__call__
+
+
+class Halved(nn.Module):
+    """A compressed linear: another function, and a count of its materializations."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+        self.is_materialized = False
+        self.calls: list[bool] = []
+
+    @contextmanager
+    def materialize(self) -> Iterator[None]:
+        self.is_materialized = True
+        yield
+        self.is_materialized = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(self.is_materialized)
+        return self.linear(x) / 2
+
+
+class Recorder(Modifier):
+    """Hooks linears, keeps what they saw, and halves them when their stage ends."""
+
+    calibration: ClassVar[CalibrationNeed] = "sequential"
+    ignore: tuple[str, ...] = ()
+    keep_hooks: bool = False
+    fail: str | None = None
+    _pending: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _seen: dict[str, list[tuple[Tensor, Tensor | None]]] = PrivateAttr(default_factory=dict)
+    _events: list[tuple[str, tuple[str, ...]]] = PrivateAttr(default_factory=list)
+
+    def on_initialize(self, state: State) -> bool:
+        return True
+
+    def on_event(self, state: State, event: Event) -> None:
+        self._events.append((event.type.name, event.modules))
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        for name, module in state.model.named_modules():
+            if isinstance(module, nn.Linear) and not any(part in name for part in self.ignore):
+                self._pending[name] = self.register_hook(module, self._see(state, name), "forward_pre")
+
+    def _see(self, state: State, name: str) -> Any:
+        def see(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if self.fail == "hook":
+                raise KeyboardInterrupt
+            assert not module.training
+            self._seen.setdefault(name, []).append((args[0].clone(), state.token_mask))
+
+        return see
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        names = [name for name in event.modules if name in self._pending]
+        if names and self.fail == "compress":
+            raise KeyboardInterrupt
+        for name in names:
+            handle = self._pending.pop(name)
+            if not self.keep_hooks:
+                self.remove_hooks([handle])
+            state.replace_module(name, Halved(state.model.get_submodule(name)))
+
+
+def llama(**settings: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, **settings)).train()
+
+
+def tokens(batch_size: int = 2) -> CalibrationData:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(1, 64, (length,), generator=generator) for length in (5, 8, 8, 3, 6)]
+    return load_dataset_source(rows, batch_size=batch_size)
+
+
+def run(model: nn.Module, data: CalibrationData | None, name: str, recorder: Recorder, targets: list[str] | None = None) -> Recorder:
+    with Session(State(model), [recorder]) as session:
+        session.initialize()
+        run_pipeline(name, session, data, progress=SilentProgress(), targets=targets)
+        assert session.state.token_mask is None
+        session.finalize()
+    return recorder
+
+
+@torch.no_grad()
+def naive_inputs(model: Any, data: CalibrationData, stages: list[list[str]], compress: bool = True) -> dict[str, list[Tensor]]:
+    """Run all plain forwards again for every stage."""
+    seen: dict[str, list[Tensor]] = {}
+    model.eval()
+    state = State(model)
+    for names in stages:
+        handles = [
+            model.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, name=name: seen.setdefault(name, []).append(args[0].clone())
+            )
+            for name in names
+        ]
+        for batch in data.batches:
+            call_model(model, {**batch, "use_cache": False})  # type: ignore[dict-item]
+        for handle in handles:
+            handle.remove()
+        for name in names if compress else ():
+            state.replace_module(name, Halved(model.get_submodule(name)))
+    return seen
+
+
+def layer_stages(model: nn.Module) -> list[list[str]]:
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [[name for name in linears if name.startswith(f"model.layers.{i}.")] for i in range(3)]
+
+
+def assert_saw(recorder: Recorder, expected: dict[str, list[Tensor]], data: CalibrationData) -> None:
+    assert recorder._seen.keys() == expected.keys()
+    for name, seen in recorder._seen.items():
+        assert len(seen) == len(expected[name])
+        for (x, mask), y, real in zip(seen, expected[name], data.token_masks, strict=True):
+            assert torch.equal(x, y), name
+            assert (mask is None and real is None) or (mask is not None and real is not None and torch.equal(mask, real))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_sequential_feeds_each_layer_through_the_compressed_layers_before_it(batch_size: int) -> None:
+    model, data = llama(), tokens(batch_size)
+    expected = naive_inputs(copy.deepcopy(model), data, layer_stages(model))
+    heads: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: heads.append(output))
+    recorder = run(model, data, "sequential", Recorder(ignore=("lm_head",)))
+    assert_saw(recorder, expected, data)
+    assert len(heads) == 1, "logits are computed for one batch only"
+
+
+def test_sequential_tells_each_module_in_exactly_one_event() -> None:
+    model = llama()
+    modules = {name for name, _ in model.named_modules()}
+    events = run(model, tokens(), "sequential", Recorder(ignore=("lm_head",)))._events
+    assert [kind for kind, _ in events] == ["CALIBRATION_START", *["SEQUENTIAL_EPOCH_END"] * 4, "CALIBRATION_END"]
+    names = [name for _, names in events for name in names]
+    assert len(names) == len(set(names)) and set(names) >= modules
+    assert [names[0] for _, names in events[1:4]] == [f"model.layers.{i}" for i in range(3)]
+    assert {"lm_head", "model.norm", "model.embed_tokens"} < set(events[4][1])
+
+
+def test_a_watched_head_sees_every_batch_once_after_all_layers_are_compressed() -> None:
+    model, data = llama(), tokens()
+    expected = naive_inputs(copy.deepcopy(model), data, [*layer_stages(model), ["lm_head"]])
+    recorder = run(model, data, "sequential", Recorder())
+    assert_saw(recorder, expected, data)
+    assert isinstance(model.lm_head, Halved)
+
+
+def test_hooks_that_a_modifier_leaves_on_do_not_count_the_propagation_too() -> None:
+    model, data = llama(), tokens()
+    expected = naive_inputs(copy.deepcopy(model), data, layer_stages(model))
+    assert_saw(run(model, data, "sequential", Recorder(ignore=("lm_head",), keep_hooks=True)), expected, data)
+
+
+def test_named_targets_may_be_single_linears() -> None:
+    model, data = llama(), tokens()
+    order: list[str] = []
+    probe = copy.deepcopy(model)
+    for name, module in probe.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(lambda _, args, name=name: order.append(name))
+    with torch.no_grad():
+        call_model(probe, data.batches[0])
+    expected = naive_inputs(copy.deepcopy(model), data, [[name] for name in order])
+    recorder = run(model, data, "sequential", Recorder(ignore=("lm_head",)), targets=[r"re:model\.layers\..*_proj$"])
+    assert_saw(recorder, expected, data)
+
+
+def test_without_propagated_error_every_layer_sees_the_plain_flow() -> None:
+    model, data = llama(), tokens()
+    expected = naive_inputs(copy.deepcopy(model), data, layer_stages(model), compress=False)
+    recorder = Recorder(ignore=("lm_head",))
+    with Session(State(model), [recorder]) as session:
+        session.initialize()
+        sequential.run(session, data, progress=SilentProgress(), propagate_error=False)
+        session.finalize()
+    assert_saw(recorder, expected, data)
+    assert isinstance(model.model.layers[2].mlp.down_proj, Halved)
+
+
+def test_compressed_modules_are_materialized_while_samples_propagate() -> None:
+    model = llama()
+    run(model, tokens(), "sequential", Recorder(ignore=("lm_head",)))
+    first, last = model.model.layers[0].mlp.down_proj, model.model.layers[2].mlp.down_proj
+    assert first.calls == [True] * 3 and last.calls == [True] and not first.is_materialized
+
+
+def test_basic_runs_whole_forwards_and_ends_with_one_event_for_all_modules() -> None:
+    model, data = llama(), tokens()
+    modules = tuple(name for name, _ in model.named_modules())
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    expected = naive_inputs(copy.deepcopy(model), data, [linears], compress=False)
+    recorder = run(model, data, "basic", Recorder())
+    assert_saw(recorder, expected, data)
+    assert recorder._events == [("CALIBRATION_START", ()), ("SEQUENTIAL_EPOCH_END", modules), ("CALIBRATION_END", ())]
+
+
+def test_data_free_sends_start_and_end_only() -> None:
+    recorder = run(llama(), None, "data_free", Recorder())
+    assert recorder._events == [("CALIBRATION_START", ()), ("CALIBRATION_END", ())] and not recorder._seen
+
+
+def test_a_plain_module_of_linears_is_calibrated_as_one_stage() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2))
+    recorder = run(model, data, "sequential", Recorder())
+    assert {name: len(seen) for name, seen in recorder._seen.items()} == {"0": 3, "2": 3}
+    assert recorder._events[1] == ("SEQUENTIAL_EPOCH_END", ("", "0", "1", "2")) and len(recorder._events) == 3
+
+
+class Repeating(nn.Module):
+    """Calls a linear as often as the input says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        for _ in range(int(x[0, 0]) - 1):
+            y = self.linear(y)
+        return y
+
+
+def test_the_last_stage_misses_no_call_though_no_propagation_could_notice() -> None:
+    data = load_dataset_source(torch.utils.data.DataLoader(torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0]])))
+    recorder = run(nn.Sequential(Repeating()), data, "sequential", Recorder())
+    assert len(recorder._seen["0.linear"]) == 1 + 3 + 2
+
+
+class Branching(nn.Module):
+    """Has layers that no forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+        self.vision = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_watched_target_that_no_batch_calls_is_an_error_that_names_it() -> None:
+    data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(2, 2)))
+    with pytest.raises(CalibrationError, match=r"^vision.0, vision.1: no batch calls these sequential targets"):
+        run(Branching(), data, "sequential", Recorder())
+    events = run(Branching(), data, "sequential", Recorder(ignore=("vision",)))._events
+    assert [names[0] for kind, names in events if names] == ["layers.0", "layers.1", ""] and "vision.1.0" in events[3][1]
+    with pytest.raises(CalibrationError, match=r"^vision.1: no batch calls this sequential target"):
+        run(Branching(), data, "sequential", Recorder(ignore=("vision",)), targets=["layers.0", "vision.1"])
+
+
+@pytest.mark.parametrize("name", ["basic", "sequential"])
+@pytest.mark.parametrize("fail", [None, "hook", "compress"])
+def test_nothing_is_left_on_the_model_whatever_happens(name: str, fail: str | None) -> None:
+    model = llama(use_cache=True)
+    model.model.layers[1].eval()
+    training = {name: module.training for name, module in model.named_modules()}
+    recorder = Recorder(fail=fail)
+    if fail is None:
+        run(model, tokens(), name, recorder)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run(model, tokens(), name, recorder)
+    assert {name: module.training for name, module in model.named_modules() if name in training} == training
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert model.config.use_cache and nn.Module.__call__ is PLAIN_CALL
+    assert all(m.training for m in model.model.layers[0].modules() if isinstance(m, Halved))
+
+
+@pytest.mark.parametrize("name", ["basic", "sequential"])
+def test_no_cache_grows_during_calibration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a cache was made")
+
+    monkeypatch.setattr(transformers.cache_utils.DynamicCache, "__init__", fail)
+    run(llama(use_cache=True), tokens(), name, Recorder())
+
+
+class CountingProgress:
+    """Counts the steps of every bar."""
+
+    def __init__(self) -> None:
+        self.total = self.done = 0
+        self.notes: list[str] = []
+
+    @contextmanager
+    def task(self, description: str, total: int) -> Iterator[Any]:
+        self.total = total
+        yield self
+
+    def advance(self, amount: int = 1, note: str | None = None) -> None:
+        assert amount >= 0
+        self.done += amount
+        self.notes += [note] if note else []
+
+
+@pytest.mark.parametrize("name", ["data_free", "basic", "sequential"])
+def test_the_bar_ends_exactly_at_its_total(name: str) -> None:
+    progress = CountingProgress()
+    with Session(State(llama()), [Recorder(ignore=("lm_head",))]) as session:
+        session.initialize()
+        run_pipeline(name, session, tokens(), progress=progress)
+        session.finalize()
+    assert progress.done == progress.total > 0
+    assert progress.notes == ([f"model.layers.{i}" for i in range(3)] if name == "sequential" else [])
+
+
+class Basic(Recorder):
+    calibration: ClassVar[CalibrationNeed] = "basic"
+
+
+class Free(Recorder):
+    calibration: ClassVar[CalibrationNeed] = "none"
+
+
+@pytest.mark.parametrize(
+    ("modifiers", "override", "expected"),
+    [
+        ([Free()], None, "data_free"),
+        ([Free(), Basic()], None, "basic"),
+        ([Recorder(), Basic()], None, "sequential"),
+        ([Recorder()], "basic", "basic"),
+        ([Free()], "sequential", "sequential"),
+        ([], None, "data_free"),
+    ],
+)
+def test_the_strongest_need_chooses_the_pipeline(modifiers: list[Modifier], override: str | None, expected: str) -> None:
+    assert choose_pipeline(modifiers, override) == expected
+
+
+def test_wrong_choices_are_refused() -> None:
+    with pytest.raises(RecipeError, match=r"'sequentail' does not exist \(nearest: sequential\)"):
+        choose_pipeline([Free()], "sequentail")
+    with pytest.raises(RecipeError, match=r"data_free feeds no data, but Basic\[1\] must calibrate; choose basic"):
+        choose_pipeline([Free(), Basic(index=1)], "data_free")
+    with pytest.raises(DatasetError, match="basic was chosen without calibration data"):
+        run(llama(), None, "basic", Recorder())
+    with pytest.raises(TargetError, match="the basic pipeline has none"):
+        run(llama(), tokens(), "basic", Recorder(), targets=["Linear"])
+    with pytest.raises(TargetError, match="matches no module"):
+        run(llama(), tokens(), "sequential", Recorder(), targets=["LlamaDecodrLayer"])
