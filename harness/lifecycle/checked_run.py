@@ -1,0 +1,280 @@
+"""A run with the oracle beside it: every call goes to both, and everything that can be seen is compared after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from compressor.errors import CompressorError
+from harness.lifecycle.driver import Run
+from harness.lifecycle.expectations import fire_order, leftovers, lives
+from harness.lifecycle.judge import CLAUSES, Clause, Outcome, Violation, describe, judge_error, replay, show
+from harness.lifecycle.limits import TimeLimitError
+from harness.lifecycle.oracle import Refused, Script
+from harness.lifecycle.oracle_session import SessionModel
+from harness.lifecycle.probes import CHAIN_PARTS
+from harness.lifecycle.recording import Acts, Entry
+from harness.lifecycle.snapshot import Difference, Snapshot, num_hooks
+
+# What no call may change, whatever the modifiers do.
+NEVER = ("rng", "torch", "threads", "class")
+
+
+class OverError(Exception):
+    """The example has come to an end, because a clause that is not looked at was broken."""
+
+
+class CheckedRun:
+    """A run and its oracle.
+
+    Args:
+        run: fresh.
+        oracle: of the same modifiers, fresh.
+        obedient: the modifiers do nothing but what the acts say, so that modules and hooks are compared exactly.
+        refusals: exceptions with which a modifier's own code may turn down what it is asked.
+        allowed: kinds of differences that are no violation, on top of what the contract allows.
+        clauses: the clauses that count; after a breach of another one the example ends.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        oracle: SessionModel,
+        *,
+        obedient: bool = True,
+        refusals: tuple[type[BaseException], ...] = (CompressorError,),
+        allowed: Collection[str] = (),
+        clauses: Collection[Clause] = CLAUSES,
+    ) -> None:
+        self.run = run
+        self.oracle = oracle
+        self.obedient = obedient
+        self.refusals = refusals
+        self.allowed = set(allowed)
+        self.clauses = clauses
+        self.start = self.now = self._snapshot()
+        self._asleep: list[tuple[int | None, AbstractContextManager[None]]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """True after finalize or abort."""
+        return self.oracle.place == "over"
+
+    def initialize(self, acts: Acts | None = None) -> Outcome:
+        """Initialize both sides."""
+        return self.perform("initialize()", self.run.initialize, self.oracle.initialize(), acts, "INITIALIZE")
+
+    def send(self, event: str, acts: Acts | None = None, has_loss: bool | None = None, modules: tuple[str, ...] = ()) -> Outcome:
+        """Send an event to both sides; with a loss where one belongs to it, unless said otherwise."""
+        loss = event == "LOSS_CALCULATED" if has_loss is None else has_loss
+        payload = ", with a loss" * loss + f", modules={modules}" * bool(modules)
+        script = self.oracle.send(event, loss, modules)
+        return self.perform(f"send({event}{payload})", lambda: self.run.send(event, loss, modules), script, acts, event)
+
+    def finalize(self, acts: Acts | None = None) -> Outcome:
+        """Finalize both sides."""
+        return self.perform("finalize()", self.run.finalize, self.oracle.finalize(), acts, "FINALIZE")
+
+    def go(self, moment: str, acts: Acts | None = None, modules: tuple[str, ...] = ()) -> Outcome:
+        """Go through a moment, whatever it is."""
+        if moment == "INITIALIZE":
+            return self.initialize(acts)
+        if moment == "FINALIZE":
+            return self.finalize(acts)
+        return self.send(moment, acts, modules=modules if moment == "SEQUENTIAL_EPOCH_END" else ())
+
+    def abort(self) -> Outcome:
+        """Abort both sides."""
+        return self.perform("abort()", self.run.abort, self.oracle.abort())
+
+    def leave(self, error: BaseException | None) -> Outcome:
+        """Leave the `with` block on both sides."""
+        how = f"by {type(error).__name__}" if error else "without an exception"
+        return self.perform(f"leaving the with block {how}", lambda: self.run.leave(error), self.oracle.leave(error is not None))
+
+    def call_modifier(self, number: int, method: str) -> None:
+        """Call a modifier past the session at a moment when it must refuse.
+
+        Raises:
+            Violation: it does not refuse, or something changed.
+        """
+        self.perform(f"{method}() of modifier {number}", lambda: self.run.call_modifier(number, method), _refuse())
+
+    def refuses(self, number: int, method: str) -> bool:
+        """Say whether a modifier must refuse a call now."""
+        flags = self.oracle.modifiers[number].flags
+        return flags.finalized or flags.initialized == (method == "initialize")
+
+    def enter_disabled(self, number: int | None) -> None:
+        """Put the hooks of one modifier, or of all, to sleep."""
+        context = self.run.hooks_disabled(number)
+        context.__enter__()
+        self._asleep.append((number, context))
+
+    def exit_disabled(self, which: int) -> None:
+        """Leave one of the entered contexts, in any order."""
+        _, context = self._asleep.pop(which % len(self._asleep))
+        context.__exit__(None, None, None)
+
+    @property
+    def num_disabled(self) -> int:
+        """How many contexts are entered."""
+        return len(self._asleep)
+
+    def sleeps(self, number: int) -> bool:
+        """Say whether the hooks of a modifier must sleep now."""
+        return any(one is None or one == number for one, _ in self._asleep)
+
+    def forward(self, inputs: Callable[[], object]) -> None:
+        """Run the model, and compare the hooks that fired.
+
+        Args:
+            inputs: runs the model.
+
+        Raises:
+            Violation: a hook fired that must not, or did not fire, or came in another order.
+        """
+        self.run.recorder.begin()
+        with torch.no_grad():
+            inputs()
+        fired = self.run.recorder.fired
+        woken = [name for name in fired if self.sleeps(int(name.split(".")[0]))]
+        if woken:
+            self._break("hooks", f"hooks ran inside disable_hooks: {', '.join(woken)}")
+        if self.obedient:
+            expected = fire_order(self.oracle.modifiers, self.oracle.world.modules, self.sleeps)
+            if fired != expected:
+                self._break("hooks", f"a forward should have run the hooks {expected}, and ran {fired}")
+        self.now = self._snapshot()
+
+    def close(self) -> None:
+        """Leave every context, give up what is not over, and look at what is left."""
+        while self._asleep:
+            self.exit_disabled(0)
+        if not self.is_over and self.oracle.last != "CREATE" and "abort" in self.run.features:
+            self.abort()
+
+    def perform(
+        self, call: str, invoke: Callable[[], object], script: Script, acts: Acts | None = None, moment: str | None = None
+    ) -> Outcome:
+        """Make a call on both sides, and compare all that can be seen.
+
+        Args:
+            call: the call in words.
+            invoke: makes it on the run.
+            script: the oracle's side of it.
+            acts: what callbacks are made to do.
+            moment: what the session is asked to go through, for its message of refusal.
+
+        Returns:
+            What the oracle says of it.
+
+        Raises:
+            Violation: something that the contract forbids.
+            OverError: the same, in a clause that is not looked at.
+        """
+        before, recorder, last = self.now, self.run.recorder, self.oracle.last
+        recorder.begin(acts)
+        error: BaseException | None = None
+        answer: object = None
+        try:
+            answer = invoke()
+        except TimeLimitError:
+            raise
+        except BaseException as caught:  # noqa: BLE001 - the error of the subject is what is judged
+            error = caught
+        self.now = self._snapshot()
+        entries = recorder.entries
+        for remark in recorder.remarks:
+            self._break("state", f"{call}: {remark}")
+        with self._counting():
+            outcome = replay(call, script, entries)
+            judge_error(call, outcome, entries, error, answer)
+            self._check_own_errors(entries)
+            self._check_standing(call)
+            if moment is not None and outcome.kind == "refused":
+                self._check_message(call, moment, last, str(error))
+        self._check_changes(call, outcome, before)
+        if self.is_over or (outcome.kind == "failed" and self.oracle.last == "CREATE"):
+            self._check_left(call)
+        return outcome
+
+    def _check_own_errors(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            if entry.error is not None and not entry.planned and not isinstance(entry.error, self.refusals):
+                raise Violation("errors", f"{show(entry.seen)} raised {describe(entry.error)}") from entry.error
+
+    def _check_standing(self, call: str) -> None:
+        for number, (flags, modifier) in enumerate(zip(self.run.flags(), self.oracle.modifiers, strict=True)):
+            if flags != modifier.flags:
+                raise Violation("flags", f"{call}: modifier {number} shows {flags}, due are {modifier.flags}")
+        if "standing" in self.run.features:
+            due = (self.oracle.last, self.oracle.step, float(self.oracle.index_at(self.oracle.step)))
+            if self.run.standing() != due:
+                raise Violation("flags", f"{call}: the session stands at {self.run.standing()}, due is {due}")
+
+    def _check_message(self, call: str, moment: str, last: str, message: str) -> None:
+        """A refusal names what was given; where the order is at fault also what came last and what may come."""
+        words = [moment] if self.oracle.allows(moment) else [moment, last, *self.oracle.allowed()]
+        missing = [word for word in words if "messages" in self.run.features and word.lower() not in message.lower()]
+        if missing:
+            raise Violation("errors", f"{call}: the message of the refusal does not say {', '.join(missing)}: {message}")
+
+    def _check_changes(self, call: str, outcome: Outcome, before: Snapshot) -> None:
+        """Hold the differences between two snapshots against what the call may change."""
+        found = before.differences(self.now, self.allowed)
+        if outcome.kind == "refused" and found:
+            self._break("unchanged", f"{call} was refused, and changed {_list(found)}")
+        never = [difference for difference in found if difference.kind in NEVER]
+        if never:
+            self._break("unchanged", f"{call} changed {_list(never)}")
+        if self.obedient:
+            self._check_world(call)
+
+    def _check_world(self, call: str) -> None:
+        world = self.oracle.world.modules
+        for name in CHAIN_PARTS:
+            token = getattr(self.run.model.get_submodule(name), "token", None)
+            due = f"{name}@{world.get(name, 'original')}"
+            if token != due:
+                self._break("modules", f"{call}: {token} stands in the model, due is {due}")
+        num_due = sum(len([hook for hook in model.hooks if lives(hook, world)]) for model in self.oracle.modifiers)
+        if num_hooks(self.run.model) != num_due:
+            self._break("hooks", f"{call}: {num_hooks(self.run.model)} hooks lie on the model, due are {num_due}")
+
+    def _check_left(self, call: str) -> None:
+        """Hold the model of a run that is over against the model before it."""
+        if num_hooks(self.run.model):
+            self._break("left behind", f"{call}: {num_hooks(self.run.model)} hooks are left on the model")
+        found = leftovers(self.start, self.now, self.allowed)
+        if found:
+            self._break("left behind", f"{call}: the run is over, and left {_list(found)}")
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self.run.model, self.run.shared())
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Let only violations of the clauses that count through."""
+        try:
+            yield
+        except Violation as violation:
+            if violation.clause in self.clauses:
+                raise
+            raise OverError from violation
+
+    def _break(self, clause: Clause, message: str) -> None:
+        with self._counting():
+            raise Violation(clause, message)
+
+
+def _refuse() -> Script:
+    yield from ()
+    raise Refused
+
+
+def _list(differences: Sequence[Difference]) -> str:
+    more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+    return "; ".join(str(difference) for difference in differences[:4]) + more

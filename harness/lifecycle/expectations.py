@@ -1,0 +1,55 @@
+"""What has to be true of the model itself: what a run may leave behind, and which hooks a forward runs in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from harness.lifecycle.oracle import ModifierModel
+from harness.lifecycle.probes import CHAIN_PARTS
+from harness.lifecycle.snapshot import Difference, Snapshot
+
+# What a run may leave behind once it is over: replaced modules and other weights.
+MAY_STAY = ("module", "tensor", "grad", "state", "settings", "session")
+
+
+def leftovers(start: Snapshot, end: Snapshot, allowed: Collection[str] = ()) -> list[Difference]:
+    """Return what a run left behind on modules that it did not replace.
+
+    Args:
+        start: before the run.
+        end: after it.
+        allowed: kinds of differences that are no violation.
+
+    Returns:
+        The differences; weights and replaced modules are none.
+    """
+    changed = start.differences(end, allowed)
+    replaced = [difference.where for difference in changed if difference.kind == "module"]
+    found = [difference for difference in changed if difference.kind not in MAY_STAY]
+    return [one for one in found if not any(one.where == name or one.where.startswith(f"{name}.") for name in replaced)]
+
+
+def fire_order(modifiers: Sequence[ModifierModel], world: Mapping[str, str], sleeps: Callable[[int], bool]) -> list[str]:
+    """Return the hooks that one forward of the chain has to run, in torch's order: by module, pre-hooks first, as registered.
+
+    Args:
+        modifiers: the models, whose hooks are named `modifier.serial kind module@token`.
+        world: what stands where.
+        sleeps: says whether the hooks of a modifier sleep.
+
+    Returns:
+        Names of hooks.
+    """
+    live = [hook for model in modifiers if not sleeps(model.number) for hook in model.hooks if lives(hook, world)]
+
+    def place(hook: str) -> tuple[int, bool, int]:
+        serial, kind, where = hook.split(" ")
+        return CHAIN_PARTS.index(where.split("@")[0]), kind != "forward_pre", int(serial.split(".")[1])
+
+    return sorted(live, key=place)
+
+
+def lives(hook: str, world: Mapping[str, str]) -> bool:
+    """Say whether the module that carries a hook stands in the model."""
+    module, _, token = hook.split(" ")[2].partition("@")
+    return world.get(module, "original") == token

@@ -1,0 +1,77 @@
+"""A time limit for code that may never come back."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class TimeLimitError(BaseException):
+    """Thrown into code that took too long; no Exception, so that it is not taken for an error of that code."""
+
+
+class Stopwatch:
+    """Measures one example after another; whoever runs examples says when a new one begins."""
+
+    def __init__(self) -> None:
+        """Start now."""
+        self.restart()
+
+    def restart(self) -> None:
+        """A new example begins."""
+        self._start = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Time since the example began."""
+        return time.monotonic() - self._start
+
+
+def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float) -> Result:
+    """Run something in a thread of its own, and give up on it when one example takes too long.
+
+    Python code in a loop is stopped; code that sleeps or waits is left behind in a daemon thread, which ends with the process.
+
+    Args:
+        call: what to run.
+        stopwatch: restarted by `call` at the start of each example.
+        seconds: that one example may take.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        TimeLimitError: an example took longer.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits
+            errors.append(error)
+
+    stopwatch.restart()
+    thread = threading.Thread(target=work, daemon=True, name="harness-limited")
+    thread.start()
+    while thread.is_alive():
+        thread.join(timeout=0.05)
+        if thread.is_alive() and stopwatch.seconds > seconds:
+            _interrupt(thread)
+            raise TimeLimitError(f"one example took longer than {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    assert thread.ident is not None
+    error: Any = ctypes.py_object(TimeLimitError)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), error)
+    thread.join(timeout=1.0)

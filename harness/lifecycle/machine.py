@@ -1,0 +1,224 @@
+"""State machines over the lifecycle: random calls, legal and illegal, with callbacks that misbehave, the oracle beside every one.
+
+`SessionMachine` drives a session of several modifiers, `ModifierMachine` a single one without a session. Both are templates: `build`
+fills in what is driven, so that one machine serves our core, somebody's modifier and, through an adapter, another library.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from compressor.errors import CompressorError
+from harness.lifecycle import strategies
+from harness.lifecycle.checked_run import CheckedRun, OverError
+from harness.lifecycle.driver import Run
+from harness.lifecycle.judge import CLAUSES, Clause
+from harness.lifecycle.limits import Stopwatch
+from harness.lifecycle.oracle_session import SessionModel
+from harness.lifecycle.recording import Acts
+from harness.lifecycle.strategies import Setup
+from harness.lifecycle.terms import CALIBRATION_EVENTS
+
+
+@dataclass
+class Stage:
+    """What a session machine drives.
+
+    Attributes:
+        open_run: makes a fresh run, over a fresh model, of the modifiers of a setup; those of `guests` come first, with their own settings.
+        forward: runs the model of a run.
+        guests: how many modifiers are not the machine's own.
+        obedient: no guest: all that happens is what the machine plans.
+        part_names: module names to send with SEQUENTIAL_EPOCH_END.
+        refusals: exceptions with which a guest may turn down what it is asked.
+        allowed: kinds of differences that are no violation.
+        clauses: the clauses of the contract that count.
+        stopwatch: restarted at the start of every example.
+        num_steps: steps done so far, of all examples.
+    """
+
+    open_run: Callable[[Setup], Run]
+    forward: Callable[[Run], object]
+    guests: int = 0
+    part_names: tuple[tuple[str, ...], ...] = (("first",), ("second",), ("first", "second"))
+    refusals: tuple[type[BaseException], ...] = (CompressorError,)
+    allowed: Collection[str] = ()
+    clauses: Collection[Clause] = CLAUSES
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    num_steps: int = 0
+
+    @property
+    def obedient(self) -> bool:
+        """All that happens is what the machine plans."""
+        return not self.guests
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """One session after another, driven at random beside the oracle."""
+
+    stage: ClassVar[Stage]
+    checked: CheckedRun | None = None
+    ended = False
+
+    @initialize(setup=st.deferred(strategies.setups))
+    def open(self, setup: Setup) -> None:
+        """Open the first run."""
+        self.stage.stopwatch.restart()
+        self._open(setup)
+
+    @rule(data=st.data(), which=st.integers(0, 7))
+    def advance(self, data: st.DataObject, which: int) -> None:
+        """Go through a moment that may come now."""
+        allowed = self._checked.oracle.allowed()
+        if allowed:
+            self._go(data, allowed[which % len(allowed)])
+
+    @rule(data=st.data(), moment=strategies.moments)
+    def attempt(self, data: st.DataObject, moment: str) -> None:
+        """Try any moment, allowed or not."""
+        self._go(data, moment)
+
+    @precondition(lambda self: self._can("payload"))
+    @rule(event=strategies.events, has_loss=st.booleans(), parts=st.integers(0, 2))
+    def send_payload(self, event: str, has_loss: bool, parts: int) -> None:
+        """Send an event with a payload that may not belong to it."""
+        modules = self.stage.part_names[parts % len(self.stage.part_names)]
+        self._step(lambda checked: checked.send(event, has_loss=has_loss, modules=modules))
+
+    @precondition(lambda self: self._place == "between")
+    @rule(count=st.integers(1, 4))
+    def train(self, count: int) -> None:
+        """Go through whole batches."""
+        for _ in range(count):
+            for event in ("BATCH_START", "LOSS_CALCULATED", "OPTIM_PRE_STEP", "OPTIM_POST_STEP", "BATCH_END"):
+                self._step(functools.partial(_send_unless_over, event))
+
+    @precondition(lambda self: self._place != "before" and self._can("standing"))
+    @rule(number=st.integers(0, 2), method=st.sampled_from(("initialize", "update_event", "finalize")))
+    def call_modifier(self, number: int, method: str) -> None:
+        """Call a modifier past the session, at a moment when it must refuse."""
+        number %= len(self._checked.oracle.modifiers)
+        if self._checked.refuses(number, method):
+            self._step(lambda checked: checked.call_modifier(number, method))
+
+    @rule(number=st.none() | st.integers(0, 2))
+    def enter_disabled(self, number: int | None) -> None:
+        """Put hooks to sleep."""
+        if number is not None and "single_hooks" not in self._checked.run.features:
+            number = None
+        self._checked.enter_disabled(None if number is None else number % len(self._checked.oracle.modifiers))
+
+    @precondition(lambda self: self.checked is not None and self.checked.num_disabled > 0)
+    @rule(which=st.integers(0, 3))
+    def exit_disabled(self, which: int) -> None:
+        """Leave one of the contexts, not always the latest."""
+        self._checked.exit_disabled(which)
+
+    @rule()
+    def forward(self) -> None:
+        """Run the model."""
+        self._step(lambda checked: checked.forward(lambda: self.stage.forward(checked.run)))
+
+    @precondition(lambda self: self._can("abort"))
+    @rule()
+    def abort(self) -> None:
+        """Give up."""
+        self._step(lambda checked: checked.abort())
+
+    @precondition(lambda self: self._can("leave"))
+    @rule(error=st.sampled_from((None, ValueError("left"), KeyboardInterrupt())))
+    def leave(self, error: BaseException | None) -> None:
+        """Leave the `with` block."""
+        self._step(lambda checked: checked.leave(error))
+
+    @precondition(lambda self: self._place == "over")
+    @rule(setup=st.deferred(strategies.setups))
+    def again(self, setup: Setup) -> None:
+        """Open another run."""
+        self._checked.close()
+        self._open(setup)
+
+    def teardown(self) -> None:
+        """Close the last run."""
+        if self.checked is not None and not self.ended:
+            self._step(lambda checked: checked.close())
+
+    def _open(self, setup: Setup) -> None:
+        self.stage.num_steps += 1
+        run = self.stage.open_run(setup)
+        oracle = SessionModel(setup.settings, setup.steps_per_epoch, setup.keep_originals)
+        self.checked = CheckedRun(
+            run,
+            oracle,
+            obedient=self.stage.obedient,
+            refusals=self.stage.refusals,
+            allowed=self.stage.allowed,
+            clauses=self.stage.clauses,
+        )
+
+    def _go(self, data: st.DataObject, moment: str) -> None:
+        oracle = self._checked.oracle
+        acts: Acts = {}
+        if oracle.allows(moment):
+            callbacks = _callbacks(moment)
+            kinds = strategies.OBEDIENT_STEPS if self.stage.obedient else strategies.GUEST_STEPS
+            acts = data.draw(strategies.acts(len(oracle.modifiers), callbacks, kinds), label="acts")
+        parts = self.stage.part_names[oracle.step % len(self.stage.part_names)]
+        self._step(lambda checked: checked.go(moment, acts, parts))
+
+    def _step(self, call: Callable[[CheckedRun], object]) -> None:
+        """Do one step; after the example has come to an end nothing more is looked at."""
+        self.stage.num_steps += 1
+        try:
+            if not self.ended:
+                call(self._checked)
+        except OverError:
+            self.ended = True
+
+    def _can(self, feature: str) -> bool:
+        return self.checked is not None and feature in self.checked.run.features
+
+    @property
+    def _place(self) -> str:
+        return "" if self.checked is None else self.checked.oracle.place
+
+    @property
+    def _checked(self) -> CheckedRun:
+        assert self.checked is not None
+        return self.checked
+
+
+def _send_unless_over(event: str, checked: CheckedRun) -> None:
+    if not checked.is_over:
+        checked.send(event)
+
+
+def _callbacks(moment: str) -> tuple[str, ...]:
+    """Callbacks that a moment may bring, so that acts are not drawn for those that cannot come."""
+    if moment == "INITIALIZE":
+        return ("on_initialize", "on_start")
+    if moment == "FINALIZE":
+        return ("on_finalize",)
+    if moment in CALIBRATION_EVENTS:
+        return ("on_" + moment.lower(), "on_event")
+    extra = {"BATCH_START": ("on_start",), "BATCH_END": ("on_end",)}
+    return (*extra.get(moment, ()), "on_update", "on_event")
+
+
+def build(template: type[Any], stage: Any) -> type[Any]:
+    """Return a machine that drives a stage.
+
+    Args:
+        template: SessionMachine or ModifierMachine.
+        stage: what it drives.
+
+    Returns:
+        A machine class for `run_state_machine_as_test` or `.TestCase`.
+    """
+    return type(template.__name__, (template,), {"stage": stage})

@@ -1,0 +1,194 @@
+"""The state machine of one modifier without a session: events in any order, an index that goes where it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch import nn
+
+from compressor.lifecycle import Event, EventType, Modifier, State
+from harness.lifecycle import strategies
+from harness.lifecycle.acting import Actor
+from harness.lifecycle.checked_run import CheckedRun
+from harness.lifecycle.driver import apply_settings, call_modifier, flags_of
+from harness.lifecycle.limits import Stopwatch
+from harness.lifecycle.oracle import exact
+from harness.lifecycle.oracle_session import SessionModel
+from harness.lifecycle.probes import Chain, Probe
+from harness.lifecycle.recording import Acts, Recorder, record
+from harness.lifecycle.terms import CALLBACKS, EventSeen, Flags, Settings
+
+# Where events are sent: exact in binary or not, and beyond every start and end that is drawn.
+_INDICES = (0.0, 1.0, 2.0, 3.0, 4.0, 0.5, 1.5, 2.5, 0.1, 0.3, 1 / 3, 2 / 3, 4 / 3, 0.7)
+
+
+class SoloRun:
+    """A modifier alone; the names of the methods are those of a run, and it has no session.
+
+    Args:
+        model: the model.
+        modifier: fresh; it becomes recorded.
+    """
+
+    features: frozenset[str] = frozenset({"update", "reentry", "single_hooks"})
+
+    def __init__(self, model: nn.Module, modifier: Modifier) -> None:
+        self.model = model
+        self.recorder = Recorder()
+        self.modifier = record(modifier, self.recorder, 0)
+        self.state = State(model=model)
+
+    def initialize(self) -> bool:
+        """Initialize the modifier."""
+        return self.modifier.initialize(self.state)
+
+    def send(self, event: str, has_loss: bool, modules: tuple[str, ...]) -> None:
+        """Send an event at index 0."""
+        self.send_event(Event(EventType[event], loss=torch.tensor(0.5) if has_loss else None, modules=modules))
+
+    def send_event(self, event: Event) -> None:
+        """Send an event."""
+        self.modifier.update_event(self.state, event)
+
+    def finalize(self) -> bool:
+        """Finalize the modifier."""
+        return self.modifier.finalize(self.state)
+
+    def abort(self) -> None:
+        """Take the hooks away, as a session that gives up does."""
+        self.modifier.remove_hooks()
+
+    def leave(self, error: BaseException | None) -> None:
+        """There is no block to leave."""
+
+    def call_modifier(self, number: int, method: str) -> None:
+        """Call a method of the modifier."""
+        del number
+        call_modifier(self.modifier, method, self.state)
+
+    def hooks_disabled(self, number: int | None = None) -> AbstractContextManager[None]:
+        """Put its hooks to sleep."""
+        del number
+        return self.modifier.disable_hooks()
+
+    def flags(self) -> list[Flags]:
+        """Return where it stands."""
+        return [flags_of(self.modifier)]
+
+    def standing(self) -> tuple[str, int, float]:
+        """There is no session that could stand anywhere."""
+        return "", 0, 0.0
+
+    def shared(self) -> Mapping[str, object]:
+        """Return the state and the settings, by kind."""
+        state = {name: value for name, value in vars(self.state).items() if name != "model"}
+        return {"state": state, "settings": dict(vars(self.modifier))}
+
+
+@dataclass
+class SoloStage:
+    """What a modifier machine drives.
+
+    Attributes:
+        make: makes a fresh modifier that does nothing of its own.
+        stopwatch: restarted at the start of every example.
+        num_steps: steps done so far, of all examples.
+    """
+
+    make: Callable[[], Modifier] = Probe
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    num_steps: int = 0
+
+
+class ModifierMachine(RuleBasedStateMachine):
+    """One modifier after another, driven at random beside the oracle."""
+
+    stage: ClassVar[SoloStage]
+    checked: CheckedRun | None = None
+    run: SoloRun
+
+    @initialize(settings=strategies.settings)
+    def open(self, settings: Settings) -> None:
+        """Make the first modifier."""
+        self.stage.stopwatch.restart()
+        self._open(settings)
+
+    @rule(act=st.deferred(lambda: _acts(("on_initialize", "on_start"))))
+    def initialize_modifier(self, act: Acts) -> None:
+        """Initialize it, the first time or again."""
+        self.stage.num_steps += 1
+        model = self._checked.oracle.modifiers[0]
+        self._checked.perform("initialize()", self.run.initialize, model.initialize(), act)
+
+    @rule(event=strategies.events, index=st.sampled_from(_INDICES), step=st.integers(0, 5), act=st.deferred(lambda: _acts(CALLBACKS[1:-1])))
+    def send(self, event: str, index: float, step: int, act: Acts) -> None:
+        """Send any event, at any index."""
+        self.stage.num_steps += 1
+        modules = ("first",) if event == "SEQUENTIAL_EPOCH_END" else ()
+        sent = Event(EventType[event], index, step, torch.tensor(0.5) if event == "LOSS_CALCULATED" else None, modules)
+        seen = EventSeen(event, index, step, event == "LOSS_CALCULATED", modules)
+        script = self._checked.oracle.modifiers[0].update_event(seen, exact(index))
+        self._checked.perform(f"update_event({event} at {index:g})", lambda: self.run.send_event(sent), script, act)
+
+    @precondition(lambda self: self.checked is not None and self.checked.oracle.modifiers[0].flags.initialized)
+    @rule(act=st.deferred(lambda: _acts(("on_finalize",))))
+    def finalize_modifier(self, act: Acts) -> None:
+        """Finalize it, the first time or again."""
+        self.stage.num_steps += 1
+        model = self._checked.oracle.modifiers[0]
+        self._checked.perform("finalize()", self.run.finalize, model.finalize(), act)
+
+    @rule()
+    def finalize_too_early(self) -> None:
+        """Finalize it before it is initialized."""
+        if not self._checked.oracle.modifiers[0].flags.initialized:
+            self.finalize_modifier({})
+
+    @rule()
+    def enter_disabled(self) -> None:
+        """Put its hooks to sleep."""
+        self._checked.enter_disabled(0)
+
+    @precondition(lambda self: self.checked is not None and self.checked.num_disabled > 0)
+    @rule(which=st.integers(0, 3))
+    def exit_disabled(self, which: int) -> None:
+        """Leave one of the contexts, not always the latest."""
+        self._checked.exit_disabled(which)
+
+    @rule()
+    def forward(self) -> None:
+        """Run the model."""
+        self.stage.num_steps += 1
+        self._checked.forward(lambda: self.run.model(torch.ones(1, 2)))
+
+    @precondition(lambda self: self.checked is not None and self.checked.oracle.modifiers[0].flags.finalized)
+    @rule(settings=strategies.settings)
+    def again(self, settings: Settings) -> None:
+        """Go on with another modifier."""
+        self._checked.close()
+        self._open(settings)
+
+    def teardown(self) -> None:
+        """Leave the contexts."""
+        if self.checked is not None:
+            self.checked.close()
+
+    def _open(self, settings: Settings) -> None:
+        self.run = SoloRun(Chain(), apply_settings(self.stage.make(), settings))
+        self.run.recorder.perform = Actor(self.run).perform
+        self.checked = CheckedRun(self.run, SessionModel([settings]))
+
+    @property
+    def _checked(self) -> CheckedRun:
+        assert self.checked is not None
+        return self.checked
+
+
+def _acts(callbacks: tuple[str, ...]) -> st.SearchStrategy[Acts]:
+    return strategies.acts(1, callbacks, kinds=strategies.SOLO_STEPS)

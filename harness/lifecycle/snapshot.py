@@ -1,0 +1,224 @@
+"""Everything about a model and its surroundings that a call might change, taken at one moment and compared with another.
+
+A difference carries the kind of thing that changed, so that a caller may allow some kinds (modules, where a modifier is to replace
+them) and forbid all others. Tensors are compared bit for bit, functions and modules by identity, plain data by value.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+MAX_DEPTH = 8
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+_OWN = {*HOOKS, "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
+_OWN |= {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_backward_pre_hooks"}
+_MISSING = object()
+_PLAIN = (type(None), bool, int, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
+
+
+class Same:
+    """An object that is compared by identity; it stays alive as long as the snapshot does."""
+
+    def __init__(self, thing: object) -> None:
+        """Hold the object."""
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        """Equal only with a holder of the very same object."""
+        return isinstance(other, Same) and self.thing is other.thing
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Name the type."""
+        return f"<{getattr(self.thing, '__qualname__', type(self.thing).__name__)}>"
+
+
+class Bits:
+    """A copy of a tensor, compared bit for bit."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Copy the tensor."""
+        with torch.no_grad():
+            self.tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal with a tensor of the same dtype, shape, device and bytes."""
+        if not isinstance(other, Bits):
+            return NotImplemented
+        mine, its = self.tensor, other.tensor
+        if (mine.dtype, mine.shape, mine.device) != (its.dtype, its.shape, its.device):
+            return False
+        if mine.device.type == "meta" or not mine.numel():
+            return True
+        return torch.equal(mine.reshape(-1).view(torch.uint8), its.reshape(-1).view(torch.uint8))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Name dtype and shape."""
+        return f"{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not as it was.
+
+    Attributes:
+        kind: module, hooks, tensor, grad, requires_grad, training, attribute, class, rng, torch, threads, or the caller's own.
+        where: dotted name of what changed.
+        text: how it changed.
+    """
+
+    kind: str
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return f"{self.where or 'the model'}: {self.kind} {self.text}"
+
+
+class Snapshot:
+    """What is true at one moment.
+
+    Args:
+        model: looked at whole; not modified.
+        extra: further things to look at, by kind.
+    """
+
+    def __init__(self, model: nn.Module, extra: Mapping[str, object] | None = None) -> None:
+        self.items: dict[tuple[str, str], object] = dict(_surroundings())
+        for name, module in model.named_modules(remove_duplicate=False):
+            self.items.update(_module_items(name, module))
+        for cls in {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}:
+            self.items["class", cls.__qualname__] = {name: Same(value) for name, value in vars(cls).items() if name != "__doc__"}
+        for kind, thing in (extra or {}).items():
+            self.items[kind, kind] = freeze(thing)
+
+    def differences(self, later: Snapshot, allowed: Collection[str] = ()) -> list[Difference]:
+        """Compare with a later snapshot.
+
+        Args:
+            later: of the same model.
+            allowed: kinds that may differ.
+
+        Returns:
+            The differences, in a fixed order.
+        """
+        found = []
+        for key in {**self.items, **later.items}:
+            before, after = self.items.get(key, _MISSING), later.items.get(key, _MISSING)
+            if key[0] not in allowed and before != after:
+                found.append(Difference(*key, _describe(before, after)))
+        return sorted(found, key=str)
+
+
+def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = ()) -> object:
+    """Return something that stays as it is and equals another freeze of an unchanged value.
+
+    Args:
+        value: anything; not modified.
+        depth: how far containers and objects are followed.
+        above: objects around the value, so that a cycle ends.
+
+    Returns:
+        Plain data, copies of tensors and identities.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, float):
+        return repr(value)  # NaN equals itself here
+    if isinstance(value, Tensor):
+        return Bits(value)
+    if depth == 0 or id(value) in above or isinstance(value, type | nn.Module) or callable(value):
+        return Same(value)
+    below = (*above, id(value))
+    if isinstance(value, Mapping):
+        return {repr(key): freeze(item, depth - 1, below) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *(freeze(item, depth - 1, below) for item in value)]
+    if isinstance(value, set | frozenset):
+        return {repr(item) for item in value}
+    if hasattr(value, "__dict__"):
+        return [Same(value), {key: freeze(item, depth - 1, below) for key, item in vars(value).items()}]
+    return Same(value)
+
+
+def num_hooks(model: nn.Module) -> int:
+    """Return how many hooks of any kind lie on a model's modules, and on all modules of the process."""
+    own = sum(len(module.__dict__.get(kind) or ()) for module in model.modules() for kind in HOOKS)
+    return own + sum(len(getattr(torch_module, kind)) for kind in _GLOBAL_HOOKS)
+
+
+def _module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
+    yield ("module", name), Same(module)
+    yield ("training", name), module.training
+    for kind in HOOKS:
+        yield ("hooks", f"{name}.{kind}".lstrip(".")), [Same(hook) for hook in (module.__dict__.get(kind) or {}).values()]
+    for key, value in module.__dict__.items():
+        if key not in _OWN:
+            yield ("attribute", f"{name}.{key}".lstrip(".")), freeze(value)
+    own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+    for key, tensor in own.items():
+        where = f"{name}.{key}".lstrip(".")
+        yield ("tensor", where), None if tensor is None else [Same(tensor), Bits(tensor)]
+        if tensor is not None:
+            yield ("requires_grad", where), tensor.requires_grad
+            yield ("grad", where), None if tensor.grad is None else Bits(tensor.grad)
+
+
+def _surroundings() -> Iterator[tuple[tuple[str, str], object]]:
+    yield ("rng", "torch"), Bits(torch.get_rng_state())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        yield ("rng", "cuda"), [Bits(state) for state in torch.cuda.get_rng_state_all()]
+    yield ("rng", "random"), random.getstate()
+    state = numpy.random.get_state(legacy=False)
+    yield ("rng", "numpy"), [state["state"]["key"].tobytes(), state["state"]["pos"]]
+    yield ("torch", "grad mode"), torch.is_grad_enabled()
+    yield ("torch", "inference mode"), torch.is_inference_mode_enabled()
+    yield ("torch", "default dtype"), torch.get_default_dtype()
+    yield ("torch", "deterministic algorithms"), torch.are_deterministic_algorithms_enabled()
+    yield ("torch", "float32 matmul precision"), torch.get_float32_matmul_precision()
+    yield ("torch", "threads"), torch.get_num_threads()
+    for kind in _GLOBAL_HOOKS:
+        yield ("hooks", f"of every module.{kind}"), [Same(hook) for hook in getattr(torch_module, kind).values()]
+    yield ("threads", "the process"), sorted(thread.name for thread in threading.enumerate() if not thread.daemon)
+
+
+def _describe(before: Any, after: Any) -> str:
+    if before is _MISSING or after is _MISSING:
+        return f"appeared: {_short(after)}" if before is _MISSING else f"vanished: {_short(before)}"
+    if isinstance(before, list) and isinstance(after, list) and all(isinstance(item, Same) for item in before + after):
+        return f"changed: {len(before)} before, {len(after)} after"
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+        return f"changed: {', '.join(keys[:5])}"
+    if _short(before) == _short(after):
+        return f"changed: {_short(after)} holds other values"
+    return f"changed: {_short(before)} -> {_short(after)}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

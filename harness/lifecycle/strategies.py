@@ -1,0 +1,108 @@
+"""What a machine draws: times, calls in and out of order, and callbacks that misbehave.
+
+Everything is drawn from small sets of telling values, simplest first, so that a counter-example shrinks to something a reader can run
+in his head.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from harness.lifecycle.recording import OWN, Act, Acts
+from harness.lifecycle.terms import ANSWERING, CALLBACKS, EVENTS, MOMENTS, Settings
+
+# Literals as a recipe would hold them; thirds and tenths because floats cannot hold them.
+_STARTS = (0.0, 1.0, 2.0, 3.0, 0.5, 1.5, 0.1, 0.3, 1 / 3, 2 / 3, -1.0)
+_ENDS = (1.0, 2.0, 3.0, 4.0, 0.5, 2.5, 0.3, 0.7, 1 / 3, 4 / 3, 0.0)
+_UPDATES = (0.0, 1.0, 2.0, 3.0, 0.5, 1.5, 0.1, 0.2, 1 / 3)
+_EPOCHS = (1, 2, 3, 4, 5, 6, 7, 10)
+_GARBAGE: tuple[object, ...] = (None, 1, 0, "True", [], 1.0)
+_HOOK_KINDS = ("forward_pre", "forward", "forward_pre+kwargs", "forward+kwargs", "forward+always")
+_PLACES = ("first", "second")
+
+steps_per_epoch = st.none() | st.sampled_from(_EPOCHS)
+
+
+def _in_order(start: float | None, end: float | None, update: float | None) -> Settings:
+    """Make settings that a modifier accepts: an end that is not after the start is left out."""
+    return Settings(start, None if start is not None and end is not None and end <= start else end, update)
+
+
+settings = st.builds(
+    _in_order, st.none() | st.sampled_from(_STARTS), st.none() | st.sampled_from(_ENDS), st.none() | st.none() | st.sampled_from(_UPDATES)
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a run begins."""
+
+    settings: tuple[Settings, ...] = (Settings(),)
+    steps_per_epoch: int | None = None
+    keep_originals: bool = False
+
+
+def setups(min_modifiers: int = 1, max_modifiers: int = 3) -> SearchStrategy[Setup]:
+    """Return a strategy for beginnings.
+
+    Args:
+        min_modifiers: at least so many modifiers.
+        max_modifiers: at most so many.
+    """
+    several = st.lists(settings, min_size=min_modifiers, max_size=max_modifiers).map(tuple)
+    return st.builds(Setup, several, steps_per_epoch, st.booleans())
+
+
+_hook_steps = st.builds("hook {} {}".format, st.sampled_from(_HOOK_KINDS), st.sampled_from(_PLACES))
+_unhook_steps = st.sampled_from(("unhook", "unhook all"))
+_replace_steps = st.builds("replace {} {}".format, st.sampled_from(_PLACES), st.sampled_from(("new", "newer")))
+_again_steps = st.sampled_from(("again initialize", "again update_event", "again finalize"))
+_reenter_steps = st.builds("{} {}".format, st.sampled_from(("reenter", "reenter", "thread")), st.sampled_from((*MOMENTS, "ABORT")))
+
+StepKinds = tuple[SearchStrategy[str], ...]
+OBEDIENT_STEPS: StepKinds = (_hook_steps, _hook_steps, _unhook_steps, _replace_steps, _reenter_steps, _again_steps, st.just("neighbour"))
+SOLO_STEPS: StepKinds = (_hook_steps, _hook_steps, _unhook_steps, _replace_steps, _again_steps)
+GUEST_STEPS: StepKinds = (_reenter_steps, _again_steps)
+
+
+@functools.cache
+def _acts_of(callback: str, kinds: StepKinds, faulty: bool) -> SearchStrategy[Act]:
+    some = st.lists(st.one_of(kinds), min_size=1, max_size=2).map(tuple)
+    if not faulty:
+        return st.builds(Act, steps=some)
+    before = st.just(()) | some
+    endings = st.sampled_from(("raised", "raised", "raised", "interrupted"))
+    raising = st.builds(Act, steps=before, ending=endings, skip_own=st.booleans(), answer=st.just(OWN))
+    nonsense = st.just(False) | st.sampled_from(_GARBAGE)
+    return raising | st.builds(Act, steps=before if callback in ANSWERING else st.just(()), answer=nonsense)
+
+
+@functools.cache
+def _entry(key: tuple[int, str], kinds: StepKinds, faulty: bool) -> SearchStrategy[tuple[tuple[int, str], Act]]:
+    return st.tuples(st.just(key), _acts_of(key[1], kinds, faulty))
+
+
+@functools.cache
+def acts(num_modifiers: int, callbacks: tuple[str, ...] = CALLBACKS, kinds: StepKinds = OBEDIENT_STEPS) -> SearchStrategy[Acts]:
+    """Return a strategy for what callbacks do during one call: mostly nothing, often something harmless, sometimes something wrong.
+
+    Args:
+        num_modifiers: acts go to modifiers below this number.
+        callbacks: acts go to these callbacks.
+        kinds: the small things that they may do.
+    """
+
+    def entries(faulty: bool) -> SearchStrategy[Acts]:
+        keys = st.tuples(st.integers(0, num_modifiers - 1), st.sampled_from(callbacks))
+        return st.lists(keys.flatmap(lambda key: _entry(key, kinds, faulty)), min_size=1, max_size=2).map(dict)
+
+    return st.one_of(st.just({}), entries(faulty=False), st.just({}), entries(faulty=True))
+
+
+events = st.sampled_from(EVENTS)
+moments = st.sampled_from(MOMENTS)
+places = st.sampled_from(_PLACES)
