@@ -107,7 +107,7 @@ def oneshot(
         NumericsError: NaN or infinity, or a Hessian that is not positive definite.
         CheckpointError: the checkpoint could not be written; nothing is left behind.
     """
-    bars = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
+    bars: Progress = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
     clock = _Clock()
     if output_dir is not None:
         check_output_dir(output_dir, source=model if isinstance(model, str | Path) else None)

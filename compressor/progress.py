@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 
@@ -18,14 +18,8 @@ class Task(Protocol):
 class Progress(Protocol):
     """What the pipelines need: open a bar, close it when the work ends."""
 
-    def task(self, description: str, total: int) -> _TaskContext:
+    def task(self, description: str, total: int) -> AbstractContextManager[Task]:
         """Return a context manager that shows a bar of `total` steps."""
-
-
-class _TaskContext(Protocol):
-    def __enter__(self) -> Task: ...
-
-    def __exit__(self, *exc_info: object) -> bool | None: ...
 
 
 class _SilentTask:

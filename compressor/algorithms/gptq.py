@@ -1,51 +1,31 @@
 """GPTQ: round one column after another, and let the columns to come absorb the error of those behind.
 
-Two forms of the same arithmetic (Frantar et al. 2022, arXiv:2210.17323, algorithm 1):
+Weights that read one input share its Hessian and are solved as one stack of rows, since rows are independent given H. Scales are fixed
+before the first column is rounded, so a group's scale does not depend on the order of the columns. The column loop itself, in two forms
+of the same arithmetic, is in `gptq_forms`.
 
-* R form, the default. With the reverse-order Cholesky H + lambda I = R R^T (R upper triangular) and R^ = R / diag(R) by column,
-      t_k = w_k + sum_{j<k} e_j R^_jk,   q_k = Q(t_k),   e_k = w_k - q_k,   loss = 1/2 sum_k ((t_k - q_k) R_kk)^2.
-  This is Babai's nearest-plane algorithm (Chen et al. 2025, arXiv:2507.18553): one factorization, no inverse, and E overwrites W.
-* reference form. Cholesky, inverse, Cholesky, then the column loop of the paper with its trailing update.
-
-Rows are independent given H, so weights that share an input are stacked row-wise and solved in one pass. The working set is transposed
-([C, R]) so that a column of W is contiguous in memory.
-
-Shapes: R rows (out features), C columns (in features), G groups, B columns of one block.
+Shapes: R rows (out features), C columns (in features), G groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from compressor.algorithms.gptq_forms import Grid, GridColumns, solve_r_form, solve_reference
+from compressor.algorithms.hessian import relative_output_error
 from compressor.errors import NumericsError
-from compressor.numerics.formats import snap_
+from compressor.numerics.observers import weight_qparams
+from compressor.numerics.qparams import QParams
+from compressor.numerics.quantize import dequantize
 from compressor.numerics.scheme import QuantizationArgs
 
 Solver = Literal["r_form", "reference"]
-
-SUB_BLOCK = 16  # columns that are updated one by one before the next small matrix product
-ERROR_ROWS = 128  # rows on which the relative error is measured; the product W H W^T over all rows would cost as much as the solve
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The values that a quantized weight may take, spread over rows and columns.
-
-    Attributes:
-        scale_RG: [R, G] in the dtype in which scales are stored; dequantized values are rounded to it.
-        zero_RG: [R, G] integer zero points, None when symmetric.
-        group_C: [C] long, the group of each column, in the original order of the columns.
-        args: number format.
-    """
-
-    scale_RG: Tensor
-    zero_RG: Tensor | None
-    group_C: Tensor
-    args: QuantizationArgs
+ActOrder = Literal["static", "weight", "group"]
 
 
 @dataclass(frozen=True)
@@ -55,14 +35,86 @@ class GPTQSolution:
     Attributes:
         codes_RC: [R, C] in the storage dtype of the format, original order of the columns.
         loss_R: [R] float32, 1/2 * e H e^T per row, with the damped Hessian.
-        relative_error: loss over the energy 1/2 * w H w^T of the same (at most 128, evenly spaced) rows; 0 is perfect, 1 is all zeros.
         num_dead: columns whose Hessian diagonal is zero; their weights are set to zero first.
     """
 
     codes_RC: Tensor
     loss_R: Tensor
-    relative_error: float
     num_dead: int
+
+
+@dataclass(frozen=True)
+class GPTQWeight:
+    """One quantized weight.
+
+    Attributes:
+        codes_RC: [R, C] in the storage dtype of the format.
+        qparams: scale and zero point.
+        g_idx_C: [C] group of each column where groups were formed in the order of activation, else None.
+        loss: 1/2 * tr(E H E^T) with the damped Hessian.
+        relative_error: relative squared error of the outputs, tr(E H E^T) / tr(W H W^T).
+    """
+
+    codes_RC: Tensor
+    qparams: QParams
+    g_idx_C: Tensor | None
+    loss: float
+    relative_error: float
+
+
+def quantize_gptq(
+    weights: Sequence[Tensor],
+    hessian_CC: Tensor,
+    args: QuantizationArgs,
+    *,
+    actorder: ActOrder | None = "static",
+    block_size: int = 128,
+    damp_frac: float = 0.01,
+    solver: Solver = "r_form",
+    names: Sequence[str] = ("weight",),
+) -> tuple[list[GPTQWeight], int]:
+    """Quantize all weights that read one input, as one stack of rows.
+
+    Args:
+        weights: [R_i, C] float each; not modified.
+        hessian_CC: [C, C] float32, 2 * mean(x x^T) of their input; not modified.
+        args: number format of all of them.
+        actorder: round columns by decreasing activation, with groups as they lie (`static`, `weight`) or formed in that order (`group`);
+            None keeps the columns' own order.
+        block_size: columns between two large matrix products.
+        damp_frac: share of the mean diagonal that is added to the diagonal; dimensionless, > 0.
+        solver: `r_form` or `reference`.
+        names: dotted module names, for errors only.
+
+    Returns:
+        The quantized weights, and how many input columns are always zero (their weights became zero).
+
+    Raises:
+        NumericsError: a weight is not finite, or the damped Hessian is not positive definite.
+
+    Source: Frantar et al. 2022, arXiv:2210.17323.
+    """
+    order_C = None if actorder is None else activation_order(hessian_CC)
+    group_C, scaled = _groups(weights, args, order_C if actorder == "group" else None)
+    qparams = [weight_qparams(weight, args, name) for weight, name in zip(scaled, names, strict=True)]
+    rows = [weight.shape[0] for weight in weights]
+    stacked = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+    solution = solve_gptq(
+        stacked,
+        hessian_CC,
+        _stacked_grid(qparams, group_C, args, rows),
+        order_C=order_C,
+        block_size=block_size,
+        damp_frac=damp_frac,
+        solver=solver,
+        name=" + ".join(names),
+    )
+    g_idx_C = group_C if actorder == "group" else None
+    results = []
+    for weight, own, codes_RC, loss_R in zip(weights, qparams, solution.codes_RC.split(rows), solution.loss_R.split(rows), strict=True):
+        error = relative_output_error(weight, dequantize(codes_RC, own, args, g_idx_C), hessian_CC)
+        results.append(GPTQWeight(codes_RC, own, g_idx_C, float(loss_R.sum(dtype=torch.float64)), error))
+    return results, solution.num_dead
 
 
 def activation_order(hessian_CC: Tensor) -> Tensor:
@@ -115,43 +167,34 @@ def solve_gptq(
     damped_CC, dead_C = _damped(hessian_CC, order, damp_frac)
     work_CR = weight_RC.t().index_select(0, order).float().contiguous()
     work_CR[dead_C] = 0
-    columns = _Columns(grid, order)
-    sample = slice(None, None, max(1, -(-weight_RC.shape[0] // ERROR_ROWS)))
-    energy = 0.5 * float((work_CR[:, sample] * (damped_CC @ work_CR[:, sample])).sum(dtype=torch.float64))
-    solve = _solve_r_form if solver == "r_form" else _solve_reference
+    columns = GridColumns(grid, order)
+    solve = solve_r_form if solver == "r_form" else solve_reference
     codes_CR, loss_R = solve(work_CR, damped_CC, columns, block_size, name)
     codes_RC = torch.empty_like(codes_CR)
     codes_RC[order] = codes_CR
-    relative = float(loss_R[sample].sum(dtype=torch.float64)) / energy if energy > 0 else 0.0
-    return GPTQSolution(codes_RC.t().contiguous(), loss_R, relative, int(dead_C.sum()))
+    return GPTQSolution(codes_RC.t().contiguous(), loss_R, int(dead_C.sum()))
 
 
-class _Columns:
-    """Rounds one column at a time onto its grid; holds the scales transposed so that a column's scales are contiguous."""
+def _groups(weights: Sequence[Tensor], args: QuantizationArgs, order_C: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """Return the group of each column, and the weights with their columns sorted so that groups are runs of them."""
+    columns = weights[0].shape[1]
+    size = args.group_size if args.strategy == "group" and args.group_size else columns
+    group_C = torch.arange(columns, device=weights[0].device) // size
+    if order_C is None:
+        return group_C, list(weights)
+    sorted_group_C, group_C = group_C, torch.empty_like(group_C)
+    group_C[order_C] = sorted_group_C
+    return group_C, [weight.index_select(1, order_C) for weight in weights]
 
-    def __init__(self, grid: Grid, order_C: Tensor) -> None:
-        self.args = grid.args
-        self._scale_GR = grid.scale_RG.t().contiguous()
-        self._scale32_GR = self._scale_GR.float()
-        self._zero_GR = None if grid.zero_RG is None else grid.zero_RG.t().to(self._scale_GR.dtype).contiguous()
-        self._zero32_GR = None if self._zero_GR is None else self._zero_GR.float()
-        self._group = grid.group_C.index_select(0, order_C.to(grid.group_C.device)).tolist()
 
-    def empty_codes(self, like_CR: Tensor) -> Tensor:
-        return torch.empty_like(like_CR, dtype=self.args.storage_dtype)
+def _stacked_grid(qparams: Sequence[QParams], group_C: Tensor, args: QuantizationArgs, rows: Sequence[int]) -> Grid:
+    """Spread scales of any strategy over [rows, groups] and stack them."""
 
-    def round(self, column: int, t_R: Tensor, scratch_R: Tensor, codes_R: Tensor) -> Tensor:
-        """Write the codes of t into `codes_R`; return the values that a loader will dequantize them to, in the scale's dtype."""
-        group = self._group[column]
-        torch.div(t_R, self._scale32_GR[group], out=scratch_R)
-        if self._zero32_GR is not None:
-            scratch_R.add_(self._zero32_GR[group])
-        snapped_R = snap_(scratch_R, self.args.type, self.args.num_bits)
-        codes_R.copy_(snapped_R)
-        values_R = snapped_R.to(self._scale_GR.dtype, copy=True)
-        if self._zero_GR is not None:
-            values_R.sub_(self._zero_GR[group])
-        return values_R.mul_(self._scale_GR[group])
+    def stacked(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([t.reshape(-1, t.shape[-1]).expand(num, -1) for t, num in zip(tensors, rows, strict=True)])
+
+    zeros = [own.zero_point for own in qparams if own.zero_point is not None]
+    return Grid(stacked([own.scale for own in qparams]), stacked(zeros) if zeros else None, group_C, args)
 
 
 def _damped(hessian_CC: Tensor, order_C: Tensor, damp_frac: float) -> tuple[Tensor, Tensor]:
@@ -162,71 +205,3 @@ def _damped(hessian_CC: Tensor, order_C: Tensor, damp_frac: float) -> tuple[Tens
     diagonal[dead_C] = 1
     diagonal.add_(damp_frac * diagonal.mean())
     return H_CC, dead_C
-
-
-def _cholesky(matrix_CC: Tensor, name: str, *, upper: bool = False) -> Tensor:
-    factor, info = torch.linalg.cholesky_ex(matrix_CC, upper=upper)
-    if int(info) != 0:
-        raise NumericsError(
-            f"{name}: its damped Hessian is not positive definite (minor {int(info)} of {len(matrix_CC)}); "
-            "raise dampening_frac or add calibration samples"
-        )
-    return factor
-
-
-def _solve_r_form(E_CR: Tensor, damped_CC: Tensor, columns: _Columns, block_size: int, name: str) -> tuple[Tensor, Tensor]:
-    """Left-looking Babai rounding; `E_CR` holds W on entry and E = W - Q on exit."""
-    # Reverse the order, factorize lower, reverse back: the result is upper with R R^T = H.
-    R_CC = _cholesky(damped_CC.flip(0, 1), name).flip(0, 1)
-    diag_C = R_CC.diagonal().clone()
-    R_CC.div_(diag_C)
-    codes_CR = columns.empty_codes(E_CR)
-    loss_R = E_CR.new_zeros(E_CR.shape[1])
-    scratch_R = torch.empty_like(loss_R)
-    num_columns = E_CR.shape[0]
-    for start in range(0, num_columns, block_size):
-        stop = min(start + block_size, num_columns)
-        T_BR = E_CR[start:stop].clone()
-        if start:
-            T_BR.addmm_(R_CC[:start, start:stop].t(), E_CR[:start])
-        C_BB = R_CC[start:stop, start:stop].t().contiguous()
-        _round_block(T_BR, E_CR[start:stop], C_BB, columns, start, scratch_R, codes_CR[start:stop])
-        loss_R += (T_BR * diag_C[start:stop, None]).square_().sum(0)
-    return codes_CR, loss_R.mul_(0.5)
-
-
-def _round_block(T_BR: Tensor, E_BR: Tensor, C_BB: Tensor, columns: _Columns, first: int, scratch_R: Tensor, codes_BR: Tensor) -> None:
-    """Round the columns of one block in place: T becomes t - q, E becomes w - q."""
-    for sub in range(0, len(T_BR), SUB_BLOCK):
-        end = min(sub + SUB_BLOCK, len(T_BR))
-        if sub:
-            T_BR[sub:end].addmm_(C_BB[sub:end, :sub], E_BR[:sub])
-        for k in range(sub, end):
-            t_R = T_BR[k]
-            if k > sub:
-                t_R.addmv_(E_BR[sub:k].t(), C_BB[k, sub:k])
-            values_R = columns.round(first + k, t_R, scratch_R, codes_BR[k])
-            t_R.sub_(values_R)
-            E_BR[k].sub_(values_R)
-
-
-def _solve_reference(W_CR: Tensor, damped_CC: Tensor, columns: _Columns, block_size: int, name: str) -> tuple[Tensor, Tensor]:
-    """The paper's form: right-looking updates with the upper Cholesky factor of the inverse."""
-    inverse_CC = torch.cholesky_inverse(_cholesky(damped_CC, name))
-    U_CC = _cholesky(inverse_CC, name, upper=True)
-    codes_CR = columns.empty_codes(W_CR)
-    loss_R = W_CR.new_zeros(W_CR.shape[1])
-    scratch_R = torch.empty_like(loss_R)
-    num_columns = W_CR.shape[0]
-    for start in range(0, num_columns, block_size):
-        stop = min(start + block_size, num_columns)
-        error_BR = torch.empty_like(W_CR[start:stop])
-        for k in range(start, stop):
-            values_R = columns.round(k, W_CR[k], scratch_R, codes_CR[k])
-            error_R = error_BR[k - start]
-            torch.sub(W_CR[k], values_R, out=error_R)
-            error_R.div_(U_CC[k, k])
-            loss_R.add_(error_R.square())
-            W_CR[k + 1 : stop].addr_(U_CC[k, k + 1 : stop], error_R, alpha=-1)
-        W_CR[stop:].addmm_(U_CC[start:stop, stop:].t(), error_BR, alpha=-1)
-    return codes_CR, loss_R.mul_(0.5)

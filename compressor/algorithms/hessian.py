@@ -16,6 +16,7 @@ from compressor.errors import NumericsError
 
 MAX_PANELS = 8
 MIN_PANEL_COLUMNS = 256
+ERROR_ROWS = 128  # rows on which a relative error is measured; over all rows it would cost as much as a solve
 
 
 class Hessian:
@@ -72,3 +73,21 @@ class Hessian:
         if not bool(torch.isfinite(H_CC.diagonal()).all()):
             raise NumericsError(f"{name}: its calibration inputs hold NaN or infinity; check the model in its own dtype on this data")
         return H_CC
+
+
+def relative_output_error(weight_RC: Tensor, values_RC: Tensor, hessian_CC: Tensor) -> float:
+    """Return tr(E H E^T) / tr(W H W^T), E = W - Q: the relative squared error of the layer's outputs on the calibration data.
+
+    Args:
+        weight_RC: [R, C] the float weight, W.
+        values_RC: [R, C] what stands in its place, Q.
+        hessian_CC: [C, C] of the layer's input, any positive multiple of mean(x x^T).
+
+    Returns:
+        0 for equal outputs, 1 for all zeros; over at most 128 evenly spaced rows. 0 where the outputs are zero.
+    """
+    step = max(1, -(-weight_RC.shape[0] // ERROR_ROWS))
+    kept = weight_RC[::step].float()
+    error = kept - values_RC[::step].float()
+    energy = float(((kept @ hessian_CC) * kept).sum(dtype=torch.float64))
+    return float(((error @ hessian_CC) * error).sum(dtype=torch.float64)) / energy if energy > 0 else 0.0

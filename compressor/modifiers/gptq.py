@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
-from compressor.algorithms.gptq import GPTQSolution, Grid, activation_order, solve_gptq
+from compressor.algorithms.gptq import ActOrder, Solver, quantize_gptq
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError
-from compressor.lifecycle import Event, ModuleRecord, State
-from compressor.lifecycle import CalibrationNeed
+from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
 from compressor.modifiers.inputs import InputHessians, InputHook
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.modifiers.scheme_targets import scheme_label
-from compressor.numerics import QParams, QuantizationArgs, QuantizationScheme, weight_qparams
-
-ActOrder = Literal["static", "weight", "group"]
+from compressor.numerics import QuantizationScheme, weight_qparams
 
 
 class GPTQModifier(SchemeModifier):
@@ -38,7 +35,7 @@ class GPTQModifier(SchemeModifier):
     block_size: int = Field(default=128, gt=0)
     dampening_frac: float = Field(default=0.01, gt=0)
     actorder: ActOrder | None = "static"
-    solver: Literal["r_form", "reference"] = "r_form"
+    solver: Solver = "r_form"
     share_inputs: bool = True
 
     _hessians: InputHessians = PrivateAttr(default_factory=lambda: InputHessians(share=True))
@@ -100,23 +97,20 @@ class GPTQModifier(SchemeModifier):
             left = [name for name in left if name not in members]
 
     def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int) -> None:
-        """Quantize weights that share input and format as one stack of rows."""
+        """Quantize weights that share input and format together."""
         args = self._schemes[names[0]].weights
         assert args is not None
-        order_C = None if self.actorder is None else activation_order(hessian_CC)
         weights = [self._pending[name].weight for name in names]
-        qparams, group_C = _qparams_and_groups(weights, args, order_C, names)
-        grid = _stacked_grid(qparams, group_C, args, [weight.shape[0] for weight in weights])
         try:
-            solution = solve_gptq(
-                torch.cat(weights) if len(weights) > 1 else weights[0],
+            solved, num_dead = quantize_gptq(
+                weights,
                 hessian_CC,
-                grid,
-                order_C=order_C,
+                args,
+                actorder=self.actorder,
                 block_size=self.block_size,
                 damp_frac=self.dampening_frac,
                 solver=self.solver,
-                name=" + ".join(names),
+                names=names,
             )
         except NumericsError as error:
             if not all(bool(torch.isfinite(weight).all()) for weight in weights):
@@ -124,29 +118,11 @@ class GPTQModifier(SchemeModifier):
             for name in names:
                 self._round(state, name, "not_positive_definite", str(error))
             return
-        if solution.num_dead:
-            self.fall_back(state, names[0], "dead_columns", f"{solution.num_dead} input columns are always zero; their weights become zero")
-        g_idx_C = group_C if args.actorder == "group" else None
-        self._place_rows(state, names, solution, qparams, g_idx_C, num_tokens)
-
-    def _place_rows(
-        self, state: State, names: list[str], solution: GPTQSolution, qparams: list[QParams], g_idx_C: Tensor | None, num_tokens: int
-    ) -> None:
-        start = 0
-        for name, own in zip(names, qparams, strict=True):
-            stop = start + self._pending[name].out_features
-            args = self._schemes[name].weights
-            assert args is not None
-            record = ModuleRecord(
-                name=name,
-                modifier="GPTQModifier",
-                scheme=scheme_label(args),
-                error=solution.relative_error,
-                num_tokens=num_tokens,
-                details={"loss": float(solution.loss_R[start:stop].sum(dtype=torch.float64))},
-            )
-            self.place(state, name, solution.codes_RC[start:stop], own, record, g_idx_C)
-            start = stop
+        if num_dead:
+            self.fall_back(state, names[0], "dead_columns", f"{num_dead} input columns are always zero; their weights become zero")
+        for name, own in zip(names, solved, strict=True):
+            record = ModuleRecord(name, type(self).__name__, scheme_label(args), own.relative_error, num_tokens, {"loss": own.loss})
+            self.place(state, name, own.codes_RC, own.qparams, record, own.g_idx_C)
 
     def _round(self, state: State, name: str, kind: str, detail: str) -> None:
         self.fall_back(state, name, kind, detail)
@@ -171,27 +147,3 @@ def _stacks(names: list[str], schemes: dict[str, QuantizationScheme]) -> list[li
         else:
             stacks.append([name])
     return stacks
-
-
-def _qparams_and_groups(
-    weights: list[Tensor], args: QuantizationArgs, order_C: Tensor | None, names: list[str]
-) -> tuple[list[QParams], Tensor]:
-    """Return scales per weight and the group of each column; under `group` order, groups are formed after sorting the columns."""
-    columns = weights[0].shape[1]
-    size = args.group_size if args.strategy == "group" and args.group_size else columns
-    group_C = torch.arange(columns, device=weights[0].device) // size
-    if args.actorder == "group" and order_C is not None:
-        weights = [weight.index_select(1, order_C) for weight in weights]
-        sorted_group_C, group_C = group_C, torch.empty_like(group_C)
-        group_C[order_C] = sorted_group_C
-    return [weight_qparams(weight, args, name) for weight, name in zip(weights, names, strict=True)], group_C
-
-
-def _stacked_grid(qparams: list[QParams], group_C: Tensor, args: QuantizationArgs, rows: list[int]) -> Grid:
-    """Spread scales of any strategy over [rows, groups] and stack them."""
-
-    def stacked(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([t.reshape(-1, t.shape[-1]).expand(num, -1) for t, num in zip(tensors, rows, strict=True)])
-
-    zeros = [own.zero_point for own in qparams if own.zero_point is not None]
-    return Grid(stacked([own.scale for own in qparams]), stacked(zeros) if zeros else None, group_C, args)

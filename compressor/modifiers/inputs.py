@@ -127,7 +127,13 @@ class InputHessians:
         self._add(name, x, token_mask, known)
 
     def take(self, name: str) -> tuple[Hessian, list[str]] | None:
-        """Hand over the Hessian of a module and the names of all that share it; None when it saw no input.
+        """Hand over the Hessian of a module, and forget it.
+
+        Args:
+            name: dotted module name.
+
+        Returns:
+            The Hessian and the names of all modules that share it; None when the module saw no input.
 
         Raises:
             CalibrationError: the sharing modules were not called equally often.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from compressor.algorithms.rtn import round_to_nearest
-from compressor.lifecycle import ModuleRecord, State
-from compressor.lifecycle import CalibrationNeed
+from compressor.lifecycle import CalibrationNeed, ModuleRecord, State
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.modifiers.scheme_targets import scheme_label
 from compressor.numerics import weight_qparams

@@ -119,6 +119,12 @@ class SchemeModifier(SchemeTargets, Modifier):
     def fall_back(self, state: State, name: str, kind: str, detail: str) -> None:
         """Count a fallback to a simpler algorithm; beyond the budget it is an error.
 
+        Args:
+            state: of the run; its report gets the fallback.
+            name: dotted module name.
+            kind: short name of the kind of fallback.
+            detail: what happened, as half a sentence.
+
         Raises:
             CalibrationError: the budget of the recipe is spent.
         """

@@ -60,7 +60,10 @@ class SchemeTargets(BaseModel):
         return self
 
     def target_schemes(self) -> list[QuantizationScheme]:
-        """Return the schemes with their targets, observers and column order filled in.
+        """List the schemes of the recipe.
+
+        Returns:
+            Each scheme with its targets, observers and column order filled in.
 
         Raises:
             SchemeError: a preset does not exist.
@@ -85,7 +88,13 @@ class SchemeTargets(BaseModel):
         return scheme.model_copy(update={"weights": weights, "input_activations": inputs})
 
     def resolve(self, model: nn.Module) -> dict[str, QuantizationScheme]:
-        """Return which module gets which scheme, in the order of the model; nothing is changed.
+        """Decide which module gets which scheme.
+
+        Args:
+            model: on any device; not modified.
+
+        Returns:
+            Dotted module name to scheme, in the order of the model.
 
         Raises:
             TargetError: a pattern matches nothing, a target is no linear layer, or a weight is tied to another module.

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import compressor.modifiers.gptq
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import compressor.modifiers.gptq
 from compressor import oneshot
 from compressor.cli import main
 from compressor.errors import CheckpointError, CompressorError, ModelError
-from safetensors.torch import save_file
-from torch import nn
 
 
 def write(path: Path, content: str) -> str:
@@ -103,7 +104,7 @@ def test_a_full_disk_leaves_nothing(llama_dir: Path, tokens_file: Path, tmp_path
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full)
-    with pytest.raises(CheckpointError, match="(?i)space"):
+    with pytest.raises(CheckpointError, match=r"(?i)space"):
         oneshot(llama_dir, recipe=GOOD, dataset=tokens_file, output_dir=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -118,14 +119,14 @@ def test_an_interruption_restores_a_model_in_memory(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    original, calls = compressor.modifiers.gptq.solve_gptq, iter(range(100))
+    original, calls = compressor.modifiers.gptq.quantize_gptq, iter(range(100))
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == 5:  # in the second layer: the first one is compressed already
             raise error
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(compressor.modifiers.gptq, "solve_gptq", interrupted)
+    monkeypatch.setattr(compressor.modifiers.gptq, "quantize_gptq", interrupted)
     model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype="auto")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(error):
@@ -143,7 +144,7 @@ def test_ctrl_c_on_the_command_line(
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compressor.modifiers.gptq, "solve_gptq", interrupted)
+    monkeypatch.setattr(compressor.modifiers.gptq, "quantize_gptq", interrupted)
     assert main(arguments(llama_dir, tokens_file, tmp_path, {})) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

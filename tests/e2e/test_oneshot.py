@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from compressor import oneshot
-from compressor.nn import QuantizedLinear
 from safetensors.torch import load_file
 from torch import nn
+
+from compressor import oneshot
+from compressor.nn import QuantizedLinear
 
 PROBE = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(9))
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.algorithms.gptq import GPTQSolution, Grid, Solver, activation_order, solve_gptq
+from compressor.algorithms.gptq import ActOrder, GPTQSolution, Solver, activation_order, quantize_gptq, solve_gptq
+from compressor.algorithms.gptq_forms import Grid
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError
 from compressor.numerics import PRESETS, QParams, QuantizationArgs, calculate_qparams, dequantize
@@ -139,7 +140,7 @@ def test_a_weight_on_the_grid_stays(solver: Solver) -> None:
     on_grid = dequantize(round_to_nearest(weight, qparams, args).codes_RC, qparams, args)
     solution = solve_gptq(on_grid, hessian, grid, solver=solver)
     assert torch.equal(dequantize(solution.codes_RC, qparams, args), on_grid)
-    assert solution.relative_error == pytest.approx(0.0, abs=1e-9)
+    assert float(solution.loss_R.abs().max()) == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -191,9 +192,23 @@ def test_reported_loss_is_the_real_one(solver: Solver) -> None:
     damped = hessian.clone()
     damped.diagonal().add_(0.01 * hessian.diagonal().mean())
     assert float(solution.loss_R.sum()) == pytest.approx(output_loss(weight, values, damped), rel=1e-3)
-    error, energy = (weight - values)[::2], weight[::2]
-    expected = float(((error @ damped) * error).sum() / ((energy @ damped) * energy).sum())
-    assert solution.relative_error == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("actorder", [None, "static", "group"])
+def test_weights_with_one_input_are_solved_together(actorder: ActOrder | None) -> None:
+    args = FORMATS["int4 group asymmetric"]
+    weight, hessian = problem(300, 48)
+    parts = list(weight.split([200, 90, 10]))
+    together, num_dead = quantize_gptq(parts, hessian, args, actorder=actorder, names=["q", "k", "v"])
+    assert num_dead == 0
+    for part, own in zip(parts, together, strict=True):
+        (alone,), _ = quantize_gptq([part], hessian, args, actorder=actorder)
+        assert (own.codes_RC != alone.codes_RC).float().mean() <= 1e-3
+        values = dequantize(own.codes_RC, own.qparams, args, own.g_idx_C).float()
+        assert (own.g_idx_C is not None) == (actorder == "group")
+        expected = output_loss(part, values, hessian) / output_loss(part, torch.zeros_like(part), hessian)
+        assert own.relative_error == pytest.approx(expected, rel=0.1 if len(part) > 128 else 1e-4)
+    assert len({own.relative_error for own in together}) == 3
 
 
 def test_errors_name_the_module() -> None:
