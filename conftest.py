@@ -16,9 +16,9 @@ pytest_plugins = [] if any(entry.value == "harness.plugin" for entry in entry_po
 def pytest_configure(config: pytest.Config) -> None:
     """Draw in the `dev` profile when the command line names none."""
     if config.getoption("--harness-profile") is None:
-        from harness.plugin import load_hypothesis_profile
+        from harness.profiles import load_profile
 
-        load_hypothesis_profile("dev")
+        load_profile("dev")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from harness.profiles import PROFILES, load_profile
+
 if TYPE_CHECKING:
     import torch
 
@@ -19,25 +21,6 @@ MARKERS = {
     "nightly": "runs only with --harness-profile=nightly: too long for every change",
     "peer": "needs the other library's interpreter, given with --peer-python; skipped without it",
 }
-# The share of work a profile spends: `dev` looks at something new every time, `pr` must not fail by chance, `nightly` looks longest.
-PROFILES = ("dev", "pr", "nightly")
-
-
-def load_hypothesis_profile(profile: str) -> None:
-    """Make one of `PROFILES` the settings of every Hypothesis test of this run.
-
-    Args:
-        profile: dev, pr or nightly.
-    """
-    from hypothesis import settings
-
-    examples = 250 if profile == "nightly" else 25
-    # No deadline: the first example of a test pays for imports and caches, and a shared machine stalls.
-    if profile == "pr":
-        settings.register_profile("harness-pr", max_examples=examples, derandomize=True, deadline=None, database=None, print_blob=True)
-    else:
-        settings.register_profile(f"harness-{profile}", max_examples=examples, deadline=None, print_blob=True)
-    settings.load_profile(f"harness-{profile}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,8 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("harness", "compressor-harness")
     group.addoption(
         "--harness-profile",
-        choices=PROFILES,
-        help="how property tests draw: dev (25 random examples), pr (25 fixed ones), nightly (250 random ones, and nightly tests run)",
+        choices=tuple(PROFILES),
+        help="how long property tests look: dev (at random), pr (the same every time), nightly (ten times as long, and nightly tests run)",
     )
     group.addoption(
         "--peer-python", type=Path, metavar="PATH", help="interpreter of an environment with llmcompressor, for the tests marked peer"
@@ -59,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     profile = config.getoption("--harness-profile")
     if profile is not None:
-        load_hypothesis_profile(profile)
+        load_profile(profile)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
