@@ -22,6 +22,7 @@ from compressor.data import CalibrationData, check_vocabulary, load_dataset_sour
 from compressor.errors import DatasetError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.checkpoint import check_output_dir, save_checkpoint
+from compressor.model.folder import weight_files
 from compressor.model.format import check_readable
 from compressor.model.load import LoadedModel, load_model, resolve_device
 from compressor.modifiers.scheme_modifier import SchemeModifier
@@ -187,7 +188,7 @@ def _file_hashes(folder: Path | None) -> dict[str, str]:
     """Return the sha256 of the base's config and weight files; empty for a model from memory."""
     if folder is None:
         return {}
-    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    files = [folder / name for name in (*weight_files(folder), "config.json")]
     hashes = {}
     for path in files:
         with path.open("rb") as stream:

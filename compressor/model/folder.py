@@ -62,7 +62,7 @@ def check_weight_files(folder: Path) -> None:
     Raises:
         ModelError: no safetensors (a pickle is never opened), a missing shard, or a damaged file.
     """
-    names = _weight_files(folder)
+    names = weight_files(folder)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelError(f"{folder}: {len(missing)} of {len(names)} weight files are missing ({some(missing)}); fetch the folder again")
@@ -99,7 +99,18 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.rstrip('.')}"
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
+    """Name the files that a loader reads; other safetensors files may lie beside them.
+
+    Args:
+        folder: folder of a model in the layout of transformers.
+
+    Returns:
+        File names: model.safetensors, or the shards of the index.
+
+    Raises:
+        ModelError: there are no safetensors weights.
+    """
     if (folder / _SINGLE_FILE).exists():
         return [_SINGLE_FILE]
     if (folder / _INDEX_FILE).exists():

@@ -123,16 +123,23 @@ def _entry(path: Path, name: str, fields: Mapping[str, Any], data_start: int) ->
     return TensorEntry(path, dtype, shape, start, end)
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of all safetensors files of a folder; what is wrong with them is listed, not raised.
+def read_checkpoint(folder: Path, *, finished: bool = True) -> Checkpoint:
+    """Read the headers of the safetensors files of a folder; what is wrong with them is listed, not raised.
 
     Args:
         folder: holds model.safetensors, or shards and model.safetensors.index.json.
+        finished: the folder is a finished checkpoint, in which any further safetensors file is a problem; else only the files that a
+            loader reads are looked at, since people keep other arrays and formats beside a base model.
     Returns:
         The checkpoint; no entries when there is nothing to read.
     """
     checkpoint = Checkpoint(folder)
     paths = sorted(folder.glob("*.safetensors"))
+    if not finished and (folder / "model.safetensors").is_file():
+        paths = [folder / "model.safetensors"]
+    elif not finished and (folder / "model.safetensors.index.json").is_file():
+        shards = _index_files(folder / "model.safetensors.index.json")
+        paths = [path for path in paths if path.name in shards]
     checkpoint.num_files = len(paths)
     for path in paths:
         try:
@@ -144,12 +151,20 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         checkpoint.problems += [f"{path.name}: tensor {name} lies in {checkpoint.entries[name].path.name} too" for name in twice]
         checkpoint.entries.update(entries)
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    if index.is_file() and (finished or paths != [folder / "model.safetensors"]):
         checkpoint.problems += _index_problems(checkpoint, index)
     elif [path.name for path in paths] != ["model.safetensors"]:
         found = ", ".join(path.name for path in paths) or "no safetensors file"
         checkpoint.problems.append(f"without an index there must be model.safetensors and nothing else, found {found}")
     return checkpoint
+
+
+def _index_files(path: Path) -> set[str]:
+    """The shards that an index names; none where it cannot be read, which `_index_problems` then reports."""
+    try:
+        return set(json.loads(path.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return set()
 
 
 def _index_problems(checkpoint: Checkpoint, path: Path) -> list[str]:

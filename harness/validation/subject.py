@@ -72,7 +72,7 @@ def read_subject(base_dir: Path, compressed_dir: Path) -> Subject:
         raise ModelError(f"{problem}; the base must be a Hugging Face model folder")
     if "quantization_config" in base_config:
         raise ModelError(f"{base_dir}: the base is quantized itself; give the model that was compressed")
-    base = read_checkpoint(base_dir)
+    base = read_checkpoint(base_dir, finished=False)
     if base.problems:
         raise ModelError(f"{base_dir}: the base cannot be read: {base.problems[0]}; save it again as safetensors")
     config, problem = _read_config(compressed_dir)
