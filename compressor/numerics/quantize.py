@@ -105,6 +105,8 @@ def dynamic_qparams(x: Tensor, args: QuantizationArgs) -> QParams:
     """
     if not args.dynamic:
         raise SchemeError("dynamic_qparams: args with dynamic=False have stored scales; use those, or give dynamic=True")
+    if x.numel() == 0:
+        x = x.new_zeros(1)  # an expert that no token reached; any scale does
     if args.strategy == "tensor" or x.ndim <= 2:
         min_vals, max_vals = torch.aminmax(x)
     else:

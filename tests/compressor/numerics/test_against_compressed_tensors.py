@@ -49,6 +49,19 @@ def test_scales_and_zero_points_are_theirs(cases, peer_args, same_bits, data):
         assert same_bits(ours.zero_point[sane], zero_point[sane])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_points_of_ranges_without_dimensions_are_theirs(peer_args, same_bits, dtype):
+    """Theirs are computed in float32 then, else in the dtype of the range: bfloat16 and 8 bits tell."""
+    args = QuantizationArgs(symmetric=False)
+    differs = 0
+    for lowest in torch.linspace(-3, 0, 40, dtype=dtype):
+        highest = torch.tensor(255.0, dtype=dtype) + lowest
+        ours = calculate_qparams(lowest, highest, args)
+        assert same_bits(ours.zero_point, their_calculate_qparams(lowest, highest, peer_args(args))[1])
+        differs += int(ours.zero_point != calculate_qparams(lowest.reshape(1), highest.reshape(1), args).zero_point)
+    assert (differs > 0) == (dtype == torch.bfloat16)
+
+
 @pytest.mark.parametrize("scale_dtype", DTYPES)
 @given(data=st.data())
 def test_codes_and_values_are_theirs(cases, peer_args, same_bits, scale_dtype, data):
@@ -66,7 +79,7 @@ def test_codes_and_values_are_theirs(cases, peer_args, same_bits, scale_dtype, d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(
-    shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    shape=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     strategy=st.sampled_from(["token", "tensor"]),
     number=st.sampled_from([("int", 8, True), ("int", 8, False), ("int", 4, True), ("int", 4, False), ("float", 8, True)]),
     seed=st.integers(0, 2**31),

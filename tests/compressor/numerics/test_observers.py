@@ -27,8 +27,11 @@ def _heavy_tail(*shape, seed=0):
 
 
 @pytest.mark.parametrize("args", STATIC)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@given(cuts=st.lists(st.integers(0, 600), max_size=6), seed=st.integers(0, 2**31))
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    cuts=st.lists(st.integers(0, 600), max_size=6),
+    seed=st.integers(0, 2**31),
+)
 def test_order_and_batches_do_not_matter(same_bits, args, dtype, cuts, seed):
     values = _heavy_tail(600, seed=seed).to(dtype)
     whole, parts = make_observer(args), make_observer(args)
@@ -98,6 +101,23 @@ def test_a_clipped_outlier_buys_finer_steps():
     args = QuantizationArgs(num_bits=3, strategy="channel")
     full, searched = (weight_qparams(weight, args.model_copy(update={"observer": name})).scale for name in ("minmax", "mse"))
     assert searched < 0.95 * full
+
+
+def test_tiny_weights_are_searched_like_any_other(same_bits):
+    """1e-20 to the power 2.4 is zero in float32: errors must be counted in steps, not in units of the weight."""
+    args = QuantizationArgs(num_bits=4, group_size=32, observer="mse")
+    weight = _heavy_tail(8, 64)
+    assert same_bits(weight_qparams(weight * 2.0**-70, args).scale, weight_qparams(weight, args).scale * 2.0**-70)
+
+
+def test_values_that_bfloat16_rounds_to_infinity_do_not_blind_the_search():
+    x = torch.linspace(-1, 1, 4001) * 2.9e38
+    x[0] = torch.finfo(torch.float32).max
+    scales = []
+    for observer in (make_observer(QuantizationArgs(num_bits=3, observer=name)) for name in ("minmax", "mse")):
+        observer.update(x)
+        scales.append(observer.qparams().scale.item())
+    assert scales[1] < 0.95 * scales[0]
 
 
 def test_patience_stops_each_group_on_its_own(same_bits):
