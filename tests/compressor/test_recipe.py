@@ -670,3 +670,72 @@ def test_the_schema_is_json_and_holds_every_known_modifier() -> None:
     assert set(registry.known_modifiers()) <= set(schema["$defs"]["one_or_more"]["properties"])
     assert "targets" in schema["$defs"]["ToyModifier"]["properties"]
     assert schema["$defs"]["ToyModifier"]["properties"]["block_size"]["default"] == 128
+
+
+# --- the modifiers of this package, in files as llm-compressor's users write them
+
+ITS_FILES = {
+    "channel weights in a group": """
+        quant_stage:
+          quant_modifiers:
+            GPTQModifier:
+              ignore: [lm_head, "re:.*mlp.gate$", "model.embed_tokens"]
+              config_groups:
+                group_0:
+                  weights: {num_bits: 4, type: int, symmetric: true, strategy: channel, dynamic: false}
+                  targets: [Linear]
+        """,
+    "weights and activations": """
+        test_stage:
+            obcq_modifiers:
+                GPTQModifier:
+                    block_size: 128
+                    dampening_frac: 0.001
+                    actorder: static
+                    config_groups:
+                        group_0:
+                            targets: ["Linear"]
+                            input_activations: {num_bits: 8, type: "int", symmetric: true, strategy: "tensor"}
+                            output_activations: null
+                            weights:
+                                num_bits: 8
+                                type: "int"
+                                symmetric: true
+                                strategy: "channel"
+        """,
+    "a preset, one target as a string": """
+        DEFAULT_stage:
+          DEFAULT_modifiers:
+            QuantizationModifier:
+              ignore: [lm_head]
+              targets: Linear
+              scheme: FP8
+        """,
+    "two modifiers with their own targets": r"""
+        quant_stage:
+          run_type: oneshot
+          quant_modifiers:
+            QuantizationModifier:
+              ignore: ["lm_head"]
+              scheme: "W4A16"
+              targets:
+                - "re:.*self_attn\\.(k|q|o|v)_proj$"
+            GPTQModifier:
+              ignore: ["lm_head"]
+              scheme: "W8A8"
+              targets:
+                - "re:.*mlp\\.(down|gate|up)_proj$"
+              block_size: 128
+              dampening_frac: 0.001
+              actorder: null
+        """,
+}
+
+
+@pytest.mark.parametrize("form", ITS_FILES)
+def test_files_written_for_llm_compressor_load_unchanged(form: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(ITS_FILES[form])
+    recipe = load_recipe(str(file))
+    assert {type(modifier).__name__ for modifier in recipe.modifiers} == set(re.findall(r"\w+Modifier\b", ITS_FILES[form]))
+    assert load_recipe(recipe.dump()) == recipe
