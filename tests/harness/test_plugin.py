@@ -14,6 +14,13 @@ pytest_plugins = ["pytester"]
 _INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
 _LOAD = () if _INSTALLED else ("-p", "harness.plugin")
 
+# Stands in for torch on a machine with a GPU.
+_TORCH_WITH_CUDA = """
+class cuda:
+    is_available = staticmethod(lambda: True)
+class device:
+    def __init__(self, type): self.type = type
+"""
 _DRAWS = """
 from hypothesis import given, settings, strategies as st
 drawn = []
@@ -66,7 +73,7 @@ def test_marked_tests_are_skipped_with_their_reason(pytester: pytest.Pytester, m
 
 
 def test_marked_tests_run_when_their_condition_is_met(pytester: pytest.Pytester) -> None:
-    (pytester.path / "conftest.py").write_text("import torch\ntorch.cuda.is_available = lambda: True\n")
+    (pytester.path / "torch.py").write_text(_TORCH_WITH_CUDA)
     pytester.makepyfile("""
         import pytest
         @pytest.mark.gpu
