@@ -99,11 +99,13 @@ def _is_stack(module: nn.Module) -> bool:
         return False
     children = list(module.children())
     kinds = Counter(type(child) for child in children)
-    return len(kinds) < len(children) and all(_is_composite(child) for child in children)
+    return len(kinds) < len(children) and all(_is_layer(child) for child in children)
 
 
-def _is_composite(layer: nn.Module) -> bool:
-    return any(next(below.parameters(), None) is not None for below in layer.children())
+def _is_layer(module: nn.Module) -> bool:
+    """True for what can be called (a list cannot) and is built of further modules with parameters."""
+    is_callable = type(module).forward is not nn.Module.forward
+    return is_callable and any(next(below.parameters(), None) is not None for below in module.children())
 
 
 def _is_inside(name: str, targets: dict[str, nn.Module]) -> bool:

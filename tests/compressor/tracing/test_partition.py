@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from compressor.errors import TargetError
 from compressor.tracing import infer_targets, module_names, partition
@@ -16,6 +16,9 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(2, 2)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
 
 
 class OtherLayer(Layer):
@@ -39,6 +42,11 @@ def test_several_stacks_and_mixed_stacks_count() -> None:
     cut = infer_targets(model_of(encoder=[Layer(), Layer()], decoder=[Layer(), OtherLayer(), Layer()]))
     assert list(cut.targets) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1", "decoder.2"]
     assert cut.reason == "encoder repeats Layer 2x; decoder repeats Layer 2x and OtherLayer 1x"
+
+
+def test_lists_in_lists_are_looked_into() -> None:
+    cut = infer_targets(model_of(blocks=[nn.ModuleList([Layer(), Layer()]), nn.ModuleList([Layer()])]))
+    assert list(cut.targets) == ["blocks.0.0", "blocks.0.1"]
 
 
 def test_a_sequential_of_layers_counts() -> None:

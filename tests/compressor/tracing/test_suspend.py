@@ -128,7 +128,7 @@ class Halved(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.weight = inner.weight  # T5 looks at it
+        self.weight, self.bias = inner.weight, inner.bias  # some models look at them
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) / 2
@@ -226,6 +226,8 @@ def test_outputs_that_a_model_collects_on_the_way_hold_no_trial_call() -> None:
     got = suspended(model, batches, ["model.layers.0", "model.layers.1"])
     assert_same(expected, got)
     assert len(got[1][0].hidden_states) == 4
+    with torch.no_grad():
+        call_model(model, batches[0])
     counts = {len(layer._forward_hooks) for layer in model.model.layers}
     assert counts == {1}, "hooks that a model installs once are installed once"
 
@@ -439,6 +441,30 @@ def test_what_a_forward_stores_on_modules_stays_its_own_and_is_taken_away() -> N
     assert_same(run.outputs, expected)
     assert not hasattr(model, "kept")
     assert_same(model.state_dict(), before)
+
+
+def test_a_trial_call_leaves_no_value_on_modules() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.times = 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.times = self.times + 1
+            return self.linear(x) * self.times
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Counting(), Counting()).eval()
+    batches: list[Batch] = [(torch.ones(1, 2),)] * 2
+    with torch.no_grad():
+        expected = [call_model(copy.deepcopy(model), batch) for batch in batches]
+    with SuspendedRun(model, ["0", "1"], batches, watched=lambda: {"0.linear": False, "1.linear": False}, keep_outputs=True) as run:
+        for stage in run.stages():
+            stage.calibrate()
+            stage.propagate()
+    assert_same(run.outputs, expected)
+    assert model[0].times == model[1].times == 1
 
 
 def test_rotary_tables_that_grow_and_shrink_with_the_sequence_are_those_of_plain_forwards() -> None:
