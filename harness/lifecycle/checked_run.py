@@ -36,6 +36,9 @@ class CheckedRun:
         refusals: exceptions with which a modifier's own code may turn down what it is asked.
         allowed: kinds of differences that are no violation, on top of what the contract allows.
         clauses: the clauses that count; after a breach of another one the example ends.
+
+    Attributes:
+        compares_all: False leaves the model and its surroundings uncompared, for a way that has been gone before.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class CheckedRun:
         self.refusals = refusals
         self.allowed = set(allowed)
         self.clauses = clauses
+        self.compares_all = True
         self.start = self.now = self._snapshot()
         self._asleep: list[tuple[int | None, AbstractContextManager[None]]] = []
 
@@ -147,7 +151,12 @@ class CheckedRun:
             expected = fire_order(self.oracle.modifiers, self.oracle.world.modules, self.sleeps)
             if fired != expected:
                 self._break("hooks", f"a forward should have run the hooks {expected}, and ran {fired}")
-        self.now = self._snapshot()
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Take what is now for granted: later calls are compared with it."""
+        if self.compares_all:
+            self.now = self._snapshot()
 
     def close(self) -> None:
         """Leave every context, give up what is not over, and look at what is left."""
@@ -185,7 +194,6 @@ class CheckedRun:
             raise
         except BaseException as caught:  # noqa: BLE001 - the error of the subject is what is judged
             error = caught
-        self.now = self._snapshot()
         entries = recorder.entries
         for remark in recorder.remarks:
             self._break("state", f"{call}: {remark}")
@@ -196,6 +204,9 @@ class CheckedRun:
             self._check_standing(call)
             if moment is not None and outcome.kind == "refused":
                 self._check_message(call, moment, last, str(error))
+        if not self.compares_all:
+            return outcome
+        self.now = self._snapshot()
         self._check_changes(call, outcome, before)
         if self.is_over or (outcome.kind == "failed" and self.oracle.last == "CREATE"):
             self._check_left(call)

@@ -103,7 +103,7 @@ def judge_error(call: str, outcome: Outcome, entries: Sequence[Entry], error: Ba
         if not isinstance(error, RuntimeError):
             raise Violation("errors", f"{call} is illegal here, and raised {describe(error)} in place of a RuntimeError") from error
     elif error is None:
-        raise Violation("errors", f"{call} went on as if nothing had happened, after {_failures(outcome, entries)}")
+        raise Violation("errors", f"{call} went on as if nothing had happened, after {failures(outcome, entries)}")
     elif outcome.together:
         _judge_group(call, outcome, entries, error)
     else:
@@ -112,9 +112,9 @@ def judge_error(call: str, outcome: Outcome, entries: Sequence[Entry], error: Ba
 
 def _judge_group(call: str, outcome: Outcome, entries: Sequence[Entry], error: BaseException) -> None:
     if not isinstance(error, ExceptionGroup):
-        raise Violation("errors", f"{call}: {_failures(outcome, entries)}, and {describe(error)} came out in place of an ExceptionGroup")
+        raise Violation("errors", f"{call}: {failures(outcome, entries)}, and {describe(error)} came out in place of an ExceptionGroup")
     if len(error.exceptions) != len(outcome.culprits):
-        raise Violation("errors", f"{call}: {_failures(outcome, entries)}, and the group holds {len(error.exceptions)} errors")
+        raise Violation("errors", f"{call}: {failures(outcome, entries)}, and the group holds {len(error.exceptions)} errors")
     for culprit, one in zip(outcome.culprits, error.exceptions, strict=True):
         _judge_failure(call, (culprit,), entries, one)
 
@@ -129,7 +129,8 @@ def _judge_failure(call: str, culprits: Sequence[int], entries: Sequence[Entry],
         raise Violation("errors", f"{call}: {describe(error)} came out in place of a RuntimeError")
 
 
-def _failures(outcome: Outcome, entries: Sequence[Entry]) -> str:
+def failures(outcome: Outcome, entries: Sequence[Entry]) -> str:
+    """Return which callbacks failed, and how, in words."""
     parts = []
     for entry in entries:
         if entry.seen.modifier in outcome.culprits and (entry.error is not None or entry.seen.event is None):

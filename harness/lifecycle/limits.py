@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,37 +17,41 @@ class TimeLimitError(BaseException):
 
 
 class Stopwatch:
-    """Measures one example after another; whoever runs examples says when a new one begins."""
+    """Measures one call after another; whoever makes calls says when a new one begins."""
 
     def __init__(self) -> None:
         """Start now."""
         self.restart()
 
     def restart(self) -> None:
-        """A new example begins."""
+        """A new call begins."""
         self._start = time.monotonic()
+
+    def pause(self) -> None:
+        """What comes now does not count, until the next restart."""
+        self._start = math.inf
 
     @property
     def seconds(self) -> float:
-        """Time since the example began."""
+        """Time since the call began."""
         return time.monotonic() - self._start
 
 
 def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float) -> Result:
-    """Run something in a thread of its own, and give up on it when one example takes too long.
+    """Run something in a thread of its own, and give up on it when one call takes too long.
 
     Python code in a loop is stopped; code that sleeps or waits is left behind in a daemon thread, which ends with the process.
 
     Args:
         call: what to run.
-        stopwatch: restarted by `call` at the start of each example.
-        seconds: that one example may take.
+        stopwatch: restarted by `call` at the start of each of its calls.
+        seconds: that one of them may take.
 
     Returns:
         What it returns.
 
     Raises:
-        TimeLimitError: an example took longer.
+        TimeLimitError: one of them took longer.
     """
     results: list[Result] = []
     errors: list[BaseException] = []
@@ -64,7 +69,7 @@ def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float
         thread.join(timeout=0.05)
         if thread.is_alive() and stopwatch.seconds > seconds:
             _interrupt(thread)
-            raise TimeLimitError(f"one example took longer than {seconds:g} s")
+            raise TimeLimitError(f"one call took longer than {seconds:g} s")
     if errors:
         raise errors[0]
     return results[0]

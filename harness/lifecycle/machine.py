@@ -1,26 +1,23 @@
 """State machines over the lifecycle: random calls, legal and illegal, with callbacks that misbehave, the oracle beside every one.
 
-`SessionMachine` drives a session of several modifiers, `ModifierMachine` a single one without a session. Both are templates: `build`
-fills in what is driven, so that one machine serves our core, somebody's modifier and, through an adapter, another library.
+`SessionMachine` drives a session of several modifiers; `modifier_machine.py` has that of a single one. Both are templates: `build` fills in
+what is driven, so that one machine serves our core, somebody's modifier and, through an adapter, another library.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from compressor.errors import CompressorError
 from harness.lifecycle import strategies
 from harness.lifecycle.checked_run import CheckedRun, OverError
 from harness.lifecycle.driver import Run
-from harness.lifecycle.judge import CLAUSES, Clause
 from harness.lifecycle.limits import Stopwatch
-from harness.lifecycle.oracle_session import SessionModel
 from harness.lifecycle.recording import Acts
 from harness.lifecycle.strategies import Setup
 from harness.lifecycle.terms import CALIBRATION_EVENTS
@@ -31,32 +28,20 @@ class Stage:
     """What a session machine drives.
 
     Attributes:
-        open_run: makes a fresh run, over a fresh model, of the modifiers of a setup; those of `guests` come first, with their own settings.
+        open_run: makes a fresh run of the modifiers of a setup, over a fresh model, with the oracle beside it.
         forward: runs the model of a run.
-        guests: how many modifiers are not the machine's own.
-        obedient: no guest: all that happens is what the machine plans.
+        kinds: the small things that callbacks may be made to do.
         part_names: module names to send with SEQUENTIAL_EPOCH_END.
-        refusals: exceptions with which a guest may turn down what it is asked.
-        allowed: kinds of differences that are no violation.
-        clauses: the clauses of the contract that count.
         stopwatch: restarted at the start of every example.
         num_steps: steps done so far, of all examples.
     """
 
-    open_run: Callable[[Setup], Run]
+    open_run: Callable[[Setup], CheckedRun]
     forward: Callable[[Run], object]
-    guests: int = 0
-    part_names: tuple[tuple[str, ...], ...] = (("first",), ("second",), ("first", "second"))
-    refusals: tuple[type[BaseException], ...] = (CompressorError,)
-    allowed: Collection[str] = ()
-    clauses: Collection[Clause] = CLAUSES
+    kinds: strategies.StepKinds = strategies.OBEDIENT_STEPS
+    part_names: Sequence[tuple[str, ...]] = (("first",), ("second",), ("first", "second"))
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     num_steps: int = 0
-
-    @property
-    def obedient(self) -> bool:
-        """All that happens is what the machine plans."""
-        return not self.guests
 
 
 class SessionMachine(RuleBasedStateMachine):
@@ -65,8 +50,9 @@ class SessionMachine(RuleBasedStateMachine):
     stage: ClassVar[Stage]
     checked: CheckedRun | None = None
     ended = False
+    num_parts = 0
 
-    @initialize(setup=st.deferred(strategies.setups))
+    @initialize(setup=strategies.setups)
     def open(self, setup: Setup) -> None:
         """Open the first run."""
         self.stage.stopwatch.restart()
@@ -138,7 +124,7 @@ class SessionMachine(RuleBasedStateMachine):
         self._step(lambda checked: checked.leave(error))
 
     @precondition(lambda self: self._place == "over")
-    @rule(setup=st.deferred(strategies.setups))
+    @rule(setup=strategies.setups)
     def again(self, setup: Setup) -> None:
         """Open another run."""
         self._checked.close()
@@ -151,25 +137,16 @@ class SessionMachine(RuleBasedStateMachine):
 
     def _open(self, setup: Setup) -> None:
         self.stage.num_steps += 1
-        run = self.stage.open_run(setup)
-        oracle = SessionModel(setup.settings, setup.steps_per_epoch, setup.keep_originals)
-        self.checked = CheckedRun(
-            run,
-            oracle,
-            obedient=self.stage.obedient,
-            refusals=self.stage.refusals,
-            allowed=self.stage.allowed,
-            clauses=self.stage.clauses,
-        )
+        self.checked = self.stage.open_run(setup)
 
     def _go(self, data: st.DataObject, moment: str) -> None:
         oracle = self._checked.oracle
         acts: Acts = {}
         if oracle.allows(moment):
             callbacks = _callbacks(moment)
-            kinds = strategies.OBEDIENT_STEPS if self.stage.obedient else strategies.GUEST_STEPS
-            acts = data.draw(strategies.acts(len(oracle.modifiers), callbacks, kinds), label="acts")
-        parts = self.stage.part_names[oracle.step % len(self.stage.part_names)]
+            acts = data.draw(strategies.acts(len(oracle.modifiers), callbacks, self.stage.kinds), label="acts")
+        parts = self.stage.part_names[self.num_parts % len(self.stage.part_names)]
+        self.num_parts += moment == "SEQUENTIAL_EPOCH_END"
         self._step(lambda checked: checked.go(moment, acts, parts))
 
     def _step(self, call: Callable[[CheckedRun], object]) -> None:

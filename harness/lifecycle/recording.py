@@ -82,6 +82,7 @@ class Recorder:
         fired: the recorded hooks that have run since `begin`, in order.
         running: the callback that is running now, for the report of one that hangs.
         perform: carries out a step of an act; set by the run.
+        on_begin: told whenever a new call begins, so that a time limit counts from there.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,7 @@ class Recorder:
         self.fired: list[str] = []
         self.running: str | None = None
         self.perform: Callable[[str, Modifier, State], None] = _perform_nothing
+        self.on_begin: Callable[[], None] = _do_nothing
         self._acts: Acts = {}
         self._frames: list[_Frame] = []
         self._num_hooks = 0
@@ -99,6 +101,7 @@ class Recorder:
     def begin(self, acts: Acts | None = None) -> None:
         """Forget what was recorded, and plan acts for the callbacks to come."""
         self.entries, self.remarks, self.fired, self._acts = [], [], [], acts or {}
+        self.on_begin()
 
     def run(self, number: int, callback: str, owner: Modifier, own: Callable[..., Any], state: State, event: tuple[Event, ...]) -> Any:
         """Stand in for one callback.
@@ -241,6 +244,10 @@ def _settings(state: State) -> dict[str, object]:
 
 def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     return [name for name in _WATCHED if before[name] is not after[name]]
+
+
+def _do_nothing() -> None:
+    """Nobody wants to know."""
 
 
 def _perform_nothing(step: str, owner: Modifier, state: State) -> None:

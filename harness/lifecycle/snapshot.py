@@ -129,7 +129,10 @@ class Snapshot:
         found = []
         for key in {**self.items, **later.items}:
             before, after = self.items.get(key, _MISSING), later.items.get(key, _MISSING)
-            if key[0] not in allowed and before != after:
+            is_news = key[0] == "class" and (
+                before is _MISSING or after is _MISSING
+            )  # a module of another class came or went, no class has changed
+            if key[0] not in allowed and before != after and not is_news:
                 found.append(Difference(*key, _describe(before, after)))
         return sorted(found, key=str)
 

@@ -27,14 +27,19 @@ _PLACES = ("first", "second")
 steps_per_epoch = st.none() | st.sampled_from(_EPOCHS)
 
 
-def _in_order(start: float | None, end: float | None, update: float | None) -> Settings:
-    """Make settings that a modifier accepts: an end that is not after the start is left out."""
-    return Settings(start, None if start is not None and end is not None and end <= start else end, update)
+_starts = st.sampled_from((None, None, None, *_STARTS))
+_ends = st.sampled_from((None, None, None, None, *_ENDS))
+_updates = st.sampled_from((*[None] * len(_UPDATES), *_UPDATES))
 
 
-settings = st.builds(
-    _in_order, st.none() | st.sampled_from(_STARTS), st.none() | st.sampled_from(_ENDS), st.none() | st.none() | st.sampled_from(_UPDATES)
-)
+@st.composite
+def _settings(draw: st.DrawFn) -> Settings:
+    """Draw settings that a modifier accepts: an end that is not after the start is left out."""
+    start, end = draw(_starts), draw(_ends)
+    return Settings(start, None if start is not None and end is not None and end <= start else end, draw(_updates))
+
+
+settings = _settings()
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,13 @@ class Setup:
     keep_originals: bool = False
 
 
-def setups(min_modifiers: int = 1, max_modifiers: int = 3) -> SearchStrategy[Setup]:
-    """Return a strategy for beginnings.
+@st.composite
+def _setups(draw: st.DrawFn) -> Setup:
+    modifiers = draw(st.lists(settings, min_size=1, max_size=3))
+    return Setup(tuple(modifiers), draw(steps_per_epoch), draw(st.booleans()))
 
-    Args:
-        min_modifiers: at least so many modifiers.
-        max_modifiers: at most so many.
-    """
-    several = st.lists(settings, min_size=min_modifiers, max_size=max_modifiers).map(tuple)
-    return st.builds(Setup, several, steps_per_epoch, st.booleans())
+
+setups = _setups()
 
 
 _hook_steps = st.builds("hook {} {}".format, st.sampled_from(_HOOK_KINDS), st.sampled_from(_PLACES))

@@ -1,0 +1,49 @@
+"""Checks that go beyond a list of cases: a state machine over the modifier among others, and a second run that must give the same."""
+
+from __future__ import annotations
+
+from harness.lifecycle.catalogue import register
+from harness.lifecycle.judge import Violation
+from harness.lifecycle.snapshot import freeze
+from harness.lifecycle.stages import GUEST_SHARE, drive_session, guest_stage
+from harness.lifecycle.subject import Subject
+
+
+@register("repeatable", "A second run of a fresh modifier over the same model gives the same, bit for bit", number=43, tags=("random",))
+def repeatable(subject: Subject) -> str:
+    """Run twice, and compare the models.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: the second run gives another model: something of the first one is kept outside of it.
+    """
+    results = []
+    for _ in range(2):
+        run = subject.open()
+        subject.live(subject.check(run), run)
+        results.append({key: value.detach().clone() for key, value in run.model.state_dict().items()})
+    first, second = results
+    if first.keys() != second.keys():
+        raise Violation("state", f"the second run gives other tensors: {', '.join(sorted(first.keys() ^ second.keys())[:4])}")
+    changed = [key for key, value in first.items() if freeze(value) != freeze(second[key])]
+    if changed:
+        raise Violation("state", f"the second run gives other values in {', '.join(changed[:4])}")
+    return f"{len(first)} tensors are equal"
+
+
+@register("state_machine", "Random calls, legal and illegal, with callbacks that fail, go as the independent model says")
+def state_machine(subject: Subject) -> str:
+    """Drive a session of the modifier and probes at random, as long as the profile says.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+    """
+    return f"{drive_session(guest_stage(subject), subject.profile, GUEST_SHARE)} steps"

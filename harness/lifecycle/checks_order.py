@@ -1,0 +1,226 @@
+"""Checks of what comes when: a whole run, illegal calls, start and end, nested contexts, recipes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from pydantic import ValidationError
+
+from compressor.errors import CompressorError
+from compressor.recipe import load_recipe
+from harness.lifecycle.catalogue import register
+from harness.lifecycle.checked_run import CheckedRun
+from harness.lifecycle.driver import CompressorRun
+from harness.lifecycle.judge import Violation, failures
+from harness.lifecycle.snapshot import num_hooks
+from harness.lifecycle.strategies import Setup
+from harness.lifecycle.subject import NothingToCheckError, Subject
+from harness.lifecycle.terms import BATCH_EVENTS, MOMENTS, Settings
+
+# Times for check 48: whole and fractional, from the first batch, with and without an end, with an update interval.
+TIMES = (
+    Setup((Settings(0.0, 2.0),)),
+    Setup((Settings(1.0, None),)),
+    Setup((Settings(1.0, 3.0, 2.0),)),
+    Setup((Settings(0.5, 1.5),), steps_per_epoch=2),
+    Setup((Settings(1 / 3, 4 / 3, 2 / 3),), steps_per_epoch=3),
+)
+
+
+@register("completes", "A whole run over the model comes to its end, with every callback where the contract has it")
+def completes(subject: Subject) -> str:
+    """Go through a whole life without any fault.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: the run fails, or goes another way than the oracle.
+    """
+    run = subject.open()
+    checked = subject.check(run)
+    outcome = subject.live(checked, run)
+    if outcome is None or outcome.kind == "failed":
+        what = failures(outcome, run.recorder.entries) if outcome else "it has no moments"
+        raise Violation("refused", f"a run without any fault stopped: {what}")
+    return f"{len(subject.life())} moments, {run.model.__class__.__name__}"
+
+
+@register("illegal_calls", "An illegal call raises and changes nothing", number=47)
+def illegal_calls(subject: Subject) -> str:
+    """Try every illegal call at every point of a whole life.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+    """
+    run = subject.open()
+    checked = subject.check(run)
+    num_tried = _try_illegal(checked)
+    for moment, names in subject.life():
+        if moment == "SEQUENTIAL_EPOCH_END":
+            checked.forward(lambda: subject.forward(run))
+        if checked.go(moment, modules=names).kind == "failed":
+            break
+        num_tried += _try_illegal(checked)
+    return f"{num_tried} illegal calls"
+
+
+def _try_illegal(checked: CheckedRun) -> int:
+    forbidden = [moment for moment in MOMENTS if not checked.oracle.allows(moment)]
+    for moment in forbidden:
+        checked.go(moment)
+    misfits = [("BATCH_START", True, ()), ("LOSS_CALCULATED", False, ()), ("CALIBRATION_START", False, ("x",))]
+    for event, has_loss, modules in misfits:
+        checked.send(event, has_loss=has_loss, modules=modules)
+    methods = [method for method in ("initialize", "update_event", "finalize") if checked.refuses(0, method)]
+    for method in methods:
+        checked.call_modifier(0, method)
+    return len(forbidden) + len(misfits) + len(methods)
+
+
+@register(
+    "start_and_end",
+    "Callbacks come exactly at start and end, for whole and fractional indices",
+    number=48,
+    caught=("vllm-project/llm-compressor 0.14: start and end never fire",),
+)
+def start_and_end(subject: Subject) -> str:
+    """Train with several settings, beside the oracle.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+    """
+    for setup in TIMES:
+        run = subject.open(setup)
+        checked = subject.check(run)
+        if checked.initialize().kind == "failed":
+            raise Violation("refused", f"it does not initialize with {setup.settings[0]}")
+        for event in BATCH_EVENTS * 5:
+            if checked.send(event).kind == "failed":
+                break
+        checked.close()
+    return f"{len(TIMES)} settings, 5 batches each"
+
+
+@register(
+    "nested_contexts",
+    "Contexts nest: leaving an inner disable_hooks() does not wake the hooks in the outer one",
+    number=50,
+    caught=("vllm-project/llm-compressor 0.14: leaving the inner context wakes all hooks",),
+)
+def nested_contexts(subject: Subject) -> str:
+    """Enter two contexts at every point where hooks lie on the model, and leave them one by one.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        NothingToCheckError: it never has a hook.
+        Violation: a hook runs that must sleep, or none runs afterwards.
+    """
+    run = subject.open()
+    checked = subject.check(run)
+    num_points = 0
+    for moment, names in subject.life():
+        if checked.go(moment, modules=names).kind == "failed":
+            break
+        if num_hooks(run.model):
+            num_points += _nest(subject, run, checked)
+    checked.close()
+    if not num_points:
+        raise NothingToCheckError("it never has a hook on the model")
+    return f"hooks at {num_points} points of the run"
+
+
+def _nest(subject: Subject, run: CompressorRun, checked: CheckedRun) -> int:
+    owned = sum(len(modifier.hooked_modules()) for modifier in run.modifiers)
+    if num_hooks(run.model) > owned:
+        strangers = num_hooks(run.model) - owned
+        raise Violation(
+            "hooks", f"{strangers} hooks after {checked.oracle.last} were not made with register_hook, so they cannot be put to sleep"
+        )
+    for outer, inner in pairwise((None, 0, None)):
+        checked.enter_disabled(outer)
+        checked.enter_disabled(inner)
+        checked.forward(lambda: subject.forward(run))
+        checked.exit_disabled(1)
+        checked.forward(lambda: subject.forward(run))
+        checked.exit_disabled(0)
+    checked.forward(lambda: subject.forward(run))
+    if not run.recorder.fired:
+        raise Violation("hooks", f"after {checked.oracle.last} hooks lie on the model, and none runs after the outermost exit")
+    return 1
+
+
+@register(
+    "recipe",
+    "parse(dump(recipe)) == recipe, with two modifiers of one type in a stage too",
+    number=53,
+    tags=("no_recipe",),
+    caught=("vllm-project/llm-compressor#2805",),
+)
+def recipe_round_trip(subject: Subject) -> str:
+    """Write recipes with one and with two of the modifier, and read them again; then misspell a setting.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        NothingToCheckError: a recipe could not name its class.
+        Violation: what is read is not what was written, or a misspelt setting is accepted.
+    """
+    cls = type(subject.template)
+    if "<locals>" in cls.__qualname__ or cls.__module__ == "__main__":
+        raise NothingToCheckError(f"{cls.__qualname__} is defined where a recipe cannot name it; move it into a module")
+    for modifiers in ([subject.fresh()], [subject.fresh(), subject.fresh(Settings(7.0, 9.0))]):
+        written = load_recipe(modifiers)
+        text = written.dump()
+        read = load_recipe(text)
+        if [type(one) for one in read.modifiers] != [type(one) for one in modifiers]:
+            raise Violation(
+                "unchanged", f"{len(modifiers)} modifiers were written, {[type(one).__name__ for one in read.modifiers]} were read"
+            )
+        if read != written or [_data(one) for one in read.modifiers] != [_data(one) for one in modifiers]:
+            raise Violation("unchanged", f"a recipe reads back differently: {_first_change(written.modifiers, read.modifiers)}")
+        if read.dump() != text:
+            raise Violation("unchanged", "a recipe that was read is dumped differently")
+    _refuses_unknown(cls, _data(subject.fresh()))
+    return "recipes of one and of two"
+
+
+def _refuses_unknown(cls: type[Any], data: dict[str, Any]) -> None:
+    try:
+        cls.model_validate({**data, "no_such_setting": 1})
+    except (ValidationError, CompressorError):
+        return
+    raise Violation("accepted", f"{cls.__name__} accepts a setting that it does not have; keep extra='forbid'")
+
+
+def _data(modifier: Any) -> dict[str, Any]:
+    data: dict[str, Any] = modifier.model_dump()
+    return data
+
+
+def _first_change(written: tuple[Any, ...], read: tuple[Any, ...]) -> str:
+    for before, after in zip(written, read, strict=True):
+        old, new = _data(before), _data(after)
+        for key in old:
+            if old[key] != new.get(key):
+                return f"{type(before).__name__}.{key}: {old[key]!r} -> {new.get(key)!r}"
+    return "something that its dump does not show"

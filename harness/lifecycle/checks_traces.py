@@ -1,0 +1,240 @@
+"""Checks of what a run leaves behind: on the model, in the process, on disk, and after a failure at any point."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compressor.lifecycle import Session
+from harness.lifecycle.catalogue import register
+from harness.lifecycle.checked_run import CheckedRun
+from harness.lifecycle.judge import Outcome, Violation, describe
+from harness.lifecycle.recording import Act, PlannedError, Recorder, record
+from harness.lifecycle.snapshot import Snapshot, num_hooks
+from harness.lifecycle.strategies import Setup
+from harness.lifecycle.subject import NothingToCheckError, Subject
+from harness.lifecycle.terms import ANSWERING
+
+RAISES = (Act(ending="raised"), Act(ending="interrupted", skip_own=True))
+# What a run that is over must have left as it was; modules and weights are what it is there to change.
+SURROUNDINGS = ("training", "requires_grad", "grad", "attribute", "class", "rng", "torch", "threads", "hooks", "settings")
+
+
+def _points(subject: Subject) -> list[tuple[int, str]]:
+    """Every callback of a whole life, with the number of the moment in which it comes."""
+    run = subject.open()
+    checked = subject.check(run)
+    points = []
+    for number, (moment, names) in enumerate(subject.life()):
+        if moment == "SEQUENTIAL_EPOCH_END":
+            subject.forward(run)
+        failed = checked.go(moment, modules=names).kind == "failed"
+        points += [(number, entry.seen.callback) for entry in run.recorder.entries]
+        if failed:
+            break
+    return points
+
+
+def _faults(subject: Subject, keep_originals: bool = False) -> Iterator[tuple[CheckedRun, str, Outcome]]:
+    """Fail in every way at every callback of a whole life; each time return the run, the fault in words and its outcome."""
+    for number, callback in _points(subject):
+        moment, names = subject.life()[number]
+        answers = (Act(answer=False), Act(answer=None)) if callback in ANSWERING else ()
+        for act in (*RAISES, *answers):
+            run = subject.open(Setup((subject.settings,), keep_originals=keep_originals))
+            checked = subject.check(run)
+            checked.compares_all = False
+            subject.live(checked, run, until=number)
+            checked.compares_all = True
+            checked.look_again()
+            outcome = checked.go(moment, {(0, callback): act}, names)
+            yield checked, f"a failure in {callback} of {moment}", outcome
+
+
+@register(
+    "nothing_left",
+    "No hook, observer or patched attribute is left outside calibration, after an exception too",
+    number=49,
+    caught=("quic/aimet#4115", "vllm-project/llm-compressor 0.14: 14 hooks and observers stay after an exception"),
+)
+def nothing_left(subject: Subject) -> str:
+    """Fail at every callback and in a forward, and look at the model; then drop everything and see it go.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: something is left.
+    """
+    num_faults = sum(1 for _ in _faults(subject))
+    _after_forward_error(subject)
+    if "session_hooks" not in subject.tags and not subject.trains:
+        _after_calibration(subject)
+    _after_all(subject)
+    return f"{num_faults} failures, one in a forward, and a whole run"
+
+
+def _after_forward_error(subject: Subject) -> None:
+    """Leave the block by an exception while hooks lie on the model."""
+    run = subject.open()
+    checked = subject.check(run)
+    middle = next((number for number, (moment, _) in enumerate(subject.life()) if moment in ("CALIBRATION_START", "LOSS_CALCULATED")), 0)
+    subject.live(checked, run, until=middle + 1)
+    if checked.oracle.place not in ("before", "over"):
+        checked.leave(PlannedError("a forward failed"))
+
+
+def _after_calibration(subject: Subject) -> None:
+    run = subject.open()
+    checked = subject.check(run)
+    before = num_hooks(run.model)
+    subject.live(checked, run, until=len(subject.life()) - 1)
+    left = num_hooks(run.model) - before
+    if left and not checked.is_over:
+        raise Violation("left behind", f"{left} hooks are on the model after CALIBRATION_END; remove them, or declare 'session_hooks'")
+
+
+def _after_all(subject: Subject) -> None:
+    """The model can be freed once a run is over: nothing outside of the run holds it."""
+    run = subject.open()
+    subject.live(subject.check(run), run)
+    model = weakref.ref(run.model)
+    del run
+    subject.latest = None
+    gc.collect()
+    if model() is not None:
+        raise Violation(
+            "left behind", "the model is still held after the run and its modifier are gone; keep no reference in a class or module"
+        )
+
+
+@register("surroundings", "RNG state, training flags, requires_grad, use_cache, dtype and config are as before", number=51)
+def surroundings(subject: Subject) -> str:
+    """Compare the surroundings before and after whole lives, over a model in training mode and one in evaluation mode.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: something is not as it was.
+    """
+    for training in (True, False):
+        model = copy.deepcopy(subject.model).train(training)
+        for parameter in list(model.parameters())[::2]:
+            parameter.requires_grad_(not training)
+        run = subject.open(model=model)
+        start = Snapshot(model, run.shared())
+        subject.live(subject.check(run), run)
+        end = Snapshot(model, run.shared())
+        _compare(subject, start, end)
+    return "a model in training mode and one in evaluation mode"
+
+
+def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
+    differences = start.differences(end)
+    replaced = [f"{one.where}." for one in differences if one.kind == "module"]
+    lines = []
+    for one in differences:
+        is_inside = any(one.where.startswith(name) for name in replaced)
+        counts = "->" in one.text if one.kind == "training" else one.kind in SURROUNDINGS and not is_inside
+        if (counts and one.kind not in subject.allowed) or (one.kind == "tensor" and not is_inside and "->" in one.text):
+            lines.append(str(one))
+    if lines:
+        raise Violation("left behind", f"a run changed {'; '.join(lines[:4])}" + f" and {len(lines) - 4} more" * (len(lines) > 4))
+
+
+@register("already_quantized", "Applying to an already quantized model raises", number=52, tags=("idempotent",))
+def already_quantized(subject: Subject) -> str:
+    """Run a second, fresh modifier over the result of the first.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        NothingToCheckError: it replaces no module.
+        Violation: the second one is accepted, or leaves a change behind.
+    """
+    run = subject.open()
+    start = Snapshot(run.model)
+    subject.live(subject.check(run), run)
+    if not [one for one in start.differences(Snapshot(run.model)) if one.kind == "module"]:
+        raise NothingToCheckError("it replaces no module")
+    second = subject.open(model=run.model)
+    before = Snapshot(run.model)
+    refusals: tuple[type[BaseException], ...] = (*subject.refusals, ValueError, RuntimeError)
+    try:
+        second.initialize()
+    except refusals:
+        left = before.differences(Snapshot(run.model))
+        if left:
+            raise Violation("unchanged", f"a quantized model is refused, and changed: {left[0]}") from None
+        return "refused at initialize"
+    raise Violation(
+        "accepted", "a model that it has quantized before is accepted again; refuse it in on_initialize, or declare 'idempotent'"
+    )
+
+
+@register(
+    "rolls_back", "A failure in the middle rolls back, or leaves a directory that no loader takes for a finished checkpoint", number=54
+)
+def rolls_back(subject: Subject) -> str:
+    """Fail at every callback with originals kept, and compare the model; then fail in the main path with a folder to write to.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: the model is not as it was, or something like a checkpoint is in the folder.
+    """
+    kinds = {"state", "session", *subject.allowed, *(("tensor",) if "in_place" in subject.tags else ())}
+    num_faults = 0
+    for checked, fault, outcome in _faults(subject, keep_originals=True):
+        left = checked.start.differences(checked.now, kinds) if outcome.kind == "failed" else []
+        if left:
+            raise Violation("left behind", f"{fault}: {left[0]}")
+        num_faults += 1
+    if subject.is_tiny and not subject.trains and subject.session_class is Session:
+        _fail_on_the_main_path(subject)
+    return f"{num_faults} failures"
+
+
+def _fail_on_the_main_path(subject: Subject) -> None:
+    subject.stopwatch.pause()
+    from compressor.one_shot import oneshot  # heavy: transformers, and all that it imports
+
+    subject.stopwatch.restart()
+    recorder = Recorder()
+    modifier = record(subject.fresh(), recorder, 0)
+    recorder.begin({(0, "on_finalize"): Act(ending="raised")})
+    model: nn.Module = copy.deepcopy(subject.model)
+    data = torch.cat([batch for batch in subject.batches if isinstance(batch, torch.Tensor)])
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "checkpoint"
+        try:
+            oneshot(model, recipe=[modifier], dataset=data, output_dir=target)
+        except Exception as error:  # noqa: BLE001 - which error comes out is judged elsewhere
+            text = describe(error)
+        else:
+            raise Violation("errors", "oneshot went on after on_finalize had raised")
+        found = [path.name for path in target.rglob("*") if path.suffix in (".safetensors", ".json")] if target.exists() else []
+        if found:
+            raise Violation("left behind", f"oneshot failed ({text}), and left {', '.join(sorted(found))} in the output folder")

@@ -1,0 +1,103 @@
+"""`@parametrize_with_checks([...])`: a pytest test per modifier and check, with strict expected failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from harness.lifecycle.catalogue import CHECKS
+from harness.lifecycle.subject import Batch
+from harness.lifecycle.verify import TIME_LIMIT, USABLE, chosen_checks, label_of, verify
+from harness.verdict import Outcome
+
+
+class CheckFailedError(AssertionError):
+    """A check of `parametrize_with_checks` has failed."""
+
+
+def parametrize_with_checks(
+    modifiers: Sequence[object],
+    model: nn.Module | None = None,
+    *,
+    inputs: Sequence[Batch] | None = None,
+    tags: Iterable[str] = (),
+    refusals: Iterable[type[Exception]] = (),
+    expected_failures: Mapping[str, str] | Callable[[object], Mapping[str, str]] | None = None,
+    time_limit: float = TIME_LIMIT,
+) -> Any:
+    """Return a pytest decorator that makes a test per modifier and check.
+
+    Args:
+        modifiers: fresh modifiers, or classes that need no arguments.
+        model: as in `verify`.
+        inputs: as in `verify`.
+        tags: as in `verify`.
+        refusals: as in `verify`.
+        expected_failures: reason by name of a check that fails today, for all modifiers, or a function that returns it for one; strict.
+        time_limit: as in `verify`.
+
+    Returns:
+        The decorator; the test takes `modifier` and `check`, and calls `check(modifier)`.
+
+    Raises:
+        UserInputError: an expected failure that is no check.
+
+    Example:
+        >>> from compressor import QuantizationModifier
+        >>> @parametrize_with_checks([QuantizationModifier(scheme="W8A16")])
+        ... def test_modifier(modifier, check):
+        ...     check(modifier)
+    """
+    import pytest
+
+    parameters = []
+    for number, modifier in enumerate(modifiers):
+        reasons = expected_failures(modifier) if callable(expected_failures) else expected_failures or {}
+        chosen_checks(reasons)
+        for name in (USABLE.name, *CHECKS):
+            check = BoundCheck(name, model, inputs, tuple(tags), tuple(refusals), time_limit)
+            marks = [pytest.mark.xfail(reason=reasons[name], strict=True, raises=CheckFailedError)] if name in reasons else []
+            label = f"{label_of(modifier)}{number if len(modifiers) > 1 else ''}-{name.removeprefix('lifecycle.')}"
+            parameters.append(pytest.param(modifier, check, id=label, marks=marks))
+    return pytest.mark.parametrize(("modifier", "check"), parameters)
+
+
+@dataclass(frozen=True)
+class BoundCheck:
+    """One check with all that it needs but the modifier; call it in a test."""
+
+    name: str
+    model: nn.Module | None
+    inputs: Sequence[Batch] | None
+    tags: tuple[str, ...]
+    refusals: tuple[type[Exception], ...]
+    time_limit: float
+
+    def __call__(self, modifier: object) -> None:
+        """Check a modifier.
+
+        Args:
+            modifier: fresh, or a class.
+
+        Raises:
+            CheckFailedError: the check fails, or the modifier cannot be made.
+        """
+        import pytest
+
+        report = verify(
+            modifier,
+            self.model,
+            inputs=self.inputs,
+            tags=self.tags,
+            refusals=self.refusals,
+            checks=[name for name in [self.name] if name != USABLE.name],
+            time_limit=self.time_limit,
+        )
+        record = report.records[-1]
+        if record.outcome is Outcome.SKIP:
+            pytest.skip(record.summary)
+        if record.outcome is not Outcome.PASS:
+            raise CheckFailedError("\n".join([f"{record.name}: {record.title}", record.summary, *record.findings]))

@@ -1,0 +1,198 @@
+"""What is verified: a modifier, the model it works on, and the tags that say which parts of the contract apply to it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import CompressorError
+from compressor.lifecycle import Modifier, Session
+from harness.lifecycle.acting import Actor
+from harness.lifecycle.checked_run import CheckedRun
+from harness.lifecycle.driver import CompressorRun, Run, apply_settings
+from harness.lifecycle.judge import Outcome
+from harness.lifecycle.limits import Stopwatch
+from harness.lifecycle.oracle_session import SessionModel
+from harness.lifecycle.probes import Probe, TinyModel, tiny_batches
+from harness.lifecycle.recording import Acts
+from harness.lifecycle.strategies import Setup
+from harness.lifecycle.terms import BATCH_EVENTS, Settings
+from harness.profiles import PROFILES, Profile
+
+Batch = Tensor | tuple[Any, ...] | dict[str, Any]
+
+
+class NothingToCheckError(Exception):
+    """A check does not apply to the subject; the message says why."""
+
+
+@dataclass
+class Subject:
+    """A modifier and everything that is needed to run it.
+
+    Attributes:
+        template: a fresh modifier; runs take copies of it.
+        model: the model; runs take copies of it.
+        batches: inputs of the model.
+        tags: what the modifier declares; see TAGS.
+        refusals: exceptions with which its own code may turn down what it is asked.
+        session_class: the session to drive.
+        is_tiny: the model is the one that the harness brings along.
+        profile: how long a state machine looks.
+        stopwatch: restarted at every new run.
+        latest: the run that was opened last, for the report of one that hangs.
+    """
+
+    template: Modifier
+    model: nn.Module = field(default_factory=TinyModel)
+    batches: Sequence[Batch] = field(default_factory=tiny_batches)
+    tags: frozenset[str] = frozenset()
+    refusals: tuple[type[BaseException], ...] = (CompressorError,)
+    session_class: type[Session] = Session
+    is_tiny: bool = True
+    profile: Profile = PROFILES["pr"]
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    latest: CompressorRun | None = None
+
+    @property
+    def label(self) -> str:
+        """The name in reports."""
+        return type(self.template).__name__
+
+    @property
+    def trains(self) -> bool:
+        """True when training starts it, so that its life is one of batches and not a calibration."""
+        return self.template.start is not None and self.template.calibration_need == "none"
+
+    @property
+    def parts(self) -> list[tuple[str, ...]]:
+        """Names of modules, in the stages in which a calibration would go through the model."""
+        return _parts(self.model)
+
+    def fresh(self, settings: Settings | None = None) -> Modifier:
+        """Return a fresh modifier, with other times where settings give them; what it was given it does not lose."""
+        if settings is None:
+            return self.template.model_copy(deep=True)
+        own = self.settings
+        start = own.start if settings.start is None else settings.start
+        end = own.end if settings.end is None else settings.end
+        if start is not None and end is not None and end <= start:
+            end = start + 1
+        return apply_settings(self.template, Settings(start, end, own.update if settings.update is None else settings.update))
+
+    @property
+    def settings(self) -> Settings:
+        """The times of the modifier as it was given."""
+        return Settings(self.template.start, self.template.end, self.template.update)
+
+    def open(self, setup: Setup | None = None, model: nn.Module | None = None) -> CompressorRun:
+        """Open a run: the modifier first, then probes, one for each further entry of the setup.
+
+        Args:
+            setup: how the run begins; by default the modifier as it was given, alone.
+            model: to work on; by default a copy of the subject's.
+
+        Returns:
+            The run, not yet initialized.
+        """
+        self.stopwatch.restart()
+        _move_random_numbers()
+        chosen = setup or Setup((self.settings,))
+        modifiers = [self.fresh(chosen.settings[0]), *(apply_settings(Probe(), one) for one in chosen.settings[1:])]
+        run = CompressorRun(
+            copy.deepcopy(self.model) if model is None else model,
+            modifiers,
+            chosen.steps_per_epoch,
+            chosen.keep_originals,
+            self.session_class,
+        )
+        run.recorder.perform = Actor(run, self.session_class).perform
+        run.recorder.on_begin = self.stopwatch.restart
+        self.latest = run
+        return run
+
+    def check(self, run: CompressorRun) -> CheckedRun:
+        """Put the oracle beside a run.
+
+        Args:
+            run: not yet initialized.
+
+        Returns:
+            Both.
+        """
+        settings = [Settings(modifier.start, modifier.end, modifier.update) for modifier in run.modifiers]
+        oracle = SessionModel(settings, run.session.steps_per_epoch, run.state.keep_originals)
+        return CheckedRun(run, oracle, obedient=False, refusals=self.refusals, allowed=self.allowed)
+
+    @property
+    def allowed(self) -> set[str]:
+        """Kinds of differences that the tags allow."""
+        return {kind for tag, kind in (("random", "rng"), ("annotates", "attribute")) if tag in self.tags}
+
+    def forward(self, run: Run) -> None:
+        """Run the model of a run over all batches."""
+        with torch.no_grad():
+            for batch in self.batches:
+                call(run.model, batch)
+
+    def life(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the moments of a whole run in which the modifier does its work, each with the names of modules that go with it."""
+        if self.trains:
+            end = self.template.end if self.template.end is not None else (self.template.start or 0) + 2
+            batches = [(event, ()) for _ in range(min(int(end) + 2, 12)) for event in BATCH_EVENTS]
+            return [("INITIALIZE", ()), *batches, ("FINALIZE", ())]
+        stages = [("SEQUENTIAL_EPOCH_END", part) for part in self.parts]
+        calibration = [("CALIBRATION_START", ()), *stages, ("CALIBRATION_END", ())]
+        return [("INITIALIZE", ()), *calibration, ("FINALIZE", ())]
+
+    def live(self, checked: CheckedRun, run: CompressorRun, until: int | None = None, acts: Acts | None = None) -> Outcome | None:
+        """Go through the life, with forwards where a calibration has them, until a failure or a number of moments.
+
+        Args:
+            checked: the run with its oracle.
+            run: the run.
+            until: moments to go through; None for all.
+            acts: what callbacks are made to do, whenever they come.
+
+        Returns:
+            The outcome of the last moment.
+        """
+        outcome = None
+        for moment, names in self.life()[:until]:
+            if moment == "SEQUENTIAL_EPOCH_END":
+                checked.forward(lambda: self.forward(run))
+            outcome = checked.go(moment, acts, names)
+            if outcome.kind == "failed":
+                break
+        return outcome
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """Run a model on a batch: keyword arguments for a dict, positional ones for a tuple, one for a tensor."""
+    if isinstance(batch, dict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def _move_random_numbers() -> None:
+    """Bring every global generator into a state that no seed gives, so that seeding one is a change that is seen."""
+    torch.rand(1)
+    random.random()
+    numpy.random.random()
+
+
+def _parts(model: nn.Module) -> list[tuple[str, ...]]:
+    names = [name for name, _ in model.named_modules() if name]
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    heads = [f"{lists[0]}.{number}" for number in range(len(cast(nn.ModuleList, model.get_submodule(lists[0]))))] if lists else []
+    heads = heads or [name for name, _ in model.named_children()]
+    stages = [tuple(name for name in names if name == head or name.startswith(f"{head}.")) for head in heads]
+    rest = tuple(name for name in names if not any(name in stage for stage in stages))
+    return [*stages, rest] if rest else stages

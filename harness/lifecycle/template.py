@@ -1,0 +1,104 @@
+"""From what somebody wants verified to a fresh modifier, or to a reason why there is none."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from compressor.errors import UserInputError
+from compressor.lifecycle import Modifier
+from compressor.modifiers.registry import suggest
+
+# What a modifier may declare, in a class attribute `contract_tags` or to `verify`; each takes a part of the contract out.
+TAGS = MappingProxyType(
+    {
+        "annotates": "leaves attributes or buffers on modules on purpose",
+        "idempotent": "may be applied to its own result",
+        "in_place": "changes weights where they are, so that a failed run cannot bring them back",
+        "no_recipe": "cannot be written into a recipe",
+        "random": "draws from the global random number generators on purpose",
+        "session_hooks": "keeps hooks until finalize, not only for the time of a calibration",
+    }
+)
+
+
+class UnusableError(Exception):
+    """The subject cannot be made.
+
+    Attributes:
+        is_fault: it is wrong, not merely in need of arguments.
+    """
+
+    def __init__(self, message: str, is_fault: bool) -> None:
+        """Say why."""
+        super().__init__(message)
+        self.is_fault = is_fault
+
+
+def make_template(modifier: object) -> Modifier:
+    """Return a fresh modifier from what somebody wants verified.
+
+    Args:
+        modifier: a modifier, or a class of modifiers that needs no arguments.
+
+    Returns:
+        The modifier.
+
+    Raises:
+        UnusableError: it is no modifier, or cannot be made.
+    """
+    if isinstance(modifier, Modifier):
+        if any((modifier.initialized, modifier.started, modifier.ended, modifier.finalized)):
+            raise UnusableError(f"{modifier.label} has been used already; give a fresh one", is_fault=True)
+        return modifier
+    if not isinstance(modifier, type):
+        raise UnusableError(f"an object of type {type(modifier).__name__} was given, which is no modifier; give a Modifier", is_fault=True)
+    if not issubclass(modifier, Modifier):
+        raise UnusableError(f"{modifier.__qualname__} is no subclass of compressor.Modifier; derive it from Modifier", is_fault=True)
+    if inspect.isabstract(modifier):
+        missing = ", ".join(sorted(cast(Any, modifier).__abstractmethods__))
+        raise UnusableError(f"{modifier.__qualname__} is abstract; define {missing}", is_fault=True)
+    return _make(modifier)
+
+
+def _make(cls: type[Modifier]) -> Modifier:
+    name = cls.__qualname__
+    try:
+        return cls()
+    except ValidationError as error:
+        advice = f"give an object, such as {name}(...), or settings"
+        raise UnusableError(f"{name}() cannot be made without arguments: {_first(error)}; {advice}", is_fault=False) from error
+    except Exception as error:
+        if isinstance(error, TypeError) and "required" in str(error):
+            raise UnusableError(f"{error}; give an object, such as {name}(...)", is_fault=False) from error
+        raise UnusableError(f"{name}() raised {type(error).__name__}: {error}", is_fault=True) from error
+
+
+def read_tags(modifier: Modifier, given: Iterable[str]) -> frozenset[str]:
+    """Return the tags of a modifier: those of its class and those given.
+
+    Args:
+        modifier: its class may have an attribute `contract_tags`.
+        given: further tags.
+
+    Returns:
+        All of them.
+
+    Raises:
+        UserInputError: a tag does not exist.
+    """
+    tags = frozenset({*getattr(type(modifier), "contract_tags", ()), *given})
+    unknown = sorted(tags - TAGS.keys())
+    if unknown:
+        raise UserInputError(f"{type(modifier).__name__}: there is no contract tag {unknown[0]!r}; {suggest(unknown[0], TAGS)}")
+    return tags
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else str(first["msg"])

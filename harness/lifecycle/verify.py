@@ -1,0 +1,173 @@
+"""One line for anybody's modifier: `verify(MyModifier)` gives a report.
+
+No base class and no test file of the harness is needed. What the contract asks of a modifier that has good reasons to differ is taken
+out by contract tags (see TAGS in `template.py`); a check that fails today is listed in `expected_failures` with its reason, and must fail.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy
+import torch
+from torch import nn
+
+from compressor.errors import CompressorError, UserInputError
+from compressor.lifecycle import Session
+from compressor.modifiers.registry import suggest
+from harness.lifecycle import checks_machine, checks_order, checks_traces
+from harness.lifecycle.catalogue import CHECKS, LifecycleCheck
+from harness.lifecycle.limits import Stopwatch, TimeLimitError, run_limited
+from harness.lifecycle.probes import TinyModel, tiny_batches
+from harness.lifecycle.report import VerifyReport
+from harness.lifecycle.subject import Batch, Subject
+from harness.lifecycle.template import UnusableError, make_template, read_tags
+from harness.profiles import PROFILES, active_profile
+from harness.verdict import CheckRecord, Claim, Outcome
+
+TIME_LIMIT = 20.0
+"""Seconds that one call of the lifecycle may take before it counts as hanging."""
+
+USABLE = Claim("lifecycle.usable", "It is a modifier, and a fresh one can be made")
+_REGISTERED = (checks_order, checks_traces, checks_machine)
+
+
+def verify(
+    modifier: object,
+    model: nn.Module | None = None,
+    *,
+    inputs: Sequence[Batch] | None = None,
+    tags: Iterable[str] = (),
+    refusals: Iterable[type[Exception]] = (),
+    expected_failures: Mapping[str, str] | None = None,
+    checks: Collection[str] | None = None,
+    profile: str | None = None,
+    time_limit: float = TIME_LIMIT,
+    session_class: type[Session] = Session,
+) -> VerifyReport:
+    """Hold a modifier against the lifecycle contract.
+
+    Args:
+        modifier: a fresh modifier, or a class that needs no arguments.
+        model: to work on; by default a tiny language model. It is copied, never changed.
+        inputs: batches for `model`: a tensor, a tuple of positional or a dict of keyword arguments each.
+        tags: contract tags, on top of those in the class attribute `contract_tags`.
+        refusals: exceptions with which the modifier's own code may turn down what it is asked; those of this library are always allowed.
+        expected_failures: reason by name of a check that fails today; one that passes all the same is a failure.
+        checks: names of the checks to run; by default all.
+        profile: dev, pr or nightly; by default that of --harness-profile, else pr, which repeats exactly.
+        time_limit: seconds that one call of the lifecycle may take before it counts as hanging.
+        session_class: the session to drive it with.
+
+    Returns:
+        The report; a bad modifier never raises.
+
+    Raises:
+        UserInputError: a check, tag or profile that does not exist, or a model without inputs.
+
+    Example:
+        >>> from compressor import QuantizationModifier
+        >>> report = verify(QuantizationModifier(scheme="W8A16"), checks=["lifecycle.completes"])
+        >>> report.verdict.value
+        'pass'
+    """
+    chosen = chosen_checks(checks)
+    reasons = dict(expected_failures or {})
+    chosen_checks(reasons)
+    if profile is not None and profile not in PROFILES:
+        raise UserInputError(f"verify: profile={profile!r} does not exist; {suggest(profile, PROFILES)}")
+    if model is not None and inputs is None:
+        raise UserInputError("verify: a model was given without inputs; give inputs=[...], one batch or more")
+    spent = PROFILES[profile] if profile else active_profile()
+    stopwatch = Stopwatch()
+    try:
+        template = run_limited(lambda: make_template(modifier), stopwatch, time_limit)
+    except (UnusableError, TimeLimitError) as reason:
+        return VerifyReport(label_of(modifier), spent.name, (_unusable(reason),))
+    subject = Subject(
+        template,
+        model if model is not None else TinyModel(),
+        inputs if inputs is not None else tiny_batches(),
+        read_tags(template, tags),
+        (CompressorError, *refusals),
+        session_class,
+        model is None,
+        spent,
+        stopwatch,
+    )
+    with _random_numbers_kept():
+        records = _run_all(chosen, subject, time_limit)
+    usable = USABLE.record(Outcome.PASS, f"{type(template).__qualname__} of {type(template).__module__}")
+    return VerifyReport(label_of(template), spent.name, (usable, *(_expect(record, reasons) for record in records)))
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Leave the caller's random number generators as they were."""
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _run_all(chosen: Sequence[LifecycleCheck], subject: Subject, time_limit: float) -> list[CheckRecord]:
+    records = []
+    hanging = ""
+    for check in chosen:
+        if hanging:
+            records.append(check.claim.skipped(f"the run has ended: {hanging}"))
+            continue
+        try:
+            records.append(run_limited(partial(check.run, subject), subject.stopwatch, time_limit))
+        except TimeLimitError as reason:
+            where = subject.latest.recorder.running if subject.latest is not None else None
+            hanging = f"{reason}, in {where or 'no callback'}"
+            records.append(check.claim.record(Outcome.FAIL, hanging, limit=f"{time_limit:g} s", findings=[hanging]))
+    return records
+
+
+def _expect(record: CheckRecord, reasons: Mapping[str, str]) -> CheckRecord:
+    reason = reasons.get(record.name)
+    if reason is None:
+        return record
+    if record.outcome is Outcome.FAIL:
+        return replace(record, outcome=Outcome.SKIP, summary=f"fails as expected ({reason}): {record.summary}")
+    text = f"was expected to fail ({reason}), and did not: {record.summary}; take it out of expected_failures"
+    return replace(record, outcome=Outcome.FAIL, summary=text, findings=(text,))
+
+
+def _unusable(reason: BaseException) -> CheckRecord:
+    is_fault = not isinstance(reason, UnusableError) or reason.is_fault
+    text = str(reason) if isinstance(reason, UnusableError) else f"its constructor: {reason}"
+    return USABLE.record(Outcome.FAIL if is_fault else Outcome.INCONCLUSIVE, text, findings=[text])
+
+
+def chosen_checks(names: Iterable[str] | None) -> list[LifecycleCheck]:
+    """Return checks by their names, all for None, in the order in which they run.
+
+    Args:
+        names: of checks.
+
+    Returns:
+        The checks.
+
+    Raises:
+        UserInputError: a name that no check has.
+    """
+    wanted = list(CHECKS) if names is None else list(names)
+    unknown = [name for name in wanted if name not in CHECKS and name != USABLE.name]
+    if unknown:
+        raise UserInputError(f"verify: there is no check {unknown[0]!r}; {suggest(unknown[0], CHECKS)}")
+    return sorted((check for name, check in CHECKS.items() if name in wanted), key=lambda check: check.place)
+
+
+def label_of(modifier: object) -> str:
+    """Return the name of a modifier, or of a class, in reports."""
+    return modifier.__qualname__ if isinstance(modifier, type) else type(modifier).__qualname__
