@@ -29,6 +29,7 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = {
     "validate": Verb("prove a compressed checkpoint against its base: files, format, weights, behaviour", "harness.validation.command"),
+    "verify": Verb("hold a modifier against the lifecycle contract: checks 47 to 54 and a state machine", "harness.lifecycle.command"),
 }
 
 

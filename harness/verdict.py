@@ -102,13 +102,13 @@ class Claim:
         return self.record(Outcome.SKIP, reason)
 
     def found(
-        self, findings: Sequence[str], summary: str, *, evidence: Mapping[str, Any] | None = None, noun: str = "problem"
+        self, findings: Sequence[str], summary: str, *, limit: str = "", evidence: Mapping[str, Any] | None = None, noun: str = "problem"
     ) -> CheckRecord:
         """Return a pass with `summary` when there are no findings, else a failure that counts them and shows the first."""
         if not findings:
-            return self.record(Outcome.PASS, summary, evidence=evidence)
+            return self.record(Outcome.PASS, summary, limit=limit, evidence=evidence)
         count = f"{len(findings)} {noun}{'' if len(findings) == 1 else 's'}"
-        return self.record(Outcome.FAIL, f"{count}; first: {findings[0]}", evidence=evidence, findings=findings)
+        return self.record(Outcome.FAIL, f"{count}; first: {findings[0]}", limit=limit, evidence=evidence, findings=findings)
 
 
 def decide(records: Iterable[CheckRecord]) -> Verdict:
@@ -213,7 +213,7 @@ def html_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, list | tuple):
-        return ", ".join(html_value(item) for item in value)
+        return ", ".join(html_value(item) for item in value) or "none"
     return html.escape(str(value))
 
 
@@ -226,7 +226,7 @@ def html_pairs(pairs: Mapping[str, Any]) -> str:
 def _html_row(value: Any) -> str:
     if not isinstance(value, Mapping):
         return html_value(value)
-    return " · ".join(f'<span class="pair">{html.escape(name)} {html_value(item)}</span>' for name, item in value.items())
+    return " · ".join(f'<span class="pair">{html.escape(name.replace("_", " "))} {html_value(item)}</span>' for name, item in value.items())
 
 
 def html_record(record: CheckRecord) -> str:

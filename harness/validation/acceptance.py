@@ -59,11 +59,11 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
     """
     attempt, limit = load_compressed(subject.compressed.folder), "plain from_pretrained"
     plain = [name for name in subject.compressed.entries if name.rpartition(".")[0] not in subject.modules]
-    evidence: dict[str, Any] = {"tensors not quantized": len(plain), "dequantize=True": False}
+    evidence: dict[str, Any] = {"tensors not quantized": len(plain), "loaded with dequantize=True": False}
     if attempt.model is None and _is_weight_only(subject):
         second = load_compressed(subject.compressed.folder, dequantize=True)
         if second.model is not None and not second.problems:
-            evidence["dequantize=True"] = True
+            evidence["loaded with dequantize=True"] = True
             outcome = Outcome.PASS if allow_dequantize_load else Outcome.FAIL
             summary = f"loads with dequantize=True only; plain from_pretrained says {_first(attempt.problems)}"
             return LOADS.record(outcome, summary, limit=limit, evidence=evidence, findings=attempt.problems), second.model

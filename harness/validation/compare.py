@@ -24,12 +24,13 @@ from compressor.model.load import load_model, resolve_device
 from compressor.progress import Progress, SilentProgress
 from harness.validation.acceptance import check_accepted, check_loads
 from harness.validation.files import check_files
+from harness.validation.inspection import ModuleInspection, inspect_modules
 from harness.validation.policy import Policy
 from harness.validation.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
 from harness.validation.record import check_record, file_hashes, read_record
 from harness.validation.scoring import Scores, TokenBatch, model_logits, score_models
 from harness.validation.subject import Subject, read_subject
-from harness.validation.weights import ModuleInspection, check_weights, inspect_modules
+from harness.validation.weights import check_weights
 from harness.verdict import EXIT_CODES, CheckRecord, Verdict, decide
 
 _LOGITS_AT_ONCE = 1 << 25
@@ -73,15 +74,18 @@ class ValidationReport:
             "schema_version": 1,
             "verdict": self.verdict.value,
             "checks": [record.to_dict() for record in self.records],
-            "modules": [
-                {"name": module.name, "scheme": module.label, "weights": module.num_weights, "sqnr_db": module.sqnr_db}
-                for module in self.modules
-            ],
+            "modules": [_module_dict(module) for module in self.modules],
             "metrics": self.quality.to_dict() if self.quality else None,
             "policy": self.policy.model_dump(),
             "provenance": self.provenance,
             "run": self.run,
         }
+
+
+def _module_dict(module: ModuleInspection) -> dict[str, Any]:
+    close = module.closeness
+    measured = {"sqnr_db": close.sqnr_db, "gain": close.gain, "scale_mismatch": close.mismatch} if close else {}
+    return {"name": module.name, "scheme": module.label, "weights": module.num_weights, "clipped_frac": module.clipped_frac, **measured}
 
 
 def validate(
@@ -125,7 +129,7 @@ def validate(
     records = [*check_files(subject), *check_record(subject.compressed.folder, base_hashes, data.sha256), check_accepted(subject)]
     loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)
     modules = inspect_modules(subject, loaded, progress=progress)
-    records += [loads, *check_weights(subject, modules, policy.min_sqnr_db)]
+    records += [loads, *check_weights(subject, modules, policy)]
     quality, scores = None, None
     if loaded is None:
         records += [claim.skipped("the checkpoint does not load") for claim in (FINITE, PERPLEXITY, KL, TOP1, ACCURACY)]

@@ -160,7 +160,9 @@ def check_shards(compressed: Checkpoint) -> CheckRecord:
              if path.suffix in (".tmp", ".bin", ".pt", ".part", ".incomplete")]  # fmt: skip
     evidence = {"files": compressed.num_files, "tensors": len(compressed.entries), "bytes": compressed.num_bytes}
     return SHARDS.found(
-        [*compressed.problems, *stray], f"{compressed.num_files} files, {len(compressed.entries)} tensors", evidence=evidence
+        [*compressed.problems, *stray],
+        f"{len(compressed.entries)} tensors in {compressed.num_files} file{'s' if compressed.num_files != 1 else ''}",
+        evidence=evidence,
     )
 
 

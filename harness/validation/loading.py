@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from compressor.errors import ModelError
@@ -86,13 +87,15 @@ def _quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the kind of an exception and the first line of its message.
+    """Return the kind of an exception and the first line of its message; every single finding of a pydantic validation.
 
     Args:
         error: of another library.
     Returns:
         One line.
     """
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -14,18 +14,79 @@ import torch
 _ELEMENTS_AT_ONCE = 1 << 23  # of float32 logits; bounds the working memory
 
 
-def sqnr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
-    """Return the signal-to-quantization-noise ratio 10 log10(|w|^2 / |w - w'|^2).
+@dataclass(frozen=True)
+class Closeness:
+    """How a weight stands to the one that it replaces.
+
+    Rounding errors are nearly orthogonal to the weight, so the gain <w, w'> / <w, w> of each scale's group lies close to 1, within about
+    sqrt(noise-to-signal ratio / group size). A wrong scale stretches its group and nothing else does, however noisy the format: this finds
+    scales that belong to another group, which the SQNR of a whole module forgives.
+
+    Attributes:
+        sqnr_db: 10 log10(|w|^2 / |w - w'|^2); inf where equal, -inf where only w is zero, nan where either holds one.
+        gain: of the whole weight; 1 for a faithful one, 0 for an unrelated one.
+        mismatch: mean over groups of the squared excess of |gain - 1| over GAIN_BIAS, in units of its expected variance; below 1 when sane.
+        worst_group: index of the group that is farthest off, counted along the rows.
+        worst_gain: its gain.
+        worst_deviation: its excess in standard deviations.
+    """
+
+    sqnr_db: float
+    gain: float
+    mismatch: float
+    worst_group: int
+    worst_gain: float
+    worst_deviation: float
+
+
+GAIN_BIAS = 0.03
+"""A group's gain may be off by this much for reasons of the format alone (clipping, rounding of few bits)."""
+
+
+def compare_weights(reference: torch.Tensor, approximation: torch.Tensor, groups_per_row: int | None) -> Closeness:
+    """Compare a decoded weight with the weight that it replaces.
 
     Args:
-        reference: the weight, any float dtype.
-        approximation: what replaces it, of the same shape.
+        reference: the weight [R, C], any float dtype.
+        approximation: what replaces it.
+        groups_per_row: scales of a row; None for one scale of the whole tensor.
     Returns:
-        Decibels; inf where both are equal, -inf where the reference is all zero and the approximation is not, nan where either holds one.
+        The comparison, in float64 by blocks of rows.
     """
-    reference = reference.to(torch.float64)
-    signal = float(reference.square().sum())
-    noise = float((reference - approximation.to(torch.float64)).square().sum())
+    sums = [_group_sums(*rows, groups_per_row or 1) for rows in zip(_row_blocks(reference), _row_blocks(approximation), strict=True)]
+    signal, product, energy, noise = torch.cat(sums, dim=1)
+    if groups_per_row is None:
+        signal, product, energy, noise = (total.sum(0, keepdim=True) for total in (signal, product, energy, noise))
+        size = reference.numel()
+    else:
+        size = reference.shape[1] // groups_per_row
+    gain = torch.where(signal > 0, product / signal, 1.0)
+    noise_ratio = (energy / signal - gain.square()).clamp_min(1e-12)  # of what is left when the gain is taken out
+    excess = ((gain - 1).abs() - GAIN_BIAS).clamp_min(0)
+    deviation = torch.where(signal > 0, excess * (max(1, size - 1) / noise_ratio).sqrt(), 0.0).nan_to_num(nan=math.inf)
+    worst = int(deviation.argmax())
+    total = float(signal.sum())
+    return Closeness(
+        sqnr_db=_decibels(total, float(noise.sum())),
+        gain=float(product.sum()) / total if total else 1.0,
+        mismatch=float(deviation.square().mean()),
+        worst_group=worst,
+        worst_gain=float(gain[worst]),
+        worst_deviation=float(deviation[worst]),
+    )
+
+
+def _row_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return weight.split(max(1, _ELEMENTS_AT_ONCE // weight.shape[1]))
+
+
+def _group_sums(reference: torch.Tensor, approximation: torch.Tensor, groups_per_row: int) -> torch.Tensor:
+    """Return |w|^2, <w, w'>, |w'|^2 and |w - w'|^2 of every group, float64 [4, groups]."""
+    w, v = (tensor.to(torch.float64).reshape(len(tensor) * groups_per_row, -1) for tensor in (reference, approximation))
+    return torch.stack([(w * w).sum(1), (w * v).sum(1), (v * v).sum(1), (w - v).square().sum(1)])
+
+
+def _decibels(signal: float, noise: float) -> float:
     if math.isnan(signal + noise):
         return math.nan
     if noise == 0:

@@ -19,11 +19,11 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
+from harness.validation.inspection import ModuleInspection
 from harness.validation.intervals import Interval
 from harness.validation.policy import Policy
 from harness.validation.quality import Quality
 from harness.validation.scoring import Scores
-from harness.validation.weights import ModuleInspection
 
 _INK, _MUTED, _GRID, _ACCENT, _LIMIT, _PAPER = "#010101", "#020202", "#030303", "#040404", "#050505", "#060606"
 _VARIABLES = {_INK: "--ink", _MUTED: "--muted", _GRID: "--rule", _ACCENT: "--accent", _LIMIT: "--bad", _PAPER: "--paper"}
@@ -90,7 +90,7 @@ def plot_sqnr(modules: Sequence[ModuleInspection], limits: Mapping[str, float]) 
     if not rows:
         return ""
     kinds = sorted(rows, key=lambda kind: min(rows[kind]))[:_MAX_ROWS]
-    decoys = [max(0.0, value) for module in modules for value in module.decoys_db.values() if value < math.inf]
+    decoys = [max(0.0, decoy.sqnr_db) for module in modules for decoy in module.decoys.values() if decoy.sqnr_db < math.inf]
     lines = sorted({limits[module.limit_name] for module in modules})
 
     def paint(axes: Axes) -> None:

@@ -1,22 +1,18 @@
 """Checks of the quantized weights: parameters sane, decoded as loaded, really changed, and close enough to the base.
 
-Each module is decoded once, looked at from every side, and dropped again: memory holds one module at a time.
+What was found about each module comes from `inspection`; here it is held against the policy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from compressor.progress import Progress, SilentProgress
-from harness.validation.decoder import DecodedModule, WeightScheme, decode_module, float8_values
-from harness.validation.metrics import sqnr_db
-from harness.validation.policy import SqnrLimits
+from harness.validation.inspection import ModuleInspection
+from harness.validation.policy import Policy
 from harness.validation.subject import Subject
 from harness.verdict import CheckRecord, Claim, Outcome
 
@@ -24,160 +20,31 @@ QPARAMS = Claim("weights.qparams", "Scales are finite and positive, zero points 
 DECODED = Claim("weights.decoded", "An independent decoder of the file gives bitwise the weights that transformers loads")
 CHANGED = Claim("weights.changed", "Every targeted weight really differs from the base")
 SQNR = Claim("weights.sqnr", "Every decoded weight is close to the base's weight, and no decoy would be")
+SCALES = Claim("weights.scales", "Every scale belongs to its group: no group is stretched or shrunk")
+
+_GROUP_GAIN, _GROUP_DEVIATION = 0.25, 8.0
+"""A single group is out of place when its gain is off by this much and by that many standard deviations."""
 
 
-@dataclass
-class ModuleInspection:
-    """What was found about one quantized module.
-
-    Attributes:
-        name: dotted module name.
-        label: its scheme in words.
-        limit_name: the field of SqnrLimits that holds for it.
-        num_weights: elements of the weight.
-        problems: what is wrong with its parameters; sqnr_db and the rest are None where it could not be decoded.
-        sqnr_db: decoded against base weight; inf where equal.
-        is_unchanged: the decoded weight equals the base's and is not all zero.
-        num_different: elements in which the loaded weight differs from the decoded one; None where it was not compared.
-        decoys_db: SQNR of wrong weights, by kind.
-        clipped_frac: share of codes at the ends of the range.
-    """
-
-    name: str
-    label: str
-    limit_name: str
-    num_weights: int = 0
-    problems: list[str] = field(default_factory=list)
-    sqnr_db: float | None = None
-    is_unchanged: bool = False
-    num_different: int | None = None
-    decoys_db: dict[str, float] = field(default_factory=dict)
-    clipped_frac: float = 0.0
-
-
-def inspect_modules(subject: Subject, loaded: torch.nn.Module | None, *, progress: Progress | None = None) -> list[ModuleInspection]:
-    """Decode and inspect every quantized module that the decoder reads.
-
-    Args:
-        subject: both folders.
-        loaded: the compressed model as transformers loaded it; None where it did not.
-        progress: shows a bar.
-    Returns:
-        One inspection per module, in the order of the base's tensors.
-    """
-    loaded_modules = dict(loaded.named_modules()) if loaded is not None else {}
-    neighbours = _neighbours(subject)
-    inspections = []
-    with (progress or SilentProgress()).task("weights", len(subject.readable_modules)) as task:
-        for name, group in subject.readable_modules.items():
-            assert group.scheme is not None
-            inspections.append(_inspect(subject, name, group.scheme, loaded_modules.get(name), neighbours.get(name)))
-            task.advance(1, name)
-    return inspections
-
-
-def _neighbours(subject: Subject) -> dict[str, str]:
-    """Give every quantized module another one of the same shape, where there is one."""
-    by_shape: dict[tuple[int, ...], list[str]] = {}
-    for name in subject.readable_modules:
-        by_shape.setdefault(subject.base.entries[f"{name}.weight"].shape, []).append(name)
-    return {name: names[(i + 1) % len(names)] for names in by_shape.values() if len(names) > 1 for i, name in enumerate(names)}
-
-
-def _inspect(subject: Subject, name: str, scheme: WeightScheme, loaded: torch.nn.Module | None, neighbour: str | None) -> ModuleInspection:
-    found = ModuleInspection(name, scheme.label, f"{scheme.type}{scheme.num_bits}")
-    base = subject.base.tensor(f"{name}.weight")
-    parts = subject.compressed.parts(name)
-    try:
-        decoded = decode_module(parts, scheme)
-    except ValueError as error:
-        found.problems.append(str(error))
-        return found
-    if decoded.weight.shape != base.shape:
-        found.problems.append(f"the weight has the shape {list(decoded.weight.shape)}, the base's {list(base.shape)}")
-        return found
-    found.num_weights = base.numel()
-    found.problems += _qparam_problems(decoded, parts, scheme)
-    found.clipped_frac = _clipped_frac(decoded, scheme)
-    found.sqnr_db = sqnr_db(base, decoded.weight)
-    found.is_unchanged = math.isinf(found.sqnr_db) and found.sqnr_db > 0 and bool(base.any())
-    found.decoys_db = _decoys(base, decoded.weight, subject.base.tensor(f"{neighbour}.weight") if neighbour else None)
-    if loaded is not None:
-        found.num_different = _num_different(decoded.weight, loaded)
-    return found
-
-
-def _qparam_problems(decoded: DecodedModule, parts: Mapping[str, torch.Tensor], scheme: WeightScheme) -> list[str]:
-    problems = _scale_problems("weight_scale", decoded.scale)
-    low, high = scheme.code_range if scheme.type == "int" else (0, 255)
-    if scheme.type == "float":
-        num_nan = int(np.isnan(float8_values()[decoded.codes]).sum())
-        problems += [f"weight holds {num_nan} fp8 NaN bytes"] if num_nan else []
-    elif decoded.codes.min() < low or decoded.codes.max() > high:
-        problems.append(f"codes span {decoded.codes.min()}..{decoded.codes.max()}, the format {low}..{high}")
-    zero_point = decoded.zero_point
-    if zero_point is not None and (zero_point.min() < low or zero_point.max() > high):
-        problems.append(f"weight_zero_point spans {zero_point.min()}..{zero_point.max()}, the format {low}..{high}")
-    if not decoded.has_clean_padding:
-        problems.append("the bits behind the last packed value are not zero")
-    if scheme.has_static_input:
-        problems += _scale_problems("input_scale", parts["input_scale"].to(torch.float64).numpy())
-    return problems
-
-
-def _scale_problems(name: str, scale: np.ndarray) -> list[str]:
-    counts = {
-        "NaN": int(np.isnan(scale).sum()),
-        "infinite": int(np.isinf(scale).sum()),
-        "zero": int((scale == 0).sum()),
-        "negative": int((scale < 0).sum()),
-    }
-    return [f"{count} of {scale.size} values of {name} are {kind}" for kind, count in counts.items() if count]
-
-
-def _clipped_frac(decoded: DecodedModule, scheme: WeightScheme) -> float:
-    if scheme.type == "float":
-        return float(np.mean((decoded.codes & 127) == 126))
-    low, high = scheme.code_range
-    return float(np.mean((decoded.codes == low) | (decoded.codes == high)))
-
-
-def _decoys(base: torch.Tensor, decoded: torch.Tensor, neighbour: torch.Tensor | None) -> dict[str, float]:
-    wrong = {"zeros": torch.zeros_like(decoded), "halved": decoded / 2, "shifted by a column": decoded.roll(1, dims=1)}
-    if neighbour is not None:
-        wrong["neighbour's weight"] = neighbour
-    return {kind: sqnr_db(base, weight) for kind, weight in wrong.items()}
-
-
-def _num_different(decoded: torch.Tensor, loaded: torch.nn.Module) -> int | None:
-    weight = getattr(loaded, "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        return None
-    if weight.shape != decoded.shape or weight.dtype != decoded.dtype:
-        return decoded.numel()
-    size = decoded.dtype.itemsize
-    left, right = (tensor.detach().cpu().contiguous().view(torch.uint8).reshape(-1, size) for tensor in (decoded, weight))
-    return int((left != right).any(-1).sum())
-
-
-def check_weights(subject: Subject, inspections: Sequence[ModuleInspection], limits: SqnrLimits) -> list[CheckRecord]:
+def check_weights(subject: Subject, inspections: Sequence[ModuleInspection], policy: Policy) -> list[CheckRecord]:
     """Run every check of this family.
 
     Args:
         subject: both folders.
         inspections: what was found, module by module.
-        limits: least SQNR by number format.
+        policy: least SQNR and greatest scale mismatch.
     Returns:
         One record per check.
     """
     if not subject.modules:
-        return [claim.skipped("no weight is quantized, see files.tensors") for claim in (QPARAMS, DECODED, CHANGED, SQNR)]
+        return [claim.skipped("no weight is quantized, see files.tensors") for claim in (QPARAMS, DECODED, CHANGED, SQNR, SCALES)]
     unread = [f"{name}: {group.reason}" for name, group in subject.modules.items() if group.scheme is None]
     records = [
         _qparams_record(inspections),
         _decoded_record(inspections),
         _changed_record(inspections),
-        _sqnr_record(inspections, limits),
+        _sqnr_record(inspections, policy),
+        _scales_record(inspections, policy),
     ]
     return [_with_unread(record, unread) for record in records]
 
@@ -221,30 +88,54 @@ def _changed_record(inspections: Sequence[ModuleInspection]) -> CheckRecord:
     return CHANGED.found(findings, f"{decoded} weights differ from the base", noun="module")
 
 
-def _sqnr_record(inspections: Sequence[ModuleInspection], limits: SqnrLimits) -> CheckRecord:
-    decoded = [module for module in inspections if module.sqnr_db is not None]
+def _sqnr_record(inspections: Sequence[ModuleInspection], policy: Policy) -> CheckRecord:
+    decoded = [module for module in inspections if module.closeness is not None]
     if not decoded:
         return SQNR.skipped("no module could be decoded")
-    limit_of = {module.name: float(getattr(limits, module.limit_name)) for module in decoded}
+    limits = policy.min_sqnr_db.model_dump()
     ranked = sorted(decoded, key=lambda module: (_sortable(module.sqnr_db), module.name))
-    bad = [module for module in ranked if not _sortable(module.sqnr_db) >= limit_of[module.name]]
+    bad = [module for module in ranked if _sortable(module.sqnr_db) < limits[module.limit_name]]
     finite = [value for module in decoded if math.isfinite(value := _sortable(module.sqnr_db))]
-    fooled = [f"{module.name}: {kind} reach {decibels:.1f} dB, above the limit of {limit_of[module.name]:g} dB"
-              for module in decoded for kind, decibels in module.decoys_db.items() if decibels >= limit_of[module.name]]  # fmt: skip
+    fooled = [f"{module.name}: {kind} would pass with {decoy.sqnr_db:.1f} dB"
+              for module in decoded for kind, decoy in module.decoys.items()
+              if decoy.sqnr_db >= limits[module.limit_name] and decoy.mismatch <= policy.max_scale_mismatch]  # fmt: skip
     evidence = {
         "median dB": float(np.median(finite)) if finite else None,
-        "best decoy dB": max((value for module in decoded for value in module.decoys_db.values() if math.isfinite(value)), default=None),
+        "best decoy dB": max((decoy.sqnr_db for module in decoded for decoy in module.decoys.values()), key=_sortable, default=None),
         "worst modules": [f"{module.name} {_decibels(module.sqnr_db)}" for module in ranked[:5]],
     }
-    limit = ", ".join(f">= {getattr(limits, name):g} dB for {name}" for name in sorted({module.limit_name for module in decoded}))
+    limit = ", ".join(f">= {limits[name]:g} dB for {name}" for name in sorted({module.limit_name for module in decoded}))
     worst = f"worst {_decibels(ranked[0].sqnr_db)}, {ranked[0].name}"
     if bad:
-        findings = [f"{module.name}: {_decibels(module.sqnr_db)} is below {limit_of[module.name]:g} dB" for module in bad]
+        findings = [f"{module.name}: {_decibels(module.sqnr_db)} is below {limits[module.limit_name]:g} dB" for module in bad]
         return SQNR.record(Outcome.FAIL, f"{len(bad)} modules below the limit; {worst}", limit=limit, evidence=evidence, findings=findings)
     if fooled:
         summary = f"the limit measures nothing: {len(fooled)} decoys pass it too"
         return SQNR.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=fooled)
     return SQNR.record(Outcome.PASS, worst, limit=limit, evidence=evidence)
+
+
+def _scales_record(inspections: Sequence[ModuleInspection], policy: Policy) -> CheckRecord:
+    found = {module.name: module.closeness for module in inspections if module.closeness is not None}
+    if not found:
+        return SCALES.skipped("no module could be decoded")
+    findings = [f"{name}: mismatch {close.mismatch:.1f}, its scales do not belong to their groups"
+                for name, close in found.items() if not close.mismatch <= policy.max_scale_mismatch]  # fmt: skip
+    findings += [f"{name}: group {close.worst_group} is stretched by {close.worst_gain:.2f}" for name, close in found.items()
+                 if abs(close.worst_gain - 1) > _GROUP_GAIN and close.worst_deviation > _GROUP_DEVIATION]  # fmt: skip
+    worst = max(found, key=lambda name: found[name].mismatch)
+    gains = [close.gain for close in found.values()]
+    evidence = {
+        "gain of whole weights": {"least": min(gains), "greatest": max(gains)},
+        "worst mismatch": found[worst].mismatch,
+        "there": worst,
+    }
+    return SCALES.found(
+        findings,
+        f"worst mismatch {found[worst].mismatch:.2f}, {worst}",
+        limit=f"mismatch <= {policy.max_scale_mismatch:g}",
+        evidence=evidence,
+    )
 
 
 def _sortable(decibels: float | None) -> float:

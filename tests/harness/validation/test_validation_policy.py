@@ -1,0 +1,61 @@
+"""A policy file is read strictly: unknown names come back with line and nearest name, values out of range with the rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compressor.errors import UserInputError
+from harness.validation.policy import Policy, load_policy
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "policy.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_stand_where_the_file_is_silent(tmp_path):
+    assert load_policy(None) == Policy()
+    assert load_policy(write(tmp_path, "")) == Policy()
+    policy = load_policy(write(tmp_path, "max_perplexity_ratio: 1.02\nmin_sqnr_db:\n  int4: 15\n"))
+    assert policy.max_perplexity_ratio == 1.02
+    assert policy.min_sqnr_db.int4 == 15
+    assert policy.min_sqnr_db.int8 == Policy().min_sqnr_db.int8
+    assert policy.max_mean_kl == Policy().max_mean_kl
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\n\nmax_mean_lk: 1\n", "policy.yaml:3: max_mean_lk: is no limit; did you mean max_mean_kl?"),
+        ("min_sqnr_db:\n  int4: 9\n  in8: 3\n", "policy.yaml:3: min_sqnr_db.in8: is no limit; did you mean int8?"),
+        ("zzz: 1\n", "policy.yaml:1: zzz: is no limit; known are allow_dequantize_load, confidence"),
+        ("confidence: 2\n", "policy.yaml:1: confidence: 2 is not allowed: input should be less than 1"),
+        ("max_perplexity_ratio: 0.9\n", "0.9 is not allowed: input should be greater than 1"),
+        ("max_mean_kl: .nan\n", "nan is not allowed"),
+        ("num_resamples: 10\n", "10 is not allowed: input should be greater than or equal to 10000"),
+        ("max_mean_kl: low\n", "'low' is not allowed"),
+        ("max_mean_kl: 1\nmax_mean_kl: 2\n", "policy.yaml:2: max_mean_kl stands on line 1 already; keep one"),
+        ("- a\n", "policy.yaml:1: holds no mapping"),
+        ("a: [1\n", "policy.yaml: is not YAML"),
+    ],
+)
+def test_mistakes_are_told_with_their_line(tmp_path, text, message):
+    with pytest.raises(UserInputError) as caught:
+        load_policy(write(tmp_path, text))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once(tmp_path):
+    with pytest.raises(UserInputError) as caught:
+        load_policy(write(tmp_path, "confidence: 3\nfoo: 1\n"))
+    assert "policy.yaml:1: confidence" in str(caught.value)
+    assert "policy.yaml:2: foo" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserInputError, match="no such policy file"):
+        load_policy(tmp_path / "nowhere.yaml")
