@@ -45,6 +45,7 @@ class GridColumns:
     """Rounds one column at a time onto its grid; holds the scales transposed so that a column's scales are contiguous."""
 
     def __init__(self, grid: Grid, order_C: Tensor) -> None:
+        """Transpose a grid; `order_C` is the order in which its columns will be asked for."""
         self.args = grid.args
         self._scale_GR = grid.scale_RG.t().contiguous()
         self._scale32_GR = self._scale_GR.float()
@@ -53,6 +54,7 @@ class GridColumns:
         self._group = grid.group_C.index_select(0, order_C.to(grid.group_C.device)).tolist()
 
     def empty_codes(self, like_CR: Tensor) -> Tensor:
+        """Return room for codes of the given shape, in the format's storage dtype."""
         return torch.empty_like(like_CR, dtype=self.args.storage_dtype)
 
     def round(self, column: int, t_R: Tensor, scratch_R: Tensor, codes_R: Tensor) -> Tensor:

@@ -134,7 +134,9 @@ def evaluate(model: LlamaForCausalLM, held_out: torch.Tensor, plan: TrainingPlan
     return total / min(max_windows, len(held_out))
 
 
-def train(plan: TrainingPlan, train_ids: torch.Tensor, held_out: torch.Tensor, work_dir: Path) -> tuple[LlamaForCausalLM, list[dict[str, float]]]:
+def train(
+    plan: TrainingPlan, train_ids: torch.Tensor, held_out: torch.Tensor, work_dir: Path
+) -> tuple[LlamaForCausalLM, list[dict[str, float]]]:
     """Run the plan; return the float32 model and the log of held-out losses."""
     torch.manual_seed(plan.seed)
     torch.set_num_threads(plan.num_threads)
