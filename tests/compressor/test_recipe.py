@@ -195,6 +195,14 @@ def test_json_with_tabs_and_escapes_keeps_its_lines() -> None:
     assert modifier.scheme == "A/\n"
 
 
+def test_json_that_is_no_yaml_is_read_without_lines() -> None:
+    long_key = "k" * 2000  # YAML wants the colon within 1024 characters
+    text = json.dumps({"ToyModifier": {"extras": {long_key: 1}}})
+    assert only(text).extras == {long_key: 1}
+    with pytest.raises(RecipeError, match=r"^recipe: ToyModifier.extra: there is no such setting; did you mean 'extras'"):
+        load_recipe(text.replace("extras", "extra"))
+
+
 # --- arguments
 
 

@@ -117,3 +117,12 @@ def test_switching_off_is_not_seen_by_other_owners_or_threads() -> None:
         thread.start()
         thread.join()
     assert seen == ["second"]
+
+
+def test_the_owner_says_where_its_hooks_sit() -> None:
+    owner, first, second = HooksMixin(), linear(), linear()
+    handle = owner.register_hook(first, lambda m, args, out: None, "forward")
+    owner.register_hook(second, lambda m, args: None, "forward_pre")
+    assert owner.hooked_modules() == [(first, "forward"), (second, "forward_pre")]
+    owner.remove_hooks([handle])
+    assert owner.hooked_modules() == [(second, "forward_pre")]
