@@ -74,10 +74,13 @@ def as_batch(raw: Any, where: str) -> Batch:
 
 
 def token_mask_of(batch: Batch) -> Tensor | None:
-    """Return the bool [batch, sequence] mask of real tokens of a foreign batch; None when it names no padding.
+    """Find out which tokens of a foreign batch are real.
 
     Args:
         batch: a batch; only an `attention_mask` of two dimensions says anything about padding.
+
+    Returns:
+        Bool [batch, sequence], True for a real token; None when the batch names no padding.
     """
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     if mask is None or mask.dim() != 2:
@@ -87,10 +90,13 @@ def token_mask_of(batch: Batch) -> Tensor | None:
 
 
 def leading_tensor(batch: Batch) -> Tensor:
-    """Return the tensor that says how many samples a batch holds: `input_ids`, else the first one.
+    """Find the tensor that says how many samples a batch holds.
 
     Args:
         batch: a batch with at least one tensor.
+
+    Returns:
+        `input_ids`, else the first tensor.
     """
     if isinstance(batch, tuple):
         return batch[0]
@@ -98,11 +104,14 @@ def leading_tensor(batch: Batch) -> Tensor:
 
 
 def batch_to(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch on a device; tensors that are there already are not copied.
+    """Move a batch.
 
     Args:
         batch: a batch; not modified.
         device: where it shall be.
+
+    Returns:
+        The batch on the device; tensors that are there already are not copied.
     """
     if isinstance(batch, tuple):
         return tuple(tensor.to(device) for tensor in batch)
@@ -110,20 +119,26 @@ def batch_to(batch: Batch, device: torch.device) -> Batch:
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
-    """Run the model's forward on a batch and return what it returns.
+    """Run the model's forward on a batch.
 
     Args:
         model: the model; called with keyword arguments for a dict, with positional ones for a tuple.
         batch: on the device of the model.
+
+    Returns:
+        What the forward returns.
     """
     return model(*batch) if isinstance(batch, tuple) else model(**batch)
 
 
 def hash_rows(rows: Sequence[Tensor]) -> str:
-    """Return the sha256 of token rows in their order, whatever batches they will form.
+    """Hash token rows in their order, whatever batches they will form.
 
     Args:
         rows: int64 token ids, one dimension each.
+
+    Returns:
+        The sha256 in hexadecimal.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -132,10 +147,13 @@ def hash_rows(rows: Sequence[Tensor]) -> str:
 
 
 def hash_batches(batches: Sequence[Batch]) -> str:
-    """Return the sha256 of foreign batches in their order: names, dtypes, shapes and bytes of all tensors.
+    """Hash foreign batches in their order: names, dtypes, shapes and bytes of all tensors.
 
     Args:
         batches: the batches.
+
+    Returns:
+        The sha256 in hexadecimal.
     """
     digest = hashlib.sha256()
     for batch in batches:

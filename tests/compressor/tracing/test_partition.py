@@ -45,8 +45,8 @@ def test_several_stacks_and_mixed_stacks_count() -> None:
 
 
 def test_lists_in_lists_are_looked_into() -> None:
-    cut = infer_targets(model_of(blocks=[nn.ModuleList([Layer(), Layer()]), nn.ModuleList([Layer()])]))
-    assert list(cut.targets) == ["blocks.0.0", "blocks.0.1"]
+    cut = infer_targets(model_of(blocks=[nn.ModuleList([Layer(), Layer()]), nn.ModuleList([Layer(), Layer()])]))
+    assert list(cut.targets) == ["blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"]
 
 
 def test_a_sequential_of_layers_counts() -> None:
