@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -37,6 +38,45 @@ class UnusableError(Exception):
         """Say why."""
         super().__init__(message)
         self.is_fault = is_fault
+
+
+def find_subject(path: str, settings: Mapping[str, Any]) -> object:
+    """Return what `package.module:Name` names, made with settings where they are given.
+
+    Args:
+        path: of a class, or of an object.
+        settings: for the class.
+
+    Returns:
+        Whatever it is: that it is no modifier is for the report to say.
+
+    Raises:
+        UserInputError: there is nothing of this name, or the settings do not fit.
+    """
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise UserInputError(f"{path}: this names no modifier; write package.module:Name")
+    try:
+        found: object = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise UserInputError(f"{path}: its module cannot be imported ({error}); install it or correct the name") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise UserInputError(f"{path}: {module_name} has no {name!r}; {suggest(name, _modifier_names(module_name))}")
+        found = getattr(found, part)
+    if not settings:
+        return found
+    if not isinstance(found, type) or not issubclass(found, Modifier):
+        raise UserInputError(f"{path}: settings were given, and it is no modifier class; leave the settings out")
+    try:
+        return found(**settings)
+    except ValueError as error:
+        raise UserInputError(f"{path}: these settings do not fit ({error}); correct them") from error
+
+
+def _modifier_names(module_name: str) -> list[str]:
+    members = inspect.getmembers(importlib.import_module(module_name), inspect.isclass)
+    return [name for name, cls in members if issubclass(cls, Modifier) and cls.__module__ == module_name]
 
 
 def make_template(modifier: object) -> Modifier:
