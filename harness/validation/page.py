@@ -54,8 +54,15 @@ def _header(report: ValidationReport, name: str) -> str:
     return (
         f'<header>\n<p class="kicker">Validation against {base}</p>\n<h1>{html.escape(name)}</h1>\n'
         f'<p class="verdict" role="status">{html_badge(report.verdict.value)}<span>{_SENTENCES[report.verdict]} '
-        f"{len(report.records)} checks: {tally}.</span></p>\n{_tiles(report)}\n</header>"
+        f"{len(report.records)} checks: {tally}.</span></p>\n{_open_checks(report)}{_tiles(report)}\n</header>"
     )
+
+
+def _open_checks(report: ValidationReport) -> str:
+    """Link to every check that did not pass, so that the reason is one step away."""
+    records = [record for record in report.records if record.outcome in (Outcome.FAIL, Outcome.INCONCLUSIVE)]
+    links = (f'<li><a href="#{html.escape(record.name)}">{html.escape(record.title)}</a></li>' for record in records)
+    return f'<ul class="open">{"".join(links)}</ul>\n' if records else ""
 
 
 _TALLY = {Outcome.FAIL: "failed", Outcome.INCONCLUSIVE: "inconclusive", Outcome.PASS: "passed", Outcome.SKIP: "skipped"}
@@ -95,7 +102,13 @@ def _megabytes(num_bytes: int) -> str:
 
 def _plots(report: ValidationReport) -> str:
     weights = plot_sqnr(report.modules, report.policy.min_sqnr_db.model_dump())
-    figures = [("Weights", "how close each weight is to the base's, and how far wrong weights would be (decoys, cut off at 0 dB)", weights)]
+    figures = [
+        (
+            "Weights",
+            "how close each weight is to the base's, and how far decoys would be (cut off at 0; halved ones at 6 dB fail by their gain)",
+            weights,
+        )
+    ]
     if report.quality and report.scores:
         figures += [
             ("Perplexity", "the whole interval must lie left of the margin", plot_nll(report.quality, report.policy)),

@@ -29,6 +29,8 @@ h2 { margin: 2.75rem 0 .75rem; font-size: 1.2rem; font-weight: 650; letter-spaci
 h3 { margin: 1.5rem 0 .5rem; font-size: .95rem; font-weight: 600; }
 .verdict { display: flex; gap: 1rem; align-items: baseline; flex-wrap: wrap; margin: 0; font-size: 1.05rem; }
 .verdict .badge { font-size: 1.25rem; padding: .2rem .8rem; }
+.open { margin: .75rem 0 0; padding-left: 1.1rem; }
+a { color: var(--accent); }
 .badge { display: inline-block; justify-self: start;
   padding: .05rem .5rem; border-radius: .4rem; font-size: .8rem; font-weight: 650; line-height: 1.5;
   background: var(--none-bg); color: var(--muted); white-space: nowrap; }
