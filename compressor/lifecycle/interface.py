@@ -35,7 +35,7 @@ CALLS: Mapping[str, tuple[bool, bool]] = MappingProxyType(
 
 
 class Transition(NamedTuple):
-    """One row: an event (None: any), what must hold, the callbacks in order, and the flag that is set after the first of them."""
+    """One row: an event (None: any), what must hold, the callbacks in order, and the flag that is set as soon as the first has returned."""
 
     event: EventType | None
     started: bool | None

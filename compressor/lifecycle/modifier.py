@@ -54,7 +54,7 @@ class Modifier(HooksMixin, ModifierInterface):
 
     def __eq__(self, other: object) -> bool:
         """Equal settings of the same class; where a modifier stands in its life does not count."""
-        return isinstance(other, Modifier) and type(self) is type(other) and self.__dict__ == other.__dict__
+        return type(self) is type(other) and self.__dict__ == other.__dict__
 
     @property
     def label(self) -> str:
@@ -132,9 +132,9 @@ class Modifier(HooksMixin, ModifierInterface):
             row = next((row for row in TRANSITIONS if self._fits(row, event)), None)
             if row is None:
                 return
-            for number, callback in enumerate(row.callbacks):
+            for callback in row.callbacks:
                 getattr(self, callback)(state, event)
-                if number == 0 and row.sets is not None:
+                if row.sets is not None:
                     self._lifecycle_flags = self._lifecycle_flags._replace(**{row.sets: True})
 
     def finalize(self, state: State) -> bool:

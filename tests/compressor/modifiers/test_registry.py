@@ -113,7 +113,8 @@ def test_a_class_is_found_by_module_and_name(name: str) -> None:
         ("no.such.module:Own", "its module 'no.such.module' cannot be imported"),
         (":Own", "cannot be imported"),
         (f"{__name__}:Owm", "did you mean 'Own'"),
-        (f"{__name__}:", "choose from"),
+        (f"{__name__}:", "choose from Own"),
+        (f"{__name__}:xyzzy", "choose from Own"),
         (f"{__name__}:Outer.Nothing", "has no 'Outer.Nothing'"),
         (f"{__name__}:NOT_A_CLASS", "no subclass of compressor.lifecycle.Modifier"),
         (f"{__name__}:Outer", "no subclass"),
@@ -124,6 +125,8 @@ def test_a_path_that_leads_nowhere_says_why(name: str, problem: str) -> None:
     with pytest.raises(RecipeError, match=f"^{name}: ") as caught:
         find_modifier(name)
     assert problem in str(caught.value)
+    assert "Unfinished" not in str(caught.value) or "Unfinished" in name
+    assert "Path" not in str(caught.value)
 
 
 def test_an_installed_package_brings_modifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
