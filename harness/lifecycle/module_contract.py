@@ -65,14 +65,17 @@ class ModuleReport:
         return to_json(self.to_dict())
 
     def to_text(self) -> str:
-        """Return the report as a table."""
+        """Return the report as a table, the deviations of failed checks below it."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=140)
+        file = io.StringIO()
+        console = Console(file=file, width=140, no_color=True)
         console.print(to_table(self.records))
-        console.print(f"{self.subject}: {self.verdict.value}", highlight=False)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
+        for record in self.records:
+            if record.outcome is Outcome.FAIL:
+                console.print(f"{record.name}: {record.title}", *record.findings, sep="\n  ", markup=False, highlight=False)
+        console.print(f"{self.subject}: {self.verdict.value}", markup=False, highlight=False)
+        return file.getvalue()
 
 
 def verify_module(module: nn.Module, inputs: object) -> ModuleReport:
