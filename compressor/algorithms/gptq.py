@@ -1,8 +1,8 @@
 """GPTQ: round one column after another, and let the columns to come absorb the error of those behind.
 
 Weights that read one input share its Hessian and are solved as one stack of rows, since rows are independent given H. Scales are fixed
-before the first column is rounded, so a group's scale does not depend on the order of the columns. The column loop itself, in two forms
-of the same arithmetic, is in `gptq_forms`.
+before the first column is rounded, so a group's scale does not depend on the order of the columns; `scale_search` may choose them. The
+column loop itself, in two forms of the same arithmetic, is in `gptq_forms`.
 
 Shapes: R rows (out features), C columns (in features), G groups.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compressor.algorithms.gptq_forms import Grid, GridColumns, solve_r_form, solve_reference
 from compressor.algorithms.hessian import relative_output_error
+from compressor.algorithms.scale_search import can_search, search_scales
 from compressor.errors import NumericsError
 from compressor.numerics.observers import weight_qparams
 from compressor.numerics.qparams import QParams
@@ -71,6 +72,7 @@ def quantize_gptq(
     block_size: int = 128,
     damp_frac: float = 0.01,
     solver: Solver = "r_form",
+    scale_search: bool = True,
     names: Sequence[str] = ("weight",),
 ) -> tuple[list[GPTQWeight], int]:
     """Quantize all weights that read one input, as one stack of rows.
@@ -84,6 +86,8 @@ def quantize_gptq(
         block_size: columns between two large matrix products.
         damp_frac: share of the mean diagonal that is added to the diagonal; dimensionless, > 0.
         solver: `r_form` or `reference`.
+        scale_search: choose the scales of integer groups by the error of GPTQ itself instead of by their range alone; groups formed in
+            the order of activation gain nothing from it and keep theirs.
         names: dotted module names, for errors only.
 
     Returns:
@@ -97,6 +101,10 @@ def quantize_gptq(
     order_C = None if actorder is None else activation_order(hessian_CC)
     group_C, scaled = _groups(weights, args, order_C if actorder == "group" else None)
     qparams = [weight_qparams(weight, args, name) for weight, name in zip(scaled, names, strict=True)]
+    if scale_search and can_search(args) and actorder != "group":
+        damped_CC, _ = _damped(hessian_CC, torch.arange(len(hessian_CC), device=hessian_CC.device), damp_frac)
+        pairs = zip(weights, qparams, names, strict=True)
+        qparams = [search_scales(weight, damped_CC, own, args, name) for weight, own, name in pairs]
     rows = [weight.shape[0] for weight in weights]
     stacked = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     solution = solve_gptq(

@@ -29,6 +29,8 @@ class GPTQModifier(SchemeModifier):
         actorder: order in which columns are rounded: by activation with groups as they lie (`static` = `weight`, the default), by
             activation with groups formed in that order (`group`), or None for the columns' own order.
         solver: `r_form` (fast, the default) or `reference` (the classical form).
+        scale_search: choose the scale of each integer group by the error of GPTQ itself, around the observed one; by default with
+            `r_form` only, so that `reference` stays the classical algorithm.
         share_inputs: accumulate one Hessian for modules that read the same tensor.
     """
 
@@ -36,6 +38,7 @@ class GPTQModifier(SchemeModifier):
     dampening_frac: float = Field(default=0.01, gt=0)
     actorder: ActOrder | None = "static"
     solver: Solver = "r_form"
+    scale_search: bool | None = None
     share_inputs: bool = True
 
     _hessians: InputHessians = PrivateAttr(default_factory=lambda: InputHessians(share=True))
@@ -110,6 +113,7 @@ class GPTQModifier(SchemeModifier):
                 block_size=self.block_size,
                 damp_frac=self.dampening_frac,
                 solver=self.solver,
+                scale_search=self.solver == "r_form" if self.scale_search is None else self.scale_search,
                 names=names,
             )
         except NumericsError as error:

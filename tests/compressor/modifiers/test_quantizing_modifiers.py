@@ -217,10 +217,19 @@ def test_every_column_order_compresses_and_is_recorded(actorder: str | None) -> 
 
 def test_both_solvers_agree() -> None:
     fast, reference = Block(), Block()
-    calibrate(fast, gptq(), batches())
+    calibrate(fast, gptq(scale_search=False), batches())
     calibrate(reference, gptq(solver="reference"), batches())
     for name, expected in codes(reference).items():
         assert (codes(fast)[name] != expected).float().mean() <= 5e-3
+
+
+def test_scales_are_searched_unless_the_classical_solver_is_asked_for() -> None:
+    searched, observed, reference = Block(), Block(), Block()
+    calibrate(searched, gptq(), batches())
+    calibrate(observed, QuantizationModifier(config_groups={"all": GROUPED}), [])
+    calibrate(reference, gptq(solver="reference"), batches())
+    assert torch.equal(reference.q.state_dict()["weight_scale"], observed.q.state_dict()["weight_scale"])
+    assert not torch.equal(searched.q.state_dict()["weight_scale"], observed.q.state_dict()["weight_scale"])
 
 
 def test_static_inputs_get_the_range_of_the_data() -> None:

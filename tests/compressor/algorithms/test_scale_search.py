@@ -1,0 +1,91 @@
+"""Searched scales: the best of the candidates for each row and group, never worse than the observed one, zero points as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.algorithms.gptq import quantize_gptq
+from compressor.algorithms.scale_search import NUM_CANDIDATES, SEARCHED_MULTIPLES, can_search, search_scales
+from compressor.numerics import PRESETS, QParams, QuantizationArgs, weight_qparams
+
+SIZE = 16
+
+
+def problem(rows: int = 12, columns: int = 48, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A weight with outliers, which make clipping pay, and the damped Hessian of correlated inputs."""
+    g = torch.Generator().manual_seed(seed)
+    x = (torch.rand(300, 8, generator=g) - 0.5) @ (torch.rand(8, columns, generator=g) - 0.5)
+    x += 0.3 * (torch.rand(300, columns, generator=g) - 0.5)
+    hessian = 2 * x.t() @ x / len(x)
+    hessian.diagonal().add_(0.01 * hessian.diagonal().mean())
+    weight = (torch.rand(rows, columns, generator=g) - 0.5) ** 3
+    return weight, hessian
+
+
+def group_loss(weight_S: Tensor, hessian_SS: Tensor, scale: float, zero: float, args: QuantizationArgs) -> float:
+    """Loss of one row of one group, rounded column by column in float64 by eliminating columns from the inverse."""
+    w, inverse = weight_S.double().clone(), torch.linalg.inv(hessian_SS.double())
+    low, high = args.code_range
+    values = torch.empty_like(w)
+    for k in range(len(w)):
+        values[k] = ((w[k] / scale + zero).clamp(low, high).round() - zero) * scale
+        w -= (w[k] - values[k]) / inverse[k, k] * inverse[k]
+        inverse -= torch.outer(inverse[:, k], inverse[k]) / inverse[k, k]
+        inverse[k, k] = 1.0
+    error = weight_S.double() - values
+    return float(0.5 * error @ hessian_SS.double() @ error)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_best_candidate_wins(bits: int, symmetric: bool) -> None:
+    args = QuantizationArgs(num_bits=bits, group_size=SIZE, symmetric=symmetric)
+    weight, hessian = problem()
+    observed = weight_qparams(weight, args)
+    chosen = search_scales(weight, hessian, observed, args, "m")
+    assert chosen.scale.dtype == observed.scale.dtype
+    assert symmetric or torch.equal(chosen.zero_point, observed.zero_point)  # type: ignore[arg-type]
+    multiples = torch.linspace(*SEARCHED_MULTIPLES[bits], NUM_CANDIDATES)
+    moved = 0
+    for row in range(0, 12, 5):
+        for group in range(3):
+            run = slice(group * SIZE, (group + 1) * SIZE)
+            zero = 0.0 if observed.zero_point is None else float(observed.zero_point[row, group])
+            scales = [float(multiple * observed.scale[row, group]) for multiple in multiples]
+            losses = [group_loss(weight[row, run], hessian[run, run], scale, zero, args) for scale in scales]
+            own = group_loss(weight[row, run], hessian[run, run], float(chosen.scale[row, group]), zero, args)
+            assert own <= min(losses) * (1 + 1e-4)
+            moved += float(chosen.scale[row, group]) != float(observed.scale[row, group])
+    assert moved > 0
+
+
+@pytest.mark.parametrize("actorder", [None, "static"])
+def test_gptq_errs_less_with_searched_scales(actorder: str | None) -> None:
+    args = QuantizationArgs(num_bits=3, group_size=SIZE)
+    weight, hessian = problem(64, 96)
+    losses = {}
+    for search in (False, True):
+        (own,), _ = quantize_gptq([weight], hessian, args, actorder=actorder, scale_search=search)  # type: ignore[arg-type]
+        losses[search] = own.loss
+    assert losses[True] < 0.95 * losses[False]
+
+
+def test_a_scale_that_rounds_to_zero_is_never_chosen() -> None:
+    args = QuantizationArgs(num_bits=3, group_size=SIZE)
+    _, hessian = problem()
+    tiny = torch.finfo(torch.bfloat16).smallest_normal * torch.ones(2, 48)
+    scale = torch.full((2, 3), 2.0**-133, dtype=torch.bfloat16)  # the smallest positive bfloat16
+    chosen = search_scales(tiny, hessian, QParams(scale, None), args, "m")
+    assert bool((chosen.scale > 0).all())
+
+
+def test_only_integer_groups_are_searched() -> None:
+    searched = {name: can_search(scheme.weights) for name, scheme in PRESETS.items() if scheme.weights is not None}
+    assert {name for name, yes in searched.items() if yes} == {"W4A16", "W4A16_ASYM", "W3A16", "W8A16"}
+    weight, hessian = problem(8, 48)
+    args = PRESETS["W8A8"].weights
+    assert args is not None
+    plain, searching = (quantize_gptq([weight], hessian, args, scale_search=search)[0][0] for search in (False, True))
+    assert torch.equal(plain.codes_RC, searching.codes_RC)
