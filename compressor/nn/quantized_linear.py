@@ -9,8 +9,9 @@ Shapes: R out_features, C in_features, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -181,6 +182,12 @@ class NaiveQuantizedLinear(QuantizedLinear):
     def codes(self) -> Tensor:
         """Return the codes, [R, C]; a view of the buffer."""
         return self.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `layer.to(torch.bfloat16)` would widen fp8 codes, which torch takes for ordinary floats; every code survives the way back.
+        super()._apply(fn, recurse)
+        self.weight = self.weight.to(self.weight_args.storage_dtype)
+        return self
 
     def weight_qparams(self) -> QParams:
         """Return scale and zero point as stored."""

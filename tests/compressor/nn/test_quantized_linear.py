@@ -151,6 +151,15 @@ def test_one_zero_point_for_the_whole_tensor_is_stored_as_it_is() -> None:
     assert torch.equal(layer.dequantized_weight(), dequantize(codes, qparams, layer.weight_args))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_change_of_dtype_keeps_the_codes(dtype: torch.dtype) -> None:
+    layer, _, codes = quantized(linear_of(), preset_scheme("FP8"))
+    layer.to(dtype)
+    assert layer.weight_scale.dtype == dtype
+    assert layer.codes().dtype == torch.float8_e4m3fn
+    assert torch.equal(layer.codes().float(), codes.float())
+
+
 def test_repr_says_what_it_is() -> None:
     layer, _, _ = quantized(linear_of(), preset_scheme("W4A16"))
     assert "bits=4, strategy=group, group_size=128" in repr(layer)
