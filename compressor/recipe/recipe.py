@@ -91,7 +91,7 @@ def _modifier_objects(source: object) -> list[Modifier] | None:
     """The modifiers of a (nested) list of objects, None where the source is no such list."""
     if isinstance(source, Modifier):
         return [source]
-    if not isinstance(source, list | tuple) or not source:
+    if not isinstance(source, list | tuple):
         return None
     parts = [_modifier_objects(item) for item in source]
     found = [modifier for part in parts if part is not None for modifier in part]
@@ -113,11 +113,11 @@ def _stage_data(stage: Stage) -> dict[str, Any]:
     """The nested form that llm-compressor reads, where it can say it: groups in one piece and no type twice in a group."""
     head = {} if stage.run_type is None else {"run_type": stage.run_type}
     groups = [(group, list(members)) for group, members in groupby(stage.modifiers, key=lambda modifier: modifier.group)]
-    names = {modifier.index: modifier_name(type(modifier)) for modifier in stage.modifiers}
-    nested = all(group and len({names[m.index] for m in members}) == len(members) for group, members in groups)
+    names = {id(modifier): modifier_name(type(modifier)) for modifier in stage.modifiers}
+    nested = all(group and len({names[id(m)] for m in members}) == len(members) for group, members in groups)
     if nested and len({group for group, _ in groups}) == len(groups):
-        return {**head, **{f"{group}_modifiers": {names[m.index]: _settings(m) for m in members} for group, members in groups}}
-    return {**head, "modifiers": [{names[m.index]: {"group": m.group, **_settings(m)}} for m in stage.modifiers]}
+        return {**head, **{f"{group}_modifiers": {names[id(m)]: _settings(m) for m in members} for group, members in groups}}
+    return {**head, "modifiers": [{names[id(m)]: {"group": m.group, **_settings(m)}} for m in stage.modifiers]}
 
 
 def _settings(modifier: Modifier) -> dict[str, Any]:

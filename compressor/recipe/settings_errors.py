@@ -48,7 +48,7 @@ def _path_in(settings: Any, loc: Sequence[int | str]) -> EntryPath:
     path: list[int | str] = []
     for part in loc:
         in_mapping = isinstance(settings, Mapping) and part in settings
-        in_list = isinstance(settings, list) and isinstance(part, int) and part < len(settings)
+        in_list = isinstance(settings, list) and isinstance(part, int)
         if in_mapping or in_list:
             settings = settings[part]
             path.append(part)
@@ -75,7 +75,7 @@ def _setting_names(cls: type[BaseModel], path: EntryPath) -> list[str]:
     """Names that are valid beside the last part of a path: fields of the modifier, or of the models nested in it."""
     models = [cls]
     for part in path[:-1]:
-        fields = [model.model_fields[part] for model in models if isinstance(part, str) and part in model.model_fields]
+        fields = [model.model_fields[str(part)] for model in models if str(part) in model.model_fields]
         models = [found for field in fields for found in _models_in(field.annotation)] or models
     return [name for model in models for name in model.model_fields if name not in _FILLED_IN]
 

@@ -90,7 +90,7 @@ def read_document(source: str | Path | Mapping[str, Any] | Sequence[Any]) -> Doc
         return _read_file(source)
     if not isinstance(source, str):
         return Document(source)
-    if "\n" not in source and _is_file(source):
+    if _is_file(source):
         return _read_file(Path(source))
     if "\n" not in source and source.lower().endswith(RECIPE_SUFFIXES):
         raise RecipeError(f"{source}: there is no such recipe file; {_similar_files(Path(source))}")

@@ -98,6 +98,7 @@ FORMS_OF_ONE = {
     "flat list": "- ToyModifier: {scheme: W4A16, ignore: [lm_head], group: quant}\n",
     "directly": "ToyModifier: {scheme: W4A16, ignore: [lm_head], group: quant, index: 0}\n",
     "by path": f"quant_modifiers:\n  {__name__}:ToyModifier: {SETTINGS}\n",
+    "by path, directly in a stage": f"quant_stage:\n  {__name__}:ToyModifier: {SETTINGS}\n",
     "merge key": "quant_stage:\n  quant_modifiers:\n    ToyModifier:\n      <<: &a {scheme: W4A16}\n      ignore: [lm_head]\n",
     "json": '{"quant_modifiers": {"ToyModifier": {"scheme": "W4A16", "ignore": ["lm_head"]}}}',
     "front matter": f"---\nquant_modifiers:\n  ToyModifier: {SETTINGS}\n---\n# A model card\n\n---\nmore: [\n",
@@ -172,6 +173,12 @@ def test_stages_groups_and_positions_are_filled_in_in_order() -> None:
         ("ToyModifier", 3, "second", 4),
         ("ToyModifier", 4, "second", 5),
     ]
+    assert load_recipe(recipe.dump()) == recipe
+
+
+def test_merged_recipes_of_llm_compressor_number_their_stages() -> None:
+    recipe = load_recipe("q_stage_0: {q_modifiers: {ToyModifier: {}}}\nq_stage_1: {q_modifiers: {ToyModifier: {}}}\n")
+    assert [stage.name for stage in recipe.stages] == ["q_0", "q_1"]
     assert load_recipe(recipe.dump()) == recipe
 
 
@@ -320,6 +327,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         HEAD + "    ToyModifier: {scheme: 4}",
         "ToyModifier.scheme: 4 was given, but input should be a valid string or 4 was given, but input should be a valid dictionary",
     ),
+    "list for a union": (HEAD + "    ToyModifier:\n      scheme: [1]", "recipe:4: ToyModifier.scheme: [1] was given, but input should be"),
     "error of our own": (
         HEAD + "    ToyModifier:\n      scheme: W5",
         "recipe:4: ToyModifier.scheme: scheme: 'W5' does not exist; use W4A16",
@@ -336,6 +344,11 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "misspelt run type key": (
         "quant_stage:\n  run_typ: oneshot\n  ToyModifier: {}",
         "recipe:2: 'run_typ' means nothing in a recipe; did you mean 'run_type'?",
+    ),
+    "stage without a name": ("stage:\n  ToyModifier: {}", "recipe:1: 'stage' means nothing in a recipe; did you mean 'quant_stage'?"),
+    "group of another name": (
+        "my_modifers:\n  ToyModifier: {}",
+        "recipe:1: 'my_modifers' means nothing in a recipe; did you mean 'my_modifiers'?",
     ),
     "unknown run type": (
         "quant_stage:\n  run_type: oneshoot\n  ToyModifier: {}",
@@ -406,6 +419,11 @@ def test_a_mistake_is_named_with_its_line_and_what_to_do(mistake: str) -> None:
     assert len(str(caught.value)) < 400
 
 
+def test_a_mistake_inside_a_python_set_is_named_as_far_as_it_has_a_place() -> None:
+    with pytest.raises(RecipeError, match=r"^recipe: ToyModifier.ignore: 3 was given"):
+        load_recipe({"ToyModifier": {"ignore": {3}}})
+
+
 def test_all_mistakes_in_one_modifier_are_named_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(HEAD + "    ToyModifier:\n      blok_size: 3\n      dampening_frac: [1]\n")
@@ -454,6 +472,10 @@ def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
         load_recipe(tmp_path)
     with pytest.raises(RecipeError, match="neither an existing file"):
         load_recipe(str(tmp_path))
+
+
+def test_a_text_that_ends_like_a_file_name_is_a_text() -> None:
+    assert only("ToyModifier:\n  scheme: a.yaml").scheme == "a.yaml"
 
 
 def test_a_text_longer_than_a_file_name_is_a_text() -> None:
@@ -599,6 +621,13 @@ def test_a_dump_uses_the_nested_form_where_it_can() -> None:
 def test_groups_that_come_back_later_keep_their_place() -> None:
     recipe = load_recipe([ToyModifier(group="a"), OtherModifier(group="b"), OtherModifier(group="a")])
     assert load_recipe(recipe.dump()) == recipe
+
+
+def test_a_recipe_made_by_hand_can_be_written_before_it_is_filled_in() -> None:
+    recipe = Recipe((Stage("a", (ToyModifier(block_size=1), OtherModifier(block_size=2))),))
+    assert recipe.dump() == (
+        "a_stage:\n  modifiers:\n  - ToyModifier: {group: null, block_size: 1}\n  - OtherModifier: {group: null, block_size: 2}\n"
+    )
 
 
 def test_a_class_without_a_name_is_written_as_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
