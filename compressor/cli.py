@@ -93,7 +93,7 @@ def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", metavar="D", help="calibration data: .jsonl, .txt, .parquet or .safetensors")
     parser.add_argument("--output-dir", required=True, metavar="O", help="folder of the checkpoint; must not exist or be empty")
     parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the dataset that holds the text (text)")
-    parser.add_argument("--batch-size", type=_positive, default=1, metavar="B", help="sequences in one forward (1)")
+    parser.add_argument("--batch-size", type=_positive, metavar="B", help="sequences in one forward (equally long ones, up to 2048 tokens)")
     parser.add_argument("--shuffle", action="store_true", help="choose calibration sequences at random by --seed, not the first ones")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (auto)")
     parser.add_argument(

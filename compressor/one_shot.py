@@ -63,7 +63,7 @@ def oneshot(
     tokenizer: Any = None,
     num_calibration_samples: int = 512,
     max_seq_length: int | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     text_column: str = "text",
     shuffle_calibration_samples: bool = False,
     pipeline: str | None = None,
@@ -87,7 +87,8 @@ def oneshot(
         tokenizer: for texts; by default the one in the model's folder.
         num_calibration_samples: sequences taken from the dataset.
         max_seq_length: tokens kept of each sequence; by default what the model takes, at most 2048.
-        batch_size: sequences in one forward.
+        batch_size: sequences in one forward; by default equally long ones together, up to 2048 tokens. Statistics are summed sequence by
+            sequence, so that the result does not depend on it where the model's forward does not.
         text_column: column of the dataset that holds the text.
         shuffle_calibration_samples: choose the sequences at random (by `seed`) instead of the first ones.
         pipeline: `data_free`, `basic` or `sequential`; by default what the modifiers need.

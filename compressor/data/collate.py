@@ -18,12 +18,16 @@ from compressor.errors import DatasetError
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
 
 
-def collate(rows: Sequence[Tensor], batch_size: int, pad_id: int) -> tuple[list[Batch], list[Tensor | None]]:
+TOKENS_AT_ONCE = 2048  # tokens of a forward when nobody sets a batch size: enough to keep a CPU's matrix products efficient
+
+
+def collate(rows: Sequence[Tensor], batch_size: int | None, pad_id: int) -> tuple[list[Batch], list[Tensor | None]]:
     """Group token rows, in order, into right-padded batches.
 
     Args:
         rows: int64 token ids, one dimension each, none empty.
-        batch_size: rows in one batch; the last batch may have fewer.
+        batch_size: rows in one batch; the last batch may have fewer. None: as many equally long rows as make TOKENS_AT_ONCE, so that
+            nothing is padded.
         pad_id: token id that fills up short rows; masked, so its value does not matter.
 
     Returns:
@@ -32,8 +36,8 @@ def collate(rows: Sequence[Tensor], batch_size: int, pad_id: int) -> tuple[list[
     """
     batches: list[Batch] = []
     masks: list[Tensor | None] = []
-    for start in range(0, len(rows), batch_size):
-        group = rows[start : start + batch_size]
+    groups = _equally_long(rows) if batch_size is None else [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
+    for group in groups:
         input_ids = nn.utils.rnn.pad_sequence(list(group), batch_first=True, padding_value=pad_id)
         lengths = torch.tensor([len(row) for row in group])
         mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
@@ -44,6 +48,18 @@ def collate(rows: Sequence[Tensor], batch_size: int, pad_id: int) -> tuple[list[
             batches.append({"input_ids": input_ids, "attention_mask": mask.long()})
             masks.append(mask)
     return batches, masks
+
+
+def _equally_long(rows: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Cut a list into runs of equally long rows of at most TOKENS_AT_ONCE tokens, at least one row each."""
+    groups: list[Sequence[Tensor]] = []
+    start = 0
+    for stop in range(1, len(rows) + 1):
+        is_full = (stop - start + 1) * len(rows[start]) > TOKENS_AT_ONCE
+        if stop == len(rows) or is_full or len(rows[stop]) != len(rows[start]):
+            groups.append(rows[start:stop])
+            start = stop
+    return groups
 
 
 def as_batch(raw: Any, where: str) -> Batch:

@@ -49,7 +49,7 @@ def load_dataset_source(
     tokenizer: Any = None,
     num_calibration_samples: int = 512,
     max_seq_length: int | None = None,
-    batch_size: int = 1,
+    batch_size: int | None = None,
     text_column: str = "text",
     shuffle: bool = False,
     seed: int = 0,
@@ -64,7 +64,7 @@ def load_dataset_source(
         num_calibration_samples: samples to take; fewer where the source ends. Of a DataLoader whole batches are taken until there are
             so many.
         max_seq_length: tokens kept of a sample; by default as many as the model takes, at most 2048.
-        batch_size: samples in a batch; a DataLoader has its own.
+        batch_size: samples in a batch; a DataLoader has its own. None: equally long ones together, up to 2048 tokens.
         text_column: column of the text; a column `input_ids` goes before it, a column `messages` (conversations) after it.
         shuffle: draw the samples with `seed` instead of taking the first ones.
         seed: for `shuffle`.
@@ -78,7 +78,7 @@ def load_dataset_source(
             message names it.
     """
     length = _chosen_length(max_seq_length, max_positions)
-    _check_positive(num_calibration_samples=num_calibration_samples, batch_size=batch_size)
+    _check_positive(num_calibration_samples=num_calibration_samples, batch_size=1 if batch_size is None else batch_size)
     if isinstance(source, DataLoader):
         if shuffle:
             raise DatasetError("dataset: a DataLoader decides its own order; set shuffle in the loader, not here")

@@ -13,7 +13,7 @@ from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, CompressorError, NumericsError, SchemeError, TargetError
 from compressor.lifecycle import EventType, Session, State
 from compressor.modifiers.gptq import GPTQModifier
-from compressor.modifiers.inputs import real_tokens
+from compressor.modifiers.inputs import real_tokens, token_sequences
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.nn import QuantizedLinear
@@ -78,11 +78,11 @@ def test_readers_of_one_tensor_share_a_hessian(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Hessian, "add", lambda self, x: (added.append(id(self)), original(self, x))[1])
     shared = Block()
     state = calibrate(shared, gptq(), batches())
-    assert len(added) == 2 * 4  # q with k and v, and o, in four forwards
+    assert len(added) == 2 * 4 * 2  # q with k and v, and o, in four forwards of two sequences
     added.clear()
     separate = Block()
     calibrate(separate, gptq(share_inputs=False), batches())
-    assert len(added) == 4 * 4
+    assert len(added) == 4 * 4 * 2
     different = [float((one != codes(separate)[name]).float().mean()) for name, one in codes(shared).items()]
     assert len(different) == 4
     assert max(different) <= 1e-3
@@ -150,6 +150,26 @@ def test_real_tokens_refuses_what_does_not_line_up() -> None:
     assert real_tokens(x, None, "m").shape == (4, 2)
     with pytest.raises(CalibrationError, match=r"m: an input of shape .*batch_size=1"):
         real_tokens(torch.zeros(3, 2), mask, "m")
+
+
+def test_sequences_come_one_by_one_without_their_padding() -> None:
+    x = torch.arange(12.0).view(2, 3, 2)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    for shaped in (x, x.view(6, 2)):
+        first, second = token_sequences(shaped, mask, "m")
+        assert torch.equal(first, x[0, :2])
+        assert torch.equal(second, x[1])
+    assert [len(part) for part in token_sequences(x, None, "m")] == [3, 3]
+    assert len(token_sequences(x.view(6, 2), None, "m")) == 1
+
+
+def test_the_split_into_batches_does_not_change_a_code() -> None:
+    data = torch.cat(batches())
+    one, many = Block(), Block()
+    calibrate(one, gptq(), list(data.split(1)))
+    calibrate(many, gptq(), list(data.split(3)))
+    for name, expected in codes(one).items():
+        assert torch.equal(codes(many)[name], expected)
 
 
 def _silent_v(model: Block) -> Callable[[Tensor], Tensor]:

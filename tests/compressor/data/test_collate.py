@@ -1,0 +1,25 @@
+"""Without a batch size, rows of one length go together and nothing is padded."""
+
+from __future__ import annotations
+
+import torch
+
+from compressor.data.collate import TOKENS_AT_ONCE, collate
+
+
+def rows(*lengths: int) -> list[torch.Tensor]:
+    return [torch.full((length,), number) for number, length in enumerate(lengths)]
+
+
+def test_equally_long_rows_share_a_batch_in_their_order() -> None:
+    batches, masks = collate(rows(4, 4, 4, 7, 4, 4), None, pad_id=0)
+    assert [tuple(batch["input_ids"].shape) for batch in batches if isinstance(batch, dict)] == [(3, 4), (1, 7), (2, 4)]
+    assert masks == [None, None, None]
+    assert torch.equal(torch.cat([batch["input_ids"][:, 0] for batch in batches if isinstance(batch, dict)]), torch.arange(6))
+
+
+def test_a_batch_stays_below_the_limit_and_holds_at_least_one_row() -> None:
+    batches, _ = collate(rows(*[TOKENS_AT_ONCE // 4] * 9), None, pad_id=0)
+    assert [len(batch["input_ids"]) for batch in batches if isinstance(batch, dict)] == [4, 4, 1]
+    batches, _ = collate(rows(TOKENS_AT_ONCE * 2, TOKENS_AT_ONCE * 2), None, pad_id=0)
+    assert len(batches) == 2
