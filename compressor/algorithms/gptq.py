@@ -101,16 +101,16 @@ def quantize_gptq(
     order_C = None if actorder is None else activation_order(hessian_CC)
     group_C, scaled = _groups(weights, args, order_C if actorder == "group" else None)
     qparams = [weight_qparams(weight, args, name) for weight, name in zip(scaled, names, strict=True)]
-    if scale_search and can_search(args) and actorder != "group":
-        damped_CC, _ = _damped(hessian_CC, torch.arange(len(hessian_CC), device=hessian_CC.device), damp_frac)
-        pairs = zip(weights, qparams, names, strict=True)
-        qparams = [search_scales(weight, damped_CC, own, args, name) for weight, own, name in pairs]
     rows = [weight.shape[0] for weight in weights]
     stacked = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
+    if scale_search and can_search(args) and actorder != "group":
+        damped_CC, _ = _damped(hessian_CC, torch.arange(len(hessian_CC), device=hessian_CC.device), damp_frac)
+        scales = search_scales(stacked, damped_CC, _stacked_qparams(qparams, rows), args, " + ".join(names)).scale.split(rows)
+        qparams = [QParams(scale, own.zero_point) for scale, own in zip(scales, qparams, strict=True)]
     solution = solve_gptq(
         stacked,
         hessian_CC,
-        _stacked_grid(qparams, group_C, args, rows),
+        Grid(*_stacked_qparams(qparams, rows), group_C, args),
         order_C=order_C,
         block_size=block_size,
         damp_frac=damp_frac,
@@ -195,14 +195,14 @@ def _groups(weights: Sequence[Tensor], args: QuantizationArgs, order_C: Tensor |
     return group_C, [weight.index_select(1, order_C) for weight in weights]
 
 
-def _stacked_grid(qparams: Sequence[QParams], group_C: Tensor, args: QuantizationArgs, rows: Sequence[int]) -> Grid:
+def _stacked_qparams(qparams: Sequence[QParams], rows: Sequence[int]) -> QParams:
     """Spread scales of any strategy over [rows, groups] and stack them."""
 
     def stacked(tensors: list[Tensor]) -> Tensor:
         return torch.cat([t.reshape(-1, t.shape[-1]).expand(num, -1) for t, num in zip(tensors, rows, strict=True)])
 
     zeros = [own.zero_point for own in qparams if own.zero_point is not None]
-    return Grid(stacked([own.scale for own in qparams]), stacked(zeros) if zeros else None, group_C, args)
+    return QParams(stacked([own.scale for own in qparams]), stacked(zeros) if zeros else None)
 
 
 def _damped(hessian_CC: Tensor, order_C: Tensor, damp_frac: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from compressor.errors import NumericsError
 
 MAX_PANELS = 8
-MIN_PANEL_COLUMNS = 256
+MIN_PANEL_COLUMNS = 192
 ERROR_ROWS = 128  # rows on which a relative error is measured; over all rows it would cost as much as a solve
 
 
