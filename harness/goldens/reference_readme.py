@@ -142,8 +142,13 @@ sha256 of the list of files: `{arrays["files_sha256"]}`
 """
 
 
+def _in_order(losses: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The losses in the order of NAMES: a record that was read back is sorted by its keys."""
+    return [(name, losses[name]) for name in NAMES]
+
+
 def _why_it_can_judge(quality: Mapping[str, Any]) -> str:
-    losses = "\n".join(f"| {NAMES[name]} | {loss:.4f} |" for name, loss in quality["mean_nats_per_token"].items())
+    losses = "\n".join(f"| {NAMES[name]} | {loss:.4f} |" for name, loss in _in_order(quality["mean_nats_per_token"]))
     differences = "\n".join(
         f"| {NAMES[left]} minus {NAMES[right]} | {_interval(quality['differences'][f'{left}_minus_{right}'])} |" for left, right in PAIRS
     )
