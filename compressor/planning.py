@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressor.lifecycle import PlannedModule
+from compressor.lifecycle import PlannedModule, State
 from compressor.model.skeleton import load_skeleton
 from compressor.pipelines import choose_pipeline
 from compressor.recipe import load_recipe
@@ -121,8 +121,11 @@ def plan(
     chosen = choose_pipeline(parsed.modifiers, pipeline)
     skeleton = load_skeleton(model, trust_remote_code=trust_remote_code_model, model_class=model_class)
     planned: dict[str, PlannedModule] = {}
+    state = State(model=skeleton)
     for modifier in parsed.modifiers:
-        for module in modifier.plan(skeleton):
+        modules = modifier.plan(skeleton)
+        state.claim([module.name for module in modules if module.reason is None], modifier.label)
+        for module in modules:
             # A module that one modifier changes is not "skipped" because another leaves it.
             if module.reason is None or module.name not in planned:
                 planned[module.name] = module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -90,6 +90,7 @@ class State:
         token_mask: bool [batch, sequence], True for a real token, set before each forward pass; None when every token is real.
         keep_originals: keep replaced modules, so that an abort can put them back.
         originals: replaced modules by dotted name, in the order of replacement.
+        claims: which modifier will change which module, by dotted name; so that no two change the same.
     """
 
     model: nn.Module
@@ -99,6 +100,25 @@ class State:
     token_mask: torch.Tensor | None = None
     keep_originals: bool = False
     originals: dict[str, nn.Module] = field(default_factory=dict)
+    claims: dict[str, str] = field(default_factory=dict)
+
+    def claim(self, names: Iterable[str], modifier: str) -> None:
+        """Note that a modifier will change modules, which no other may.
+
+        Args:
+            names: dotted names of the modules.
+            modifier: label of the modifier.
+
+        Raises:
+            TargetError: another modifier has claimed one of them; nothing is claimed.
+        """
+        taken = [name for name in names if name in self.claims]
+        if taken:
+            raise TargetError(
+                f"{modifier}: {len(taken)} of its modules ({', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}) belong to "
+                f"{self.claims[taken[0]]} already; make their targets disjoint, or leave one of the two out"
+            )
+        self.claims.update(dict.fromkeys(names, modifier))
 
     def replace_module(self, name: str, new: nn.Module) -> None:
         """Put `new` in the place of a module of the model; it takes over the training flag. Changes the model.

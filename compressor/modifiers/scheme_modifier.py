@@ -40,6 +40,7 @@ class SchemeModifier(SchemeTargets, Modifier):
     def on_initialize(self, state: State) -> bool:
         """Resolve targets against the model; all that cannot work is an error here, before any data is read."""
         self._schemes = self.resolve(state.model)
+        state.claim(self._schemes, self.label)
         self._pending = {name: _linear(state.model, name) for name in self._schemes}
         self._input_observers, self._handles_of, self._num_fallbacks = {}, {}, 0
         return True

@@ -6,6 +6,7 @@ A recipe names schemes in one of three ways, as in llm-compressor: `scheme: W4A1
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -14,6 +15,7 @@ from torch import nn
 from compressor.errors import SchemeError, TargetError
 from compressor.lifecycle import PlannedModule
 from compressor.model.targets import matches, resolve_targets
+from compressor.modifiers.foreign_settings import own_settings
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
 from compressor.numerics.sizes import quantized_weight_bytes
 
@@ -38,6 +40,11 @@ class SchemeTargets(BaseModel):
     config_groups: dict[str, QuantizationScheme] | None = None
     weight_observer: str | None = None
     input_observer: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_llm_compressor(cls, data: Any) -> Any:
+        return own_settings(data, cls.__name__) if isinstance(data, Mapping) else data
 
     @field_validator("targets", mode="before")
     @classmethod

@@ -296,6 +296,33 @@ def test_exactly_one_source_of_schemes(settings: dict[str, Any]) -> None:
         QuantizationModifier(**settings)
 
 
+def test_what_llm_compressor_writes_into_its_recipes_is_understood() -> None:
+    modifier = GPTQModifier(
+        scheme="W4A16",
+        bypass_divisibility_checks=False,  # type: ignore[call-arg]
+        requires_calibration_data=True,
+        batched_quantization="auto",
+        kv_cache_scheme=None,
+        observer={"weights": "mse"},
+    )
+    assert modifier == GPTQModifier(scheme="W4A16", weight_observer="mse")
+
+
+@pytest.mark.parametrize(
+    "setting", [{"bypass_divisibility_checks": True}, {"kv_cache_scheme": {"num_bits": 8}}, {"observer": {"output": "mse"}}]
+)
+def test_a_foreign_setting_that_would_change_the_result_is_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        GPTQModifier(scheme="W4A16", **setting)
+
+
+def test_no_two_modifiers_change_one_module() -> None:
+    first, second = gptq(), QuantizationModifier(config_groups={"all": GROUPED}, targets=["q"])
+    state = State(model=Block())
+    with pytest.raises(TargetError, match=r"4 of its modules \(q, k, v, \.\.\.\) belong to GPTQModifier already"):
+        Session(state, [first, second]).initialize()
+
+
 def test_an_observer_in_the_recipe_reaches_every_weight() -> None:
     (scheme,) = QuantizationModifier(scheme="W4A16", weight_observer="mse").target_schemes()
     assert scheme.weights is not None
