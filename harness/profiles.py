@@ -56,9 +56,9 @@ class Profile:
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
-        Profile("dev", examples=25, runs=25, steps=30),
-        Profile("pr", examples=25, runs=80, steps=50, derandomize=True),
-        Profile("nightly", examples=250, runs=800, steps=50),
+        Profile("dev", examples=25, runs=40, steps=25),
+        Profile("pr", examples=25, runs=160, steps=30, derandomize=True),
+        Profile("nightly", examples=250, runs=1600, steps=30),
     )
 }
 _PREFIX = "harness-"

@@ -2,7 +2,7 @@
 
 `hook KIND WHERE`         register a hook; after the kind `+kwargs` or `+always`
 `unhook`, `unhook all`    take the oldest, or all, hooks of the modifier away
-`replace WHERE TOKEN`     put another layer there
+`replace WHERE`           put another layer there
 `reenter MOMENT`          call the session from inside its own call; must be refused
 `thread MOMENT`           the same from another thread
 `again METHOD`            call the modifier's own method; must be refused
@@ -57,6 +57,7 @@ class Actor:
     def __init__(self, run: ReentrantRun, session_class: type[Session] = Session) -> None:
         self._run = run
         self._session_class = session_class
+        self._num_replaced = 0
         self._handles: dict[int, list[RemovableHandle]] = {}
 
     def perform(self, step: str, owner: Modifier, state: State) -> None:
@@ -73,8 +74,10 @@ class Actor:
         elif words[0] == "unhook":
             self._unhook(owner, everything=len(words) > 1)
         elif words[0] == "replace":
-            state.replace_module(words[1], token_linear(f"{words[1]}@{words[2]}"))
-            self._run.recorder.note_replaced(words[1], words[2])
+            self._num_replaced += 1
+            token = f"new{self._num_replaced}"
+            state.replace_module(words[1], token_linear(f"{words[1]}@{token}"))
+            self._run.recorder.note_replaced(words[1], token)
         elif words[0] == "neighbour":
             _in_thread(lambda: run_neighbour(self._session_class))
         else:
@@ -83,7 +86,13 @@ class Actor:
     def _hook(self, kind_and_option: str, where: str, owner: Modifier, state: State) -> None:
         kind, _, option = kind_and_option.partition("+")
         options = {"with_kwargs": option == "kwargs", "always_call": option == "always"}
-        handle = owner.register_hook(state.model.get_submodule(where), _silent, kind, **options)  # type: ignore[arg-type]
+        num_arguments = 2 + (kind == "forward") + (option == "kwargs")
+
+        def hook(*args: object) -> None:
+            if len(args) != num_arguments:
+                self._run.recorder.remarks.append(f"a {kind_and_option} hook was called with {len(args)} arguments, not {num_arguments}")
+
+        handle = owner.register_hook(state.model.get_submodule(where), hook, kind, **options)  # type: ignore[arg-type]
         self._handles.setdefault(id(owner), []).append(handle)
 
     def _unhook(self, owner: Modifier, everything: bool) -> None:

@@ -9,14 +9,14 @@ import torch
 
 from compressor.errors import CompressorError
 from harness.lifecycle.driver import Run
-from harness.lifecycle.expectations import fire_order, leftovers, lives
+from harness.lifecycle.expectations import fire_order, leftovers, list_differences, lives
 from harness.lifecycle.judge import CLAUSES, Clause, Outcome, Violation, describe, judge_error, replay, show
 from harness.lifecycle.limits import TimeLimitError
-from harness.lifecycle.oracle import Refused, Script
+from harness.lifecycle.oracle import Script, refuse
 from harness.lifecycle.oracle_session import SessionModel
 from harness.lifecycle.probes import CHAIN_PARTS
 from harness.lifecycle.recording import Acts, Entry
-from harness.lifecycle.snapshot import Difference, Snapshot, num_hooks
+from harness.lifecycle.snapshot import Snapshot, num_hooks
 
 # What no call may change, whatever the modifiers do.
 NEVER = ("rng", "torch", "threads", "class")
@@ -104,7 +104,7 @@ class CheckedRun:
         Raises:
             Violation: it does not refuse, or something changed.
         """
-        self.perform(f"{method}() of modifier {number}", lambda: self.run.call_modifier(number, method), _refuse())
+        self.perform(f"{method}() of modifier {number}", lambda: self.run.call_modifier(number, method), refuse())
 
     def refuses(self, number: int, method: str) -> bool:
         """Say whether a modifier must refuse a call now."""
@@ -117,10 +117,21 @@ class CheckedRun:
         context.__enter__()
         self._asleep.append((number, context))
 
-    def exit_disabled(self, which: int) -> None:
-        """Leave one of the entered contexts, in any order."""
+    def exit_disabled(self, which: int, error: BaseException | None = None) -> None:
+        """Leave one of the entered contexts, in any order, by an exception or without.
+
+        Raises:
+            Violation: the exception is swallowed.
+        """
         _, context = self._asleep.pop(which % len(self._asleep))
-        context.__exit__(None, None, None)
+        swallowed = False
+        try:
+            swallowed = bool(context.__exit__(type(error) if error else None, error, None))
+        except BaseException as caught:
+            if caught is not error:
+                raise
+        if swallowed:
+            self._break("hooks", "leaving disable_hooks() by an exception swallows it")
 
     @property
     def num_disabled(self) -> int:
@@ -131,24 +142,30 @@ class CheckedRun:
         """Say whether the hooks of a modifier must sleep now."""
         return any(one is None or one == number for one, _ in self._asleep)
 
-    def forward(self, inputs: Callable[[], object]) -> None:
+    def forward(self, inputs: Callable[[], object], fails: bool = False) -> None:
         """Run the model, and compare the hooks that fired.
 
         Args:
             inputs: runs the model.
+            fails: the forward of the chain's first layer is to raise.
 
         Raises:
-            Violation: a hook fired that must not, or did not fire, or came in another order.
+            Violation: a hook fired that must not, or did not fire, or came in another order or with other arguments.
         """
         self.run.recorder.begin()
-        with torch.no_grad():
-            inputs()
+        try:
+            with torch.no_grad():
+                inputs()
+        except RuntimeError:
+            if not fails:
+                raise
+        for remark in self.run.recorder.remarks:
+            self._break("hooks", remark)
         fired = self.run.recorder.fired
-        woken = [name for name in fired if self.sleeps(int(name.split(".")[0]))]
-        if woken:
+        if woken := [name for name in fired if self.sleeps(int(name.split(".")[0]))]:
             self._break("hooks", f"hooks ran inside disable_hooks: {', '.join(woken)}")
         if self.obedient:
-            expected = fire_order(self.oracle.modifiers, self.oracle.world.modules, self.sleeps)
+            expected = fire_order(self.oracle.modifiers, self.oracle.world.modules, self.sleeps, fails)
             if fired != expected:
                 self._break("hooks", f"a forward should have run the hooks {expected}, and ran {fired}")
         self.look_again()
@@ -229,18 +246,16 @@ class CheckedRun:
     def _check_message(self, call: str, moment: str, last: str, message: str) -> None:
         """A refusal names what was given; where the order is at fault also what came last and what may come."""
         words = [moment] if self.oracle.allows(moment) else [moment, last, *self.oracle.allowed()]
-        missing = [word for word in words if "messages" in self.run.features and word.lower() not in message.lower()]
-        if missing:
+        if missing := [word for word in words if "messages" in self.run.features and word.lower() not in message.lower()]:
             raise Violation("errors", f"{call}: the message of the refusal does not say {', '.join(missing)}: {message}")
 
     def _check_changes(self, call: str, outcome: Outcome, before: Snapshot) -> None:
         """Hold the differences between two snapshots against what the call may change."""
         found = before.differences(self.now, self.allowed)
         if outcome.kind == "refused" and found:
-            self._break("unchanged", f"{call} was refused, and changed {_list(found)}")
-        never = [difference for difference in found if difference.kind in NEVER]
-        if never:
-            self._break("unchanged", f"{call} changed {_list(never)}")
+            self._break("unchanged", f"{call} was refused, and changed {list_differences(found)}")
+        if never := [difference for difference in found if difference.kind in NEVER]:
+            self._break("unchanged", f"{call} changed {list_differences(never)}")
         if self.obedient:
             self._check_world(call)
 
@@ -259,9 +274,8 @@ class CheckedRun:
         """Hold the model of a run that is over against the model before it."""
         if num_hooks(self.run.model):
             self._break("left behind", f"{call}: {num_hooks(self.run.model)} hooks are left on the model")
-        found = leftovers(self.start, self.now, self.allowed)
-        if found:
-            self._break("left behind", f"{call}: the run is over, and left {_list(found)}")
+        if found := leftovers(self.start, self.now, self.allowed):
+            self._break("left behind", f"{call}: the run is over, and left {list_differences(found)}")
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(self.run.model, self.run.shared())
@@ -279,13 +293,3 @@ class CheckedRun:
     def _break(self, clause: Clause, message: str) -> None:
         with self._counting():
             raise Violation(clause, message)
-
-
-def _refuse() -> Script:
-    yield from ()
-    raise Refused
-
-
-def _list(differences: Sequence[Difference]) -> str:
-    more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-    return "; ".join(str(difference) for difference in differences[:4]) + more

@@ -24,6 +24,7 @@ TIMES = (
     Setup((Settings(1.0, None),)),
     Setup((Settings(1.0, 3.0, 2.0),)),
     Setup((Settings(0.5, 1.5),), steps_per_epoch=2),
+    Setup((Settings(0.1, None, 0.2),), steps_per_epoch=10),
     Setup((Settings(1 / 3, 4 / 3, 2 / 3),), steps_per_epoch=3),
 )
 

@@ -15,6 +15,7 @@ from torch import nn
 from compressor.lifecycle import Session
 from harness.lifecycle.catalogue import register
 from harness.lifecycle.checked_run import CheckedRun
+from harness.lifecycle.expectations import list_differences
 from harness.lifecycle.judge import Outcome, Violation, describe
 from harness.lifecycle.recording import Act, PlannedError, Recorder, record
 from harness.lifecycle.snapshot import Snapshot, num_hooks
@@ -153,7 +154,7 @@ def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
         if (counts and one.kind not in subject.allowed) or (one.kind == "tensor" and not is_inside and "->" in one.text):
             lines.append(str(one))
     if lines:
-        raise Violation("left behind", f"a run changed {'; '.join(lines[:4])}" + f" and {len(lines) - 4} more" * (len(lines) > 4))
+        raise Violation("left behind", f"a run changed {list_differences(lines)}")
 
 
 @register("already_quantized", "Applying to an already quantized model raises", number=52, tags=("idempotent",))

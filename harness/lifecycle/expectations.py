@@ -29,13 +29,16 @@ def leftovers(start: Snapshot, end: Snapshot, allowed: Collection[str] = ()) -> 
     return [one for one in found if not any(one.where == name or one.where.startswith(f"{name}.") for name in replaced)]
 
 
-def fire_order(modifiers: Sequence[ModifierModel], world: Mapping[str, str], sleeps: Callable[[int], bool]) -> list[str]:
+def fire_order(
+    modifiers: Sequence[ModifierModel], world: Mapping[str, str], sleeps: Callable[[int], bool], fails: bool = False
+) -> list[str]:
     """Return the hooks that one forward of the chain has to run, in torch's order: by module, pre-hooks first, as registered.
 
     Args:
         modifiers: the models, whose hooks are named `modifier.serial kind module@token`.
         world: what stands where.
         sleeps: says whether the hooks of a modifier sleep.
+        fails: the forward of the first layer raises: after it only hooks with always_call run.
 
     Returns:
         Names of hooks.
@@ -44,12 +47,24 @@ def fire_order(modifiers: Sequence[ModifierModel], world: Mapping[str, str], sle
 
     def place(hook: str) -> tuple[int, bool, int]:
         serial, kind, where = hook.split(" ")
-        return CHAIN_PARTS.index(where.split("@")[0]), kind != "forward_pre", int(serial.split(".")[1])
+        return CHAIN_PARTS.index(where.split("@")[0]), not _is_pre(kind), int(serial.split(".")[1])
 
+    if fails:
+        live = [hook for hook in live if place(hook)[0] == 0 and (_is_pre(hook.split(" ")[1]) or "+always" in hook)]
     return sorted(live, key=place)
+
+
+def _is_pre(kind: str) -> bool:
+    return kind.startswith("forward_pre")
 
 
 def lives(hook: str, world: Mapping[str, str]) -> bool:
     """Say whether the module that carries a hook stands in the model."""
     module, _, token = hook.split(" ")[2].partition("@")
     return world.get(module, "original") == token
+
+
+def list_differences(differences: Sequence[object], limit: int = 4) -> str:
+    """Return the first few differences in one line, and how many more there are."""
+    more = f" and {len(differences) - limit} more" if len(differences) > limit else ""
+    return "; ".join(str(difference) for difference in differences[:limit]) + more

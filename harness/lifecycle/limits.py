@@ -11,30 +11,32 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+_WAIT_SECONDS = 0.05
+
 
 class TimeLimitError(BaseException):
     """Thrown into code that took too long; no Exception, so that it is not taken for an error of that code."""
 
 
 class Stopwatch:
-    """Measures one call after another; whoever makes calls says when a new one begins."""
+    """Measures one call after another; whoever makes calls says when a new one begins.
 
-    def __init__(self) -> None:
-        """Start now."""
-        self.restart()
+    It is moved by whoever waits, in small steps, so that a process that is stopped for a while has not hung.
+    """
+
+    seconds = 0.0
 
     def restart(self) -> None:
         """A new call begins."""
-        self._start = time.monotonic()
+        self.seconds = 0.0
 
     def pause(self) -> None:
         """What comes now does not count, until the next restart."""
-        self._start = math.inf
+        self.seconds = -math.inf
 
-    @property
-    def seconds(self) -> float:
-        """Time since the call began."""
-        return time.monotonic() - self._start
+    def move(self, seconds: float) -> None:
+        """So much time has gone by."""
+        self.seconds += seconds
 
 
 def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float) -> Result:
@@ -66,7 +68,9 @@ def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float
     thread = threading.Thread(target=work, daemon=True, name="harness-limited")
     thread.start()
     while thread.is_alive():
-        thread.join(timeout=0.05)
+        before = time.monotonic()
+        thread.join(timeout=_WAIT_SECONDS)
+        stopwatch.move(min(time.monotonic() - before, 4 * _WAIT_SECONDS))
         if thread.is_alive() and stopwatch.seconds > seconds:
             _interrupt(thread)
             raise TimeLimitError(f"one call took longer than {seconds:g} s")

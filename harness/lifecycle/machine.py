@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -20,7 +22,7 @@ from harness.lifecycle.driver import Run
 from harness.lifecycle.limits import Stopwatch
 from harness.lifecycle.recording import Acts
 from harness.lifecycle.strategies import Setup
-from harness.lifecycle.terms import CALIBRATION_EVENTS
+from harness.lifecycle.terms import BATCH_EVENTS, CALIBRATION_EVENTS, MOMENTS
 
 
 @dataclass
@@ -52,23 +54,33 @@ class SessionMachine(RuleBasedStateMachine):
     ended = False
     num_parts = 0
 
-    @initialize(setup=strategies.setups)
-    def open(self, setup: Setup) -> None:
+    @initialize(data=st.data(), setup=strategies.setups, begin=strategies.begins)
+    def open(self, data: st.DataObject, setup: Setup, begin: bool) -> None:
         """Open the first run."""
         self.stage.stopwatch.restart()
-        self._open(setup)
+        self._open(data, setup, begin)
 
     @rule(data=st.data(), which=st.integers(0, 7))
     def advance(self, data: st.DataObject, which: int) -> None:
-        """Go through a moment that may come now."""
+        """Go through a moment that may come now; open another run where this one is over."""
         allowed = self._checked.oracle.allowed()
         if allowed:
             self._go(data, allowed[which % len(allowed)])
+        else:
+            self._step(lambda checked: checked.close())
+            self._open(data, data.draw(strategies.setups, label="setup"), data.draw(strategies.begins, label="begin"))
 
     @rule(data=st.data(), moment=strategies.moments)
     def attempt(self, data: st.DataObject, moment: str) -> None:
         """Try any moment, allowed or not."""
         self._go(data, moment)
+
+    @rule()
+    def attempt_all(self) -> None:
+        """Try every moment that may not come now: each is refused, and nothing has changed for the next."""
+        for moment in MOMENTS:
+            if not self._checked.oracle.allows(moment):
+                self._step(functools.partial(_go_without_acts, moment))
 
     @precondition(lambda self: self._can("payload"))
     @rule(event=strategies.events, has_loss=st.booleans(), parts=st.integers(0, 2))
@@ -78,12 +90,18 @@ class SessionMachine(RuleBasedStateMachine):
         self._step(lambda checked: checked.send(event, has_loss=has_loss, modules=modules))
 
     @precondition(lambda self: self._place == "between")
-    @rule(count=st.integers(1, 4))
+    @rule(count=st.integers(1, 6))
     def train(self, count: int) -> None:
         """Go through whole batches."""
-        for _ in range(count):
-            for event in ("BATCH_START", "LOSS_CALCULATED", "OPTIM_PRE_STEP", "OPTIM_POST_STEP", "BATCH_END"):
-                self._step(functools.partial(_send_unless_over, event))
+        for event in BATCH_EVENTS * count:
+            self._step(functools.partial(_send_unless_over, event))
+
+    @precondition(lambda self: self._place == "between" and not self._checked.oracle.calibrated)
+    @rule()
+    def calibrate(self) -> None:
+        """Go through a whole calibration."""
+        for event in CALIBRATION_EVENTS:
+            self._step(functools.partial(_send_unless_over, event))
 
     @precondition(lambda self: self._place != "before" and self._can("standing"))
     @rule(number=st.integers(0, 2), method=st.sampled_from(("initialize", "update_event", "finalize")))
@@ -101,62 +119,62 @@ class SessionMachine(RuleBasedStateMachine):
         self._checked.enter_disabled(None if number is None else number % len(self._checked.oracle.modifiers))
 
     @precondition(lambda self: self.checked is not None and self.checked.num_disabled > 0)
-    @rule(which=st.integers(0, 3))
-    def exit_disabled(self, which: int) -> None:
+    @rule(which=st.integers(0, 3), error=st.sampled_from((None, None, ValueError("left"))))
+    def exit_disabled(self, which: int, error: Exception | None) -> None:
         """Leave one of the contexts, not always the latest."""
-        self._checked.exit_disabled(which)
+        self._step(lambda checked: checked.exit_disabled(which, error))
 
     @rule()
     def forward(self) -> None:
         """Run the model."""
         self._step(lambda checked: checked.forward(lambda: self.stage.forward(checked.run)))
 
-    @precondition(lambda self: self._can("abort"))
+    @precondition(lambda self: self.checked is not None and self.checked.obedient)
     @rule()
-    def abort(self) -> None:
-        """Give up."""
-        self._step(lambda checked: checked.abort())
+    def forward_that_fails(self) -> None:
+        """Run the model on inputs that its first layer cannot take."""
+        self._step(lambda checked: checked.forward(lambda: checked.run.model(torch.ones(1, 3)), fails=True))
 
     @precondition(lambda self: self._can("leave"))
-    @rule(error=st.sampled_from((None, ValueError("left"), KeyboardInterrupt())))
-    def leave(self, error: BaseException | None) -> None:
-        """Leave the `with` block."""
-        self._step(lambda checked: checked.leave(error))
-
-    @precondition(lambda self: self._place == "over")
-    @rule(setup=strategies.setups)
-    def again(self, setup: Setup) -> None:
-        """Open another run."""
-        self._checked.close()
-        self._open(setup)
+    @rule(data=st.data(), how=st.integers(0, 11))
+    def end(self, data: st.DataObject, how: int) -> None:
+        """Abort, or leave the `with` block; mostly go on all the same, since nothing can be seen after an end."""
+        errors: dict[int, BaseException | None] = {1: None, 2: ValueError("left"), 3: KeyboardInterrupt()}
+        if how == 0:
+            self._step(lambda checked: checked.abort())
+        elif how in errors:
+            self._step(lambda checked: checked.leave(errors[how]))
+        else:
+            self.advance(data, how)
 
     def teardown(self) -> None:
-        """Close the last run."""
-        if self.checked is not None and not self.ended:
+        """Try once more what is illegal, and close the last run."""
+        if self.checked is not None:
+            self.attempt_all()
             self._step(lambda checked: checked.close())
 
-    def _open(self, setup: Setup) -> None:
-        self.stage.num_steps += 1
+    def _open(self, data: st.DataObject, setup: Setup, begin: bool) -> None:
         self.checked = self.stage.open_run(setup)
+        if begin:
+            self._go(data, "INITIALIZE")
 
     def _go(self, data: st.DataObject, moment: str) -> None:
-        oracle = self._checked.oracle
         acts: Acts = {}
-        if oracle.allows(moment):
-            callbacks = _callbacks(moment)
-            acts = data.draw(strategies.acts(len(oracle.modifiers), callbacks, self.stage.kinds), label="acts")
+        if keys := self._checked.oracle.upcoming(moment):
+            acts = data.draw(strategies.acts(keys, self.stage.kinds), label="acts")
         parts = self.stage.part_names[self.num_parts % len(self.stage.part_names)]
         self.num_parts += moment == "SEQUENTIAL_EPOCH_END"
         self._step(lambda checked: checked.go(moment, acts, parts))
 
     def _step(self, call: Callable[[CheckedRun], object]) -> None:
         """Do one step; after the example has come to an end nothing more is looked at."""
+        if self.ended:
+            return
         self.stage.num_steps += 1
-        try:
-            if not self.ended:
-                call(self._checked)
-        except OverError:
-            self.ended = True
+        self.ended = True  # unless the step comes to its end: after a violation a teardown must not report another one
+        with suppress(OverError):
+            call(self._checked)
+            self.ended = False
 
     def _can(self, feature: str) -> bool:
         return self.checked is not None and feature in self.checked.run.features
@@ -171,21 +189,13 @@ class SessionMachine(RuleBasedStateMachine):
         return self.checked
 
 
+def _go_without_acts(moment: str, checked: CheckedRun) -> None:
+    checked.go(moment)
+
+
 def _send_unless_over(event: str, checked: CheckedRun) -> None:
     if not checked.is_over:
         checked.send(event)
-
-
-def _callbacks(moment: str) -> tuple[str, ...]:
-    """Callbacks that a moment may bring, so that acts are not drawn for those that cannot come."""
-    if moment == "INITIALIZE":
-        return ("on_initialize", "on_start")
-    if moment == "FINALIZE":
-        return ("on_finalize",)
-    if moment in CALIBRATION_EVENTS:
-        return ("on_" + moment.lower(), "on_event")
-    extra = {"BATCH_START": ("on_start",), "BATCH_END": ("on_end",)}
-    return (*extra.get(moment, ()), "on_update", "on_event")
 
 
 def build(template: type[Any], stage: Any) -> type[Any]:

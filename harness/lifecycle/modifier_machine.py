@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,11 +19,11 @@ from harness.lifecycle.acting import Actor
 from harness.lifecycle.checked_run import CheckedRun
 from harness.lifecycle.driver import apply_settings, call_modifier, flags_of
 from harness.lifecycle.limits import Stopwatch
-from harness.lifecycle.oracle import exact
+from harness.lifecycle.oracle import ModifierModel, Script, exact, upcoming
 from harness.lifecycle.oracle_session import SessionModel
 from harness.lifecycle.probes import Chain, Probe
-from harness.lifecycle.recording import Acts, Recorder, record
-from harness.lifecycle.terms import CALLBACKS, EventSeen, Flags, Settings
+from harness.lifecycle.recording import Recorder, record
+from harness.lifecycle.terms import EventSeen, Flags, Settings
 
 # Where events are sent: exact in binary or not, and beyond every start and end that is drawn.
 _INDICES = (0.0, 1.0, 2.0, 3.0, 4.0, 0.5, 1.5, 2.5, 0.1, 0.3, 1 / 3, 2 / 3, 4 / 3, 0.7)
@@ -113,42 +114,47 @@ class ModifierMachine(RuleBasedStateMachine):
     checked: CheckedRun | None = None
     run: SoloRun
 
-    @initialize(settings=strategies.settings)
-    def open(self, settings: Settings) -> None:
+    @initialize(data=st.data(), settings=strategies.settings, begin=strategies.begins)
+    def open(self, data: st.DataObject, settings: Settings, begin: bool) -> None:
         """Make the first modifier."""
         self.stage.stopwatch.restart()
-        self._open(settings)
+        self._open(data, settings, begin)
 
-    @rule(act=st.deferred(lambda: _acts(("on_initialize", "on_start"))))
-    def initialize_modifier(self, act: Acts) -> None:
+    @rule(data=st.data())
+    def initialize_modifier(self, data: st.DataObject) -> None:
         """Initialize it, the first time or again."""
-        self.stage.num_steps += 1
-        model = self._checked.oracle.modifiers[0]
-        self._checked.perform("initialize()", self.run.initialize, model.initialize(), act)
+        self._perform(data, "initialize()", lambda model: model.initialize(), self.run.initialize)
 
-    @rule(event=strategies.events, index=st.sampled_from(_INDICES), step=st.integers(0, 5), act=st.deferred(lambda: _acts(CALLBACKS[1:-1])))
-    def send(self, event: str, index: float, step: int, act: Acts) -> None:
+    @rule(data=st.data(), event=strategies.events, index=st.sampled_from(_INDICES), step=st.integers(0, 5))
+    def send(self, data: st.DataObject, event: str, index: float, step: int) -> None:
         """Send any event, at any index."""
-        self.stage.num_steps += 1
-        modules = ("first",) if event == "SEQUENTIAL_EPOCH_END" else ()
-        sent = Event(EventType[event], index, step, torch.tensor(0.5) if event == "LOSS_CALCULATED" else None, modules)
-        seen = EventSeen(event, index, step, event == "LOSS_CALCULATED", modules)
-        script = self._checked.oracle.modifiers[0].update_event(seen, exact(index))
-        self._checked.perform(f"update_event({event} at {index:g})", lambda: self.run.send_event(sent), script, act)
+        self._send(data, event, index, step)
 
-    @precondition(lambda self: self.checked is not None and self.checked.oracle.modifiers[0].flags.initialized)
-    @rule(act=st.deferred(lambda: _acts(("on_finalize",))))
-    def finalize_modifier(self, act: Acts) -> None:
-        """Finalize it, the first time or again."""
-        self.stage.num_steps += 1
-        model = self._checked.oracle.modifiers[0]
-        self._checked.perform("finalize()", self.run.finalize, model.finalize(), act)
+    @precondition(lambda self: self._is("initialized"))
+    @rule(data=st.data(), start=st.sampled_from(_INDICES), by=st.sampled_from((1.0, 0.5, 0.1, 1 / 3)), count=st.integers(2, 4))
+    def train(self, data: st.DataObject, start: float, by: float, count: int) -> None:
+        """Send the first and the last event of several batches."""
+        for number in range(count):
+            for event, step in (("BATCH_START", number), ("BATCH_END", number + 1)):
+                self._send(data, event, float(exact(start) + step * exact(by)), step)
 
-    @rule()
-    def finalize_too_early(self) -> None:
-        """Finalize it before it is initialized."""
-        if not self._checked.oracle.modifiers[0].flags.initialized:
-            self.finalize_modifier({})
+    @rule(data=st.data())
+    def finalize_modifier(self, data: st.DataObject) -> None:
+        """Finalize it, too early, the first time or again."""
+        self._perform(data, "finalize()", lambda model: model.finalize(), self.run.finalize)
+
+    @precondition(lambda self: self._is("finalized"))
+    @rule(data=st.data(), settings=strategies.settings, begin=strategies.begins)
+    def again(self, data: st.DataObject, settings: Settings, begin: bool) -> None:
+        """Go on with another modifier."""
+        self._checked.close()
+        self._open(data, settings, begin)
+
+    @precondition(lambda self: self._is("finalized"))
+    @rule(data=st.data(), settings=strategies.settings)
+    def once_more(self, data: st.DataObject, settings: Settings) -> None:
+        """The same, so that most steps are spent on a modifier that lives."""
+        self.again(data, settings, True)
 
     @rule()
     def enter_disabled(self) -> None:
@@ -167,28 +173,41 @@ class ModifierMachine(RuleBasedStateMachine):
         self.stage.num_steps += 1
         self._checked.forward(lambda: self.run.model(torch.ones(1, 2)))
 
-    @precondition(lambda self: self.checked is not None and self.checked.oracle.modifiers[0].flags.finalized)
-    @rule(settings=strategies.settings)
-    def again(self, settings: Settings) -> None:
-        """Go on with another modifier."""
-        self._checked.close()
-        self._open(settings)
-
     def teardown(self) -> None:
         """Leave the contexts."""
         if self.checked is not None:
             self.checked.close()
 
-    def _open(self, settings: Settings) -> None:
+    def _open(self, data: st.DataObject, settings: Settings, begin: bool) -> None:
         self.run = SoloRun(Chain(), apply_settings(self.stage.make(), settings))
         self.run.recorder.perform = Actor(self.run).perform
-        self.checked = CheckedRun(self.run, SessionModel([settings]))
+        oracle = SessionModel([settings])
+        oracle.last = "INITIALIZE"  # there is no session; only the model of its one modifier is asked
+        self.checked = CheckedRun(self.run, oracle)
+        if begin:
+            self.initialize_modifier(data)
+
+    def _send(self, data: st.DataObject, event: str, index: float, step: int) -> None:
+        modules = ("first",) if event == "SEQUENTIAL_EPOCH_END" else ()
+        sent = Event(EventType[event], index, step, torch.tensor(0.5) if event == "LOSS_CALCULATED" else None, modules)
+        seen = EventSeen(event, index, step, event == "LOSS_CALCULATED", modules)
+        call = f"update_event({event} at {index:g})"
+        self._perform(data, call, lambda model: model.update_event(seen, exact(index)), lambda: self.run.send_event(sent))
+
+    def _perform(self, data: st.DataObject, call: str, script: Callable[[ModifierModel], Script], invoke: Callable[[], object]) -> None:
+        self.stage.num_steps += 1
+        keys = upcoming(script(copy.deepcopy(self._model)))
+        acts = data.draw(strategies.acts(keys, strategies.SOLO_STEPS, often_wrong=True), label="acts") if keys else {}
+        self._checked.perform(call, invoke, script(self._model), acts)
+
+    def _is(self, flag: str) -> bool:
+        return self.checked is not None and getattr(self._model.flags, flag)
+
+    @property
+    def _model(self) -> ModifierModel:
+        return self._checked.oracle.modifiers[0]
 
     @property
     def _checked(self) -> CheckedRun:
         assert self.checked is not None
         return self.checked
-
-
-def _acts(callbacks: tuple[str, ...]) -> st.SearchStrategy[Acts]:
-    return strategies.acts(1, callbacks, kinds=strategies.SOLO_STEPS)

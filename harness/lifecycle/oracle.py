@@ -42,6 +42,28 @@ class CallFailed(Exception):
 Script = Generator[Expected, Deed, bool]
 
 
+def upcoming(script: Script) -> tuple[tuple[int, str], ...]:
+    """Return the callbacks that a call would bring if all went well: modifier and name, each once.
+
+    Args:
+        script: of a copy of the oracle, which moves.
+    """
+    keys = []
+    try:
+        expected = next(script)
+        while True:
+            keys.append((expected.modifier, expected.callback))
+            expected = script.send(Deed(answer=True))
+    except (StopIteration, Refused, CallFailed):
+        return tuple(dict.fromkeys(keys))
+
+
+def refuse() -> Script:
+    """The oracle's side of a call that has no other than to be refused."""
+    yield from ()
+    raise Refused
+
+
 def exact(value: float) -> Fraction:
     """Return the simple fraction that a float stands for: 1/3 for 0.3333333333333333."""
     return Fraction(value).limit_denominator(10_000)

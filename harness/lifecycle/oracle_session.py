@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from fractions import Fraction
 
-from harness.lifecycle.oracle import CallFailed, ModifierModel, Refused, Script, World
+from harness.lifecycle.oracle import CallFailed, ModifierModel, Refused, Script, World, upcoming
 from harness.lifecycle.terms import MOMENTS, EventSeen, Flags, Settings
 
 
@@ -58,6 +59,13 @@ class SessionModel:
     def allowed(self) -> list[str]:
         """Return every moment but ABORT that may come now."""
         return [moment for moment in MOMENTS if self.allows(moment)]
+
+    def upcoming(self, moment: str) -> tuple[tuple[int, str], ...]:
+        """Return the callbacks that a moment would bring if all went well, as modifier and name; none where it may not come."""
+        twin = copy.deepcopy(self)
+        if moment in ("INITIALIZE", "FINALIZE"):
+            return upcoming(twin.initialize() if moment == "INITIALIZE" else twin.finalize())
+        return upcoming(twin.send(moment, moment == "LOSS_CALCULATED"))
 
     def index_at(self, step: int) -> Fraction:
         """Return how far a run with so many ended batches has come."""

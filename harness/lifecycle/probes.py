@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
+from pydantic import PrivateAttr
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from compressor.lifecycle import Modifier, State
+from compressor.errors import ModelError
+from compressor.lifecycle import Event, Modifier, State
 
 VOCABULARY, WIDTH = 32, 128
 
@@ -89,6 +94,85 @@ def token_linear(token: str, weight: float = 1.0) -> nn.Linear:
         layer.weight.fill_(weight)
     layer.token = token  # type: ignore[assignment]
     return layer
+
+
+class CalibratingWorker(Modifier):
+    """A well-behaved modifier of a calibration: it watches every linear layer, and puts a scaled copy in the place of each."""
+
+    calibration = "sequential"
+
+    _watched: dict[str, RemovableHandle] = PrivateAttr(default_factory=dict)
+    _largest: dict[str, float] = PrivateAttr(default_factory=dict)
+
+    def on_initialize(self, state: State) -> bool:
+        """Refuse a model that was scaled already."""
+        if any(isinstance(module, ScaledLinear) for module in state.model.modules()):
+            raise ModelError("CalibratingWorker: the model has scaled layers already; give one that has none")
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Watch the inputs of all linear layers."""
+        for name, module in state.model.named_modules():
+            if isinstance(module, nn.Linear):
+                self._watched[name] = self.register_hook(module, self._watching(name), "forward_pre")
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        """Replace the layers of the stage."""
+        for name in event.modules:
+            if name in self._watched:
+                self.remove_hooks([self._watched.pop(name)])
+                layer = state.model.get_submodule(name)
+                assert isinstance(layer, nn.Linear)
+                state.replace_module(name, ScaledLinear(layer, self._largest.pop(name, 1.0)))
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        """Stop watching."""
+        self.remove_hooks()
+        self._watched.clear()
+
+    def _watching(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def watch(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self._largest[name] = max(self._largest.get(name, 0.0), float(args[0].abs().max()))
+
+        return watch
+
+
+class TrainingWorker(Modifier):
+    """A well-behaved modifier of a training: it watches the model's output from `start` to `end`."""
+
+    contract_tags: ClassVar[frozenset[str]] = frozenset({"session_hooks"})
+
+    def on_initialize(self, state: State) -> bool:
+        """Be willing."""
+        return True
+
+    def on_start(self, state: State, event: Event) -> None:
+        """Watch."""
+        self.register_hook(state.model, _see_nothing, "forward")
+
+    def on_end(self, state: State, event: Event) -> None:
+        """Stop watching."""
+        self.remove_hooks()
+
+
+class ScaledLinear(nn.Module):
+    """A linear layer and a number that its inputs do not exceed."""
+
+    def __init__(self, linear: nn.Linear, largest: float) -> None:
+        """Copy the weights."""
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach() / 2, requires_grad=linear.weight.requires_grad)
+        self.bias = linear.bias
+        self.register_buffer("largest", torch.tensor(largest))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layer returned, but for rounding."""
+        y: Tensor = nn.functional.linear(x, self.weight * 2, self.bias)
+        return y
+
+
+def _see_nothing(*args: object) -> None:
+    """A hook that changes nothing."""
 
 
 class Probe(Modifier):

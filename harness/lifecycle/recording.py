@@ -194,7 +194,7 @@ def _recorded_class(cls: type[Modifier]) -> type[Modifier]:
         self: Any, module: Any, fn: Callable[..., Any], kind: str, with_kwargs: bool = False, always_call: bool = False
     ) -> Any:
         recorder: Recorder = self._recorder
-        name = recorder.name_hook(self._number, f"{kind} {getattr(module, 'token', type(module).__name__)}")
+        name = recorder.name_hook(self._number, f"{kind}{'+always' * always_call} {getattr(module, 'token', type(module).__name__)}")
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             recorder.fired.append(name)

@@ -1,0 +1,132 @@
+"""A planted bug is a small patch of the real code: one piece of a function's text replaced, or one table changed, for a while."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from compressor.errors import HarnessError
+
+Kind = Literal["modifier", "session", "hooks", "state", "recipe"]
+
+
+class Patch(Protocol):
+    """Something that can be put in the place of right code."""
+
+    @property
+    def where(self) -> str:
+        """`package.module:Class.function`."""
+
+    def make(self, current: Any) -> Any:
+        """Return the wrong variant of what stands there now."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A function with a piece of its text replaced.
+
+    Attributes:
+        where: `package.module:Class.function`.
+        old: the piece; it must be there exactly once.
+        new: what stands in its place.
+    """
+
+    where: str
+    old: str
+    new: str
+
+    def make(self, current: Any) -> Any:
+        """Compile the function with the replaced text.
+
+        Args:
+            current: the function.
+
+        Returns:
+            The wrong one.
+
+        Raises:
+            HarnessError: the piece is not in the text exactly once: the code has changed, and the planted bug must follow.
+        """
+        getter: Any = current.fget if isinstance(current, property) else current
+        function = inspect.unwrap(getter)
+        source = textwrap.dedent(inspect.getsource(function))
+        if source.count(self.old) != 1:
+            raise HarnessError(f"{self.where}: {self.old!r} stands there {source.count(self.old)} times; adapt the planted bug to the code")
+        names: dict[str, Any] = {}
+        text = "from __future__ import annotations\n" + source.replace(self.old, self.new)
+        file = f"<mutant {hash(text)} of {self.where}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # so that a second edit finds the text
+        exec(compile(text, file, "exec"), function.__globals__, names)
+        return names[function.__name__]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with another content.
+
+    Attributes:
+        where: `package.module:TABLE`.
+        change: makes the wrong table from the right one.
+    """
+
+    where: str
+    change: Callable[[Any], Any]
+
+    def make(self, current: Any) -> Any:
+        """Return the changed table."""
+        return self.change(current)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted bug.
+
+    Attributes:
+        name: short.
+        kind: the part of the core that is wrong.
+        wrong: what is wrong, in a line.
+        patches: what is replaced.
+        killer: the check or machine that is known to see it soonest.
+    """
+
+    name: str
+    kind: Kind
+    wrong: str
+    patches: tuple[Patch, ...]
+    killer: str
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Plant the bug for a while. Changes the core, of this process and in every thread.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            HarnessError: the code has changed, so that the patch does not fit.
+        """
+        with ExitStack() as stack:
+            for patch in self.patches:
+                stack.enter_context(_in_place(patch))
+            yield
+
+
+@contextmanager
+def _in_place(patch: Patch) -> Iterator[None]:
+    module_name, _, path = patch.where.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    current = inspect.getattr_static(owner, name)
+    setattr(owner, name, patch.make(current))
+    try:
+        yield
+    finally:
+        setattr(owner, name, current)
