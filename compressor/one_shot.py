@@ -19,7 +19,7 @@ from torch import nn
 
 import compressor
 from compressor.data import CalibrationData, check_vocabulary, load_dataset_source
-from compressor.errors import DatasetError
+from compressor.errors import DatasetError, ModelError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.checkpoint import check_output_dir, save_checkpoint
 from compressor.model.folder import weight_files
@@ -93,7 +93,7 @@ def oneshot(
         shuffle_calibration_samples: choose the sequences at random (by `seed`) instead of the first ones.
         pipeline: `data_free`, `basic` or `sequential`; by default what the modifiers need.
         sequential_targets: class names or patterns of the layers that are calibrated one after another; by default inferred.
-        device: `auto`, `cpu`, `cuda`, `cuda:1`.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`; a model in memory stays where it is.
         dtype: `auto` keeps the checkpoint's own.
         model_class: transformers class to load with; by default AutoModelForCausalLM.
         trust_remote_code_model: run Python code that lies in the model's folder.
@@ -121,7 +121,7 @@ def oneshot(
         model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
     )
     clock.lap("load")
-    state = State(model=loaded.model, device=resolve_device(device), seed=seed, report=Report(), keep_originals=loaded.from_memory)
+    state = State(model=loaded.model, device=_run_device(loaded, device), seed=seed, report=Report(), keep_originals=loaded.from_memory)
     with torch.random.fork_rng(), Session(state, parsed.modifiers) as session:
         torch.manual_seed(seed)
         session.initialize()
@@ -153,6 +153,17 @@ def oneshot(
         folder = _save(loaded, tokenizer, output_dir, record)
         clock.lap("save")
     return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, state.report, record, folder, clock.seconds)
+
+
+def _run_device(loaded: LoadedModel, device: str) -> torch.device:
+    """Return where the run takes place: for a model in memory, which is not moved, where it is."""
+    if not loaded.from_memory:
+        return resolve_device(device)
+    own = next((parameter.device for parameter in loaded.model.parameters()), torch.device("cpu"))
+    asked = own if device == "auto" else resolve_device(device)
+    if asked.type != own.type or asked.index not in (None, own.index):
+        raise ModelError(f"oneshot: device={device!r} was given for a model that is on {own}; move the model first, or leave device out")
+    return own
 
 
 def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: dict[str, Any]) -> Path:

@@ -160,6 +160,15 @@ def test_nan_in_the_model_names_the_module(llama_dir: Path, tokens_file: Path) -
     assert hooks_on(model) == 0
 
 
+def test_a_model_in_memory_is_not_moved(llama_dir: Path, tokens_file: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype="auto")
+    with pytest.raises(ModelError, match=r"device='meta' was given for a model that is on cpu"):
+        oneshot(model, recipe=GOOD, dataset=tokens_file, device="meta")
+    assert oneshot(model, recipe=GOOD, dataset=tokens_file, device="cpu").model is model
+
+
 def test_tokens_outside_the_vocabulary_are_refused(llama_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     save_file({"input_ids": torch.full((2, 8), 4000)}, path)
