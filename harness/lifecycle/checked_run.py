@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from compressor.errors import CompressorError
-from harness.lifecycle.driver import Run
+from harness.lifecycle.driver import ActingRun, Run
 from harness.lifecycle.expectations import fire_order, leftovers, list_differences, lives
 from harness.lifecycle.judge import CLAUSES, Clause, Outcome, Violation, describe, judge_error, replay, show
 from harness.lifecycle.limits import TimeLimitError
@@ -101,15 +101,21 @@ class CheckedRun:
     def call_modifier(self, number: int, method: str) -> None:
         """Call a modifier past the session at a moment when it must refuse.
 
+        Args:
+            number: position of the modifier.
+            method: which of its methods.
+
         Raises:
             Violation: it does not refuse, or something changed.
         """
         self.perform(f"{method}() of modifier {number}", lambda: self.run.call_modifier(number, method), refuse())
 
-    def refuses(self, number: int, method: str) -> bool:
-        """Say whether a modifier must refuse a call now."""
-        flags = self.oracle.modifiers[number].flags
-        return flags.finalized or flags.initialized == (method == "initialize")
+    def act(self, number: int, step: str) -> None:
+        """Have one modifier make or remove hooks outside of any callback."""
+        assert isinstance(self.run, ActingRun)
+        self.oracle.modifiers[number].take(self.run.act(number, step))
+        self.now = self._snapshot()
+        self._check_world(step)
 
     def enter_disabled(self, number: int | None) -> None:
         """Put the hooks of one modifier, or of all, to sleep."""
@@ -119,6 +125,10 @@ class CheckedRun:
 
     def exit_disabled(self, which: int, error: BaseException | None = None) -> None:
         """Leave one of the entered contexts, in any order, by an exception or without.
+
+        Args:
+            which: number of the context, modulo how many are entered.
+            error: the exception by which it is left, or None.
 
         Raises:
             Violation: the exception is swallowed.
@@ -131,7 +141,7 @@ class CheckedRun:
             if caught is not error:
                 raise
         if swallowed:
-            self._break("hooks", "leaving disable_hooks() by an exception swallows it")
+            self._break("hooks", "leaving disable_hooks() swallows an exception")
 
     @property
     def num_disabled(self) -> int:

@@ -80,7 +80,7 @@ def _try_illegal(checked: CheckedRun) -> int:
     misfits = [("BATCH_START", True, ()), ("LOSS_CALCULATED", False, ()), ("CALIBRATION_START", False, ("x",))]
     for event, has_loss, modules in misfits:
         checked.send(event, has_loss=has_loss, modules=modules)
-    methods = [method for method in ("initialize", "update_event", "finalize") if checked.refuses(0, method)]
+    methods = [method for method in ("initialize", "update_event", "finalize") if checked.oracle.modifiers[0].refuses(method)]
     for method in methods:
         checked.call_modifier(0, method)
     return len(forbidden) + len(misfits) + len(methods)
@@ -160,6 +160,11 @@ def _nest(subject: Subject, run: CompressorRun, checked: CheckedRun) -> int:
         checked.exit_disabled(1)
         checked.forward(lambda: subject.forward(run))
         checked.exit_disabled(0)
+    checked.enter_disabled(None)
+    checked.enter_disabled(0)
+    checked.exit_disabled(0)  # out of order, as two contexts of different owners may be left
+    checked.forward(lambda: subject.forward(run))
+    checked.exit_disabled(0, ValueError("left"))
     checked.forward(lambda: subject.forward(run))
     if not run.recorder.fired:
         raise Violation("hooks", f"after {checked.oracle.last} hooks lie on the model, and none runs after the outermost exit")

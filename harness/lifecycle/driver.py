@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from compressor.lifecycle import Event, EventType, Modifier, Session, State
 from harness.lifecycle.recording import Recorder, record
-from harness.lifecycle.terms import Flags, Settings
+from harness.lifecycle.terms import Deed, Flags, Settings
 
 # Parts of the contract that a library may not have at all; a machine draws only what the run offers.
 FEATURES = frozenset(
@@ -64,6 +64,14 @@ class Run(Protocol):
 
     def shared(self) -> Mapping[str, object]:
         """Return what the modifiers share apart from the model, by kind, for a snapshot."""
+
+
+@runtime_checkable
+class ActingRun(Protocol):
+    """A run whose modifiers do what they are told, outside of callbacks too."""
+
+    def act(self, number: int, step: str) -> Deed:
+        """Have one modifier carry out a step outside of any callback."""
 
 
 class CompressorRun:
@@ -131,6 +139,18 @@ class CompressorRun:
             method: initialize, update_event or finalize.
         """
         call_modifier(self.modifiers[number], method, self.state)
+
+    def act(self, number: int, step: str) -> Deed:
+        """Have one modifier carry out a step outside of any callback.
+
+        Args:
+            number: of the modifier.
+            step: as in an act.
+
+        Returns:
+            What was done.
+        """
+        return self.recorder.outside(number, step, self.modifiers[number], self.state)
 
     def hooks_disabled(self, number: int | None = None) -> AbstractContextManager[None]:
         """Put hooks to sleep.

@@ -108,8 +108,14 @@ class SessionMachine(RuleBasedStateMachine):
     def call_modifier(self, number: int, method: str) -> None:
         """Call a modifier past the session, at a moment when it must refuse."""
         number %= len(self._checked.oracle.modifiers)
-        if self._checked.refuses(number, method):
+        if self._checked.oracle.modifiers[number].refuses(method):
             self._step(lambda checked: checked.call_modifier(number, method))
+
+    @precondition(lambda self: self._place not in ("before", "over") and self._checked.obedient)
+    @rule(number=st.integers(0, 2), step=strategies.hook_steps)
+    def hook(self, number: int, step: str) -> None:
+        """Register a hook, or remove some, from outside."""
+        self._step(lambda checked: checked.act(number % len(checked.oracle.modifiers), step))
 
     @rule(number=st.none() | st.integers(0, 2))
     def enter_disabled(self, number: int | None) -> None:

@@ -23,7 +23,7 @@ from harness.lifecycle.oracle import ModifierModel, Script, exact, upcoming
 from harness.lifecycle.oracle_session import SessionModel
 from harness.lifecycle.probes import Chain, Probe
 from harness.lifecycle.recording import Recorder, record
-from harness.lifecycle.terms import EventSeen, Flags, Settings
+from harness.lifecycle.terms import Deed, EventSeen, Flags, Settings
 
 # Where events are sent: exact in binary or not, and beyond every start and end that is drawn.
 _INDICES = (0.0, 1.0, 2.0, 3.0, 4.0, 0.5, 1.5, 2.5, 0.1, 0.3, 1 / 3, 2 / 3, 4 / 3, 0.7)
@@ -72,6 +72,10 @@ class SoloRun:
         """Call a method of the modifier."""
         del number
         call_modifier(self.modifier, method, self.state)
+
+    def act(self, number: int, step: str) -> Deed:
+        """Have the modifier carry out a step outside of any callback."""
+        return self.recorder.outside(number, step, self.modifier, self.state)
 
     def hooks_disabled(self, number: int | None = None) -> AbstractContextManager[None]:
         """Put its hooks to sleep."""
@@ -162,16 +166,27 @@ class ModifierMachine(RuleBasedStateMachine):
         self._checked.enter_disabled(0)
 
     @precondition(lambda self: self.checked is not None and self.checked.num_disabled > 0)
-    @rule(which=st.integers(0, 3))
-    def exit_disabled(self, which: int) -> None:
+    @rule(which=st.integers(0, 3), error=st.sampled_from((None, None, ValueError("left"))))
+    def exit_disabled(self, which: int, error: Exception | None) -> None:
         """Leave one of the contexts, not always the latest."""
-        self._checked.exit_disabled(which)
+        self._checked.exit_disabled(which, error)
+
+    @precondition(lambda self: not self._is("finalized"))
+    @rule(step=strategies.hook_steps)
+    def hook(self, step: str) -> None:
+        """Register a hook, or remove some, from outside."""
+        self._checked.act(0, step)
 
     @rule()
     def forward(self) -> None:
         """Run the model."""
         self.stage.num_steps += 1
         self._checked.forward(lambda: self.run.model(torch.ones(1, 2)))
+
+    @rule()
+    def forward_that_fails(self) -> None:
+        """Run the model on inputs that its first layer cannot take."""
+        self._checked.forward(lambda: self.run.model(torch.ones(1, 3)), fails=True)
 
     def teardown(self) -> None:
         """Leave the contexts."""

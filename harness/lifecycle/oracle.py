@@ -47,6 +47,9 @@ def upcoming(script: Script) -> tuple[tuple[int, str], ...]:
 
     Args:
         script: of a copy of the oracle, which moves.
+
+    Returns:
+        (modifier, callback) in the order in which they would come.
     """
     keys = []
     try:
@@ -108,6 +111,10 @@ class ModifierModel:
         self.keep = keep
         # The number of the update interval of the latest batch, and whether that batch is the first in it.
         self.interval: tuple[int | None, bool] = (None, False)
+
+    def refuses(self, method: str) -> bool:
+        """Say whether the modifier must refuse a call of `initialize`, `update_event` or `finalize` now."""
+        return self.flags.finalized or self.flags.initialized == (method == "initialize")
 
     def initialize(self) -> Script:
         """Legal once. `on_initialize` says True or False; a modifier whose time has come at index 0 starts at once."""
@@ -184,12 +191,16 @@ class ModifierModel:
         number = floor((index - exact(self.settings.start or 0)) / exact(self.settings.update))
         return number, number != self.interval[0]
 
-    def _tell(self, callback: str, event: EventSeen | None) -> Generator[Expected, Deed, Deed]:
-        deed = yield Expected(self.number, callback, event)
+    def take(self, deed: Deed) -> None:
+        """Note what was done to hooks and modules, in a callback or outside."""
         self.hooks += deed.hooks_added
         self.hooks = [hook for hook in self.hooks if hook not in deed.hooks_removed]
         for name, new in deed.replaced:
             self.world.put(name, new, self.keep)
+
+    def _tell(self, callback: str, event: EventSeen | None) -> Generator[Expected, Deed, Deed]:
+        deed = yield Expected(self.number, callback, event)
+        self.take(deed)
         if deed.ending != "returned":
             raise CallFailed([self.number], interrupted=deed.ending == "interrupted")
         return deed

@@ -144,6 +144,26 @@ class Recorder:
             self.remarks += [f"{type(owner).__name__}.{callback} changed state.{name}" for name in _changed(settings, _settings(state))]
         return answer
 
+    def outside(self, number: int, step: str, owner: Modifier, state: State) -> Deed:
+        """Carry out a step outside of any callback, as a modifier may when it is asked from elsewhere.
+
+        Args:
+            number: of the modifier.
+            step: as in an act.
+            owner: the modifier.
+            state: of the run.
+
+        Returns:
+            What was done.
+        """
+        frame = _Frame(number)
+        self._frames.append(frame)
+        try:
+            self.perform(step, owner, state)
+        finally:
+            self._frames.pop()
+        return Deed(hooks_added=tuple(frame.hooks_added), hooks_removed=tuple(frame.hooks_removed))
+
     def name_hook(self, number: int, where: str) -> str:
         """Return a name for a new hook, and note that the running callback made it."""
         name = f"{number}.{self._num_hooks} {where}"

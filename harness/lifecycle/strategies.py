@@ -21,7 +21,7 @@ _ENDS = (1.0, 2.0, 3.0, 4.0, 0.5, 2.5, 0.3, 0.7, 1 / 3, 4 / 3, 0.0)
 _UPDATES = (0.0, 1.0, 2.0, 3.0, 0.5, 1.5, 0.1, 0.2, 1 / 3)
 _EPOCHS = (1, 2, 3, 4, 5, 5, 6, 7, 10, 10)
 _GARBAGE: tuple[object, ...] = (None, 1, 0, "True", [], 1.0)
-_HOOK_KINDS = ("forward_pre", "forward", "forward_pre+kwargs", "forward+kwargs", "forward+always")
+_HOOK_KINDS = ("forward_pre", "forward", "forward_pre+kwargs", "forward+kwargs", "forward+always", "forward+always")
 _PLACES = ("first", "second")
 
 
@@ -65,6 +65,7 @@ begins = st.sampled_from((False, True, True, True))
 
 _hook_steps = st.builds("hook {} {}".format, st.sampled_from(_HOOK_KINDS), st.sampled_from(_PLACES))
 _unhook_steps = st.sampled_from(("unhook", "unhook all"))
+hook_steps = _hook_steps | _hook_steps | st.sampled_from(("unhook", "unhook", "unhook all"))
 _replace_steps = st.builds("replace {}".format, st.sampled_from(_PLACES))
 _again_steps = st.sampled_from(("again initialize", "again update_event", "again finalize"))
 _reenter_steps = st.builds("{} {}".format, st.sampled_from(("reenter", "reenter", "thread")), st.sampled_from((*MOMENTS, "ABORT")))
@@ -105,6 +106,9 @@ def acts(keys: tuple[tuple[int, str], ...], kinds: StepKinds = OBEDIENT_STEPS, o
         keys: modifier and name of the callbacks that may come.
         kinds: the small things that they may do.
         often_wrong: where a failure ends nothing, half of the calls may fail.
+
+    Returns:
+        A strategy for acts by callback.
     """
     if not keys:
         return st.just({})

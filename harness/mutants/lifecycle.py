@@ -66,29 +66,37 @@ class Fate:
         }
 
 
-def killers() -> dict[str, Killer]:
-    """Return every check and machine by its name; each looks once and says what is wrong."""
+def killers(share: float = 1.0) -> dict[str, Killer]:
+    """Return every check and machine by its name; each looks once and says what is wrong.
+
+    Args:
+        share: of the runs that a machine makes.
+
+    Returns:
+        Name to a function that returns what it found, or None.
+    """
     checks: dict[str, Killer] = {
         check.name: partial(_check, check.name) for check in chosen_checks(None) if check.name != "lifecycle.state_machine"
     }
     return {
         **checks,
-        "machine.modifier": partial(_machine, lambda: drive_modifier(PROFILE, shrink=False)),
-        "machine.session": partial(_machine, lambda: drive_session(probe_stage(), PROFILE, shrink=False)),
+        "machine.modifier": partial(_machine, lambda: drive_modifier(PROFILE, share, shrink=False)),
+        "machine.session": partial(_machine, lambda: drive_session(probe_stage(), PROFILE, share, shrink=False)),
     }
 
 
-def fate_of(mutant: Mutant, names: Iterable[str] | None = None) -> Fate:
+def fate_of(mutant: Mutant, names: Iterable[str] | None = None, share: float = 1.0) -> Fate:
     """Plant a bug, and let checks and machines look.
 
     Args:
         mutant: the bug; it is taken out again.
         names: of checks and machines; by default all. A recipe is nothing that a machine could see.
+        share: of the runs that a machine makes.
 
     Returns:
         Who saw it.
     """
-    table = killers()
+    table = killers(share)
     wanted = [name for name in (table if names is None else names) if not (mutant.kind == "recipe" and name in MACHINES)]
     killed_by = {}
     with mutant.planted():
@@ -100,7 +108,13 @@ def fate_of(mutant: Mutant, names: Iterable[str] | None = None) -> Fate:
 
 
 def chosen_mutants(names: Iterable[str] | None) -> list[Mutant]:
-    """Return planted bugs by their names, all for None.
+    """Find planted bugs by their names.
+
+    Args:
+        names: of the bugs; None for all.
+
+    Returns:
+        The bugs, in the order of the names.
 
     Raises:
         UserInputError: a name that none has.

@@ -9,6 +9,7 @@ _STATE = "compressor.lifecycle.state:State."
 _RECIPE = "compressor.recipe.recipe:"
 _BUILD = "compressor.recipe.build:Builder."
 _SESSIONS = "machine.session"
+_MACHINE = "machine.modifier"
 
 HOOK_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -26,14 +27,14 @@ HOOK_MUTANTS: tuple[Mutant, ...] = (
             Edit(_HOOKS + "disable_hooks", "self._num_disabled += 1", "before, self._num_disabled = self._num_disabled, 1"),
             Edit(_HOOKS + "disable_hooks", "self._num_disabled -= 1", "self._num_disabled = before"),
         ),
-        _SESSIONS,
+        "lifecycle.nested_contexts",
     ),
     Mutant(
         "sleeps_on_after_an_error",
         "hooks",
         "leaving disable_hooks() by an exception leaves the hooks asleep",
         (Edit(_HOOKS + "disable_hooks", "finally:", "except ZeroDivisionError:\n        raise\n    else:"),),
-        _SESSIONS,
+        "lifecycle.nested_contexts",
     ),
     Mutant(
         "everybody_sleeps",
@@ -65,28 +66,28 @@ HOOK_MUTANTS: tuple[Mutant, ...] = (
         "hooks",
         "removing one hook removes all of the modifier",
         (Edit(_HOOKS + "remove_hooks", "self._hook_handles if handles is None else handles", "self._hook_handles"),),
-        _SESSIONS,
+        _MACHINE,
     ),
     Mutant(
         "no_kwargs",
         "hooks",
         "with_kwargs is ignored",
         (Edit(_HOOKS + "register_hook", '"with_kwargs": with_kwargs', '"with_kwargs": False'),),
-        _SESSIONS,
+        _MACHINE,
     ),
     Mutant(
         "not_always",
         "hooks",
         "always_call is ignored",
         (Edit(_HOOKS + "register_hook", '"always_call": always_call', '"always_call": False'),),
-        _SESSIONS,
+        _MACHINE,
     ),
     Mutant(
         "latest_first",
         "hooks",
         "a new hook runs before those that are there",
         (Edit(_HOOKS + "register_hook", "register(call_unless_disabled,", "register(call_unless_disabled, prepend=True,"),),
-        _SESSIONS,
+        _MACHINE,
     ),
 )
 

@@ -1,0 +1,62 @@
+"""Code that does not come back is given up; code that is only slow, or stopped from outside, is not."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from harness.lifecycle.limits import Stopwatch, TimeLimitError, run_limited
+
+
+def test_answers_and_errors_come_through() -> None:
+    assert run_limited(lambda: 3, Stopwatch(), 5) == 3
+    with pytest.raises(ZeroDivisionError):
+        run_limited(lambda: 1 // 0, Stopwatch(), 5)
+
+
+def test_a_loop_is_stopped() -> None:
+    ended = threading.Event()
+
+    def loop() -> None:
+        try:
+            while True:
+                pass
+        finally:
+            ended.set()
+
+    with pytest.raises(TimeLimitError):
+        run_limited(loop, Stopwatch(), 0.2)
+    assert ended.wait(timeout=10)
+
+
+def test_a_wait_is_left_behind() -> None:
+    release = threading.Event()
+    with pytest.raises(TimeLimitError):
+        run_limited(lambda: release.wait(timeout=30), Stopwatch(), 0.2)
+    release.set()
+
+
+def test_each_call_has_its_own_time() -> None:
+    watch = Stopwatch()
+
+    def calls() -> str:
+        for _ in range(4):
+            watch.restart()
+            time.sleep(0.15)
+        return "done"
+
+    assert run_limited(calls, watch, 0.5) == "done"
+
+
+def test_a_pause_does_not_count() -> None:
+    watch = Stopwatch()
+
+    def imports() -> str:
+        watch.pause()
+        time.sleep(0.5)
+        watch.restart()
+        return "done"
+
+    assert run_limited(imports, watch, 0.2) == "done"

@@ -1,0 +1,47 @@
+"""The lifecycle of this library goes as the independent model says, however it is driven."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from compressor.lifecycle import Session
+from harness.lifecycle.stages import drive_modifier, drive_session, probe_stage
+from harness.profiles import PROFILES, active_profile
+
+
+def test_random_sessions_go_as_the_oracle_says() -> None:
+    drive_session(probe_stage(), active_profile())
+
+
+def test_random_single_modifiers_go_as_the_oracle_says() -> None:
+    drive_modifier(active_profile())
+
+
+def test_the_pr_profile_is_long_fast_and_repeats_exactly() -> None:
+    start = time.process_time()
+    first = drive_session(probe_stage(), PROFILES["pr"])
+    seconds = time.process_time() - start
+    assert first >= 2000
+    assert seconds < 60
+    assert drive_session(probe_stage(), PROFILES["pr"], share=0.1) == drive_session(probe_stage(), PROFILES["pr"], share=0.1)
+
+
+def test_profiles_are_what_they_say() -> None:
+    assert PROFILES["pr"].derandomize
+    assert not PROFILES["dev"].derandomize
+    assert PROFILES["nightly"].runs == 10 * PROFILES["pr"].runs
+    assert PROFILES["nightly"].machine_settings().database is not None
+    assert PROFILES["pr"].machine_settings().database is None
+
+
+def test_a_session_that_forgets_is_found_and_shrunk_to_a_few_steps() -> None:
+    class Forgetful(Session):
+        def abort(self) -> None:
+            """Do nothing."""
+
+    with pytest.raises(AssertionError) as found:
+        drive_session(probe_stage(Forgetful), PROFILES["pr"])
+    steps = [line for note in found.value.__notes__ for line in note.splitlines() if line.startswith("state.")]
+    assert len(steps) <= 4
