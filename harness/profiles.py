@@ -42,6 +42,9 @@ class Profile:
 
         Args:
             share: of the runs; a machine over a slow modifier takes less than all.
+
+        Returns:
+            The settings.
         """
         return self._settings(max(2, round(self.runs * share)))
 

@@ -87,6 +87,9 @@ def register(
         number: in the catalogue.
         tags: contract tags that take the check out.
         caught: public bugs that it would have caught.
+
+    Returns:
+        The decorator; it gives the function back unchanged.
     """
 
     def put(function: CheckFunction) -> CheckFunction:

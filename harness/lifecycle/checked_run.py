@@ -99,14 +99,11 @@ class CheckedRun:
         return self.perform(f"leaving the with block {how}", lambda: self.run.leave(error), self.oracle.leave(error is not None))
 
     def call_modifier(self, number: int, method: str) -> None:
-        """Call a modifier past the session at a moment when it must refuse.
+        """Call a modifier past the session at a moment when it must refuse and nothing may change.
 
         Args:
             number: position of the modifier.
             method: which of its methods.
-
-        Raises:
-            Violation: it does not refuse, or something changed.
         """
         self.perform(f"{method}() of modifier {number}", lambda: self.run.call_modifier(number, method), refuse())
 
@@ -128,10 +125,7 @@ class CheckedRun:
 
         Args:
             which: number of the context, modulo how many are entered.
-            error: the exception by which it is left, or None.
-
-        Raises:
-            Violation: the exception is swallowed.
+            error: the exception by which it is left, or None; it must come through.
         """
         _, context = self._asleep.pop(which % len(self._asleep))
         swallowed = False

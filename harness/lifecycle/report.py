@@ -52,6 +52,9 @@ class VerifyReport:
 
         Args:
             width: columns of the terminal.
+
+        Returns:
+            Plain text, ending in a newline.
         """
         from rich.console import Console
 

@@ -28,6 +28,9 @@ def probe_stage(session_class: type[Session] = Session) -> Stage:
 
     Args:
         session_class: the session to drive.
+
+    Returns:
+        The stage.
     """
 
     def open_run(setup: Setup) -> CheckedRun:
@@ -44,6 +47,9 @@ def guest_stage(subject: Subject) -> Stage:
 
     Args:
         subject: the modifier and its model.
+
+    Returns:
+        The stage.
     """
 
     def open_run(setup: Setup) -> CheckedRun:
