@@ -39,7 +39,7 @@ class Stopwatch:
         self.seconds += seconds
 
 
-def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float) -> Result:
+def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float, where: Callable[[], str] | None = None) -> Result:
     """Run something in a thread of its own, and give up on it when one call takes too long.
 
     Python code in a loop is stopped; code that sleeps or waits is left behind in a daemon thread, which ends with the process.
@@ -48,6 +48,7 @@ def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float
         call: what to run.
         stopwatch: restarted by `call` at the start of each of its calls.
         seconds: that one of them may take.
+        where: says what is running, for the error.
 
     Returns:
         What it returns.
@@ -72,8 +73,9 @@ def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float
         thread.join(timeout=_WAIT_SECONDS)
         stopwatch.move(min(time.monotonic() - before, 4 * _WAIT_SECONDS))
         if thread.is_alive() and stopwatch.seconds > seconds:
+            error = TimeLimitError(f"one call took longer than {seconds:g} s" + (f", in {where()}" if where else ""))
             _interrupt(thread)
-            raise TimeLimitError(f"one call took longer than {seconds:g} s")
+            raise error
     if errors:
         raise errors[0]
     return results[0]

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from harness.lifecycle.catalogue import CHECKS
+from harness.lifecycle.report import USABLE
 from harness.lifecycle.subject import Batch
-from harness.lifecycle.verify import TIME_LIMIT, USABLE, chosen_checks, label_of, verify
+from harness.lifecycle.verify import TIME_LIMIT, chosen_checks, label_of, verify
 from harness.verdict import Outcome
 
 
@@ -57,7 +58,7 @@ def parametrize_with_checks(
     for number, modifier in enumerate(modifiers):
         reasons = expected_failures(modifier) if callable(expected_failures) else expected_failures or {}
         chosen_checks(reasons)
-        for name in (USABLE.name, *CHECKS):
+        for name in (USABLE, *CHECKS):
             check = BoundCheck(name, model, inputs, tuple(tags), tuple(refusals), time_limit)
             marks = [pytest.mark.xfail(reason=reasons[name], strict=True, raises=CheckFailedError)] if name in reasons else []
             label = f"{label_of(modifier)}{number if len(modifiers) > 1 else ''}-{name.removeprefix('lifecycle.')}"
@@ -93,7 +94,7 @@ class BoundCheck:
             inputs=self.inputs,
             tags=self.tags,
             refusals=self.refusals,
-            checks=[name for name in [self.name] if name != USABLE.name],
+            checks=[name for name in [self.name] if name != USABLE],
             time_limit=self.time_limit,
         )
         record = report.records[-1]

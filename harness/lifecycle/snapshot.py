@@ -206,7 +206,12 @@ def _surroundings() -> Iterator[tuple[tuple[str, str], object]]:
     yield ("torch", "threads"), torch.get_num_threads()
     for kind in _GLOBAL_HOOKS:
         yield ("hooks", f"of every module.{kind}"), [Same(hook) for hook in getattr(torch_module, kind).values()]
-    yield ("threads", "the process"), sorted(thread.name for thread in threading.enumerate() if not thread.daemon)
+    yield ("threads", "the process"), sorted(thread.name for thread in threading.enumerate() if not _is_housekeeping(thread))
+
+
+def _is_housekeeping(thread: threading.Thread) -> bool:
+    """A thread of the harness itself, or the monitor that the first progress bar of a process starts for good."""
+    return thread.name.startswith("harness") or type(thread).__module__.startswith("tqdm")
 
 
 def _describe(before: Any, after: Any) -> str:

@@ -76,6 +76,10 @@ class Subject:
         """Names of modules, in the stages in which a calibration would go through the model."""
         return _parts(self.model)
 
+    def running(self) -> str:
+        """Return the callback that is running now, for the report of one that hangs."""
+        return (self.latest.recorder.running if self.latest is not None else None) or "no callback"
+
     def fresh(self, settings: Settings | None = None) -> Modifier:
         """Return a fresh modifier, with other times where settings give them; what it was given it does not lose."""
         if settings is None:

@@ -23,7 +23,7 @@ from harness.lifecycle import checks_machine, checks_order, checks_traces
 from harness.lifecycle.catalogue import CHECKS, LifecycleCheck
 from harness.lifecycle.limits import Stopwatch, TimeLimitError, run_limited
 from harness.lifecycle.probes import TinyModel, tiny_batches
-from harness.lifecycle.report import VerifyReport
+from harness.lifecycle.report import USABLE, VerifyReport
 from harness.lifecycle.subject import Batch, Subject
 from harness.lifecycle.template import UnusableError, make_template, read_tags
 from harness.profiles import PROFILES, active_profile
@@ -32,7 +32,7 @@ from harness.verdict import CheckRecord, Claim, Outcome
 TIME_LIMIT = 20.0
 """Seconds that one call of the lifecycle may take before it counts as hanging."""
 
-USABLE = Claim("lifecycle.usable", "It is a modifier, and a fresh one can be made")
+_USABLE = Claim(USABLE, "It is a modifier, and a fresh one can be made")
 _REGISTERED = (checks_order, checks_traces, checks_machine)
 
 
@@ -101,7 +101,7 @@ def verify(
     )
     with _random_numbers_kept():
         records = _run_all(chosen, subject, time_limit)
-    usable = USABLE.record(Outcome.PASS, f"{type(template).__qualname__} of {type(template).__module__}")
+    usable = _USABLE.record(Outcome.PASS, f"{type(template).__qualname__} of {type(template).__module__}")
     return VerifyReport(label_of(template), spent.name, (usable, *(_expect(record, reasons) for record in records)))
 
 
@@ -125,10 +125,9 @@ def _run_all(chosen: Sequence[LifecycleCheck], subject: Subject, time_limit: flo
             records.append(check.claim.skipped(f"the run has ended: {hanging}"))
             continue
         try:
-            records.append(run_limited(partial(check.run, subject), subject.stopwatch, time_limit))
+            records.append(run_limited(partial(check.run, subject), subject.stopwatch, time_limit, subject.running))
         except TimeLimitError as reason:
-            where = subject.latest.recorder.running if subject.latest is not None else None
-            hanging = f"{reason}, in {where or 'no callback'}"
+            hanging = str(reason)
             records.append(check.claim.record(Outcome.FAIL, hanging, limit=f"{time_limit:g} s", findings=[hanging]))
     return records
 
@@ -146,7 +145,7 @@ def _expect(record: CheckRecord, reasons: Mapping[str, str]) -> CheckRecord:
 def _unusable(reason: BaseException) -> CheckRecord:
     is_fault = not isinstance(reason, UnusableError) or reason.is_fault
     text = str(reason) if isinstance(reason, UnusableError) else f"its constructor: {reason}"
-    return USABLE.record(Outcome.FAIL if is_fault else Outcome.INCONCLUSIVE, text, findings=[text])
+    return _USABLE.record(Outcome.FAIL if is_fault else Outcome.INCONCLUSIVE, text, findings=[text])
 
 
 def chosen_checks(names: Iterable[str] | None) -> list[LifecycleCheck]:
@@ -162,7 +161,7 @@ def chosen_checks(names: Iterable[str] | None) -> list[LifecycleCheck]:
         UserInputError: a name that no check has.
     """
     wanted = list(CHECKS) if names is None else list(names)
-    unknown = [name for name in wanted if name not in CHECKS and name != USABLE.name]
+    unknown = [name for name in wanted if name not in CHECKS and name != USABLE]
     if unknown:
         raise UserInputError(f"verify: there is no check {unknown[0]!r}; {suggest(unknown[0], CHECKS)}")
     return sorted((check for name, check in CHECKS.items() if name in wanted), key=lambda check: check.place)

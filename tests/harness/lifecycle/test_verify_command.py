@@ -1,97 +1,89 @@
-"""`harness verify` on the command line: what each flag changes, what each exit code means."""
+"""`harness verify package.module:MyModifier` on the command line."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.cli import main
 
-MODULE = """
-import time
-from compressor import Modifier
+_MODULE = """
+from compressor.lifecycle import Modifier
 
 class Good(Modifier):
     def on_initialize(self, state):
         return True
 
-class NeedsAWord(Modifier):
-    word: str
-
-    def on_initialize(self, state):
-        return True
-
-class Hangs(Modifier):
-    def on_initialize(self, state):
-        time.sleep(30)
-        return True
-
-class Forgets(Modifier):
+class Mute(Modifier):
+    size: int = 1
     def on_initialize(self, state):
         pass
+
+fresh = Good()
+number = 3
 """
+WORKER = "harness.lifecycle.probes:CalibratingWorker"
+QUICK = ["--check", "lifecycle.completes"]
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module with modifiers in the folder where the command is run."""
-    name = f"subjects_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_modifiers.py").write_text(_MODULE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return name
-
-
-def verify(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = main(["verify", *arguments, "--json"])
-    return code, json.loads(capsys.readouterr().out)
-
-
-def test_a_good_modifier_passes_and_a_forgetful_one_does_not(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = verify(capsys, f"{module}:Good", "--profile", "dev")
-    assert (code, report["verdict"], report["profile"]) == (0, "pass", "dev")
-    code, report = verify(capsys, f"{module}:Forgets", "--profile", "dev", "--check", "lifecycle.completes")
-    assert (code, report["verdict"]) == (1, "regression")
-    assert "returned None" in json.dumps(report)
-
-
-def test_settings_make_a_modifier_that_needs_them(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--check", "lifecycle.completes")
-    assert verify(capsys, f"{module}:NeedsAWord", *flags)[0] == 2
-    assert verify(capsys, f"{module}:NeedsAWord", *flags, "--settings", '{"word": "yes"}')[0] == 0
-
-
-def test_check_runs_only_what_is_named(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, report = verify(capsys, f"{module}:Good", "--check", "lifecycle.recipe")
-    names = {record["name"] for record in report["checks"]}
-    assert "lifecycle.recipe" in names
-    assert "lifecycle.state_machine" not in names
-
-
-def test_the_time_limit_ends_a_callback_that_hangs(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, report = verify(capsys, f"{module}:Hangs", "--check", "lifecycle.completes", "--time-limit", "0.5")
-    assert code == 1
-    assert "longer than 0.5 s, in Hangs.on_initialize" in json.dumps(report)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_modifiers", raising=False)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "hint"),
+    ("given", "code", "says"),
     [
-        (["no_such_module_here:Good"], "no_such_module_here"),
-        (["{module}:Gud"], "Good"),
-        (["{module}:Good", "--settings", "not json"], "not JSON"),
-        (["{module}:Good", "--time-limit", "0"], "above 0"),
-        (["{module}:Good", "--tag", "no_such_tag"], "no_such_tag"),
-        (["{module}:Good", "--check", "lifecycle.nothing"], "lifecycle.nothing"),
+        (["my_modifiers:Good", *QUICK], 0, "Good: pass"),
+        (["my_modifiers:fresh", *QUICK], 0, "Good: pass"),
+        (["my_modifiers:Mute", *QUICK], 1, "returned None"),
+        (["my_modifiers:Mute", *QUICK, "--settings", '{"size": 2}'], 1, "returned None"),
+        (["my_modifiers:number"], 1, "no modifier"),
+        (["compressor.modifiers.gptq:GPTQModifier"], 2, "neither scheme nor config_groups"),
+        (["compressor.modifiers.quantization:QuantizationModifier", *QUICK, "--settings", '{"scheme": "W8A16"}'], 0, "pass"),
+        ([WORKER, "--check", "lifecycle.state_machine", "--profile", "dev", "--time-limit", "30"], 0, "steps"),
+        ([WORKER, "--check", "lifecycle.already_quantized", "--tag", "idempotent"], 2, "declares 'idempotent'"),
     ],
 )
-def test_bad_input_exits_with_3_and_one_line(arguments: list[str], hint: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        code = main(["verify", *(argument.format(module=module) for argument in arguments)])
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    assert code == 3
-    assert hint in capsys.readouterr().err
+def test_the_exit_code_is_the_verdict(given: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *given]) == code
+    assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "my_modifiers:Mute", *QUICK, "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert data["verdict"] == "regression"
+    assert data["checks"][1]["name"] == "lifecycle.completes"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["my_modifiers:Goood"], "did you mean 'Good'"),
+        (["my_modifiers"], "package.module:Name"),
+        (["no_such_module:Good"], "cannot be imported"),
+        (["my_modifiers:Mute", "--settings", '{"sice": 2}'], "sice"),
+        (["my_modifiers:fresh", "--settings", '{"size": 2}'], "no modifier class"),
+        (["my_modifiers:Good", "--check", "completes"], "there is no check"),
+        (["my_modifiers:Good", "--tag", "inplace"], "did you mean 'in_place'"),
+    ],
+)
+def test_bad_input_gives_no_verdict(given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *given]) == 3
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("given", [["--settings", "{"], ["--settings", "[]"], ["--time-limit", "0"], ["--profile", "ci"]])
+def test_arguments_that_make_no_sense(given: list[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["verify", "my_modifiers:Good", *given])
+    assert error.value.code == 3

@@ -1,0 +1,91 @@
+"""One decorator gives a pytest test per modifier and check; what is expected to fail must fail."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from compressor.errors import UserInputError
+from harness import parametrize_with_checks
+from harness.lifecycle.catalogue import CHECKS
+from harness.lifecycle.probes import CalibratingWorker, TinyModel, TrainingWorker, tiny_batches
+
+pytest_plugins = ["pytester"]
+
+_INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
+_LOAD = () if _INSTALLED else ("-p", "harness.plugin")
+
+
+@parametrize_with_checks([CalibratingWorker(), TrainingWorker(start=1.0, end=3.0)], TinyModel(8), inputs=tiny_batches(1))
+def test_well_behaved_modifiers(modifier, check):  # type: ignore[no-untyped-def]
+    check(modifier)
+
+
+_FILE = """
+from compressor.lifecycle import Modifier
+from harness import parametrize_with_checks
+
+class Good(Modifier):
+    def on_initialize(self, state):
+        return True
+
+class Late(Good):
+    def should_end(self, index):
+        return self.end is not None and index > self.end
+
+class Mute(Modifier):
+    def on_initialize(self, state):
+        pass
+
+REASON = "the end fires one batch late"
+
+@parametrize_with_checks([Good(), Late()], expected_failures=lambda one: {"lifecycle.start_and_end": REASON} if type(one) is Late else {})
+def test_with_a_reason(modifier, check):
+    check(modifier)
+
+@parametrize_with_checks([Mute])
+def test_without(modifier, check):
+    check(modifier)
+
+@parametrize_with_checks([Good], expected_failures={"lifecycle.start_and_end": REASON})
+def test_that_passes_all_the_same(modifier, check):
+    check(modifier)
+
+@parametrize_with_checks([int])
+def test_no_modifier(modifier, check):
+    check(modifier)
+"""
+
+
+@pytest.fixture
+def run_file(pytester: pytest.Pytester, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.RunResult:
+    monkeypatch.setenv("PYTHONPATH", str(repo_root))
+    pytester.makepyfile(test_mine=_FILE)
+    picked = "usable or completes or start_and_end or nested_contexts"
+    return pytester.runpytest_inprocess(*_LOAD, "-p", "no:cacheprovider", "-rA", "-k", picked, "--harness-profile=pr", "-W", "ignore")
+
+
+def test_reasons_are_strict_and_failures_say_what_is_wrong(run_file: pytest.RunResult) -> None:
+    outcomes = run_file.parseoutcomes()
+    # Good 0: 3 pass, contexts are skipped; Late: start_and_end is expected to fail.
+    run_file.stdout.fnmatch_lines(["XFAIL *test_with_a_reason?Late1-start_and_end* - the end fires one batch late*"])
+    run_file.stdout.fnmatch_lines(["FAILED *test_without?Mute-completes*"])
+    run_file.stdout.fnmatch_lines(["*on_initialize of modifier 0 returned None*"])
+    run_file.stdout.fnmatch_lines(["FAILED *test_that_passes_all_the_same?Good-start_and_end*"])
+    run_file.stdout.fnmatch_lines(["*XPASS(strict)*"])
+    run_file.stdout.fnmatch_lines(["FAILED *test_no_modifier?int-usable*"])
+    assert outcomes["xfailed"] == 1
+    assert outcomes["skipped"] >= 3
+
+
+def test_an_expected_failure_must_name_a_check() -> None:
+    with pytest.raises(UserInputError, match=r"lifecycle\.completes"):
+        parametrize_with_checks([CalibratingWorker()], expected_failures={"lifecycle.complete": "x"})
+
+
+def test_there_is_a_test_for_every_check() -> None:
+    mark = parametrize_with_checks([CalibratingWorker()])
+    names = [parameter.values[1].name for parameter in mark.args[1]]
+    assert names == ["lifecycle.usable", *CHECKS]
