@@ -50,10 +50,14 @@ class Profile:
 
     def _settings(self, examples: int) -> settings:
         from hypothesis import HealthCheck, settings
+        from hypothesis.database import DirectoryBasedExampleDatabase
 
         slow = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
         drawn = settings(max_examples=examples, stateful_step_count=self.steps, deadline=None, print_blob=True, suppress_health_check=slow)
-        return settings(drawn, derandomize=True, database=None) if self.derandomize else settings(drawn, derandomize=False)
+        if self.derandomize:
+            return settings(drawn, derandomize=True, database=None)
+        # Said outright: where the variable CI is set, Hypothesis would keep no database, and what a night found would be lost.
+        return settings(drawn, derandomize=False, database=DirectoryBasedExampleDatabase(".hypothesis/examples"))
 
 
 PROFILES: dict[str, Profile] = {
