@@ -120,7 +120,7 @@ RECIPE_MUTANTS: tuple[Mutant, ...] = (
         "one_of_a_type",
         "recipe",
         "of two modifiers of one type in a group only the last is written",
-        (Edit(_RECIPE + "_stage_data", "group and len({names[m.index] for m in members}) == len(members)", "group"),),
+        (Edit(_RECIPE + "_stage_data", "group and len({names[id(m)] for m in members}) == len(members)", "group"),),
         "lifecycle.recipe",
     ),
     Mutant(
@@ -139,26 +139,6 @@ RECIPE_MUTANTS: tuple[Mutant, ...] = (
                 _BUILD + "_group",
                 "value if isinstance(value, list | tuple) else [value]",
                 "value[::-1] if isinstance(value, list | tuple) else [value]",
-            ),
-        ),
-        "lifecycle.recipe",
-    ),
-    Mutant(
-        "all_recipes_equal",
-        "recipe",
-        "modifiers of one class are equal whatever their settings",
-        (Edit("compressor.lifecycle.modifier:Modifier.__eq__", "self.__dict__ == other.__dict__", "True"),),
-        "lifecycle.recipe",
-    ),
-    Mutant(
-        "class_forgotten",
-        "recipe",
-        "a modifier is written under the name of its base class",
-        (
-            Edit(
-                "compressor.modifiers.registry:modifier_name",
-                'f"{cls.__module__}:{cls.__qualname__}"',
-                'f"{cls.__mro__[1].__module__}:{cls.__mro__[1].__qualname__}"',
             ),
         ),
         "lifecycle.recipe",
