@@ -64,8 +64,8 @@ PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
         Profile("dev", examples=25, runs=40, steps=25),
-        Profile("pr", examples=25, runs=160, steps=30, derandomize=True),
-        Profile("nightly", examples=250, runs=1600, steps=30),
+        Profile("pr", examples=25, runs=240, steps=30, derandomize=True),
+        Profile("nightly", examples=250, runs=2400, steps=30),
     )
 }
 _PREFIX = "harness-"

@@ -206,6 +206,8 @@ def recipe_round_trip(subject: Subject) -> str:
             raise Violation("unchanged", f"a recipe reads back differently: {_first_change(written.modifiers, read.modifiers)}")
         if read.dump() != text:
             raise Violation("unchanged", "a recipe that was read is dumped differently")
+    if load_recipe([subject.fresh()]) == load_recipe([subject.fresh(Settings(7.0, 9.0))]):
+        raise Violation("unchanged", f"two recipes of {cls.__name__} with other times count as equal")
     _refuses_unknown(cls, _data(subject.fresh()))
     return "recipes of one and of two"
 

@@ -167,7 +167,7 @@ class SessionMachine(RuleBasedStateMachine):
     def _go(self, data: st.DataObject, moment: str) -> None:
         acts: Acts = {}
         if keys := self._checked.oracle.upcoming(moment):
-            acts = data.draw(strategies.acts(keys, self.stage.kinds), label="acts")
+            acts = data.draw(strategies.acts(keys, self.stage.kinds, often_wrong=moment == "FINALIZE"), label="acts")
         parts = self.stage.part_names[self.num_parts % len(self.stage.part_names)]
         self.num_parts += moment == "SEQUENTIAL_EPOCH_END"
         self._step(lambda checked: checked.go(moment, acts, parts))

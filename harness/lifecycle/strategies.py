@@ -7,6 +7,7 @@ in his head.
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -115,7 +116,7 @@ def acts(keys: tuple[tuple[int, str], ...], kinds: StepKinds = OBEDIENT_STEPS, o
 
     def entries(faulty: bool) -> SearchStrategy[Acts]:
         entry = st.sampled_from(keys).flatmap(lambda key: st.tuples(st.just(key), _acts_of(key[1], kinds, faulty)))
-        return st.lists(entry, min_size=1, max_size=3).map(dict)
+        return st.lists(entry, min_size=1, max_size=3, unique_by=operator.itemgetter(0)).map(dict)
 
     nothing: SearchStrategy[Acts] = st.just({})
     if often_wrong:

@@ -27,7 +27,7 @@ ONLY_MACHINES = (
     "latest_original",
 )
 # The draws of a machine change with its code: with this many runs none of these is missed.
-SHARE = 3.0
+SHARE = 2.0
 
 
 @pytest.mark.parametrize("name", MUTANTS)
