@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Self
 
@@ -19,7 +19,7 @@ from compressor.errors import LifecycleError
 from compressor.lifecycle.events import Event, EventType
 from compressor.lifecycle.hooks import HooksMixin
 from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule, Transition
-from compressor.lifecycle.state import State
+from compressor.lifecycle.state import Detail, State
 
 
 class Modifier(HooksMixin, ModifierInterface):
@@ -198,6 +198,24 @@ class Modifier(HooksMixin, ModifierInterface):
         """
         del model
         return []
+
+    def stage_memory(self) -> dict[str, Detail] | None:
+        """Say what a resumed run must know of the finished stages, beside the model and the report.
+
+        Returns:
+            Numbers and texts for `skip_stage`; None (the default) where the modifier cannot resume. One that can promises that what
+            its stages change of the model lies inside them: quantized layers put in place, or tensors changed.
+        """
+        return None
+
+    def skip_stage(self, state: State, modules: Sequence[str], memory: Mapping[str, Detail]) -> None:
+        """Take over a stage that an earlier run has finished; only called where `stage_memory` gave something.
+
+        Args:
+            state: the session's state; its model and report hold what the stage made.
+            modules: dotted names of the stage's modules.
+            memory: what `stage_memory` gave after the stage.
+        """
 
     @abstractmethod
     def on_initialize(self, state: State) -> bool:

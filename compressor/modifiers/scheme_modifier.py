@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from pydantic import Field, PrivateAttr
@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Event, Modifier, ModuleRecord, State
+from compressor.lifecycle.state import Detail
 from compressor.modifiers.inputs import InputHook, observing, static_input_qparams
 from compressor.modifiers.scheme_targets import SchemeTargets
 from compressor.nn import QuantizedLinear
@@ -69,6 +70,19 @@ class SchemeModifier(SchemeTargets, Modifier):
         if self._pending:
             raise CalibrationError(f"{type(self).__name__}: {sorted(self._pending)} are still uncompressed; run a calibration first")
         return True
+
+    def stage_memory(self) -> dict[str, Detail]:
+        """What counts over all stages: the fallbacks so far."""
+        return {"num_fallbacks": self._num_fallbacks}
+
+    def skip_stage(self, state: State, modules: Sequence[str], memory: Mapping[str, Detail]) -> None:
+        """Forget the modules that stand quantized in the model already: their hooks, their statistics, the work to do."""
+        del state
+        for name in (name for name in modules if name in self._pending):
+            self.remove_hooks(self._handles_of.pop(name, []))
+            self._input_observers.pop(name, None)
+            del self._pending[name]
+        self._num_fallbacks = int(memory["num_fallbacks"])
 
     def compress(self, state: State, names: list[str]) -> None:
         """Replace the named modules by quantized ones; the subclass chooses the codes."""

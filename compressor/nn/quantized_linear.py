@@ -9,7 +9,7 @@ Shapes: R out_features, C in_features, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
@@ -67,12 +67,31 @@ class QuantizedLinear(nn.Module):
         Raises:
             SchemeError: no layer stores this format, or a static input has no scale.
         """
-        layer_class = _LAYERS.get(scheme.compression_format)
-        if layer_class is None:
-            raise SchemeError(f"QuantizedLinear: format {scheme.compression_format!r} has no layer; choose one of {sorted(_LAYERS)}")
-        layer = layer_class(linear.in_features, linear.out_features, scheme, linear.bias)
+        layer = _layer_class(scheme)(linear.in_features, linear.out_features, scheme, linear.bias)
         layer._store(codes_RC, qparams, g_idx_C)
         layer._store_input(input_qparams)
+        for name, buffer in layer.named_buffers():  # what is loaded later is contiguous, and strides may change the bits of a product
+            setattr(layer, name, buffer.contiguous())
+        return layer.train(linear.training)
+
+    @staticmethod
+    def from_buffers(linear: nn.Linear, scheme: QuantizationScheme, buffers: Mapping[str, Tensor]) -> QuantizedLinear:
+        """Put the buffers of an equal layer in the place of a float weight.
+
+        Args:
+            linear: the layer that is replaced; its bias parameter is shared, its weight is not kept.
+            scheme: formats of weight and input.
+            buffers: what `named_buffers` gave; taken as they are, in this order.
+
+        Returns:
+            A layer of the class that stores the scheme's format, in the training mode of `linear`.
+
+        Raises:
+            SchemeError: no layer stores this format.
+        """
+        layer = _layer_class(scheme)(linear.in_features, linear.out_features, scheme, linear.bias)
+        for name, buffer in buffers.items():
+            layer.register_buffer(name, buffer)
         return layer.train(linear.training)
 
     @property
@@ -207,3 +226,10 @@ _LAYERS: dict[str, type[QuantizedLinear]] = {
     "int-quantized": NaiveQuantizedLinear,
     "float-quantized": NaiveQuantizedLinear,
 }
+
+
+def _layer_class(scheme: QuantizationScheme) -> type[QuantizedLinear]:
+    layer_class = _LAYERS.get(scheme.compression_format)
+    if layer_class is None:
+        raise SchemeError(f"QuantizedLinear: format {scheme.compression_format!r} has no layer; choose one of {sorted(_LAYERS)}")
+    return layer_class
