@@ -54,6 +54,25 @@ class Same:
         return f"<{getattr(self.thing, '__qualname__', type(self.thing).__name__)}>"
 
 
+class Namespace:
+    """The attributes of a class at one moment, each compared by identity."""
+
+    def __init__(self, cls: type) -> None:
+        """Copy the references."""
+        self.values = {name: value for name, value in vars(cls).items() if name != "__doc__"}
+
+    def __eq__(self, other: object) -> bool:
+        """Equal with a namespace of the same names and the very same objects."""
+        return isinstance(other, Namespace) and not self.changed(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def changed(self, other: Namespace) -> list[str]:
+        """Return the names that do not stand for the same object in both."""
+        mine, its = self.values, other.values
+        return [name for name in {**mine, **its} if mine.get(name, _MISSING) is not its.get(name, _MISSING)]
+
+
 class Bits:
     """A copy of a tensor, compared bit for bit."""
 
@@ -112,7 +131,7 @@ class Snapshot:
         for name, module in model.named_modules(remove_duplicate=False):
             self.items.update(_module_items(name, module))
         for cls in {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}:
-            self.items["class", cls.__qualname__] = {name: Same(value) for name, value in vars(cls).items() if name != "__doc__"}
+            self.items["class", cls.__qualname__] = Namespace(cls)
         for kind, thing in (extra or {}).items():
             self.items[kind, kind] = freeze(thing)
 
@@ -219,6 +238,8 @@ def _describe(before: Any, after: Any) -> str:
         return f"appeared: {_short(after)}" if before is _MISSING else f"vanished: {_short(before)}"
     if isinstance(before, list) and isinstance(after, list) and all(isinstance(item, Same) for item in before + after):
         return f"changed: {len(before)} before, {len(after)} after"
+    if isinstance(before, Namespace) and isinstance(after, Namespace):
+        return f"changed: {', '.join(before.changed(after)[:5])}"
     if isinstance(before, dict) and isinstance(after, dict):
         keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
         return f"changed: {', '.join(keys[:5])}"
