@@ -88,8 +88,19 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
 
 
+def _tracing_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", choices=("auto", "graph", "suspend"), default="auto", help="how layers are followed one by one (auto)")
+    parser.add_argument("--max-variants", type=_positive, default=8, metavar="N", help="recorded graphs at most (8)")
+    parser.add_argument("--leaf", action="append", default=[], metavar="MODULE:FUNCTION", help="function recorded as one node")
+    parser.add_argument(
+        "--verify", choices=("off", "first", "all"), default="first", help="batches on which the graph is held against the model (first)"
+    )
+
+
 def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
     _model_arguments(parser)
+    _tracing_arguments(parser)
+    parser.add_argument("--no-propagate-error", action="store_true", help="calibrate each layer on the flow before compression")
     parser.add_argument("--dataset", metavar="D", help="calibration data: .jsonl, .txt, .parquet or .safetensors")
     parser.add_argument("--output-dir", required=True, metavar="O", help="folder of the checkpoint; must not exist or be empty")
     parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the dataset that holds the text (text)")
@@ -119,6 +130,11 @@ def _run_oneshot(args: argparse.Namespace) -> int:
         shuffle_calibration_samples=args.shuffle,
         pipeline=args.pipeline,
         sequential_targets=args.sequential_targets,
+        propagate_error=not args.no_propagate_error,
+        engine=args.engine,
+        max_variants=args.max_variants,
+        leaves=args.leaf,
+        verify=args.verify,
         device=args.device,
         dtype=args.dtype,
         model_class=args.model_class,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from compressor.model.format import check_readable
 from compressor.model.load import LoadedModel, load_model, resolve_device
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.nn import QuantizedLinear
-from compressor.pipelines import choose_pipeline, run_pipeline
+from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.progress import Progress, RichProgress, SilentProgress
 from compressor.recipe import Recipe, load_recipe
+from compressor.tracing import Engine, Verify
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ def oneshot(
     shuffle_calibration_samples: bool = False,
     pipeline: str | None = None,
     sequential_targets: list[str] | None = None,
+    propagate_error: bool = True,
+    engine: Engine = "auto",
+    max_variants: int = 8,
+    leaves: Sequence[str] = (),
+    verify: Verify = "first",
     device: str = "auto",
     dtype: str = "auto",
     model_class: str | None = None,
@@ -93,6 +100,11 @@ def oneshot(
         shuffle_calibration_samples: choose the sequences at random (by `seed`) instead of the first ones.
         pipeline: `data_free`, `basic` or `sequential`; by default what the modifiers need.
         sequential_targets: class names or patterns of the layers that are calibrated one after another; by default inferred.
+        propagate_error: False calibrates each layer on what the layers before it gave before they were compressed.
+        engine: how the sequential pipeline follows the model: `graph`, `suspend`, or `auto`, the graph where it can be had.
+        max_variants: recorded graphs at most, for batches that take other ways through the model's Python.
+        leaves: functions that are recorded as one node; `package.module:qualified.name`.
+        verify: batches on which the recorded graph is compared with the plain model: `off`, `first` or `all`.
         device: `auto`, `cpu`, `cuda`, `cuda:1`; a model in memory stays where it is.
         dtype: `auto` keeps the checkpoint's own.
         model_class: transformers class to load with; by default AutoModelForCausalLM.
@@ -111,10 +123,19 @@ def oneshot(
     """
     bars: Progress = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
     clock = _Clock()
+    settings = SequentialSettings(
+        targets=sequential_targets,
+        propagate_error=propagate_error,
+        engine=engine,
+        max_variants=max_variants,
+        leaves=tuple(leaves),
+        verify=verify,
+    )
     if output_dir is not None:
         check_output_dir(output_dir, source=model if isinstance(model, str | Path) else None)
     parsed = load_recipe(recipe, args=recipe_args)
     chosen = choose_pipeline(parsed.modifiers, pipeline)
+    settings.refuse_without_use(chosen)
     if chosen != "data_free" and dataset is None:
         raise DatasetError(f"oneshot: no dataset was given, and the {chosen} pipeline needs one; pass dataset=")
     loaded = load_model(
@@ -144,7 +165,7 @@ def oneshot(
             )
             check_vocabulary(data, loaded.model)
         clock.lap("data")
-        run_pipeline(chosen, session, data, progress=bars, targets=sequential_targets)
+        run_pipeline(chosen, session, data, progress=bars, settings=settings)
         session.finalize()
     clock.lap("compress")
     record = _record(parsed, loaded, data, state.report, chosen, seed)

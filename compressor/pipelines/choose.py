@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from compressor.data import CalibrationData
-from compressor.errors import DatasetError, RecipeError, TargetError
+from compressor.errors import DatasetError, RecipeError
 from compressor.lifecycle import CalibrationNeed, Modifier, Session
 from compressor.pipelines import basic, data_free, sequential
+from compressor.pipelines.settings import SequentialSettings
 from compressor.progress import Progress
 
 PIPELINES = ("data_free", "basic", "sequential")
@@ -49,7 +50,7 @@ def run_pipeline(
     data: CalibrationData | None,
     *,
     progress: Progress,
-    targets: Sequence[str] | None = None,
+    settings: SequentialSettings | None = None,
 ) -> None:
     """Run a pipeline by its name: from CALIBRATION_START to CALIBRATION_END.
 
@@ -58,16 +59,16 @@ def run_pipeline(
         session: initialized; its model changes.
         data: what flows through the model; data_free takes None.
         progress: where bars are shown.
-        targets: patterns of the sequential targets; None infers them. Only for `sequential`.
+        settings: targets, engine and propagation of `sequential`; None takes the defaults, the other pipelines take nothing else.
 
     Raises:
         DatasetError: no data where some is needed.
-        TargetError: targets for a pipeline that has none.
+        TargetError: settings for a pipeline that has no sequential targets.
         RecipeError: no such pipeline.
     """
     choose_pipeline((), name)
-    if targets is not None and name != "sequential":
-        raise TargetError(f"sequential_targets: {list(targets)} were given, but the {name} pipeline has none; leave them out")
+    settings = settings or SequentialSettings()
+    settings.refuse_without_use(name)
     if name == "data_free":
         data_free.run(session, progress=progress)
     elif data is None:
@@ -75,4 +76,4 @@ def run_pipeline(
     elif name == "basic":
         basic.run(session, data, progress=progress)
     else:
-        sequential.run(session, data, progress=progress, targets=targets)
+        sequential.run(session, data, progress=progress, settings=settings)

@@ -17,9 +17,10 @@ from compressor.data import CalibrationData
 from compressor.errors import CalibrationError
 from compressor.lifecycle import EventType, Session, State
 from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
+from compressor.pipelines.settings import SequentialSettings
 from compressor.pipelines.watched import watched_modules
 from compressor.progress import Progress, Task
-from compressor.tracing import Partition, Stage, SuspendedRun, module_names, partition
+from compressor.tracing import Partition, Plan, RunningStage, module_names, partition, trace
 
 
 @runtime_checkable
@@ -35,8 +36,7 @@ def run(
     data: CalibrationData,
     *,
     progress: Progress,
-    targets: Sequence[str] | None = None,
-    propagate_error: bool = True,
+    settings: SequentialSettings | None = None,
 ) -> None:
     """Calibrate and compress target by target.
 
@@ -44,8 +44,7 @@ def run(
         session: initialized; its model changes.
         data: at least one batch.
         progress: where a bar is shown.
-        targets: patterns of the layers to stop at; None infers them.
-        propagate_error: False propagates through the layers as they were before compression.
+        settings: targets, engine and propagation; None takes the defaults.
 
     Raises:
         TargetError: a pattern matches nothing, or a target lies inside another.
@@ -53,34 +52,50 @@ def run(
         TracingError: a target is called again after its stage.
     """
     state = session.state
-    cut = partition(state.model, targets)
+    settings = settings or SequentialSettings()
+    partition(state.model, settings.targets)  # a wrong pattern is refused before anything happens
     session.send(EventType.CALIBRATION_START)
-    total = len(data.batches) * (1 + 2 * len(cut.targets))
-    with calibration_mode(state), progress.task("calibrate", total=total) as task:
-        bar = _Bar(task, total)
+    with calibration_mode(state):
+        with session.hooks_disabled():
+            plan = _trace(state, data, settings)
+        cut = plan.partition
+        total = len(data.batches) * (1 + 2 * len(cut.targets))
+        with progress.task("calibrate", total=total) as task:
+            bar = _Bar(task, total)
 
-        def on_sample(index: int) -> None:
-            set_token_mask(state, data, index)
-            bar.advance()
+            def on_sample(index: int) -> None:
+                set_token_mask(state, data, index)
+                bar.advance()
 
-        with SuspendedRun(
-            state.model,
-            cut.targets,
-            data.batches,
-            device=state.device,
-            watched=lambda: watched_modules(session),
-            on_sample=on_sample,
-            quiet=session.hooks_disabled,
-        ) as suspended:
-            for stage in suspended.stages():
-                _run_stage(session, stage, bar, propagate_error)
-        _check_called(session, cut, suspended.uncalled)
-        bar.finish()
-    _send_rest(session, cut, suspended.uncalled)
+            with plan.run(
+                data.batches,
+                device=state.device,
+                watched=lambda: watched_modules(session),
+                on_sample=on_sample,
+                quiet=session.hooks_disabled,
+            ) as running:
+                for stage in running:
+                    _run_stage(session, stage, bar, settings.propagate_error)
+            _check_called(session, cut, running.uncalled)
+            bar.finish()
+    _send_rest(session, cut, running.uncalled)
     session.send(EventType.CALIBRATION_END)
 
 
-def _run_stage(session: Session, stage: Stage, bar: _Bar, propagate_error: bool) -> None:
+def _trace(state: State, data: CalibrationData, settings: SequentialSettings) -> Plan:
+    return trace(
+        state.model,
+        data.batches,
+        settings.targets,
+        leaves=settings.leaves,
+        engine=settings.engine,
+        max_variants=settings.max_variants,
+        verify=settings.verify,
+        device=state.device,
+    )
+
+
+def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error: bool) -> None:
     names = stage.module_names
     is_last = not _watched_elsewhere(session, names)
     stage.calibrate(stop_early=not is_last)  # without a propagation of all samples nothing could check an early stop

@@ -1,9 +1,29 @@
-"""Following a model's data flow: where it is cut into sequential targets, and the suspended forwards that stop there."""
+"""Following a model's data flow: where it is cut into sequential targets, and the two engines that stop there."""
 
 from __future__ import annotations
 
 from compressor.tracing.calls import Watched
 from compressor.tracing.partition import Partition, infer_targets, module_names, partition
-from compressor.tracing.suspend import Stage, SuspendedRun
+from compressor.tracing.plan import Engine, Guard, Leaf, Plan, Run, RunningStage, Stage, Verify, trace
+from compressor.tracing.store import MemoryStore, ValueStore
+from compressor.tracing.suspend import SuspendedRun
 
-__all__ = ["Partition", "Stage", "SuspendedRun", "Watched", "infer_targets", "module_names", "partition"]
+__all__ = [
+    "Engine",
+    "Guard",
+    "Leaf",
+    "MemoryStore",
+    "Partition",
+    "Plan",
+    "Run",
+    "RunningStage",
+    "Stage",
+    "SuspendedRun",
+    "ValueStore",
+    "Verify",
+    "Watched",
+    "infer_targets",
+    "module_names",
+    "partition",
+    "trace",
+]

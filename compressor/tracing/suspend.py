@@ -68,6 +68,7 @@ class SuspendedRun:
         self._samples = [Sample(model, batch, index, device, self._router.values) for index, batch in enumerate(batches)]
         self._watched, self._on_sample, self._keep_outputs = watched, on_sample, keep_outputs
         self._cleanup = ExitStack()
+        self._is_open = False
 
     @property
     def uncalled(self) -> tuple[str, ...]:
@@ -76,6 +77,7 @@ class SuspendedRun:
 
     def __enter__(self) -> Self:
         """Patch nn.Module."""
+        self._is_open = True
         self._router.watch(self._watched())
         self._cleanup.enter_context(self._router.patched())
         for sample in self._samples:
@@ -84,7 +86,13 @@ class SuspendedRun:
 
     def __exit__(self, *exc_info: object) -> None:
         """End every forward, then undo the patches."""
+        self._is_open = False
         self._cleanup.close()
+
+    def __iter__(self) -> Iterator[Stage]:
+        """Give the stages; enters the run where nobody has."""
+        with nullcontext() if self._is_open else self:
+            yield from self.stages()
 
     def stages(self) -> Iterator[Stage]:
         """Start all samples, then yield one stage after another until every forward has ended.

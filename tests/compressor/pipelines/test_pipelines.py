@@ -13,9 +13,9 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from compressor.data import CalibrationData, call_model, load_dataset_source
-from compressor.errors import CalibrationError, DatasetError, RecipeError, TargetError
+from compressor.errors import CalibrationError, DatasetError, RecipeError, TargetError, TracingError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, Session, State
-from compressor.pipelines import choose_pipeline, run_pipeline, sequential
+from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline, sequential
 from compressor.progress import SilentProgress
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 24}
@@ -97,10 +97,17 @@ def tokens(batch_size: int = 2) -> CalibrationData:
     return load_dataset_source(rows, batch_size=batch_size)
 
 
-def run(model: nn.Module, data: CalibrationData | None, name: str, recorder: Recorder, targets: list[str] | None = None) -> Recorder:
+def run(
+    model: nn.Module,
+    data: CalibrationData | None,
+    name: str,
+    recorder: Recorder,
+    targets: list[str] | None = None,
+    settings: SequentialSettings | None = None,
+) -> Recorder:
     with Session(State(model), [recorder]) as session:
         session.initialize()
-        run_pipeline(name, session, data, progress=SilentProgress(), targets=targets)
+        run_pipeline(name, session, data, progress=SilentProgress(), settings=settings or SequentialSettings(targets))
         assert session.state.token_mask is None
         session.finalize()
     return recorder
@@ -148,9 +155,9 @@ def test_sequential_feeds_each_layer_through_the_compressed_layers_before_it(bat
     expected = naive_inputs(copy.deepcopy(model), data, layer_stages(model))
     heads: list[Tensor] = []
     model.lm_head.register_forward_hook(lambda module, args, output: heads.append(output))
-    recorder = run(model, data, "sequential", Recorder(ignore=("lm_head",)))
+    recorder = run(model, data, "sequential", Recorder(ignore=("lm_head",)), settings=SequentialSettings(verify="off"))
     assert_saw(recorder, expected, data)
-    assert len(heads) == 1, "logits are computed for one batch only"
+    assert len(heads) == 2, "logits are computed for one batch only: once in the plan, once in the run"
 
 
 def test_sequential_tells_each_module_in_exactly_one_event() -> None:
@@ -198,7 +205,7 @@ def test_without_propagated_error_every_layer_sees_the_plain_flow() -> None:
     recorder = Recorder(ignore=("lm_head",))
     with Session(State(model), [recorder]) as session:
         session.initialize()
-        sequential.run(session, data, progress=SilentProgress(), propagate_error=False)
+        sequential.run(session, data, progress=SilentProgress(), settings=SequentialSettings(propagate_error=False))
         session.finalize()
     assert_saw(recorder, expected, data)
     assert isinstance(model.model.layers[2].mlp.down_proj, Halved)
@@ -369,5 +376,11 @@ def test_wrong_choices_are_refused() -> None:
         run(llama(), None, "basic", Recorder())
     with pytest.raises(TargetError, match="the basic pipeline has none"):
         run(llama(), tokens(), "basic", Recorder(), targets=["Linear"])
+    with pytest.raises(TargetError, match="engine: 'graph' was given, but the basic pipeline traces nothing"):
+        run(llama(), tokens(), "basic", Recorder(), settings=SequentialSettings(engine="graph"))
+    with pytest.raises(TracingError, match="engine: 'grahp' does not exist; choose one of auto, graph, suspend"):
+        SequentialSettings(engine="grahp")  # type: ignore[arg-type]
+    with pytest.raises(TracingError, match="max_variants: 0 leaves no room"):
+        SequentialSettings(max_variants=0)
     with pytest.raises(TargetError, match="matches no module"):
         run(llama(), tokens(), "sequential", Recorder(), targets=["LlamaDecodrLayer"])
