@@ -110,7 +110,7 @@ def quantize_gptq(
     solution = solve_gptq(
         stacked,
         hessian_CC,
-        Grid(*_stacked_qparams(qparams, rows), group_C, args),
+        Grid(*_stacked_qparams(qparams, rows)[:2], group_C, args),
         order_C=order_C,
         block_size=block_size,
         damp_frac=damp_frac,

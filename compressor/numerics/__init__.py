@@ -1,20 +1,24 @@
 """Number formats, scales, quantization and packing: tensors in, tensors out, no model in sight.
 
-scheme.py     what a tensor is to become (QuantizationArgs, QuantizationScheme, presets)
-formats.py    the codes of a format: ranges, rounding, saturation
-qparams.py    range -> scale and zero point
-quantize.py   real values -> codes -> real values
-observers.py  tensors -> range
-packing.py    codes -> int32 words
+scheme.py      what a tensor is to become (QuantizationArgs, QuantizationScheme)      presets.py  the schemes that have a name
+formats.py     the codes of a format: ranges, rounding, saturation
+qparams.py     range -> scale and zero point                                          mx.py       scales that are powers of two
+quantize.py    real values -> codes -> real values
+observers.py   tensors -> range                                                       observer_settings.py
+packing.py     integer codes -> int32 words                                           packing_fp4.py  fp4 codes -> bytes
+products.py    codes times codes, summed exactly                                      sizes.py    bytes of a format
 """
 
 from __future__ import annotations
 
+from compressor.numerics.mx import decode_mx_scale, encode_mx_scale, mx_scale
 from compressor.numerics.observers import MinMaxObserver, MSEObserver, Observer, make_observer, weight_qparams
 from compressor.numerics.packing import pack_int32, unpack_int32
-from compressor.numerics.qparams import QParams, calculate_qparams, check_qparams
+from compressor.numerics.packing_fp4 import pack_fp4, unpack_fp4
+from compressor.numerics.presets import PRESETS, preset_scheme
+from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams, check_qparams
 from compressor.numerics.quantize import check_groups, dequantize, dynamic_qparams, fake_quantize, quantize
-from compressor.numerics.scheme import PRESETS, QuantizationArgs, QuantizationScheme, preset_scheme
+from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 __all__ = [
     "PRESETS",
@@ -24,16 +28,22 @@ __all__ = [
     "QParams",
     "QuantizationArgs",
     "QuantizationScheme",
+    "calculate_global_scale",
     "calculate_qparams",
     "check_groups",
     "check_qparams",
+    "decode_mx_scale",
     "dequantize",
     "dynamic_qparams",
+    "encode_mx_scale",
     "fake_quantize",
     "make_observer",
+    "mx_scale",
+    "pack_fp4",
     "pack_int32",
     "preset_scheme",
     "quantize",
+    "unpack_fp4",
     "unpack_int32",
     "weight_qparams",
 ]

@@ -8,7 +8,7 @@ batches but what all values together determine, so neither the order of the batc
 and for "mse" a histogram of integer counts whose bins are the 65536 bfloat16 numbers (exact for bfloat16 models, and within 0.4 % of each
 value for others).
 
-Shapes: n groups of S values each, whatever the strategy: n = 1 per tensor, n = R per channel, n = R * G per group.
+Shapes: n groups of S values each, whatever the strategy: n = 1 per tensor, n = R per channel, n = R * G per group, one per block.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from compressor.errors import NumericsError, SchemeError
-from compressor.numerics.qparams import QParams, calculate_qparams
+from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams
 from compressor.numerics.quantize import check_groups, fake_quantize
 from compressor.numerics.scheme import QuantizationArgs
 
@@ -30,16 +31,18 @@ _NUM_BINS = 1 << 16
 
 
 @torch.no_grad()
-def weight_qparams(weight: Tensor, args: QuantizationArgs, name: str = "weight") -> QParams:
+def weight_qparams(weight: Tensor, args: QuantizationArgs, name: str = "weight", global_scale: Tensor | None = None) -> QParams:
     """Choose scale and zero point for a whole weight, with the observer that args name.
 
     Args:
         weight: [R, C], floating point; not modified.
-        args: the format; strategy "tensor", "channel" or "group".
+        args: the format; strategy "tensor", "channel", "group", "tensor_group" or "block".
         name: what the weight is called, for errors only.
+        global_scale: float32 [1], for formats that have one and where it is not to be this weight's own: layers that a runtime fuses
+            share theirs.
 
     Returns:
-        Scale in the dtype of the weight, shaped [1], [R, 1] or [R, G], and zero point if asymmetric.
+        Scale in the dtype of the weight, shaped [1], [R, 1], [R, G] or one per block, zero point if asymmetric, and global scale.
 
     Raises:
         NumericsError: NaN or infinity in the weight.
@@ -48,13 +51,15 @@ def weight_qparams(weight: Tensor, args: QuantizationArgs, name: str = "weight")
     groups_nS, shape = _as_groups(weight, args, name)
     min_n, max_n = groups_nS.amin(-1), groups_nS.amax(-1)
     _check_range(min_n, max_n, name)
-    if args.observer_kind == "minmax":
-        return calculate_qparams(min_n, max_n, args).map(lambda part: part.reshape(shape))
-    rows = max(1, _CHUNK // groups_nS.shape[-1])
-    for start in range(0, len(groups_nS), rows):
-        part = slice(start, start + rows)
-        min_n[part], max_n[part] = _search_range(groups_nS[part], min_n[part], max_n[part], args)
-    return calculate_qparams(min_n, max_n, args).map(lambda part: part.reshape(shape))
+    if args.has_global_scale and global_scale is None:
+        global_scale = calculate_global_scale(min_n, max_n)
+    if args.observer_kind == "mse":
+        rows = max(1, _CHUNK // groups_nS.shape[-1])
+        for start in range(0, len(groups_nS), rows):
+            part = slice(start, start + rows)
+            min_n[part], max_n[part] = _search_range(groups_nS[part], min_n[part], max_n[part], args, global_scale=global_scale)
+    qparams = calculate_qparams(min_n, max_n, args, global_scale).map(lambda part: part.reshape(shape))
+    return qparams._replace(scale=qparams.scale.to(weight.dtype))
 
 
 class Observer(ABC):
@@ -76,7 +81,8 @@ class Observer(ABC):
         """Choose scale and zero point from all batches so far.
 
         Returns:
-            Scale [1] in the dtype of the activation, and zero point [1] if asymmetric.
+            Scale in the dtype of the activation, [1] or [H, 1, 1] per head, and zero point if asymmetric. Where the scales of groups are
+            dynamic (NVFP4), the global scale is what counts and the scale is that of one group that spans everything.
 
         Raises:
             NumericsError: no batch came.
@@ -96,7 +102,7 @@ class MinMaxObserver(Observer):
         """See Observer."""
         if x.numel() == 0:
             return
-        min_val, max_val = (bound.reshape(1) for bound in torch.aminmax(x))
+        min_val, max_val = _extremes(x, self.args, self.name)
         _check_range(min_val, max_val, self.name)
         if self._range is not None:
             min_val, max_val = torch.minimum(min_val, self._range[0]), torch.maximum(max_val, self._range[1])
@@ -104,7 +110,9 @@ class MinMaxObserver(Observer):
 
     def qparams(self) -> QParams:
         """See Observer."""
-        return calculate_qparams(*self._observed_range(), self.args)
+        min_val, max_val = self._observed_range()
+        global_scale = calculate_global_scale(min_val, max_val) if self.args.has_global_scale else None
+        return calculate_qparams(min_val, max_val, self.args, global_scale)
 
     def _observed_range(self) -> tuple[Tensor, Tensor]:
         if self._range is None:
@@ -146,21 +154,33 @@ def make_observer(args: QuantizationArgs, name: str = "activation") -> Observer:
     """Make the observer that args name, for one static activation.
 
     Args:
-        args: the format; static, strategy "tensor".
+        args: the format; static with strategy "tensor" or "attn_head", or with a static global scale ("tensor_group").
         name: what the activation is called, for errors only.
 
     Returns:
         An observer that has seen nothing yet.
 
     Raises:
-        SchemeError: the args are for a weight or a dynamic activation.
+        SchemeError: the args are for a weight or a dynamic activation, or ask for an observer that does not know their strategy.
     """
-    if args.dynamic or args.strategy != "tensor":
+    if args.observer_kind == "mse" and args.strategy != "tensor":
+        raise SchemeError(f"{name}: the mse observer knows activations of strategy='tensor', not {args.strategy!r}; use minmax")
+    if args.dynamic is True or args.strategy not in ("tensor", "attn_head", "tensor_group"):
         raise SchemeError(
             f"{name}: strategy={args.strategy!r} with dynamic={args.dynamic} has no range to observe; "
             "a static activation has strategy='tensor', dynamic ones need no observer, weights use weight_qparams"
         )
     return MSEObserver(args, name) if args.observer_kind == "mse" else MinMaxObserver(args, name)
+
+
+def _extremes(x: Tensor, args: QuantizationArgs, name: str) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value: [1], or [H, 1, 1] of an x [batch, H, sequence, D] whose heads have scales of their own."""
+    if args.strategy != "attn_head":
+        min_val, max_val = torch.aminmax(x)
+        return min_val.reshape(1), max_val.reshape(1)
+    if x.ndim != 4:
+        raise SchemeError(f"{name}: {tuple(x.shape)} is not [batch, heads, sequence, D]; strategy='attn_head' is for keys and values")
+    return x.amin((0, 2, 3)).reshape(-1, 1, 1), x.amax((0, 2, 3)).reshape(-1, 1, 1)
 
 
 def _as_groups(weight: Tensor, args: QuantizationArgs, name: str) -> tuple[Tensor, tuple[int, ...]]:
@@ -171,10 +191,20 @@ def _as_groups(weight: Tensor, args: QuantizationArgs, name: str) -> tuple[Tenso
         return weight.reshape(1, -1), (1,)
     if args.strategy == "channel":
         return weight.reshape(-1, weight.shape[-1]), (*weight.shape[:-1], 1)
-    if args.strategy != "group" or args.group_size is None:
+    if args.block_structure is not None:
+        return _as_blocks(weight, *args.block_structure)
+    if not args.is_grouped or args.group_size is None:
         raise SchemeError(f"{name}: strategy={args.strategy!r} is not for weights; use 'tensor', 'channel' or 'group'")
     check_groups(weight.shape[-1], args)
     return weight.reshape(-1, args.group_size), (*weight.shape[:-1], weight.shape[-1] // args.group_size)
+
+
+def _as_blocks(weight: Tensor, height: int, width: int) -> tuple[Tensor, tuple[int, int]]:
+    """View the weight as [blocks, H * W]; what sticks out is filled up with zeros, which change neither range nor error."""
+    padded = functional.pad(weight, (0, -weight.shape[1] % width, 0, -weight.shape[0] % height))
+    num_rows, num_columns = padded.shape[0] // height, padded.shape[1] // width
+    blocks = padded.reshape(num_rows, height, num_columns, width).transpose(1, 2)
+    return blocks.reshape(num_rows * num_columns, height * width), (num_rows, num_columns)
 
 
 def _check_range(min_vals: Tensor, max_vals: Tensor, name: str) -> None:
@@ -185,20 +215,25 @@ def _check_range(min_vals: Tensor, max_vals: Tensor, name: str) -> None:
 
 
 def _search_range(
-    groups_nS: Tensor, min_n: Tensor, max_n: Tensor, args: QuantizationArgs, counts_S: Tensor | None = None
+    groups_nS: Tensor,
+    min_n: Tensor,
+    max_n: Tensor,
+    args: QuantizationArgs,
+    counts_S: Tensor | None = None,
+    global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Try one range after the other, from the widest on; each group keeps the first of its best."""
     settings = args.mse_settings
-    flat_args = args.model_copy(update={"strategy": "channel", "group_size": None})
+    flat_args = args.model_copy(update={"strategy": "channel", "group_size": None, "block_structure": None})
     # Errors are counted in steps of the full range, so that 2^k times the weight finds the same range, and nothing underflows.
-    unit_n = calculate_qparams(min_n, max_n, args).scale
+    unit_n = calculate_qparams(min_n, max_n, args.model_copy(update={"scale_dtype": None})).scale
     best_min_n, best_max_n = min_n, max_n
     best_error_n = torch.full_like(unit_n, torch.inf, dtype=torch.float64)
     stale_n = torch.zeros_like(unit_n, dtype=torch.int32)
     for candidate in range(int(settings.maxshrink * settings.grid)):
         shrink = 1 - candidate / settings.grid
         tried_min_n, tried_max_n = min_n * shrink, max_n * shrink
-        qparams = calculate_qparams(tried_min_n, tried_max_n, args).map(lambda part: part.unsqueeze(-1))
+        qparams = calculate_qparams(tried_min_n, tried_max_n, args, global_scale).map(lambda part: part.unsqueeze(-1))
         error_n = _sum_errors(groups_nS, qparams, unit_n, flat_args, settings.norm, counts_S)
         better_n = error_n < best_error_n
         if settings.patience is not None:

@@ -15,19 +15,27 @@ import torch
 from torch import Tensor
 
 from compressor.errors import NumericsError
+from compressor.numerics.formats import FP4_MAX, FP8_MAX
+from compressor.numerics.mx import mx_scale
 from compressor.numerics.scheme import QuantizationArgs
+
+# What a scale of zero (a group of zeros, or underflow) becomes, by the dtype in which scales are stored; else the eps of its own dtype.
+_ZERO_SCALE_BECOMES = {"torch.float8_e4m3fn": 0.125, "torch.uint8": 1.0}
 
 
 class QParams(NamedTuple):
     """Scale and zero point of one tensor.
 
     Attributes:
-        scale: in the dtype in which it will be stored; [1] per tensor, [R, 1] per channel, [R, G] per group, [..., 1] per token.
+        scale: in the dtype in which values are computed; [1] per tensor, [R, 1] per channel, [R, G] per group, [R / B, C / B] per block
+            of B x B, [..., 1] per token.
         zero_point: int8, shaped like scale; None if and only if the scheme is symmetric.
+        global_scale: float32 [1] by which every scale is divided (NVFP4); None elsewhere.
     """
 
     scale: Tensor
     zero_point: Tensor | None
+    global_scale: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QParams:
         """Apply one function to the scale and, where there is one, to the zero point.
@@ -36,12 +44,27 @@ class QParams(NamedTuple):
             function: for instance a reshape, a slice or a move to another device.
 
         Returns:
-            The results.
+            The results; the global scale, which has one shape whatever the strategy, stays as it is.
         """
-        return QParams(function(self.scale), None if self.zero_point is None else function(self.zero_point))
+        return QParams(function(self.scale), None if self.zero_point is None else function(self.zero_point), self.global_scale)
 
 
-def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs) -> QParams:
+def calculate_global_scale(min_vals: Tensor, max_vals: Tensor) -> Tensor:
+    """Choose the scale that stands above the group scales of an NVFP4 tensor: the largest group gets the largest fp8 scale.
+
+    Args:
+        min_vals: smallest values of the tensor or of its parts, floating point.
+        max_vals: largest values, same shape and dtype.
+
+    Returns:
+        float32 [1]: 448 * 6 / largest absolute value; 1 where that is no number, as for a tensor of zeros.
+    """
+    largest = torch.maximum(min_vals.abs().amax(), max_vals.abs().amax())
+    scale = FP8_MAX * FP4_MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)
+    return scale.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0).to(torch.float32).reshape(1)
+
+
+def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None) -> QParams:
     """Choose scale and zero point so that the codes cover [min, max] and zero is a code.
 
     Costs no device synchronisation: NaN or infinity in the range shows as such in the scale, which `check_qparams` refuses.
@@ -50,9 +73,11 @@ def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs
         min_vals: smallest value of each group, floating point.
         max_vals: largest value of each group, same shape and dtype.
         args: the format.
+        global_scale: float32 [1] for a format that has one (NVFP4), else None.
 
     Returns:
-        Scale in the dtype of the range and, if asymmetric, zero point; a range without dimensions gives shape [1].
+        Scale in the dtype of the range (float32 under a global scale) and, if asymmetric, zero point; a range without dimensions gives
+        shape [1]. A scale that is stored in fewer bits is one that those bits hold.
     """
     # Tensors without dimensions rather than python numbers: for ranges without dimensions they promote the zero point to float32, as in
     # compressed-tensors.
@@ -61,7 +86,7 @@ def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs
     max_vals = torch.maximum(max_vals, torch.zeros_like(max_vals))
     num_steps = (high - low).to(max_vals.dtype)
     if args.symmetric:
-        scale = torch.maximum(min_vals.abs(), max_vals.abs()) / (num_steps / 2)
+        scale = _symmetric_scale(torch.maximum(min_vals.abs(), max_vals.abs()), num_steps / 2, args, global_scale)
         zero_point = None
     else:
         # max - min can overflow where neither end does.
@@ -70,9 +95,20 @@ def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs
         # 0 / 0, a group of zeros, is NaN: the zero point becomes 0 rather than whatever the platform casts NaN to.
         zero_point = torch.clamp(low - min_vals / scale, low, high).nan_to_num(nan=0.0).round().to(torch.int8)
     # Zeros, or values so small that the division underflowed: any scale serves, and compressed-tensors takes this one.
-    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-    qparams = QParams(scale, zero_point)
+    scale = torch.where(scale == 0, _ZERO_SCALE_BECOMES.get(args.scale_dtype or "", torch.finfo(scale.dtype).eps), scale)
+    qparams = QParams(scale, zero_point, global_scale)
     return qparams.map(lambda part: part.reshape(1)) if scale.ndim == 0 else qparams
+
+
+def _symmetric_scale(max_abs: Tensor, largest_code: Tensor, args: QuantizationArgs, global_scale: Tensor | None) -> Tensor:
+    if args.is_mx:
+        return mx_scale(max_abs, args.num_bits)
+    scale = max_abs / largest_code
+    if global_scale is None:
+        return scale
+    scale = global_scale * scale
+    # Saturating, as everywhere: rounding may have carried the largest scale past 448.
+    return scale.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(scale.dtype)
 
 
 def check_qparams(qparams: QParams, name: str, args: QuantizationArgs | None = None) -> None:
@@ -86,7 +122,9 @@ def check_qparams(qparams: QParams, name: str, args: QuantizationArgs | None = N
     Raises:
         NumericsError: a scale is NaN, infinite, zero or negative, or the zero point has another dtype, shape or range than it must have.
     """
-    scale, zero_point = qparams
+    scale, zero_point, global_scale = qparams
+    if global_scale is not None:
+        _check_global_scale(global_scale, name)
     good = scale.isfinite() & (scale > 0)
     if scale.numel() == 0 or not good.all():
         examples = scale[~good].flatten()[:3].tolist()
@@ -109,3 +147,12 @@ def check_qparams(qparams: QParams, name: str, args: QuantizationArgs | None = N
             raise NumericsError(
                 f"{name}: a zero point lies outside of the codes {low:.0f} to {high:.0f}; compute it with calculate_qparams"
             )
+
+
+def _check_global_scale(global_scale: Tensor, name: str) -> None:
+    fits = global_scale.dtype == torch.float32 and global_scale.shape == (1,)
+    if not fits or not bool((global_scale.isfinite() & (global_scale > 0)).all()):
+        raise NumericsError(
+            f"{name}: global scale {global_scale.dtype} {tuple(global_scale.shape)} is not one finite and positive float32; "
+            "compute it with calculate_global_scale"
+        )

@@ -4,7 +4,8 @@
 transformers loads one of our checkpoints: the logits must agree to the last bit.
 
 Shapes: R rows (out features), C columns (in features), G groups, S = C / G group size. Weights are [R, C]; scale and zero point are [1] per
-tensor, [R, 1] per channel, [R, G] per group; g_idx int32 [C] gives each column's group where groups are not runs of columns.
+tensor, [R, 1] per channel, [R, G] per group, [ceil(R / H), ceil(C / W)] per block of H x W; g_idx int32 [C] gives each column's group
+where groups are not runs of columns.
 """
 
 from __future__ import annotations
@@ -54,13 +55,14 @@ def dequantize(codes: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: T
         g_idx: int32 [C], the group of each column; strategy "group" only.
 
     Returns:
-        (codes - zero_point) * scale, shaped like codes, in the dtype of the scale.
+        (codes - zero_point) * scale / global_scale, shaped like codes, in the dtype of the scale.
 
     Raises:
         SchemeError: the columns do not divide into groups.
     """
     codes_grouped, aligned = _align(codes, qparams, args, g_idx)
-    return _multiply_(codes_grouped.to(aligned.scale.dtype, copy=True), aligned).reshape(codes.shape)
+    values = _multiply_(codes_grouped.to(aligned.scale.dtype, copy=True), aligned).reshape(codes.shape)
+    return values.to(qparams.scale.dtype)
 
 
 @torch.no_grad()
@@ -73,8 +75,8 @@ def fake_quantize(x: Tensor, qparams: QParams, args: QuantizationArgs) -> Tensor
         args: the format.
 
     Returns:
-        The values that the codes stand for, shaped like x. As in compressed-tensors the dtype is that of x for strategy "group" and that of
-        the scale else (mostly one and the same). NaN stays NaN.
+        The values that the codes stand for, shaped like x. As in compressed-tensors the dtype is that of x for strategies "group" and
+        "tensor_group" and that of the scale else (mostly one and the same). NaN stays NaN.
 
     Raises:
         SchemeError: the columns do not divide into groups.
@@ -85,26 +87,32 @@ def fake_quantize(x: Tensor, qparams: QParams, args: QuantizationArgs) -> Tensor
         scaled += 0.0  # compressed-tensors adds a zero point of zeros here, which makes +0.0 of -0.0
     codes = snap_(scaled, args.type, args.num_bits).to(aligned.scale.dtype)
     values = _multiply_(codes, aligned).reshape(x.shape)
-    return values.to(x.dtype) if args.strategy == "group" else values
+    return values.to(x.dtype) if args.is_grouped else values
 
 
 @torch.no_grad()
-def dynamic_qparams(x: Tensor, args: QuantizationArgs) -> QParams:
+def dynamic_qparams(x: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None) -> QParams:
     """Compute the scales of one activation from its own values, as compressed-tensors does in every forward pass.
 
     Args:
         x: the activation, usually [batch, sequence, C].
-        args: the format; dynamic, strategy "token" or "tensor".
+        args: the format; dynamic, strategy "token", "tensor", "group" or "tensor_group".
+        global_scale: float32 [1], calibrated, for strategy "tensor_group".
 
     Returns:
-        Scale [1] per tensor; per token [batch, sequence, 1]. A token's values are all but the first two dimensions, so an activation [N, C]
-        without a batch dimension gets one scale for all of it: that is what compressed-tensors computes, and its logits must be ours.
+        Scale [1] per tensor; per group [..., G]; per token [batch, sequence, 1]. A token's values are all but the first two dimensions, so
+        an activation [N, C] without a batch dimension gets one scale for all of it: that is what compressed-tensors computes, and its
+        logits must be ours.
 
     Raises:
-        SchemeError: args are not for a dynamic activation.
+        SchemeError: args are not for a dynamic activation, or the columns do not divide into groups.
     """
     if not args.dynamic:
         raise SchemeError("dynamic_qparams: args with dynamic=False have stored scales; use those, or give dynamic=True")
+    if args.is_grouped:
+        check_groups(x.shape[-1], args)
+        groups = x.unflatten(-1, (-1, args.group_size or 1))
+        return calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale)
     if x.numel() == 0:
         x = x.new_zeros(1)  # an expert that no token reached; any scale does
     if args.strategy == "tensor" or x.ndim <= 2:
@@ -120,12 +128,12 @@ def check_groups(num_columns: int, args: QuantizationArgs) -> None:
 
     Args:
         num_columns: columns (in features) of the weight.
-        args: the format; only strategy "group" can fail.
+        args: the format; only strategies with groups can fail.
 
     Raises:
         SchemeError: group_size does not divide the columns.
     """
-    if args.strategy == "group" and args.group_size is not None and num_columns % args.group_size:
+    if args.is_grouped and args.group_size is not None and num_columns % args.group_size:
         raise SchemeError(
             f"{num_columns} columns do not divide into groups of group_size={args.group_size}; ignore this module or choose a divisor"
         )
@@ -133,10 +141,12 @@ def check_groups(num_columns: int, args: QuantizationArgs) -> None:
 
 def _align(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor | None) -> tuple[Tensor, QParams]:
     """View x and its qparams so that they broadcast: [R, G, S] against [R, G, 1] for groups, as they are else."""
-    if args.strategy != "group":
+    if qparams.global_scale is not None:
+        qparams = QParams(qparams.scale / qparams.global_scale, qparams.zero_point)
+    if not args.is_grouped:
         if g_idx is not None:
             raise SchemeError(f"g_idx does not go with strategy={args.strategy!r}; only groups have one")
-        return x, qparams
+        return x, _spread_blocks(qparams, x, args) if args.strategy == "block" else qparams
     assert args.group_size is not None, "the scheme checked it"
     check_groups(x.shape[-1], args)
     num_groups = x.shape[-1] // args.group_size
@@ -150,6 +160,19 @@ def _align(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor | 
     if g_idx.shape != x.shape[-1:]:
         raise SchemeError(f"g_idx {tuple(g_idx.shape)} does not name a group for each of {x.shape[-1]} columns; give one entry per column")
     return x, qparams.map(lambda part: part.index_select(-1, g_idx))
+
+
+def _spread_blocks(qparams: QParams, x: Tensor, args: QuantizationArgs) -> QParams:
+    """Repeat the scale of each block over its rows and columns; the last blocks may be cut short."""
+    assert args.block_structure is not None, "the scheme checked it"
+    rows, columns = x.shape[-2:]
+    height, width = args.block_structure
+    if qparams.scale.shape != (-(-rows // height), -(-columns // width)):
+        raise SchemeError(
+            f"scale {tuple(qparams.scale.shape)} does not fit {rows} rows and {columns} columns in blocks of {height} x {width}; "
+            "compute it for this tensor"
+        )
+    return qparams.map(lambda part: part.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns])
 
 
 def _divide(x: Tensor, qparams: QParams) -> Tensor:

@@ -6,9 +6,6 @@ project cannot do is refused here, when the scheme is made and before any work, 
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,78 +14,36 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from compressor.errors import SchemeError
 from compressor.numerics import formats
 from compressor.numerics.formats import NumberType
+from compressor.numerics.observer_settings import OBSERVER_KINDS, MSESettings, suggest
 
-Strategy = Literal["tensor", "channel", "group", "token"]
-CompressionFormat = Literal["pack-quantized", "int-quantized", "float-quantized"]
+Strategy = Literal["tensor", "channel", "group", "token", "block", "tensor_group", "attn_head"]
+CompressionFormat = Literal[
+    "pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+]
+ScaleDtype = Literal["torch.uint8", "torch.float8_e4m3fn"]
 
-# Every observer name that a recipe may use -> what it does here. In llm-compressor they differ in how they average batches; ours never do.
-OBSERVER_KINDS: dict[str, Literal["minmax", "mse"]] = {
-    "minmax": "minmax",
-    "memoryless_minmax": "minmax",
-    "static_minmax": "minmax",
-    "mse": "mse",
-    "memoryless_mse": "mse",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class MSESettings:
-    """Settings of the MSE observer, which tries the full range times 1, 1 - 1/grid, 1 - 2/grid ... and keeps the one with the least error.
-
-    Attributes:
-        maxshrink: the largest share of the range that may be cut off, in (0, 1].
-        grid: candidates per unit of shrinkage; maxshrink * grid candidates are tried.
-        norm: exponent of the absolute error, > 0; 2 gives the mean squared error.
-        patience: a group stops after this many candidates in a row without gain; None searches the whole grid.
-    """
-
-    maxshrink: float = 0.20
-    grid: float = 100.0
-    norm: float = 2.4
-    patience: int | None = None
-
-    @classmethod
-    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> MSESettings:
-        """Check a recipe's observer_kwargs.
-
-        Args:
-            kwargs: name -> number.
-
-        Returns:
-            The settings, defaults filled in.
-
-        Raises:
-            SchemeError: an unknown name, or a number out of range.
-        """
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name, value in kwargs.items():
-            if name not in names:
-                raise SchemeError(f"observer_kwargs: {name!r} is not a setting of the mse observer; {_suggest(name, names)}")
-            if name == "patience" and value is None:
-                continue
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not 0 < value < float("inf") or (name == "patience" and int(value) != value):
-                raise SchemeError(f"observer_kwargs: {name}={value!r} is not a positive number; leave it out for the default")
-        settings = cls(**kwargs)
-        if settings.maxshrink > 1 or settings.maxshrink * settings.grid < 1:
-            raise SchemeError(
-                f"observer_kwargs: maxshrink={settings.maxshrink} with grid={settings.grid} leaves nothing to search; "
-                "maxshrink must be at most 1 and maxshrink * grid at least 1"
-            )
-        return settings
+MX_GROUP_SIZE = 32
+NVFP4_GROUP_SIZE = 16
+_GROUPED = ("group", "tensor_group")
+_WEIGHT_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+_INPUT_STRATEGIES = ("tensor", "token", "group", "tensor_group")
 
 
 class QuantizationArgs(BaseModel):
-    """How one tensor (a weight, or the input of a module) is quantized.
+    """How one tensor (a weight, the input of a module, or the keys and values of a cache) is quantized.
 
     Attributes:
-        num_bits: width of a code: 2 to 8 for integers, 8 for floats.
-        type: "int", or "float" for fp8 e4m3.
+        num_bits: width of a code: 2 to 8 for integers, 4 (e2m1) or 8 (e4m3) for floats.
+        type: "int", or "float" for fp4 and fp8.
         symmetric: True: codes are centred on zero and there is no zero point.
         group_size: columns that share a scale; -1 stands for the whole row.
         strategy: what shares a scale; inferred from group_size where it is not given.
-        dynamic: True: an activation's scales are computed anew in every forward pass.
+        block_structure: rows and columns of a block, strategy "block" only.
+        dynamic: True: an activation's scales are computed anew in every forward pass; "local": those of its groups are, under a global
+            scale that is not.
         actorder: the order in which GPTQ takes the columns; "weight" and "static" mean the same, "group" also stores the order as g_idx.
+        scale_dtype: how scales are stored where that is not the dtype of the weight: "torch.uint8" for the exponents of the MX formats,
+            "torch.float8_e4m3fn" for NVFP4. Inferred for 4-bit floats.
         observer: how the range is found, a key of OBSERVER_KINDS; None means "minmax".
         observer_kwargs: settings of the observer, see MSESettings.
     """
@@ -100,8 +55,10 @@ class QuantizationArgs(BaseModel):
     symmetric: bool = True
     group_size: int | None = None
     strategy: Strategy = Field(default=None, validate_default=True)
-    dynamic: bool = False
+    block_structure: tuple[int, int] | None = None
+    dynamic: bool | Literal["local"] = False
     actorder: Literal["static", "weight", "group"] | None = None
+    scale_dtype: ScaleDtype | None = Field(default=None, validate_default=True)
     observer: str | None = None
     observer_kwargs: dict[str, Any] = Field(default_factory=dict)
 
@@ -112,8 +69,23 @@ class QuantizationArgs(BaseModel):
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """The dtype of the codes: int8 or float8_e4m3fn."""
+        """The dtype of the codes, one per byte: int8, or float8_e4m3fn for fp8 and for fp4, whose values it holds."""
         return formats.storage_dtype(self.type)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether runs of `group_size` columns share a scale."""
+        return self.strategy in _GROUPED
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether scales are powers of two, stored as their exponents (the MX formats)."""
+        return self.scale_dtype == "torch.uint8"
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether one more scale, in float32, stands above those of the groups (NVFP4)."""
+        return self.strategy == "tensor_group"
 
     @property
     def observer_kind(self) -> Literal["minmax", "mse"]:
@@ -145,33 +117,83 @@ class QuantizationArgs(BaseModel):
             return "tensor" if group_size is None else "channel" if group_size == -1 else "group"
         return value.lower() if isinstance(value, str) else value
 
+    @field_validator("block_structure", mode="after")
+    @classmethod
+    def _check_block(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
+        if value is not None and min(value) < 1:
+            raise SchemeError(f"block_structure={list(value)} is not two positive numbers; give rows and columns, such as [128, 128]")
+        return value
+
     @field_validator("actorder", mode="before")
     @classmethod
     def _false_is_none(cls, value: Any) -> Any:
         return None if value is False else value
 
+    @field_validator("scale_dtype", mode="before")
+    @classmethod
+    def _infer_scale_dtype(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.data.get("type") == "float" and info.data.get("num_bits") == 4:
+            return "torch.float8_e4m3fn" if info.data.get("strategy") == "tensor_group" else "torch.uint8"
+        if isinstance(value, torch.dtype):
+            return str(value)
+        return f"torch.{value.removeprefix('torch.')}" if isinstance(value, str) else value
+
     @field_validator("observer", mode="after")
     @classmethod
     def _check_observer(cls, value: str | None) -> str | None:
         if value is not None and value not in OBSERVER_KINDS:
-            raise SchemeError(f"observer: {value!r} does not exist; {_suggest(value, list(OBSERVER_KINDS))}")
+            raise SchemeError(f"observer: {value!r} does not exist; {suggest(value, list(OBSERVER_KINDS))}")
         return value
 
     @model_validator(mode="after")
-    def _check_together(self) -> QuantizationArgs:
+    def _check_strategy(self) -> QuantizationArgs:
         positive = self.group_size is not None and self.group_size > 0
-        if self.type == "float" and (self.num_bits != 8 or not self.symmetric):
-            raise SchemeError("type='float' means symmetric fp8 e4m3; give num_bits=8 and symmetric=True")
-        if self.strategy == "group" and not positive:
-            raise SchemeError(f"strategy='group' with group_size={self.group_size} has no groups; give a positive group_size")
-        if self.strategy != "group" and positive:
+        if self.is_grouped and not positive:
+            raise SchemeError(
+                f"strategy={self.strategy!r} with group_size={self.group_size} has no groups; give a positive group_size, or 'group'"
+            )
+        if not self.is_grouped and positive:
             raise SchemeError(f"group_size={self.group_size} does not go with strategy={self.strategy!r}; give strategy='group'")
-        if self.strategy == "token" and not self.dynamic:
-            raise SchemeError("strategy='token' needs scales of its own in every forward pass; give dynamic=True")
-        if self.dynamic and self.strategy not in ("token", "tensor"):
-            raise SchemeError(f"dynamic=True is not supported with strategy={self.strategy!r}; use 'token' or 'tensor'")
+        if (self.strategy == "block") != (self.block_structure is not None):
+            raise SchemeError(
+                f"block_structure={self.block_structure} does not go with strategy={self.strategy!r}; "
+                "give strategy='block' with a block_structure such as [128, 128]"
+            )
+        if self.strategy == "block" and (self.type, self.num_bits) != ("float", 8):
+            raise SchemeError(f"strategy='block' is for fp8, not for {self.type}{self.num_bits}; give type='float' and num_bits=8")
         if self.actorder == "group" and self.strategy != "group":
             raise SchemeError(f"actorder='group' does not go with strategy={self.strategy!r}; use strategy='group' or actorder='static'")
+        return self
+
+    @model_validator(mode="after")
+    def _check_float(self) -> QuantizationArgs:
+        if self.type == "float" and (self.num_bits not in (4, 8) or not self.symmetric):
+            raise SchemeError("type='float' means symmetric fp8 (e4m3) or fp4 (e2m1); give num_bits=8 or 4, and symmetric=True")
+        is_nvfp4 = (self.type, self.num_bits, self.group_size) == ("float", 4, NVFP4_GROUP_SIZE)
+        if self.has_global_scale != (self.scale_dtype == "torch.float8_e4m3fn") or (self.has_global_scale and not is_nvfp4):
+            raise SchemeError(
+                f"strategy={self.strategy!r} with scale_dtype={self.scale_dtype!r} is not NVFP4; give type='float', num_bits=4, "
+                f"strategy='tensor_group', group_size={NVFP4_GROUP_SIZE}"
+            )
+        if self.is_mx and (self.type != "float" or self.group_size != MX_GROUP_SIZE or self.strategy != "group"):
+            raise SchemeError(
+                f"scale_dtype='torch.uint8' goes with fp4 or fp8 in groups of {MX_GROUP_SIZE} (the MX formats), not with "
+                f"{self.type}{self.num_bits} and group_size={self.group_size}; leave scale_dtype out, or give group_size={MX_GROUP_SIZE}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_dynamic(self) -> QuantizationArgs:
+        if self.strategy == "token" and self.dynamic is not True:
+            raise SchemeError("strategy='token' needs scales of its own in every forward pass; give dynamic=True")
+        if self.dynamic is True and self.strategy not in ("token", "tensor", "group"):
+            raise SchemeError(f"dynamic=True is not supported with strategy={self.strategy!r}; use 'token', 'group' or 'tensor'")
+        if self.dynamic == "local" and not self.has_global_scale:
+            raise SchemeError(f"dynamic='local' needs strategy='tensor_group', not {self.strategy!r}; give dynamic=True")
+        return self
+
+    @model_validator(mode="after")
+    def _check_settings_of_observer(self) -> QuantizationArgs:
         if self.observer_kind == "mse":
             MSESettings.from_kwargs(self.observer_kwargs)
         elif self.observer_kwargs:
@@ -202,28 +224,33 @@ class QuantizationScheme(BaseModel):
     def compression_format(self) -> CompressionFormat:
         """The checkpoint format: `format`, or else what compressed-tensors infers.
 
-        Integer weights alone are packed into int32 words; with quantized inputs they stay int8; floats stay fp8. (For fp8 weights alone
-        compressed-tensors infers "naive-quantized", which is the same bytes as "float-quantized" under a name that fewer readers know.)
+        Integer weights alone are packed into int32 words; with quantized inputs they stay int8; fp8 stays fp8; fp4 is packed two to a byte.
+        (For fp8 weights alone compressed-tensors infers "naive-quantized", which is the same bytes as "float-quantized" under a name that
+        fewer readers know.)
 
         Raises:
             SchemeError: the scheme leaves the weights as they are, so that nothing is compressed.
         """
         if self.weights is None:
             raise SchemeError("weights: None leaves nothing to compress; give the weights a QuantizationArgs")
-        if self.format is not None:
-            return self.format
-        if self.weights.type == "float":
-            return "float-quantized"
-        return "pack-quantized" if self.input_activations is None else "int-quantized"
+        return self.format or _default_format(self.weights, self.input_activations)
 
     @model_validator(mode="after")
     def _check_weights(self) -> QuantizationScheme:
-        if self.weights is None:
+        weights = self.weights
+        if weights is None:
             return self
-        if self.weights.dynamic:
+        if weights.dynamic:
             raise SchemeError("weights: dynamic=True is for activations; give dynamic=False")
-        if self.format is not None and (self.format == "float-quantized") != (self.weights.type == "float"):
-            raise SchemeError(f"format={self.format!r} does not store weights of type={self.weights.type!r}; leave format out")
+        if weights.strategy not in _WEIGHT_STRATEGIES:
+            raise SchemeError(f"weights: strategy={weights.strategy!r} is not for weights; use one of {', '.join(_WEIGHT_STRATEGIES)}")
+        default = _default_format(weights, self.input_activations)
+        either = ("pack-quantized", "int-quantized")
+        if self.format is not None and self.format != default and not (self.format in either and default in either):
+            raise SchemeError(
+                f"format={self.format!r} does not store weights of type={weights.type!r} with num_bits={weights.num_bits} and "
+                f"strategy={weights.strategy!r}; leave format out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -231,56 +258,20 @@ class QuantizationScheme(BaseModel):
         inputs = self.input_activations
         if inputs is None:
             return self
-        if inputs.strategy not in ("token", "tensor"):
+        if inputs.strategy not in _INPUT_STRATEGIES:
             raise SchemeError(f"input_activations: strategy={inputs.strategy!r} is not supported; use 'token' (dynamic) or 'tensor'")
+        if inputs.is_grouped and not inputs.dynamic:
+            raise SchemeError(
+                f"input_activations: strategy={inputs.strategy!r} has no static scales; give dynamic=True, or 'local' for 'tensor_group'"
+            )
         if inputs.actorder is not None:
             raise SchemeError(f"input_activations: actorder={inputs.actorder!r} is for weights; leave it out")
         return self
 
 
-def _suggest(name: str, known: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    listed = "one of " + ", ".join(known)
-    return f"did you mean {nearest[0]!r}? ({listed})" if nearest else f"use {listed}"
-
-
-def _preset(weights: QuantizationArgs, input_activations: QuantizationArgs | None = None) -> QuantizationScheme:
-    return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=input_activations)
-
-
-_W8A8 = _preset(QuantizationArgs(strategy="channel"), QuantizationArgs(strategy="token", dynamic=True))
-
-PRESETS: dict[str, QuantizationScheme] = {
-    "W4A16": _preset(QuantizationArgs(num_bits=4, strategy="group", group_size=128)),
-    "W4A16_ASYM": _preset(QuantizationArgs(num_bits=4, strategy="group", group_size=128, symmetric=False)),
-    "W3A16": _preset(QuantizationArgs(num_bits=3, strategy="group", group_size=128)),
-    "W8A16": _preset(QuantizationArgs(num_bits=8, strategy="group", group_size=128)),
-    "W8A8": _W8A8,
-    "INT8": _W8A8,
-    "FP8": _preset(
-        QuantizationArgs(type="float", strategy="tensor"),
-        QuantizationArgs(type="float", strategy="tensor", observer="static_minmax"),
-    ),
-    "FP8_DYNAMIC": _preset(
-        QuantizationArgs(type="float", strategy="channel"),
-        QuantizationArgs(type="float", strategy="token", dynamic=True),
-    ),
-}
-
-
-def preset_scheme(name: str, targets: Sequence[str] = ("Linear",)) -> QuantizationScheme:
-    """Look a preset up by its compressed-tensors name.
-
-    Args:
-        name: a key of PRESETS, in any case.
-        targets: the modules that the scheme is for.
-
-    Returns:
-        The preset with these targets.
-
-    Raises:
-        SchemeError: no preset has this name; the message gives the nearest one.
-    """
-    if name.upper() not in PRESETS:
-        raise SchemeError(f"scheme: {name!r} does not exist; {_suggest(name.upper(), list(PRESETS))}")
-    return PRESETS[name.upper()].model_copy(update={"targets": list(targets)})
+def _default_format(weights: QuantizationArgs, inputs: QuantizationArgs | None) -> CompressionFormat:
+    if weights.type == "int":
+        return "pack-quantized" if inputs is None else "int-quantized"
+    if weights.num_bits == 4:
+        return "mxfp4-pack-quantized" if weights.is_mx else "nvfp4-pack-quantized"
+    return "mxfp8-quantized" if weights.is_mx else "float-quantized"

@@ -14,15 +14,17 @@ def quantized_weight_bytes(num_rows: int, num_columns: int, args: QuantizationAr
         num_rows: out features, R.
         num_columns: in features, C.
         args: number format.
-        packed: codes are packed into int32 words along a row (pack-quantized); else one byte per code.
+        packed: codes are packed into int32 words along a row (pack-quantized); else one byte per code. fp4 always takes half a byte.
         scale_bytes: bytes of one scale.
 
     Returns:
         Bytes of all tensors that the format stores for this weight.
     """
-    num_scales = {"tensor": 1, "channel": num_rows}.get(args.strategy)
-    if num_scales is None:
-        num_scales = num_rows * (num_columns // (args.group_size or num_columns))
+    num_scales = _num_scales(num_rows, num_columns, args)
+    if args.type == "float":
+        scale_bytes = 1 if args.scale_dtype else scale_bytes
+        code_bytes = num_rows * num_columns * args.num_bits // 8
+        return code_bytes + num_scales * scale_bytes + (4 if args.has_global_scale else 0)
     shape_bytes = 16 if packed else 0
     code_bytes = num_rows * _words(num_columns, args.num_bits) * 4 if packed else num_rows * num_columns
     if args.symmetric:
@@ -33,6 +35,14 @@ def quantized_weight_bytes(num_rows: int, num_columns: int, args: QuantizationAr
         zero_bytes = num_scales
     index_bytes = 4 * num_columns if args.actorder == "group" else 0
     return code_bytes + num_scales * scale_bytes + zero_bytes + index_bytes + shape_bytes
+
+
+def _num_scales(num_rows: int, num_columns: int, args: QuantizationArgs) -> int:
+    if args.block_structure is not None:
+        return -(-num_rows // args.block_structure[0]) * -(-num_columns // args.block_structure[1])
+    if args.is_grouped:
+        return num_rows * (num_columns // (args.group_size or num_columns))
+    return 1 if args.strategy == "tensor" else num_rows
 
 
 def _words(count: int, num_bits: int) -> int:

@@ -101,7 +101,8 @@ def peer_args() -> Callable[[QuantizationArgs], theirs.QuantizationArgs]:
     """Translate our args into compressed-tensors' own."""
 
     def translate(args: QuantizationArgs) -> theirs.QuantizationArgs:
-        return theirs.QuantizationArgs(**args.model_dump(include={"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic"}))
+        fields = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "block_structure", "scale_dtype"}
+        return theirs.QuantizationArgs(**args.model_dump(include=fields))
 
     return translate
 

@@ -70,7 +70,7 @@ def test_codes_and_values_are_theirs(cases, peer_args, same_bits, scale_dtype, d
     qparams = QParams(qparams.scale.to(scale_dtype), qparams.zero_point)
     if not bool((qparams.scale > 0).all()):
         return  # underflowed in this dtype: never stored
-    scale, zero_point, args = *qparams, peer_args(case.args)
+    scale, zero_point, args = *qparams[:2], peer_args(case.args)
     codes = quantize(case.weight, qparams, case.args)
     assert same_bits(codes, their_forward.quantize(case.weight, scale, zero_point, args, dtype=case.args.storage_dtype))
     assert same_bits(dequantize(codes, qparams, case.args), their_forward.dequantize(codes, scale, zero_point, args))
@@ -101,7 +101,7 @@ def test_static_activations_are_theirs(cases, peer_args, same_bits, data):
     case = data.draw(cases(strategies=("tensor",), styles=("normal", "outliers", "zeros", "halves")))
     qparams = weight_qparams(case.weight, case.args)
     x = (case.weight * 2).unsqueeze(0)  # past the ends of the range, too
-    assert same_bits(fake_quantize(x, qparams, case.args), their_forward.fake_quantize(x, *qparams, peer_args(case.args)))
+    assert same_bits(fake_quantize(x, qparams, case.args), their_forward.fake_quantize(x, *qparams[:2], peer_args(case.args)))
 
 
 @given(num_bits=st.integers(1, 8), rows=st.integers(1, 70), columns=st.integers(1, 70), dim=st.integers(0, 1), seed=st.integers(0, 2**31))
@@ -119,7 +119,9 @@ def test_presets_mean_what_theirs_mean(name, peer_args):
     for ours_args, their_args in ((ours.weights, expected.weights), (ours.input_activations, expected.input_activations)):
         assert (ours_args is None) == (their_args is None)
         if ours_args is not None:
-            assert peer_args(ours_args) == their_args.model_copy(update={"observer": None})
+            # The dtype of zero points that a symmetric format does not have is written in some presets and inferred in others.
+            left_out = {"observer": None, "zp_dtype": None}
+            assert peer_args(ours_args).model_copy(update=left_out) == their_args.model_copy(update=left_out)
             assert ours_args.observer == their_args.observer
     assert ours.output_activations is expected.output_activations is None
     assert ours.compression_format == infer_module_format(torch.nn.Linear, expected).value
