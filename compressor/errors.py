@@ -7,12 +7,14 @@
     |   |-- TargetError                   a target or ignore pattern that matches nothing
     |   |-- DatasetError                  calibration data that is missing, empty or of the wrong form
     |   |-- ModelError                    a model that cannot be loaded or must not be compressed
+    |   |-- GoldenError                   a golden that cannot be read, or must not be written
     |   `-- OutputError                   an output folder that exists or cannot be written
     |-- LifecycleError (RuntimeError)     a call at a moment when the lifecycle does not allow it
     |-- CalibrationError (RuntimeError)   statistics that are missing, or more fallbacks than the recipe allows
     |-- TracingError (RuntimeError)       a model whose data flow cannot be followed
     |-- NumericsError (ArithmeticError)   NaN, infinity, a matrix that is not positive definite
     |-- CheckpointError (OSError)         a checkpoint that cannot be written whole or does not read back
+    |-- ContractViolation (AssertionError) a graph that broke the contract it was held against
     `-- HarnessError (RuntimeError)       the harness itself failed; never used for a verdict
 
 A message reads `<where>: <what was given> <rule broken>; <what to do>`.
@@ -49,6 +51,10 @@ class ModelError(UserInputError):
     """A model cannot be loaded or must not be compressed."""
 
 
+class GoldenError(UserInputError):
+    """A golden cannot be read, or must not be written."""
+
+
 class OutputError(UserInputError):
     """An output folder exists already or cannot be written."""
 
@@ -71,6 +77,10 @@ class NumericsError(CompressorError, ArithmeticError):
 
 class CheckpointError(CompressorError, OSError):
     """A checkpoint cannot be written whole or does not read back."""
+
+
+class ContractViolation(CompressorError, AssertionError):
+    """A graph broke the contract that it was held against: a verdict, not a failure of ours."""
 
 
 class HarnessError(CompressorError, RuntimeError):

@@ -1,0 +1,57 @@
+"""The verb `harness onnx`: a table of what it can do, each a module with `add_arguments(parser)` and `run(args) -> exit code`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from compressor.errors import CompressorError
+
+EXIT_HOLDS, EXIT_VIOLATED, EXIT_NOT_ANALYSED = 0, 1, 2
+EPILOG = "exit codes: 0 the contracts hold, 1 one is violated, 2 it could not be analysed; never 0 for want of evidence"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing the verb can do: its line of help and the module that does it."""
+
+    help: str
+    module: str
+
+
+ACTIONS: Mapping[str, Action] = {
+    "run": Action("run a command whose code cannot be edited, and keep passes from running in it", "harness.onnx_graph.run_command"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and their arguments.
+
+    Args:
+        parser: of the verb; changed.
+    """
+    parser.epilog = EPILOG
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, action in ACTIONS.items():
+        module = importlib.import_module(action.module)
+        module.add_arguments(actions.add_parser(name, help=action.help, description=action.help, epilog=EPILOG))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one of the actions.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        0, 1 or 2, as the epilog says; bad input is 2, with the reason on standard error.
+    """
+    try:
+        code: int = importlib.import_module(ACTIONS[args.action].module).run(args)
+    except CompressorError as error:
+        print(f"harness onnx {args.action}: could not be analysed: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_NOT_ANALYSED
+    return code

@@ -1,0 +1,79 @@
+"""`harness onnx run --skip ... -- python third_party.py`: forced skips for a command, without touching its code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from compressor.errors import UserInputError
+from harness.onnx_graph.calls import Calls
+from harness.onnx_graph.child_processes import Channel
+from harness.onnx_graph.passes import resolve_skips
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: of the action; changed.
+    """
+    parser.add_argument("--skip", required=True, metavar="PASSES", help="passes to leave out, with commas between: fuse_qkv,fuse_attention")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the recorded calls there as JSON")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments, after two dashes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command, print the calls of optimizers that it made.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        0 when it ended well and an optimizer was called; 2 when it failed or no call was seen.
+
+    Raises:
+        UserInputError: no command, one that does not exist, or a pass that no optimizer knows.
+    """
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise UserInputError("run: no command was given; put it after two dashes: harness onnx run --skip fuse_qkv -- python deploy.py")
+    if shutil.which(command[0]) is None:
+        raise UserInputError(f"run: there is no command {command[0]!r}; give its path, or start it with `python`")
+    skips = resolve_skips([name.strip() for name in args.skip.split(",") if name.strip()])
+    code, calls = _run(command, skips)
+    if args.json is not None:
+        report = {"command": command, "exit_code": code, "skips": skips, "calls": [call.to_dict() for call in calls]}
+        args.json.write_text(json.dumps(report, indent=1, sort_keys=True), encoding="utf-8")
+    return _conclude(command, code, calls)
+
+
+def _run(command: Sequence[str], skips: dict[str, tuple[str, ...]]) -> tuple[int, Calls]:
+    folder = Path(tempfile.mkdtemp(prefix="forced-skips-"))
+    try:
+        channel = Channel(folder)
+        channel.open(skips, keep_graphs=False)
+        code = subprocess.run(command, env=os.environ | channel.environment(), check=False).returncode
+        return code, Calls(channel.received(None))
+    finally:
+        shutil.rmtree(folder)
+
+
+def _conclude(command: Sequence[str], code: int, calls: Calls) -> int:
+    if calls:
+        print(calls.text())
+    num_forced = sum(call.changed for call in calls)
+    print(f"harness onnx run: {len(calls)} calls of an optimizer, {num_forced} of them with forced skips", flush=True)
+    if code:
+        print(f"harness onnx run: {command[0]} ended with exit code {code}", file=sys.stderr)
+        return 2
+    if not calls:
+        print("harness onnx run: nothing was protected: no Python that the command started called an optimizer", file=sys.stderr)
+        return 2
+    return 0
