@@ -92,9 +92,7 @@ def put_together(skeleton: Any, tensors: list[Tensor]) -> Any:
 
 
 def _refuse(value: Any) -> Any:
-    raise CalibrationError(
-        f"{type(value).__name__}: this object can be copied without its tensors, but not with them; keep it by reference"
-    )
+    raise CalibrationError(f"{type(value).__name__}: it can be copied without its tensors, but not with them; keep it by reference")
 
 
 class _Copier:

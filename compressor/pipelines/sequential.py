@@ -10,17 +10,18 @@ where they stand: nobody needs their logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol, runtime_checkable
 
 from compressor.data import CalibrationData
-from compressor.errors import CalibrationError
+from compressor.errors import CalibrationError, TracingError
 from compressor.lifecycle import EventType, Session, State
 from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
+from compressor.pipelines.offload import open_store
 from compressor.pipelines.settings import SequentialSettings
 from compressor.pipelines.watched import watched_modules
 from compressor.progress import Progress, Task
-from compressor.tracing import Partition, Plan, RunningStage, module_names, partition, trace
+from compressor.tracing import Partition, Plan, RunningStage, ValueStore, module_names, partition, trace
 
 
 @runtime_checkable
@@ -67,13 +68,17 @@ def run(
                 set_token_mask(state, data, index)
                 bar.advance()
 
-            with plan.run(
-                data.batches,
-                device=state.device,
-                watched=lambda: watched_modules(session),
-                on_sample=on_sample,
-                quiet=session.hooks_disabled,
-            ) as running:
+            with (
+                _open_store(state, plan, settings) as store,
+                plan.run(
+                    data.batches,
+                    store,
+                    device=state.device,
+                    watched=lambda: watched_modules(session),
+                    on_sample=on_sample,
+                    quiet=session.hooks_disabled,
+                ) as running,
+            ):
                 for stage in running:
                     _run_stage(session, stage, bar, settings.propagate_error)
             _check_called(session, cut, running.uncalled)
@@ -93,6 +98,20 @@ def _trace(state: State, data: CalibrationData, settings: SequentialSettings) ->
         verify=settings.verify,
         device=state.device,
     )
+
+
+def _open_store(state: State, plan: Plan, settings: SequentialSettings) -> AbstractContextManager[ValueStore | None]:
+    """The store of what is live between stages, for the engine that can hand it over."""
+    chosen = settings.activation_choices
+    if plan.engine == "graph":
+        return open_store(state.model, state.device, **chosen)  # type: ignore[arg-type]
+    if chosen:
+        name, value = next(iter(chosen.items()))
+        raise TracingError(
+            f"{name}: {str(value)!r} was given, but the suspend engine keeps activations in paused forwards, where they cannot be moved "
+            f"({plan.why}); leave it out, or choose what the graph engine can follow"
+        )
+    return nullcontext()
 
 
 def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error: bool) -> None:

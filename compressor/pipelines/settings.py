@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from compressor.errors import TargetError
+from compressor.pipelines.offload import check_offload_dir, parse_bytes
 from compressor.tracing.plan import check_tracing_options
 from compressor.tracing.records import Engine, Verify
 
@@ -21,6 +23,9 @@ class SequentialSettings:
         max_variants: recorded graphs at most, for batches that take other ways through the model's Python.
         leaves: functions that are recorded as one node; `package.module:qualified.name`.
         verify: batches on which the recorded graph is compared with the plain model: `off`, `first` or `all`.
+        activation_memory: main memory for what is live between stages, in bytes or as text (`4GB`); None: three quarters of what is free.
+        activation_device_memory: the same of a GPU, which is filled first; None: two fifths of what is free.
+        offload_dir: folder for what does not fit; None makes that an error.
     """
 
     targets: Sequence[str] | None = None
@@ -29,14 +34,30 @@ class SequentialSettings:
     max_variants: int = 8
     leaves: Sequence[str] = ()
     verify: Verify = "first"
+    activation_memory: int | str | None = None
+    activation_device_memory: int | str | None = None
+    offload_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         """Check the choices.
 
         Raises:
             TracingError: no such engine or way to verify, or less than one variant.
+            UserInputError: a size that is none.
+            OutputError: the folder is missing or not writable.
         """
         check_tracing_options(self.engine, self.verify, self.max_variants)
+        for name in ("activation_memory", "activation_device_memory"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), name)
+        if self.offload_dir is not None:
+            check_offload_dir(self.offload_dir)
+
+    @property
+    def activation_choices(self) -> dict[str, int | str | Path]:
+        """What the user chose about activations, without what was left to us."""
+        chosen = {name: getattr(self, name) for name in ("activation_memory", "activation_device_memory", "offload_dir")}
+        return {name: value for name, value in chosen.items() if value is not None}
 
     def refuse_without_use(self, pipeline: str) -> None:
         """Refuse choices for a pipeline that has no sequential targets.
