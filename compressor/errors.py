@@ -8,7 +8,9 @@
     |   |-- DatasetError                  calibration data that is missing, empty or of the wrong form
     |   |-- ModelError                    a model that cannot be loaded or must not be compressed
     |   |-- GoldenError                   a golden that cannot be read, or must not be written
-    |   `-- OutputError                   an output folder that exists or cannot be written
+    |   |-- OutputError                   an output folder that exists or cannot be written
+    |   |   `-- AlreadyDoneError            the output folder holds the result of this very run, so there is nothing to resume
+    |   `-- ResumeError                   a run folder that is in use, damaged, or of another run
     |-- LifecycleError (RuntimeError)     a call at a moment when the lifecycle does not allow it
     |-- CalibrationError (RuntimeError)   statistics that are missing, or more fallbacks than the recipe allows
     |-- TracingError (RuntimeError)       a model whose data flow cannot be followed
@@ -57,6 +59,14 @@ class GoldenError(UserInputError):
 
 class OutputError(UserInputError):
     """An output folder exists already or cannot be written."""
+
+
+class AlreadyDoneError(OutputError):
+    """The output folder holds the result of this very run; nothing is left to resume."""
+
+
+class ResumeError(UserInputError):
+    """A run folder is in use, damaged, or of another run."""
 
 
 class LifecycleError(CompressorError, RuntimeError):

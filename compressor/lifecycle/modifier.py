@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Self
 
+import torch
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from torch import nn
 
@@ -20,6 +21,8 @@ from compressor.lifecycle.events import Event, EventType
 from compressor.lifecycle.hooks import HooksMixin
 from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule, Transition
 from compressor.lifecycle.state import Detail, State
+
+StageTensors = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class Modifier(HooksMixin, ModifierInterface):
@@ -208,13 +211,14 @@ class Modifier(HooksMixin, ModifierInterface):
         """
         return None
 
-    def skip_stage(self, state: State, modules: Sequence[str], memory: Mapping[str, Detail]) -> None:
-        """Take over a stage that an earlier run has finished; only called where `stage_memory` gave something.
+    def skip_stage(self, state: State, modules: Sequence[str], memory: Mapping[str, Detail], tensors: StageTensors) -> None:
+        """Take over a stage that an earlier run has finished: put back what replaced modules, and forget the work. Changes the model.
 
         Args:
-            state: the session's state; its model and report hold what the stage made.
+            state: the session's state; tensors that were changed in place are put back by the caller.
             modules: dotted names of the stage's modules.
             memory: what `stage_memory` gave after the stage.
+            tensors: what the modules held after the stage, by module and name; at least for every claimed module.
         """
 
     @abstractmethod

@@ -6,8 +6,6 @@ before that (a full disk, ctrl-C, a bug) leaves the place as it was.
 
 from __future__ import annotations
 
-import errno
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from compressor.errors import CheckpointError, OutputError
+from compressor.model.atomic_file import flush, reason
 
 
 def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None) -> Path:
@@ -39,21 +38,23 @@ def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None
         if target.exists():
             _check_empty_dir(target)
         ancestor = next(parent for parent in target.parents if parent.exists())
-        probe = ancestor / _partial_name(target)
-        probe.mkdir()
-        probe.rmdir()
+        probe = ancestor / f".{target.name}.probe"  # always the same name: one that a kill leaves is taken away by the next run
+        probe.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # another run has taken it for its own
+            probe.rmdir()
     except OSError as error:
         raise OutputError(f"{target}: cannot be created ({error.strerror}); name a folder that can be written") from error
     return target
 
 
 @contextmanager
-def whole_or_nothing(target: Path, num_bytes: int = 0) -> Iterator[Path]:
+def whole_or_nothing(target: Path, num_bytes: int = 0, token: str | None = None) -> Iterator[Path]:
     """Give a temporary sibling of `target` to write into; rename it to `target` at the end, or remove it.
 
     Args:
         target: what `check_output_dir` returned.
         num_bytes: about how much will be written; more than the disk has free is an error before anything is written.
+        token: part of the temporary name, for a run that a later one may have to clean up after; None for a random one.
 
     Yields:
         The temporary folder.
@@ -62,27 +63,37 @@ def whole_or_nothing(target: Path, num_bytes: int = 0) -> Iterator[Path]:
         CheckpointError: the disk is full or fails, or `target` was filled meanwhile; nothing of the output is left.
     """
     new_parents = [parent for parent in target.parents if not parent.exists()]
-    partial = target.parent / _partial_name(target)
+    partial = partial_path(target, token or secrets.token_hex(4))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _check_space(target.parent, num_bytes)
         partial.mkdir()
         yield partial
-        _flush(partial)
+        _flush_all(partial)
         partial.rename(target)  # replaces an empty folder, refuses any other
-        _flush_entry(target.parent)
+        for parent in (target.parent, *(made.parent for made in new_parents)):
+            flush(parent)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         for parent in new_parents:
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError | SafetensorError) and not isinstance(error, CheckpointError):
-            raise CheckpointError(f"{target}: cannot be written ({_reason(error)}); nothing of it was kept") from error
+            raise CheckpointError(f"{target}: cannot be written ({reason(error)}); nothing of it was kept") from error
         raise
 
 
-def _partial_name(target: Path) -> str:
-    return f".{target.name}.partial-{secrets.token_hex(4)}"
+def partial_path(target: Path, token: str) -> Path:
+    """Name the temporary sibling of a folder.
+
+    Args:
+        target: what the folder will be called.
+        token: tells apart what several runs write at one time.
+
+    Returns:
+        The path.
+    """
+    return target.with_name(f".{target.name}.partial-{token}")
 
 
 def _check_empty_dir(target: Path) -> None:
@@ -103,23 +114,8 @@ def _check_space(parent: Path, num_bytes: int) -> None:
         )
 
 
-def _reason(error: BaseException) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def _flush(folder: Path) -> None:
+def _flush_all(folder: Path) -> None:
     """Make files and names durable, so that the rename never shows a folder whose content is still on the way."""
     for path in sorted(folder.rglob("*")):
-        _flush_entry(path)
-    _flush_entry(folder)
-
-
-def _flush_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if not (path.is_dir() and error.errno == errno.EINVAL):  # some file systems cannot flush a folder
-            raise
-    finally:
-        os.close(descriptor)
+        flush(path)
+    flush(folder)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from compressor.errors import CheckpointError
 from compressor.model.atomic_folder import check_output_dir, whole_or_nothing
 from compressor.model.audit import audit_qparams
+from compressor.model.experts_format import kept_fused, with_expert_settings, with_fused_floats
 from compressor.model.folder import one_line, some
 from compressor.model.format import quantization_config, stored_names, unquantized_linears
 from compressor.model.load import quiet_transformers
@@ -51,6 +52,7 @@ def save_checkpoint(
     schemes: Mapping[str, QuantizationScheme],
     record: Mapping[str, Any],
     max_shard_bytes: int = 5_000_000_000,
+    token: str | None = None,
 ) -> Path:
     """Write a compressed model: all of its folder, or nothing.
 
@@ -63,6 +65,7 @@ def save_checkpoint(
         schemes: name of every quantized layer in the model to its scheme; may be empty.
         record: what compression.json is to say; JSON types.
         max_shard_bytes: above this the weights are split over several files with an index.
+        token: part of the name of the temporary folder; None for a random one.
 
     Returns:
         The absolute path of the folder.
@@ -79,11 +82,11 @@ def save_checkpoint(
     if transformers_model is None and schemes:
         record = {**record, "quantization_config": quantization_config(schemes, unquantized_linears(model))}
     record_text = _to_json(record)
-    with whole_or_nothing(target, num_bytes=_num_bytes(state)) as folder:
+    with whole_or_nothing(target, num_bytes=_num_bytes(state), token=token) as folder:
         if transformers_model is None:
             _write_module(folder, state, max_shard_bytes)
         else:
-            _write_pretrained(folder, transformers_model, state, schemes, max_shard_bytes)
+            _write_pretrained(folder, transformers_model, with_fused_floats(model, state), schemes, max_shard_bytes)
             _write_tokenizer(folder, transformers_model, tokenizer, None if source_dir is None else Path(source_dir))
         (folder / _RECORD_FILE).write_text(record_text, encoding="utf-8")
     return target
@@ -153,10 +156,10 @@ def _write_pretrained(
         # Readers that build the model's own modules look for their names, others for the names in the files.
         both = ignore + [renamed[name] for name in ignore if name in renamed]
         named = {alias: scheme for name, scheme in schemes.items() for alias in (name, renamed.get(name, name))}
-        config.quantization_config = quantization_config(named, both)
+        config.quantization_config = with_expert_settings(quantization_config(named, both), model, schemes, renamed)
         state = _untie(model, config, state)
     shapes = {key: value.shape for key, value in state.items()}
-    with _lent_config(model, config), quiet_transformers():
+    with _lent_config(model, config), kept_fused(model, state, schemes), quiet_transformers():
         try:
             model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_bytes)
         except (RuntimeError, ValueError) as error:

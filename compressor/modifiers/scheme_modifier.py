@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Event, Modifier, ModuleRecord, State
+from compressor.lifecycle.modifier import StageTensors
 from compressor.lifecycle.state import Detail
 from compressor.modifiers.inputs import InputHook, observing, static_input_qparams
 from compressor.modifiers.scheme_targets import SchemeTargets
@@ -75,13 +76,14 @@ class SchemeModifier(SchemeTargets, Modifier):
         """What counts over all stages: the fallbacks so far."""
         return {"num_fallbacks": self._num_fallbacks}
 
-    def skip_stage(self, state: State, modules: Sequence[str], memory: Mapping[str, Detail]) -> None:
-        """Forget the modules that stand quantized in the model already: their hooks, their statistics, the work to do."""
-        del state
+    def skip_stage(self, state: State, modules: Sequence[str], memory: Mapping[str, Detail], tensors: StageTensors) -> None:
+        """Put the quantized layers of an earlier run in place; their hooks, statistics and work are gone."""
         for name in (name for name in modules if name in self._pending):
             self.remove_hooks(self._handles_of.pop(name, []))
             self._input_observers.pop(name, None)
-            del self._pending[name]
+            linear = self._pending.pop(name)
+            buffers = {key: tensor for key, tensor in tensors[name].items() if key != "bias"}
+            state.replace_module(name, QuantizedLinear.from_buffers(linear, self._schemes[name], buffers))
         self._num_fallbacks = int(memory["num_fallbacks"])
 
     def compress(self, state: State, names: list[str]) -> None:

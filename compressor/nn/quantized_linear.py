@@ -81,7 +81,7 @@ class QuantizedLinear(nn.Module):
         Args:
             linear: the layer that is replaced; its bias parameter is shared, its weight is not kept.
             scheme: formats of weight and input.
-            buffers: what `named_buffers` gave; taken as they are, in this order.
+            buffers: what `named_buffers` gave; moved to the layer's device, else taken as they are, in this order.
 
         Returns:
             A layer of the class that stores the scheme's format, in the training mode of `linear`.
@@ -91,7 +91,7 @@ class QuantizedLinear(nn.Module):
         """
         layer = _layer_class(scheme)(linear.in_features, linear.out_features, scheme, linear.bias)
         for name, buffer in buffers.items():
-            layer.register_buffer(name, buffer)
+            layer.register_buffer(name, buffer.to(linear.weight.device))
         return layer.train(linear.training)
 
     @property
