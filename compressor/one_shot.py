@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,9 @@ from compressor.data import CalibrationData, check_vocabulary, load_dataset_sour
 from compressor.errors import DatasetError, ModelError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.checkpoint import check_output_dir, save_checkpoint
+from compressor.model.experts import UnfusedModel, unfused_experts
+from compressor.model.experts_format import reader_notes
+from compressor.model.experts_stages import expert_targets
 from compressor.model.folder import weight_files
 from compressor.model.format import check_readable
 from compressor.model.load import LoadedModel, load_model, resolve_device
@@ -70,6 +74,7 @@ def oneshot(
     shuffle_calibration_samples: bool = False,
     pipeline: str | None = None,
     sequential_targets: list[str] | None = None,
+    calibrate_all_experts: bool = False,
     propagate_error: bool = True,
     engine: Engine = "auto",
     max_variants: int = 8,
@@ -100,6 +105,8 @@ def oneshot(
         shuffle_calibration_samples: choose the sequences at random (by `seed`) instead of the first ones.
         pipeline: `data_free`, `basic` or `sequential`; by default what the modifiers need.
         sequential_targets: class names or patterns of the layers that are calibrated one after another; by default inferred.
+        calibrate_all_experts: every expert of a mixture-of-experts layer learns from all tokens, not only from those that are sent to it;
+            what the layer puts out stays that of the routed tokens.
         propagate_error: False calibrates each layer on what the layers before it gave before they were compressed.
         engine: how the sequential pipeline follows the model: `graph`, `suspend`, or `auto`, the graph where it can be had.
         max_variants: recorded graphs at most, for batches that take other ways through the model's Python.
@@ -143,13 +150,15 @@ def oneshot(
     )
     clock.lap("load")
     state = State(model=loaded.model, device=_run_device(loaded, device), seed=seed, report=Report(), keep_originals=loaded.from_memory)
-    with torch.random.fork_rng(), Session(state, parsed.modifiers) as session:
+    with (
+        torch.random.fork_rng(),
+        unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
+        Session(state, parsed.modifiers) as session,
+    ):
         torch.manual_seed(seed)
         session.initialize()
-        if output_dir is not None:
-            check_readable(
-                {name: scheme for part in session.modifiers if isinstance(part, SchemeModifier) for name, scheme in part.schemes.items()}
-            )
+        _settle_experts(experts, session, calibrate_all_experts, to_disk=output_dir is not None)
+        sequential_targets = expert_targets(loaded.model, state.claims, chosen, sequential_targets)
         data = None
         if chosen != "data_free":
             data = load_dataset_source(
@@ -174,6 +183,24 @@ def oneshot(
         folder = _save(loaded, tokenizer, output_dir, record)
         clock.lap("save")
     return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, state.report, record, folder, clock.seconds)
+
+
+def _settle_experts(experts: UnfusedModel, session: Session, calibrate_all: bool, *, to_disk: bool) -> None:
+    """Put back what no modifier changes, note what was taken apart, and refuse or announce what readers cannot do. Changes the model."""
+    state = session.state
+    experts.keep(state.claims)
+    if not state.keep_originals:
+        experts.forget()
+    if calibrate_all:
+        experts.calibrate_all()
+    state.report.notes += experts.describe()
+    if not to_disk:
+        return
+    schemes = {name: scheme for part in session.modifiers if isinstance(part, SchemeModifier) for name, scheme in part.schemes.items()}
+    check_readable(schemes)
+    for note in reader_notes(state.model, schemes):
+        state.report.notes.append(note)
+        warnings.warn(note, UserWarning, stacklevel=3)
 
 
 def _run_device(loaded: LoadedModel, device: str) -> torch.device:

@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from compressor.lifecycle import PlannedModule, State
+from compressor.model.experts import unfused_experts
+from compressor.model.experts_stages import expert_targets
 from compressor.model.skeleton import load_skeleton
 from compressor.pipelines import choose_pipeline
-from compressor.recipe import load_recipe
+from compressor.recipe import Recipe, load_recipe
 from compressor.tracing import partition
 
 DEFAULT_SEQ_LENGTH = 2048
@@ -120,6 +122,15 @@ def plan(
     parsed = load_recipe(recipe, args=recipe_args)
     chosen = choose_pipeline(parsed.modifiers, pipeline)
     skeleton = load_skeleton(model, trust_remote_code=trust_remote_code_model, model_class=model_class)
+    tokens = num_calibration_samples * (max_seq_length or _default_length(skeleton))
+    with unfused_experts(skeleton, hold=True) as experts:
+        try:
+            return _plan(skeleton, parsed, chosen, sequential_targets, tokens)
+        finally:
+            experts.restore()
+
+
+def _plan(skeleton: nn.Module, parsed: Recipe, chosen: str, sequential_targets: list[str] | None, tokens: int) -> Plan:
     planned: dict[str, PlannedModule] = {}
     state = State(model=skeleton)
     for modifier in parsed.modifiers:
@@ -129,9 +140,9 @@ def plan(
             # A module that one modifier changes is not "skipped" because another leaves it.
             if module.reason is None or module.name not in planned:
                 planned[module.name] = module
+    sequential_targets = expert_targets(skeleton, state.claims, chosen, sequential_targets)
     layers = list(partition(skeleton, sequential_targets).targets) if chosen == "sequential" else []
     modules = [module for module in planned.values() if module.reason is None]
-    tokens = num_calibration_samples * (max_seq_length or _default_length(skeleton))
     return Plan(
         modules=modules,
         skipped=[module for module in planned.values() if module.reason is not None],

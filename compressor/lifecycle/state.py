@@ -47,10 +47,17 @@ class Fallback:
 
 @dataclass
 class Report:
-    """What the session did, module by module; the same run gives the same report."""
+    """What the session did, module by module; the same run gives the same report.
+
+    Attributes:
+        modules: records by dotted module name.
+        fallbacks: what did not get what the recipe asked for.
+        notes: what else a user must know, a sentence each.
+    """
 
     modules: dict[str, ModuleRecord] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def add_fallback(self, module: str, kind: str, detail: str) -> None:
         """Note that a module did not get what the recipe asked for.
@@ -75,7 +82,8 @@ class Report:
                 "num_tokens": record.num_tokens,
                 "details": details,
             }
-        return {"modules": modules, "fallbacks": [asdict(fallback) for fallback in sorted(self.fallbacks)]}
+        notes = {"notes": list(self.notes)} if self.notes else {}
+        return {"modules": modules, "fallbacks": [asdict(fallback) for fallback in sorted(self.fallbacks)], **notes}
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from compressor.errors import SchemeError
+from compressor.model.experts_format import fused_modules
 from compressor.model.folder import some
 from compressor.model.targets import matches
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
@@ -72,9 +73,11 @@ def unquantized_linears(model: nn.Module) -> list[str]:
         model: the model, with its quantized layers in place.
 
     Returns:
-        Names of the modules that are still nn.Linear, and of routers and gates that hold a matrix, in the order of the model.
+        Names of the modules that are still nn.Linear, of routers and gates that hold a matrix, and of experts that are still fused, in the
+        order of the model.
     """
-    return [name for name, module in model.named_modules() if matches(name, module, _LINEAR) or _is_router(module)]
+    fused = set(fused_modules(model))
+    return [name for name, module in model.named_modules() if matches(name, module, _LINEAR) or _is_router(module) or name in fused]
 
 
 def _is_router(module: nn.Module) -> bool:

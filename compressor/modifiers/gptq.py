@@ -14,7 +14,7 @@ from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError
 from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
-from compressor.modifiers.inputs import InputHessians, InputHook
+from compressor.modifiers.inputs import InputHessians, InputHook, mask_of_input
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.modifiers.scheme_targets import scheme_label
 from compressor.numerics import QuantizationScheme, weight_qparams
@@ -83,7 +83,7 @@ class GPTQModifier(SchemeModifier):
     def _accumulating(self, state: State, name: str) -> InputHook:
         def accumulate(module: nn.Module, args: tuple[Any, ...]) -> None:
             del module
-            self._hessians.observe(name, args[0], state.token_mask)
+            self._hessians.observe(name, args[0], mask_of_input(state, name))
 
         return accumulate
 

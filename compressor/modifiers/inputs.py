@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, NumericsError
 from compressor.lifecycle import State
+from compressor.nn.experts import expert_rows
 from compressor.numerics import Observer, QParams, check_qparams
 
 InputHook = Callable[[nn.Module, tuple[Any, ...]], None]
@@ -75,6 +76,31 @@ def token_sequences(x: Tensor, token_mask: Tensor | None, name: str) -> list[Ten
     return [real_tokens(row, mask, name) for row, mask in zip(x, token_mask, strict=True)]
 
 
+def mask_of_input(state: State, name: str) -> Tensor | None:
+    """Return the mask that belongs to what a module is handed: that of the batch or, for an expert, of the tokens sent to it.
+
+    Args:
+        state: of the run.
+        name: dotted module name.
+
+    Returns:
+        Bool, True at real tokens; None when all are real.
+
+    Raises:
+        CalibrationError: the experts were not handed the tokens of the batch, so padding cannot be told from tokens.
+    """
+    mask = state.token_mask
+    sent = None if mask is None else expert_rows(state.model, name)
+    if mask is None or sent is None:
+        return mask
+    if sent.num_tokens != mask.numel():
+        raise CalibrationError(
+            f"{name}: its layer of experts was handed {sent.num_tokens} rows for a padded batch of {mask.numel()} tokens; "
+            "use batch_size=1, which needs no padding"
+        )
+    return mask.flatten()[sent.rows.to(mask.device)]
+
+
 def observing(observer: Observer, state: State, name: str) -> InputHook:
     """Return a forward pre-hook that feeds an observer with the inputs of real tokens.
 
@@ -89,7 +115,9 @@ def observing(observer: Observer, state: State, name: str) -> InputHook:
 
     def observe(module: nn.Module, args: tuple[Any, ...]) -> None:
         del module
-        observer.update(real_tokens(args[0].detach(), state.token_mask, name))
+        tokens = real_tokens(args[0].detach(), mask_of_input(state, name), name)
+        if tokens.numel() > 0:  # an expert that no token of this batch was sent to
+            observer.update(tokens)
 
     return observe
 
@@ -140,6 +168,8 @@ class InputHessians:
         Raises:
             CalibrationError: the module shared its input in earlier forwards and no longer does.
         """
+        if x.numel() == 0:  # an expert that no token of this batch was sent to
+            return
         self._calls[name] = self._calls.get(name, 0) + 1
         shared = self._same_as_last(x)
         known = self._of.get(name)
@@ -161,7 +191,7 @@ class InputHessians:
             name: dotted module name.
 
         Returns:
-            The Hessian and the names of all modules that share it; None when the module saw no input.
+            The Hessian and the names of all modules that share it; None when the module saw no token.
 
         Raises:
             CalibrationError: the sharing modules were not called equally often.
@@ -176,7 +206,7 @@ class InputHessians:
         for member in members:
             del self._of[member]
         self._last = None
-        return hessian, members
+        return (hessian, members) if hessian.num_tokens else None
 
     def _add(self, name: str, x: Tensor, token_mask: Tensor | None, known: Hessian | None) -> None:
         hessian = known

@@ -14,6 +14,7 @@ from torch import nn
 
 from compressor.errors import SchemeError, TargetError
 from compressor.lifecycle import PlannedModule
+from compressor.model.experts import check_no_unknown_experts
 from compressor.model.targets import matches, resolve_targets
 from compressor.modifiers.foreign_settings import own_settings
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
@@ -106,10 +107,12 @@ class SchemeTargets(BaseModel):
         Raises:
             TargetError: a pattern matches nothing, a target is no linear layer, or a weight is tied to another module.
             SchemeError: a group size does not divide the columns of some modules (all are named), or two schemes claim one module.
+            ModelError: all linear layers are targeted, and some experts are kept in a way that hides theirs.
         """
         found: dict[str, QuantizationScheme] = {}
         modules: dict[str, nn.Module] = {}
         for scheme in self.target_schemes():
+            check_no_unknown_experts(model, scheme.targets, self.ignore)
             for name, module in resolve_targets(model, scheme.targets, self.ignore).items():
                 if name in found and found[name] != scheme:
                     raise SchemeError(f"{name}: two schemes of {type(self).__name__} claim it; make their targets disjoint")
