@@ -1,0 +1,240 @@
+"""What a test sees of the golden store: `golden.check(name, tensors, ...)`.
+
+A check only collects. What it wants to write lies in the cache folder as a candidate; the process that runs the whole session writes once,
+at its end, and only for tests that passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from compressor.errors import GoldenError, UserInputError
+from harness.goldens.candidates import Candidate, CandidateFolder
+from harness.goldens.platforms import current_platform, nearest
+from harness.goldens.provenance import versions
+from harness.goldens.report import comparison_lines
+from harness.goldens.store import Answer, GoldenStore, GoldenVerdict, Question
+from harness.goldens.tensors import as_tensors, describe, devices_of, encode, hash_inputs, hash_recipe
+from harness.tolerance import Tier, TierMap
+
+Update = Literal["", "new", "failed", "all"]
+_WRITES: Mapping[GoldenVerdict, tuple[Update, ...]] = {
+    GoldenVerdict.MISSING: ("new", "failed", "all"),
+    GoldenVerdict.INPUTS_DRIFTED: ("failed", "all"),
+    GoldenVerdict.REGRESSED: ("failed", "all"),
+    GoldenVerdict.LOOSENED: ("failed", "all"),
+    GoldenVerdict.PASS: ("all",),
+}
+
+
+class GoldenMismatch(AssertionError):
+    """A golden does not hold; the message says which verdict, by how much, and what to do."""
+
+
+@dataclass(frozen=True)
+class GoldenSettings:
+    """What a session decides for all its tests.
+
+    Attributes:
+        root: folder of the goldens.
+        cache: folder of the candidates.
+        update: what is to be written at the end: nothing, `new`, `failed` or `all`.
+        reason: why limits are loosened; empty for none.
+    """
+
+    root: Path
+    cache: Path
+    update: Update = ""
+    reason: str = ""
+
+
+class Golden:
+    """The fixture `golden` of one test."""
+
+    def __init__(self, settings: GoldenSettings, test: str) -> None:
+        """Open the store for a test.
+
+        Args:
+            settings: of the session.
+            test: id of the test, for provenance.
+        """
+        self.settings, self.test = settings, test
+        self.outcomes: list[dict[str, Any]] = []
+        self._store = GoldenStore(settings.root)
+        self._folder = CandidateFolder(settings.cache)
+        self._written: dict[str, dict[str, Any]] = {}
+
+    def check(
+        self,
+        name: str,
+        tensors: Any,
+        *,
+        tier: Tier | Mapping[str, Tier] | None = None,
+        elsewhere: Tier | Mapping[str, Tier] | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        recipe: Any = None,
+        seed: int | None = None,
+        reason: str = "",
+        decoys: Mapping[str, Tensor] | None = None,
+        device: str | None = None,
+    ) -> None:
+        """Hold tensors against the golden of this name.
+
+        Args:
+            name: of the golden; slashes make folders.
+            tensors: one tensor, or tensors by name.
+            tier: how equal they must be: T0() to T4(...), or one by tensor name with "*" for all others; T0, bitwise, by default.
+            elsewhere: the tier on another device, architecture or instruction set than the golden's; the same by default.
+            inputs: what the tensors were computed from, by name; hashed, so that other inputs do not read as a regression.
+            recipe: hashed too: a text, a path, JSON types, or a recipe object.
+            seed: of everything random.
+            reason: why the tier is not T0.
+            decoys: tensors that must not pass, such as another layer's, by name.
+            device: where the tensors were computed, if they lie elsewhere now.
+
+        Raises:
+            GoldenMismatch: outputs regressed, inputs drifted, the golden is missing, a limit was loosened, or lets decoys through.
+            GoldenError: the store cannot be read, or the call makes no sense.
+        """
+        __tracebackhide__ = True
+        held = as_tensors(name, tensors)
+        asked = Question(
+            name=name,
+            tensors=held,
+            tier=TierMap.of(tier),
+            elsewhere=None if elsewhere is None else TierMap.of(elsewhere),
+            inputs=hash_inputs(name, inputs),
+            recipe=hash_recipe(name, recipe),
+            seed=seed,
+            platform=current_platform(device or _one_device(name, tensors)),
+            others=as_tensors(name, decoys) if decoys else {},
+        )
+        answer = self._answer(asked)
+        answer, writes = self._decide(asked, answer)
+        candidate = None
+        if writes or not answer.ok:
+            candidate = self._save(asked, answer, reason)
+        else:
+            self._folder.drop(name, self.test)
+        self._record(name, answer, candidate if writes else None)
+        if not answer.ok and not writes:
+            raise GoldenMismatch(self._message(name, answer))
+
+    def inputs(self, name: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return inputs that are stored like a golden: random numbers that differ between machines, or data cut from elsewhere.
+
+        Args:
+            name: of the stored inputs.
+            make: makes them, when they are stored for the first time; never called again after that.
+
+        Returns:
+            The tensors by name, the same on every machine.
+
+        Raises:
+            GoldenMismatch: they are not stored yet, and --golden-update was not given.
+            GoldenError: the store cannot be read.
+        """
+        __tracebackhide__ = True
+        entry = self._store.find(name)
+        platform = current_platform()
+        if entry is not None:
+            self._record(name, Answer(GoldenVerdict.PASS, "stored inputs"), None, kind="inputs")
+            return self._store.load(entry, entry.variants[nearest(platform, [variant.platform for variant in entry.variants])])
+        answer = Answer(GoldenVerdict.MISSING, f"there are no stored inputs {name!r} below {self.settings.root}")
+        if not self.settings.update:
+            self._record(name, answer, None, kind="inputs")
+            raise GoldenMismatch(self._message(name, answer))
+        held = as_tensors(name, make())
+        asked = Question(name, held, TierMap.of(None), None, {}, None, None, platform)
+        self._record(name, answer, self._save(asked, answer, "stored inputs"), kind="inputs")
+        return held
+
+    def _answer(self, asked: Question) -> Answer:
+        try:
+            return self._store.check(asked)
+        except UserInputError as error:
+            self._outcome(asked.name, "unreadable", str(error))
+            if isinstance(error, GoldenError):
+                raise
+            raise GoldenError(f"golden {asked.name!r}: {error}") from error
+
+    def _decide(self, asked: Question, answer: Answer) -> tuple[Answer, bool]:
+        """Whether the golden is to be written; limits that measure nothing, and loosened ones without a reason, never are."""
+        if self.settings.update not in _WRITES.get(answer.verdict, ()):
+            return answer, False
+        refused = self._store.vacuous(asked)
+        if refused is None and not self.settings.reason.strip():
+            refused = self._store.loosened(asked)
+        return (refused, False) if refused else (answer, True)
+
+    def _save(self, asked: Question, answer: Answer, reason: str) -> Candidate:
+        data = encode(asked.tensors)
+        candidate = Candidate(
+            name=asked.name,
+            test=self.test,
+            verdict=answer.verdict.value,
+            summary=answer.summary,
+            tier=asked.tier,
+            elsewhere=asked.elsewhere,
+            reason=reason,
+            inputs=asked.inputs,
+            recipe=asked.recipe,
+            seed=asked.seed,
+            platform=asked.platform,
+            versions=versions(),
+            tensors={name: describe(tensor) for name, tensor in asked.tensors.items()},
+            sha256=hashlib.sha256(data).hexdigest(),
+            comparisons=tuple(comparison.to_dict() for comparison in answer.comparisons),
+        )
+        content = candidate.content()
+        if self._written.setdefault(asked.name, content) != content:
+            raise GoldenError(f"golden {asked.name!r}: {self.test} gives it two different contents in one run; give each its own name")
+        return self._folder.save(candidate, data)
+
+    def _record(self, name: str, answer: Answer, candidate: Candidate | None, kind: str = "outputs") -> None:
+        rows = [comparison.to_dict() for comparison in answer.comparisons]
+        self._outcome(name, answer.verdict.value, answer.summary, answer.note, rows, candidate.path if candidate else "", kind)
+
+    def _outcome(
+        self, name: str, verdict: str, summary: str, note: str = "", rows: Any = (), candidate: str = "", kind: str = "outputs"
+    ) -> None:
+        facts = {"name": name, "test": self.test, "verdict": verdict, "summary": summary, "note": note, "kind": kind}
+        self.outcomes.append({**facts, "comparisons": [_plain(row) for row in rows if not row["ok"]], "candidate": candidate})
+
+    def _message(self, name: str, answer: Answer) -> str:
+        lines = [f"golden {name!r}: {answer.verdict.value}: {answer.summary}"]
+        if answer.note:
+            lines.append(answer.note)
+        lines += comparison_lines([comparison.to_dict() for comparison in answer.comparisons if not comparison.ok])
+        return "\n".join([*lines, *next_steps(name, answer.verdict)])
+
+
+def next_steps(name: str, verdict: GoldenVerdict) -> list[str]:
+    """Return what a reader can do about a verdict, one command a line."""
+    quoted = shlex.quote(name)
+    if verdict is GoldenVerdict.MISSING:
+        return ["write it: pytest --golden-update=new"]
+    if verdict is GoldenVerdict.VACUOUS:
+        return []
+    if verdict is GoldenVerdict.LOOSENED:
+        return [f"look: harness golden why {quoted}", f'accept: harness golden accept {quoted} --reason "..."']
+    return [f"look: harness golden diff {quoted}", f"accept: harness golden accept {quoted}"]
+
+
+def _one_device(name: str, tensors: Any) -> str:
+    kinds = devices_of(tensors) or {"cpu"}
+    if len(kinds) > 1:
+        raise GoldenError(f"golden {name!r}: tensors lie on {sorted(kinds)}; say with device=... where they were computed")
+    return kinds.pop()
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row in types that any channel between processes carries."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in row.items() if key != "evidence"}

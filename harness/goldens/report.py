@@ -1,0 +1,50 @@
+"""Differences as text: a table for terminals and failure messages. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+HEADINGS = ("tensor", "tier", "max abs", "ulp", "SQNR dB", "changed", "share", "first index")
+_FAR = 1 << 62
+
+
+def comparison_lines(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a table of comparisons.
+
+    Args:
+        rows: `Comparison.to_dict()` each.
+
+    Returns:
+        Lines, the headings first; none for no rows.
+    """
+    cells = [row_cells(row) for row in rows]
+    return aligned([HEADINGS, *cells]) if cells else []
+
+
+def row_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return one comparison as the texts of a row of HEADINGS."""
+    if row.get("num_elements") is None:  # another dtype or shape: nothing could be measured
+        return (str(row["tensor"]), str(row["tier"]), row["summary"], "", "", "", "", "")
+    ulp = row["max_ulp"]
+    return (
+        str(row["tensor"]),
+        str(row["tier"]),
+        number(row["max_abs"]),
+        "-" if ulp is None else "nan/inf" if ulp >= _FAR else f"{ulp:,}",
+        number(row["sqnr_db"]),
+        f"{row['num_changed']:,} of {row['num_elements']:,}",
+        f"{row['share']:.2%}",
+        "-" if row["first_index"] is None else str(list(row["first_index"])),
+    )
+
+
+def number(value: Any) -> str:
+    """Return a number in four digits; `inf` and `nan` may have become texts on their way."""
+    return "-" if value is None else f"{float(value):.4g}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines whose columns stand below each other."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
