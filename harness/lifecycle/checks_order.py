@@ -18,7 +18,8 @@ from harness.lifecycle.strategies import Setup
 from harness.lifecycle.subject import NothingToCheckError, Subject
 from harness.lifecycle.terms import BATCH_EVENTS, MOMENTS, Settings
 
-# Times for check 48: whole and fractional, from the first batch, with and without an end, with an update interval.
+# Times for check 48: whole and fractional, from the first batch, with and without an end, with an update interval; the last two are over
+# before the first batch, and between two batches.
 TIMES = (
     Setup((Settings(0.0, 2.0),)),
     Setup((Settings(1.0, None),)),
@@ -26,6 +27,8 @@ TIMES = (
     Setup((Settings(0.5, 1.5),), steps_per_epoch=2),
     Setup((Settings(0.1, None, 0.2),), steps_per_epoch=10),
     Setup((Settings(1 / 3, 4 / 3, 2 / 3),), steps_per_epoch=3),
+    Setup((Settings(-2.0, -1.0),)),
+    Setup((Settings(0.3, 0.7),)),
 )
 
 

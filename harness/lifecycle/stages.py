@@ -77,13 +77,14 @@ def drive_session(stage: Stage, profile: Profile, share: float = 1.0, shrink: bo
     return stage.num_steps
 
 
-def drive_modifier(profile: Profile, share: float = 1.0, shrink: bool = True) -> int:
+def drive_modifier(profile: Profile, share: float = 1.0, shrink: bool = True, stage: SoloStage | None = None) -> int:
     """Drive single probes at random, without a session.
 
     Args:
         profile: how long.
         share: of the profile's runs.
         shrink: look for the shortest failing run.
+        stage: what to drive; by default a fresh one.
 
     Returns:
         The number of steps.
@@ -91,7 +92,7 @@ def drive_modifier(profile: Profile, share: float = 1.0, shrink: bool = True) ->
     Raises:
         Violation: something went another way than the oracle.
     """
-    stage = SoloStage()
+    stage = stage or SoloStage()
     run_state_machine_as_test(build(ModifierMachine, stage), settings=_settings(profile, share, shrink))
     return stage.num_steps
 

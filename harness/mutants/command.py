@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from harness.mutants.family import FAMILIES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from harness.mutants.family import Family, Fate
 
-    from harness.mutants.lifecycle import Fate
-
-EPILOG = "exit codes: 0 every planted bug was seen, 1 one survived, 3 bad input or a failure of the harness itself"
+EPILOG = """exit codes: 0 every planted bug was seen and nothing without one, 1 a bug survived or something was seen in sound code,
+3 bad input or a failure of the harness itself"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,41 +25,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the verb; changed.
     """
     parser.epilog = EPILOG
-    families = parser.add_subparsers(dest="family", required=True, metavar="FAMILY")
-    lifecycle = families.add_parser("lifecycle", help="known-wrong lifecycles, sessions, hooks, states and recipes", epilog=EPILOG)
-    lifecycle.add_argument("--mutant", action="append", metavar="NAME", help="plant only this bug; may be given several times")
-    lifecycle.add_argument("--json", action="store_true", help="print the result as JSON instead of the table")
+    parser.add_argument("family", metavar="FAMILY", nargs="?", choices=tuple(FAMILIES), help=f"{' or '.join(FAMILIES)} (default: all)")
+    parser.add_argument("--mutant", action="append", metavar="NAME", help="plant only this bug; may be given several times")
+    parser.add_argument("--all-checks", action="store_true", help="let every check look, not only up to the first that sees the bug")
+    parser.add_argument("--jobs", metavar="N", type=_positive, help="processes (default: one per core)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plant the bugs one after another, and print what became of them.
+    """Plant the bugs, and print what became of them.
 
     Args:
         args: as declared by `add_arguments`.
 
     Returns:
-        0, or 1 if a bug survived.
+        0, or 1 if a bug survived or the control did not pass.
     """
-    from harness.mutants.lifecycle import chosen_mutants, fate_of
+    from harness.mutants.family import find_family
 
-    mutants = chosen_mutants(args.mutant)
-    fates = []
-    for number, mutant in enumerate(mutants, 1):
-        print(f"{number} of {len(mutants)}: {mutant.name}", file=sys.stderr, end="\n" if not sys.stderr.isatty() else "\x1b[K\r")
-        fates.append(fate_of(mutant))
+    families = [find_family(name) for name in ([args.family] if args.family else FAMILIES)]
+    results = {family.name: _fates(family, args) for family in families}
     if args.json:
-        print(json.dumps(_summary(fates), sort_keys=True, indent=1))
+        print(json.dumps({name: summary(fates) for name, fates in results.items()}, sort_keys=True, indent=1))
     else:
-        _print(fates)
-    return 0 if all(fate.killed_by for fate in fates) else 1
+        for fates in results.values():
+            _print(fates)
+    return 0 if all(_is_well(fate) for fates in results.values() for fate in fates) else 1
 
 
-def _summary(fates: Sequence[Fate]) -> dict[str, object]:
+def _fates(family: Family, args: argparse.Namespace) -> list[Fate]:
+    """Return the fates in the order of the table, the control first where all bugs are planted."""
+    from compressor.progress import RichProgress
+    from harness.mutants.hunt import hunt
+
+    mutants = [*([] if args.mutant else [None]), *family.chosen(args.mutant)]
+    fates: dict[int, Fate] = {}
+    jobs = min(args.jobs or os.cpu_count() or 1, len(mutants))
+    with RichProgress().task(f"{family.name} mutants", len(mutants)) as task:
+        for number, fate in hunt(family, mutants, args.all_checks, jobs):
+            fates[number] = fate
+            task.advance(note=f"{fate.mutant.name if fate.mutant else 'control'}: {next(iter(fate.killed_by), 'nothing is seen')}")
+    return [fates[number] for number in sorted(fates)]
+
+
+def _is_well(fate: Fate) -> bool:
+    return bool(fate.killed_by) == (fate.mutant is not None)
+
+
+def summary(fates: Sequence[Fate]) -> dict[str, Any]:
+    """Return the fates of one family as JSON types.
+
+    Args:
+        fates: of its bugs, and of the control where it was run.
+
+    Returns:
+        The fates and their numbers.
+    """
+    bugs = [fate for fate in fates if fate.mutant]
+    control = next((fate.to_dict() for fate in fates if not fate.mutant), None)
     return {
-        "mutants": [fate.to_dict() for fate in fates],
-        "num_mutants": len(fates),
-        "num_killed": sum(bool(fate.killed_by) for fate in fates),
-        "num_only_machines": sum(fate.only_machines for fate in fates),
+        "mutants": [fate.to_dict() for fate in bugs],
+        "control": control,
+        "num_mutants": len(bugs),
+        "num_killed": sum(bool(fate.killed_by) for fate in bugs),
+        "num_only_machines": sum(fate.only_machines for fate in bugs),
     }
 
 
@@ -64,12 +96,40 @@ def _print(fates: Sequence[Fate]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("planted bug", "what is wrong", "killed by", box=None, pad_edge=False)
+    table = Table("planted bug", "what is wrong", "killed by", "saw nothing", box=None, pad_edge=False)
     for fate in fates:
-        names = [name.removeprefix("lifecycle.") for name in fate.killed_by]
-        table.add_row(fate.mutant.name, fate.mutant.wrong, ", ".join(names) or "nobody: it survives")
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(table)
-    summary = _summary(fates)
-    killed, only = summary["num_killed"], summary["num_only_machines"]
-    console.print(f"{killed} of {len(fates)} planted bugs were killed, {only} of them only by a state machine", markup=False)
+        if fate.mutant:
+            seen = ", ".join(map(_short, fate.killed_by)) or "nobody: it survives"
+            table.add_row(fate.mutant.name, fate.mutant.wrong, seen, str(len(fate.survived)))
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    console.print(table, "")
+    for checks, names in _in_vain(fates).items():
+        console.print(f"Only a state machine saw these {len(names)}: {', '.join(names)}.")
+        console.print(f"Each was first looked at by {', '.join(checks)}, which saw nothing.", "")
+    for fate in fates:
+        if not fate.mutant:
+            seen = "; ".join(f"{_short(name)}: {text}" for name, text in fate.killed_by.items())
+            console.print(f"Without any bug: {seen or f'{len(fate.survived)} checks and machines see nothing'}.")
+    numbers = summary(fates)
+    only = f"{numbers['num_only_machines']} of them only by a state machine"
+    console.print(f"{numbers['num_killed']} of {numbers['num_mutants']} planted bugs were killed, {only}.")
+
+
+def _in_vain(fates: Sequence[Fate]) -> dict[tuple[str, ...], list[str]]:
+    """Bugs that died only in a machine, by the checks that had looked before."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for fate in fates:
+        if fate.mutant and fate.only_machines:
+            checks = tuple(_short(name) for name in fate.survived if name not in fate.machines)
+            groups.setdefault(checks, []).append(fate.mutant.name)
+    return groups
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("lifecycle.")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes above 0")
+    return int(text)

@@ -6,7 +6,6 @@ from harness.mutants.patches import Edit, Mutant, Table
 
 _MODIFIER = "compressor.lifecycle.modifier:Modifier."
 _MACHINE = "machine.modifier"
-_SESSIONS = "machine.session"
 
 MODIFIER_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -14,28 +13,28 @@ MODIFIER_MUTANTS: tuple[Mutant, ...] = (
         "modifier",
         "the start itself is not reached yet: start < index",
         (Edit(_MODIFIER + "should_start", "self.start <= index", "self.start < index"),),
-        "lifecycle.start_and_end",
+        "lifecycle.completes",
     ),
     Mutant(
         "starts_after_end",
         "modifier",
         "an index beyond the end still starts the modifier",
         (Edit(_MODIFIER + "should_start", "(self.end is None or index < self.end)", "True"),),
-        _MACHINE,
+        "lifecycle.start_and_end",
     ),
     Mutant(
         "never_ends",
         "modifier",
         "the end never fires",
         (Edit(_MODIFIER + "should_end", "self.end is not None and index >= self.end", "False"),),
-        "lifecycle.start_and_end",
+        "lifecycle.completes",
     ),
     Mutant(
         "ends_late",
         "modifier",
         "the end itself is not the end yet: index > end",
         (Edit(_MODIFIER + "should_end", "index >= self.end", "index > self.end"),),
-        "lifecycle.start_and_end",
+        "lifecycle.completes",
     ),
     Mutant(
         "never_starts_at_initialize",
@@ -49,21 +48,21 @@ MODIFIER_MUTANTS: tuple[Mutant, ...] = (
         "modifier",
         "update intervals are counted from index 0, not from start",
         (Edit(_MODIFIER + "_note_period", "(self.start or 0.0)", "0.0"),),
-        "lifecycle.start_and_end",
+        "lifecycle.completes",
     ),
     Mutant(
         "updates_always",
         "modifier",
         "the update interval is ignored",
         (Edit(_MODIFIER + "should_update", "not self.update or self._lifecycle_flags.due", "True"),),
-        "lifecycle.start_and_end",
+        "lifecycle.completes",
     ),
     Mutant(
         "updates_after_end",
         "modifier",
         "on_update still comes after the end",
         (Edit(_MODIFIER + "_fits", "row.ended in (None, self._lifecycle_flags.ended)", "True"),),
-        "lifecycle.start_and_end",
+        "lifecycle.completes",
     ),
     Mutant(
         "rounds_periods",
@@ -82,7 +81,7 @@ MODIFIER_MUTANTS: tuple[Mutant, ...] = (
                 lambda rows: tuple(row._replace(callbacks=("on_start",)) if "on_start" in row.callbacks else row for row in rows),
             ),
         ),
-        "lifecycle.start_and_end",
+        "lifecycle.completes",
     ),
     Mutant(
         "some_events_only",
@@ -196,7 +195,7 @@ MODIFIER_MUTANTS: tuple[Mutant, ...] = (
         "modifier",
         "hooks stay after finalize",
         (Edit(_MODIFIER + "finalize", "self.remove_hooks()", "pass"),),
-        _SESSIONS,
+        _MACHINE,
     ),
     Mutant(
         "swallows_errors",

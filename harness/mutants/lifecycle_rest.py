@@ -143,4 +143,24 @@ RECIPE_MUTANTS: tuple[Mutant, ...] = (
         ),
         "lifecycle.recipe",
     ),
+    Mutant(
+        "all_recipes_equal",
+        "recipe",
+        "modifiers of one class are equal whatever their settings",
+        (Edit("compressor.lifecycle.modifier:Modifier.__eq__", "self.__dict__ == other.__dict__", "True"),),
+        "lifecycle.recipe",
+    ),
+    Mutant(
+        "class_forgotten",
+        "recipe",
+        "a modifier is written under the name of its base class",
+        (
+            Edit(
+                _RECIPE + "modifier_name",
+                'f"{cls.__module__}:{cls.__qualname__}"',
+                'f"{cls.__mro__[1].__module__}:{cls.__mro__[1].__qualname__}"',
+            ),
+        ),
+        "lifecycle.recipe",
+    ),
 )

@@ -35,7 +35,7 @@ SESSION_MUTANTS: tuple[Mutant, ...] = (
         "session",
         "BATCH_END may follow BATCH_END",
         (_also_after("BATCH_END", "BATCH_END"),),
-        _SESSIONS,
+        "lifecycle.illegal_calls",
     ),
     Mutant(
         "calibration_ends_before_start",
@@ -49,7 +49,7 @@ SESSION_MUTANTS: tuple[Mutant, ...] = (
         "session",
         "OPTIM_PRE_STEP may come before LOSS_CALCULATED",
         (_also_after("OPTIM_PRE_STEP", "BATCH_START"),),
-        _SESSIONS,
+        "lifecycle.illegal_calls",
     ),
     Mutant(
         "finalizes_in_calibration",
@@ -96,7 +96,7 @@ SESSION_MUTANTS: tuple[Mutant, ...] = (
         "session",
         "the step never advances",
         (Edit(_SESSION + "send", "self._step = step", "pass"),),
-        "lifecycle.start_and_end",
+        "lifecycle.completes",
     ),
     Mutant(
         "whole_epochs",
@@ -113,7 +113,7 @@ SESSION_MUTANTS: tuple[Mutant, ...] = (
             Edit(_SESSION + "send", "step = self._step + (event_type is EventType.BATCH_END)", "step = self._step"),
             Edit(_SESSION + "_commit", "self._last = moment", "self._last = moment\n    self._step += moment is EventType.BATCH_END"),
         ),
-        "lifecycle.start_and_end",
+        "lifecycle.completes",
     ),
     Mutant(
         "no_loss_needed",

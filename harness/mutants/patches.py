@@ -9,11 +9,9 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from compressor.errors import HarnessError
-
-Kind = Literal["modifier", "session", "hooks", "state", "recipe"]
 
 
 class Patch(Protocol):
@@ -92,11 +90,11 @@ class Mutant:
         kind: the part of the core that is wrong.
         wrong: what is wrong, in a line.
         patches: what is replaced.
-        killer: the check or machine that is known to see it soonest.
+        killer: the first check or machine in the family's order that sees it.
     """
 
     name: str
-    kind: Kind
+    kind: str
     wrong: str
     patches: tuple[Patch, ...]
     killer: str

@@ -1,0 +1,95 @@
+"""Plant bugs and let everybody look, on all cores: the cheapest first, up to the first who sees it.
+
+Machines stand last in a family's list. So where one of them is the first to see a bug, every check has looked before and seen nothing:
+that a bug dies only in a state machine is not a claim but what the run has shown.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
+
+from harness.mutants.family import Family, Fate, Killer, find_family
+from harness.mutants.patches import Mutant
+
+Seen = tuple[dict[str, str], list[str]]
+
+
+def fate_of(family: Family, mutant: Mutant | None, all_checks: bool = False) -> Fate:
+    """Plant a bug, and let checks and machines look.
+
+    Args:
+        family: of the bug.
+        mutant: the bug, which is taken out again; None for the control.
+        all_checks: go on after the first who sees it.
+
+    Returns:
+        Who saw it, and who looked in vain.
+    """
+    killers = family.killers(mutant)
+    killed_by: dict[str, str] = {}
+    survived: dict[str, None] = {}
+    with mutant.planted() if mutant else nullcontext():
+        for killer in killers:
+            if killer.name in killed_by:
+                continue
+            seen = killer.look()
+            if seen is None:
+                survived[killer.name] = None
+                continue
+            survived.pop(killer.name, None)
+            killed_by[killer.name] = seen
+            if not all_checks:
+                break
+    return Fate(mutant, killed_by, tuple(survived), frozenset(killer.name for killer in killers if killer.is_machine))
+
+
+def hunt(family: Family, mutants: Sequence[Mutant | None], all_checks: bool = False, jobs: int = 1) -> Iterator[tuple[int, Fate]]:
+    """Look for several bugs, in several processes.
+
+    Args:
+        family: of the bugs.
+        mutants: the bugs; None for the control.
+        all_checks: as in `fate_of`.
+        jobs: processes; 1 looks in this one.
+
+    Yields:
+        The place of a bug in the list and its fate, as they become known.
+    """
+    if jobs == 1:
+        for number, mutant in enumerate(mutants):
+            yield number, fate_of(family, mutant, all_checks)
+        return
+    # A fresh interpreter: a fork of a process in which torch has started threads may never come back.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _prepare) as pool:
+        running = {
+            pool.submit(_fate_elsewhere, family.name, mutant.name if mutant else None, all_checks): number
+            for number, mutant in sorted(enumerate(mutants), key=lambda pair: not _is_long(pair[1], family.killers(pair[1])))
+        }
+        try:
+            for done in as_completed(running):
+                number = running[done]
+                killed_by, survived, machines = done.result()
+                yield number, Fate(mutants[number], killed_by, survived, machines)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _is_long(mutant: Mutant | None, killers: Sequence[Killer]) -> bool:
+    """The control, and what only a machine is known to see, takes longest and so begins first."""
+    return mutant is None or mutant.killer in {killer.name for killer in killers if killer.is_machine}
+
+
+def _prepare() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _fate_elsewhere(family_name: str, name: str | None, all_checks: bool) -> tuple[dict[str, str], tuple[str, ...], frozenset[str]]:
+    """In a worker: a fate without its bug, whose patches may hold functions that do not travel."""
+    family = find_family(family_name)
+    fate = fate_of(family, family.mutants[name] if name else None, all_checks)
+    return dict(fate.killed_by), tuple(fate.survived), fate.machines
