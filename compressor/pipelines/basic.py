@@ -5,27 +5,34 @@ from __future__ import annotations
 import torch
 
 from compressor.data import CalibrationData, batch_to, call_model
-from compressor.lifecycle import EventType, Session
+from compressor.lifecycle import EventType, Session, State
 from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
+from compressor.pipelines.journal import NoJournal
 from compressor.progress import Progress
 
 
-def run(session: Session, data: CalibrationData, *, progress: Progress) -> None:
+def run(session: Session, data: CalibrationData, *, progress: Progress, journal: NoJournal | None = None) -> None:
     """Calibrate in whole forwards.
 
     Args:
         session: initialized; its model changes.
         data: at least one batch.
         progress: where a bar is shown.
+        journal: keeps the one stage, or knows it from an earlier run, which then needs no forward; None keeps nothing.
     """
-    state = session.state
+    state, journal = session.state, journal or NoJournal()
     session.send(EventType.CALIBRATION_START)
+    names = tuple(name for name, _ in state.model.named_modules())
+    if not journal.open_stage(session, 0, "", names, 1):
+        _forward_all(state, data, progress)
+    journal.compress(session, names)
+    session.send(EventType.CALIBRATION_END)
+
+
+def _forward_all(state: State, data: CalibrationData, progress: Progress) -> None:
     with calibration_mode(state), progress.task("calibrate", total=len(data.batches)) as task:
         for index, batch in enumerate(data.batches):
             set_token_mask(state, data, index)
             with torch.no_grad():
                 call_model(state.model, batch_to(batch, state.device))
             task.advance()
-    names = tuple(name for name, _ in state.model.named_modules())
-    session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
-    session.send(EventType.CALIBRATION_END)

@@ -10,6 +10,7 @@ from compressor.data import CalibrationData
 from compressor.errors import DatasetError, RecipeError
 from compressor.lifecycle import CalibrationNeed, Modifier, Session
 from compressor.pipelines import basic, data_free, sequential
+from compressor.pipelines.journal import NoJournal
 from compressor.pipelines.settings import SequentialSettings
 from compressor.progress import Progress
 
@@ -51,6 +52,7 @@ def run_pipeline(
     *,
     progress: Progress,
     settings: SequentialSettings | None = None,
+    journal: NoJournal | None = None,
 ) -> None:
     """Run a pipeline by its name: from CALIBRATION_START to CALIBRATION_END.
 
@@ -60,6 +62,7 @@ def run_pipeline(
         data: what flows through the model; data_free takes None.
         progress: where bars are shown.
         settings: targets, engine and propagation of `sequential`; None takes the defaults, the other pipelines take nothing else.
+        journal: keeps finished stages; None keeps nothing. The data_free pipeline, which has no stages, does not use it.
 
     Raises:
         DatasetError: no data where some is needed.
@@ -74,6 +77,6 @@ def run_pipeline(
     elif data is None:
         raise DatasetError(f"pipeline: {name} was chosen without calibration data; give a dataset")
     elif name == "basic":
-        basic.run(session, data, progress=progress)
+        basic.run(session, data, progress=progress, journal=journal)
     else:
-        sequential.run(session, data, progress=progress, settings=settings)
+        sequential.run(session, data, progress=progress, settings=settings, journal=journal)

@@ -17,6 +17,7 @@ from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, TracingError
 from compressor.lifecycle import EventType, Session, State
 from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
+from compressor.pipelines.journal import NoJournal
 from compressor.pipelines.offload import open_store
 from compressor.pipelines.settings import SequentialSettings
 from compressor.pipelines.watched import watched_modules
@@ -38,6 +39,7 @@ def run(
     *,
     progress: Progress,
     settings: SequentialSettings | None = None,
+    journal: NoJournal | None = None,
 ) -> None:
     """Calibrate and compress target by target.
 
@@ -46,6 +48,7 @@ def run(
         data: at least one batch.
         progress: where a bar is shown.
         settings: targets, engine and propagation; None takes the defaults.
+        journal: keeps finished stages, and knows those of an earlier run; None keeps nothing.
 
     Raises:
         TargetError: a pattern matches nothing, or a target lies inside another.
@@ -53,9 +56,23 @@ def run(
         TracingError: a target is called again after its stage.
     """
     state = session.state
-    settings = settings or SequentialSettings()
+    settings, journal = settings or SequentialSettings(), journal or NoJournal()
     partition(state.model, settings.targets)  # a wrong pattern is refused before anything happens
     session.send(EventType.CALIBRATION_START)
+    if journal.needs_no_data(watched_modules(session)):
+        cut, uncalled = partition(state.model, settings.targets), journal.restore_all(session)
+    else:
+        cut, uncalled = _run_stages(session, data, progress, settings, journal)
+        journal.end_stages(session, uncalled)
+    _send_rest(session, cut, uncalled)
+    session.send(EventType.CALIBRATION_END)
+
+
+def _run_stages(
+    session: Session, data: CalibrationData, progress: Progress, settings: SequentialSettings, journal: NoJournal
+) -> tuple[Partition, tuple[str, ...]]:
+    """Take all samples through all stages; return the targets, and those that no sample has called."""
+    state = session.state
     with calibration_mode(state):
         with session.hooks_disabled():
             plan = _trace(state, data, settings)
@@ -80,11 +97,10 @@ def run(
                 ) as running,
             ):
                 for stage in running:
-                    _run_stage(session, stage, bar, settings.propagate_error)
+                    _run_stage(session, stage, bar, settings.propagate_error, journal, len(cut.targets))
             _check_called(session, cut, running.uncalled)
             bar.finish()
-    _send_rest(session, cut, running.uncalled)
-    session.send(EventType.CALIBRATION_END)
+    return cut, running.uncalled
 
 
 def _trace(state: State, data: CalibrationData, settings: SequentialSettings) -> Plan:
@@ -114,14 +130,19 @@ def _open_store(state: State, plan: Plan, settings: SequentialSettings) -> Abstr
     return nullcontext()
 
 
-def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error: bool) -> None:
+def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error: bool, journal: NoJournal, num_stages: int) -> None:
     names = stage.module_names
     is_last = not _watched_elsewhere(session, names)
-    stage.calibrate(stop_early=not is_last)  # without a propagation of all samples nothing could check an early stop
+    if journal.open_stage(session, stage.index, stage.name, names, num_stages):
+        stage.skip_calibration()
+        bar.skip(stage.num_samples, f"{journal.summary}; forwards through {stage.name}")
+    else:
+        stage.calibrate(stop_early=not is_last)  # without a propagation of all samples nothing could check an early stop
     if not propagate_error:
         stage.propagate(only_first=is_last)
-    session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
-    bar.note(_describe(session.state, stage.name, names))
+    journal.compress(session, names)
+    if stage.index >= journal.num_resumed:
+        bar.note(_describe(session.state, stage.name, names))
     if propagate_error:
         with ExitStack() as weights:
             for name in stage.module_names:
@@ -169,6 +190,10 @@ class _Bar:
     def advance(self) -> None:
         self._left -= 1
         self._task.advance()
+
+    def skip(self, amount: int, note: str) -> None:
+        self._left -= amount
+        self._task.advance(amount, note=note)
 
     def note(self, text: str) -> None:
         self._task.advance(0, note=text)

@@ -50,6 +50,9 @@ class RunningStage(Protocol):
     def calibrate(self, stop_early: bool = True) -> None:
         """Call the targets for every sample without consequences."""
 
+    def skip_calibration(self) -> None:
+        """Take the statistics of the targets for complete, though nothing is called: an earlier run has compressed what lies inside."""
+
     def propagate(self, only_first: bool = False) -> None:
         """Let every sample run on to its next stage, or to its end."""
 

@@ -135,6 +135,12 @@ class SuspendedRun:
                 sample.unseen = set(inside)
                 self._advance(sample, propagate=False)
 
+    def _skip_calibration(self, stage: Stage) -> None:
+        watched = self._watched()
+        self._router.watch(watched)
+        if not watched.keys().isdisjoint(stage.module_names):
+            self._router.calibrated.add(stage.name)
+
     def _propagate(self, stage: Stage, samples: list[Sample], only_first: bool) -> None:
         torch.clear_autocast_cache()  # it would serve casts of weights that have been replaced
         self._router.close(stage.name, stage.module_names)
@@ -184,6 +190,10 @@ class Stage:
             stop_early: False runs every sample in full.
         """
         self._run._calibrate(self, self._samples, stop_early)
+
+    def skip_calibration(self) -> None:
+        """Take the statistics of the target for complete, though nothing is called: an earlier run has compressed what lies inside."""
+        self._run._skip_calibration(self)
 
     def propagate(self, only_first: bool = False) -> None:
         """Call the target for real and let every sample run on to its next target, or to its end.

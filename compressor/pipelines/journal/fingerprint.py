@@ -1,0 +1,224 @@
+"""What the result of a run depends on, and in which words two runs differ."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.metadata
+import json
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import compressor
+from compressor.data import CalibrationData
+from compressor.data.collate import hash_batches
+from compressor.model.folder import weight_files
+from compressor.model.load import LoadedModel
+
+Fingerprint = dict[str, Any]
+
+_SHOWN_CHANGES = 6
+_SHOWN_CHARS = 60
+# Files of a model's folder that end up in the result, or decide about it, beside its weights.
+_TEXT_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".py", ".tiktoken", ".bpe"}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what takes part in a run, as they stand in compression.json."""
+    return {
+        "compressor": compressor.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def file_hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Hash files.
+
+    Args:
+        folder: that holds them.
+        names: of the files.
+
+    Returns:
+        Name to sha256.
+    """
+    hashes = {}
+    for name in names:
+        with (folder / name).open("rb") as stream:
+            hashes[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashes
+
+
+def base_hashes(folder: Path | None) -> dict[str, str]:
+    """Hash what a model is loaded from.
+
+    Args:
+        folder: of the model; None for a model from memory.
+
+    Returns:
+        sha256 of the config and the weight files; empty for a model from memory.
+    """
+    return {} if folder is None else file_hashes(folder, (*weight_files(folder), "config.json"))
+
+
+def model_identity(loaded: LoadedModel, base: Mapping[str, str], tokenizer: Any) -> dict[str, Any]:
+    """Identify a model before anything is done to it.
+
+    Args:
+        loaded: the model as loaded.
+        base: its `base_hashes`.
+        tokenizer: the one that the user gave; None for that of the folder.
+
+    Returns:
+        Hashes by file; of a model from memory by its class, its config and all its tensors.
+    """
+    identity: dict[str, Any] = {"class": f"{type(loaded.model).__module__}.{type(loaded.model).__qualname__}"}
+    if loaded.source_dir is None:
+        identity |= {"config": _config_hash(loaded.model), "tensors": _tensor_hash(loaded.model)}
+    else:
+        texts = [path.name for path in loaded.source_dir.iterdir() if path.suffix in _TEXT_SUFFIXES and path.name not in base]
+        templates = [path.relative_to(loaded.source_dir).as_posix() for path in loaded.source_dir.glob("*/*.jinja")]
+        identity["files"] = {**base, **file_hashes(loaded.source_dir, sorted(texts + templates))}
+    return identity if tokenizer is None else {**identity, "tokenizer": _tokenizer_hash(tokenizer)}
+
+
+def data_identity(data: CalibrationData | None) -> dict[str, Any] | None:
+    """Identify calibration data.
+
+    Args:
+        data: the batches; None where none are needed.
+
+    Returns:
+        Hashes of the tokens and of the batches that they form, and counts; None without data.
+    """
+    if data is None:
+        return None
+    counts = {"num_samples": data.num_samples, "num_tokens": data.num_tokens, "num_batches": len(data.batches)}
+    return {**counts, "tokens": data.sha256, "batches": hash_batches(data.batches)}
+
+
+def fingerprint(
+    *, model: Mapping[str, Any], recipe: str, data: Mapping[str, Any] | None, seed: int, settings: Mapping[str, Any], device: torch.device
+) -> Fingerprint:
+    """Put together what the result depends on.
+
+    Args:
+        model: what `model_identity` gave.
+        recipe: the recipe as text.
+        data: what `data_identity` gave.
+        seed: of everything random.
+        settings: what else the user chose that changes the result; JSON types.
+        device: where the run takes place.
+
+    Returns:
+        JSON types.
+    """
+    packages = {name: importlib.metadata.version(name) for name in ("compressed-tensors", "safetensors", "tokenizers")}
+    content = {
+        "model": model,
+        "recipe": recipe,
+        "data": data,
+        "seed": seed,
+        "settings": settings,
+        "versions": {**versions(), **packages},
+        "machine": _machine(device),
+    }
+    return dict(json.loads(json.dumps(content)))  # as it will be read back
+
+
+def digest(of: Mapping[str, Any]) -> str:
+    """Shorten a fingerprint to one hash; the machine does not count, for what a finished checkpoint holds does not tell it.
+
+    Args:
+        of: the fingerprint.
+
+    Returns:
+        The sha256 in hexadecimal.
+    """
+    content = {key: value for key, value in of.items() if key != "machine"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say what differs.
+
+    Args:
+        before: an earlier fingerprint.
+        now: another one.
+
+    Returns:
+        One line for each difference, such as "seed was 0 and is 1"; empty when they are equal.
+    """
+    old, new = dict(_flatten(before)), dict(_flatten(now))
+    different = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    lines = [_change(key, old.get(key), new.get(key)) for key in different]
+    more = len(lines) - _SHOWN_CHANGES
+    return lines if more <= 0 else [*lines[:_SHOWN_CHANGES], f"{more} more things changed"]
+
+
+def _change(key: str, old: Any, new: Any) -> str:
+    if isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
+        diff = [line for line in difflib.ndiff(old.splitlines(), new.splitlines()) if line[:1] in "+-"]
+        was, now = ("; ".join(line[2:].strip() for line in diff if line[0] == sign) for sign in "-+")
+        return f"{key} said {_short(was)} and says {_short(now)}"
+    return f"{key} was {_short(old)} and is {_short(new)}"
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "not given"
+    text = str(value)
+    if len(text) == 64 and all(char in "0123456789abcdef" for char in text):
+        return text[:12]
+    return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "...") if isinstance(value, str) else text
+
+
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """What decides in which order sums are taken: on another machine the same run need not give the same bits."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _config_hash(model: nn.Module) -> str:
+    config: Any = getattr(model, "config", None)
+    text = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else repr(config)
+    generation = getattr(model, "generation_config", None)
+    parts = [text, str(getattr(config, "_attn_implementation", None)), "" if generation is None else generation.to_json_string()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _tensor_hash(model: nn.Module) -> str:
+    result = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        result.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return result.hexdigest()
+
+
+def _tokenizer_hash(tokenizer: Any) -> str:
+    """Hash what would be saved of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        hashes = file_hashes(Path(folder), [path.relative_to(folder).as_posix() for path in paths])
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()

@@ -1,0 +1,249 @@
+"""What the pipelines tell the journal, and what it does: keeps each finished stage, and gives it back to a run that goes on.
+
+A pipeline asks `open_stage` whether an earlier run has finished a stage, and calls `compress` in either case: the modifiers do their
+work and what they made is kept, or what was kept is put in place. Activations are not kept: a resumed run forwards through the finished
+stages with their packed weights, which is what the first run has done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from compressor.errors import CheckpointError, ResumeError
+from compressor.lifecycle import EventType, Session
+from compressor.model.atomic_file import reason
+from compressor.pipelines.journal.fingerprint import file_hashes
+from compressor.pipelines.journal.lines import Lines
+from compressor.pipelines.journal.run_folder import RunFolder
+from compressor.pipelines.journal.stage_files import (
+    Before,
+    add_report,
+    copy_tensors,
+    look_before,
+    read_tensors,
+    report_since,
+    restore_random,
+    write_tensors,
+)
+
+
+class NoJournal:
+    """Keeps nothing: for runs whose result stays in memory.
+
+    Attributes:
+        num_resumed: stages that an earlier run has finished.
+        num_stages: stages of the whole run; 0 before a pipeline has said so.
+        token: part of the name of the folder that the checkpoint is written to before it is whole; None for a random one.
+    """
+
+    num_resumed: int = 0
+    num_stages: int = 0
+    token: str | None = None
+
+    @property
+    def summary(self) -> str | None:
+        """Where this run went on, in words; None where it began at the beginning."""
+        return None
+
+    def needs_no_data(self, watched: Collection[str]) -> bool:
+        """Whether everything that data is needed for has been done.
+
+        Args:
+            watched: modules that still carry calibration hooks.
+
+        Returns:
+            True where `restore_all` is enough.
+        """
+        del watched
+        return False
+
+    def restore_all(self, session: Session) -> tuple[str, ...]:
+        """Put the results of all stages in place, without any forward.
+
+        Args:
+            session: of the run; its model and report change.
+
+        Returns:
+            Targets that no sample has called.
+        """
+        raise NotImplementedError
+
+    def open_stage(self, session: Session, index: int, name: str, modules: Sequence[str], num_stages: int) -> bool:
+        """Begin a stage, before its calibration.
+
+        Args:
+            session: of the run.
+            index: number of the stage, from 0.
+            name: dotted name of the target.
+            modules: dotted names of its modules.
+            num_stages: how many stages the run has.
+
+        Returns:
+            True where an earlier run has finished it, so that it needs no calibration.
+        """
+        del session, index, name, modules, num_stages
+        return False
+
+    def compress(self, session: Session, modules: Sequence[str]) -> None:
+        """Let the modifiers compress the stage; or put in place what an earlier run has made.
+
+        Args:
+            session: of the run; its model and report change.
+            modules: dotted names of the stage's modules.
+        """
+        session.send(EventType.SEQUENTIAL_EPOCH_END, modules=modules)
+
+    def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
+        """Note that all samples have passed all stages.
+
+        Args:
+            session: of the run.
+            uncalled: targets that no sample has called.
+        """
+
+
+class Journal(NoJournal):
+    """Keeps every stage in a run folder. A context manager that holds the folder's lock; made by `open_journal`."""
+
+    def __init__(self, folder: RunFolder, lines: Lines) -> None:
+        """Take over a locked folder and its journal.
+
+        Args:
+            folder: locked.
+            lines: with the line of the run, and those of finished stages.
+        """
+        self._folder, self._lines = folder, lines
+        self._done = [entry for entry in lines.entries if entry["kind"] == "stage"]
+        self._end = next((entry for entry in lines.entries if entry["kind"] == "end"), None)
+        self._before: Before | None = None
+        self._stage: dict[str, Any] = {}
+        self._is_finished = False
+        self.num_resumed = len(self._done)
+        self.num_stages = self._done[-1]["total"] if self._done else 0
+        self.token = lines.entries[0]["token"]
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self._folder.path
+
+    @property
+    def summary(self) -> str | None:
+        """Where this run went on, in words; None where it began at the beginning."""
+        if not self.num_resumed:
+            return None
+        return f"resumed after stage {self.num_resumed} of {self.num_stages}"
+
+    def needs_no_data(self, watched: Collection[str]) -> bool:
+        """See NoJournal."""
+        kept = {key.rpartition(".")[0] for entry in self._done for key in entry["tensors"]}
+        return self._end is not None and kept.issuperset(watched)
+
+    def restore_all(self, session: Session) -> tuple[str, ...]:
+        """See NoJournal."""
+        assert self._end is not None
+        for entry in self._done:
+            self._restore(session, entry, entry["modules"])
+        restore_random(read_tensors(self._folder.stage_file(None), ()).random)
+        return tuple(self._end["uncalled"])
+
+    def open_stage(self, session: Session, index: int, name: str, modules: Sequence[str], num_stages: int) -> bool:
+        """See NoJournal."""
+        self.num_stages = num_stages
+        self._stage = {"kind": "stage", "index": index, "name": name, "total": num_stages, "modules": list(modules)}
+        if index >= self.num_resumed:
+            self._before = look_before(session.state, modules)
+            return False
+        kept = self._done[index]
+        different = [key for key in self._stage if kept[key] != self._stage[key]]
+        if different:
+            raise ResumeError(
+                f"{self.path}: stage {index} was {kept['name']!r} and is {name!r} now, in {', '.join(different)}; the model runs otherwise "
+                "than in the first run: remove the folder to start over"
+            )
+        return True
+
+    def compress(self, session: Session, modules: Sequence[str]) -> None:
+        """See NoJournal."""
+        index = self._stage["index"]
+        if index < self.num_resumed:
+            self._restore(session, self._done[index], modules)
+            return
+        super().compress(session, modules)
+        self._keep(session, modules)
+
+    def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
+        """See NoJournal."""
+        if self._end is None:
+            path = self._folder.stage_file(None)
+            write_tensors(path, session.state, (), look_before(session.state, ()))
+            sha256 = file_hashes(path.parent, [path.name])[path.name]
+            self._append({"kind": "end", "uncalled": list(uncalled), "sha256": sha256})
+
+    def finish(self) -> None:
+        """Remove the run folder: the result is where it belongs.
+
+        Raises:
+            CheckpointError: it cannot be removed.
+        """
+        self._is_finished = True
+        try:
+            self._lines.append({"kind": "done"})
+            self._folder.remove()
+        except OSError as error:
+            self._folder.unlock()
+            raise CheckpointError(
+                f"{self.path}: the run is complete, but its folder cannot be removed ({reason(error)}); remove it"
+            ) from error
+
+    def __enter__(self) -> Self:
+        """Return the journal."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Let go of the folder; after an error it stays where it holds a finished stage, and the error says so."""
+        if self._is_finished:
+            return
+        if not self._done:
+            self._folder.clear()
+            self._folder.give_up()
+            return
+        self._folder.unlock()
+        if error is not None:
+            error.add_note(
+                f"{len(self._done)} of {self.num_stages} finished stages are kept in {self.path}; the same command with --resume "
+                "(resume=True) goes on from there"
+            )
+
+    def _keep(self, session: Session, modules: Sequence[str]) -> None:
+        assert self._before is not None
+        before, self._before = self._before, None
+        path = self._folder.stage_file(self._stage["index"])
+        keys = write_tensors(path, session.state, modules, before)
+        entry = {
+            **self._stage,
+            "file": path.name,
+            "sha256": file_hashes(path.parent, [path.name])[path.name],
+            "tensors": keys,
+            "report": report_since(session.state.report, before.report),
+            "memories": [modifier.stage_memory() for modifier in session.modifiers],
+        }
+        self._append(entry)
+        self._done.append(entry)
+
+    def _restore(self, session: Session, entry: Mapping[str, Any], modules: Sequence[str]) -> None:
+        tensors = read_tensors(self.path / entry["file"], entry["tensors"])
+        for modifier, memory in zip(session.modifiers, entry["memories"], strict=True):
+            modifier.skip_stage(session.state, modules, memory, tensors.modules)
+        copy_tensors(session.state.model, tensors.modules)
+        add_report(session.state.report, entry["report"])
+        restore_random(tensors.random)
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        try:
+            self._lines.append(entry)
+        except OSError as error:
+            raise CheckpointError(f"{self._lines.path}: cannot be written ({reason(error)}); make room or repair the disk") from error

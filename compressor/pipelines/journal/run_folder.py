@@ -1,0 +1,260 @@
+"""The folder of an unfinished run: its name, its lock, and who may use it.
+
+lock                     held while a run works here; the kernel lets go of it when the process ends, however it ends
+journal.jsonl            a line for the run, and one for each finished stage
+stage-0000.safetensors   what each stage made
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import CheckpointError, OutputError, ResumeError
+from compressor.model.atomic_file import PARTIAL_SUFFIX, flush, reason
+from compressor.pipelines.journal.lines import Lines
+
+_SUFFIX = ".partial-run"
+_LOCK, _JOURNAL = "lock", "journal.jsonl"
+_FORMAT = 1
+_OWN_NAMES = re.compile(rf"({_LOCK}|({re.escape(_JOURNAL)}|(stage-\d+|end)\.safetensors)({re.escape(PARTIAL_SUFFIX)})?)")
+
+
+def default_run_dir(output_dir: str | Path) -> Path:
+    """Name the run folder that belongs to an output folder: its sibling.
+
+    Args:
+        output_dir: where the checkpoint will be.
+
+    Returns:
+        The path.
+    """
+    target = Path(output_dir).resolve()
+    return target.with_name(target.name + _SUFFIX)
+
+
+def check_run_dir(run_dir: str | Path, *, resume: bool, source: str | Path | None, output_dir: str | Path | None) -> Path:
+    """Refuse a run folder that cannot be used, before the work starts. Nothing stays changed on the disk.
+
+    Args:
+        run_dir: the folder; need not exist.
+        resume: whether an unfinished run in it is to be continued.
+        source: folder of the model that is compressed; None for a model from memory.
+        output_dir: where the checkpoint will be; None where none is written.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        OutputError: it is no folder, holds something else, cannot be written, or lies in a folder that must stay as it is.
+        ResumeError: another run works in it, its journal is damaged, or it holds an unfinished run that is not to be resumed.
+    """
+    path = Path(run_dir).resolve()
+    if source is not None and path.is_relative_to(Path(source).resolve()):
+        raise OutputError(f"{path}: the run folder lies in the folder of the model that is compressed; name one outside of it")
+    if output_dir is not None:
+        target = Path(output_dir).resolve()
+        if path.is_relative_to(target) or target.is_relative_to(path):
+            raise OutputError(f"{path}: run folder and output folder ({target}) lie one in the other; name two that do not")
+    if not path.exists():
+        return path
+    check_names(path)
+    if (path / _LOCK).exists():
+        try:
+            folder = RunFolder(path)
+            folder.lock()
+            folder.unlock()
+        except OSError as error:
+            raise OutputError(f"{path}: cannot be used as run folder ({error.strerror}); name a folder that can be written") from error
+    journal = read_journal(path)
+    if journal is not None and not resume:
+        refuse_to_overwrite(path, journal)
+    return path
+
+
+def check_names(path: Path) -> None:
+    """Refuse a folder that holds what no run has written.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        OutputError: it is no folder, cannot be read, or holds other files.
+    """
+    try:
+        strangers = [entry.name for entry in sorted(path.iterdir()) if _OWN_NAMES.fullmatch(entry.name) is None]
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be used as run folder ({error.strerror}); name a new folder") from error
+    if strangers:
+        raise OutputError(f"{path}: is no run folder, for it holds {strangers[0]}; name a new folder")
+
+
+def read_journal(path: Path) -> Lines | None:
+    """Read the journal of a run folder.
+
+    Args:
+        path: of the folder.
+
+    Returns:
+        The journal; None where there is nothing to resume.
+
+    Raises:
+        ResumeError: it is damaged, or gone while stages are still there.
+    """
+    if (path / _JOURNAL).exists():
+        journal = Lines.read(path / _JOURNAL)
+        if journal.entries[0].get("format") != _FORMAT:
+            raise ResumeError(f"{path}: was written by another version of this package; finish the run with that one, or remove the folder")
+        return None if journal.entries[-1]["kind"] == "done" else journal
+    stages = sorted(path.glob("stage-*.safetensors"))
+    if stages:
+        raise ResumeError(f"{path / _JOURNAL}: is gone, though {stages[0].name} is there; restore the file, or remove {path} to start over")
+    return None
+
+
+def refuse_to_overwrite(path: Path, journal: Lines) -> None:
+    """Refuse to start a run where finished stages of another one would be lost.
+
+    Args:
+        path: of the folder.
+        journal: what is there.
+
+    Raises:
+        ResumeError: there is at least one finished stage.
+    """
+    stages = [entry for entry in journal.entries if entry["kind"] == "stage"]
+    if stages:
+        raise ResumeError(
+            f"{path}: holds a run that did not end ({len(stages)} of {stages[-1]['total']} stages are finished); continue it with --resume "
+            "(resume=True), or remove the folder to start over"
+        )
+
+
+class RunFolder:
+    """A run folder that this process works in, once `lock` has returned."""
+
+    def __init__(self, path: Path) -> None:
+        """Name the folder; nothing happens yet."""
+        self.path = path
+        self._descriptor: int | None = None
+        self._made: list[Path] = []
+
+    @property
+    def journal(self) -> Path:
+        """Path of the journal."""
+        return self.path / _JOURNAL
+
+    def stage_file(self, index: int | None) -> Path:
+        """Path of the file of a stage; None for what the end of the calibration leaves."""
+        return self.path / ("end.safetensors" if index is None else f"stage-{index:04d}.safetensors")
+
+    def create(self) -> None:
+        """Make the folder where there is none, and lock it.
+
+        Raises:
+            CheckpointError: it cannot be made.
+            ResumeError: another run works in it.
+        """
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            flush(self.path.parent)
+        except OSError as error:
+            self._remove_folders()
+            raise CheckpointError(f"{self.path}: cannot be written ({reason(error)}); name another run folder") from error
+
+    def lock(self) -> None:
+        """Keep other runs out, until `unlock` or the end of the process.
+
+        Raises:
+            ResumeError: another run works in the folder.
+        """
+        while True:
+            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.read(descriptor, 32).decode("ascii", "replace").strip()
+                os.close(descriptor)
+                raise ResumeError(
+                    f"{self.path}: another run works in this folder{f' (process {holder})' if holder else ''}; "
+                    "wait for its end, or name another run folder"
+                ) from error
+            if _is_same_file(descriptor, self.path / _LOCK):
+                break
+            os.close(descriptor)  # the run that held it has just removed the folder's files
+        os.ftruncate(descriptor, 0)
+        with suppress(OSError):  # a full disk: the number only makes the message of another run better
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+        self._descriptor = descriptor
+
+    def unlock(self) -> None:
+        """Let others in; may be called again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def clear(self) -> None:
+        """Remove what runs have left here; the journal last, so that at no moment a stage is without it. The lock stays."""
+        files = sorted(path for path in self.path.iterdir() if path.name not in (_LOCK, _JOURNAL) and _OWN_NAMES.fullmatch(path.name))
+        for path in (*files, self.journal):
+            path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder with what runs have left in it."""
+        self.clear()
+        (self.path / _LOCK).unlink(missing_ok=True)
+        self.unlock()
+        with suppress(OSError):  # somebody has put a file into it
+            self.path.rmdir()
+
+    def give_up(self) -> None:
+        """Let others in, and take away what only the attempt to work here has made."""
+        if {entry.name for entry in self.path.iterdir()} <= {_LOCK}:
+            self.remove()
+            self._remove_folders()
+        self.unlock()
+
+    def _remove_folders(self) -> None:
+        for folder in self._made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def header(fingerprint: dict[str, Any], token: str, output_dir: str | Path | None) -> dict[str, Any]:
+    """Make the first line of a journal.
+
+    Args:
+        fingerprint: what the result depends on.
+        token: part of the name of the folder that the checkpoint is written to before it is whole.
+        output_dir: where the checkpoint will be.
+
+    Returns:
+        JSON types.
+    """
+    target = None if output_dir is None else str(Path(output_dir).resolve())
+    return {"kind": "run", "format": _FORMAT, "fingerprint": fingerprint, "token": token, "output_dir": target}
+
+
+def remove_unfinished_checkpoint(first: dict[str, Any], name_of: Any) -> None:
+    """Remove the half-written checkpoint of a run that was killed while it saved.
+
+    Args:
+        first: the first line of its journal.
+        name_of: gives the temporary path for an output folder and a token.
+    """
+    if first["output_dir"] is not None:
+        shutil.rmtree(name_of(Path(first["output_dir"]), first["token"]), ignore_errors=True)
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,223 @@
+"""One stage on disk: what it changed of the model, in a safetensors file, and what it reported.
+
+Kept are the tensors of every module that a modifier has claimed, as they stand in the model (packed codes, scales), those of other modules
+where a stage has changed their bytes, and the state of the random generators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from compressor.errors import ResumeError
+from compressor.lifecycle import Fallback, ModuleRecord, Report, State
+from compressor.model.atomic_file import whole_file
+
+_TENSOR, _RANDOM = "model:", "random:"
+# What the report holds: each field, and what its items are made of.
+_REPORT_ITEMS: Mapping[str, Callable[..., Any]] = MappingProxyType({"modules": ModuleRecord, "fallbacks": Fallback, "notes": str})
+
+
+class StageTensors(NamedTuple):
+    """What a file holds: tensors by the name of their module and their own name, and generator states by device."""
+
+    modules: dict[str, dict[str, Tensor]]
+    random: dict[str, Tensor]
+
+
+class Before(NamedTuple):
+    """What the stage found: hashes of the tensors that no modifier has claimed, and what had been reported."""
+
+    hashes: dict[str, str]
+    report: dict[str, dict[str, Any]]
+
+
+def look_before(state: State, names: Iterable[str]) -> Before:
+    """Note what a stage must be compared with after it.
+
+    Args:
+        state: of the session.
+        names: dotted names of the stage's modules.
+
+    Returns:
+        Hashes and report.
+    """
+    hashes = {key: _hash(tensor) for key, tensor in _tensors(state, names, claimed=False)}
+    return Before(hashes, _items(state.report))
+
+
+def write_tensors(path: Path, state: State, names: Iterable[str], before: Before) -> list[str]:
+    """Write what a stage changed: all of the file, or nothing.
+
+    Args:
+        path: of the file.
+        state: of the session, after the stage.
+        names: dotted names of the stage's modules, as before it.
+        before: what `look_before` gave.
+
+    Returns:
+        The keys of the model's tensors, in the order of the model.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    names = list(names)
+    kept = dict(_tensors(state, names, claimed=True))
+    kept |= {key: tensor for key, tensor in _tensors(state, names, claimed=False) if before.hashes.get(key) != _hash(tensor)}
+    # A copy of each, because safetensors refuses tensors that share memory.
+    content = {_TENSOR + key: tensor.detach().cpu().contiguous() for key, tensor in kept.items()}
+    content = {key: tensor.clone() if tensor.data_ptr() in _shared(content) else tensor for key, tensor in content.items()}
+    content |= {_RANDOM + device: tensor for device, tensor in random_state().items()}
+    with whole_file(path) as partial:
+        save_file(content, partial)
+    return list(kept)
+
+
+def read_tensors(path: Path, keys: Sequence[str]) -> StageTensors:
+    """Read what `write_tensors` wrote; the bytes have been compared with their hash before.
+
+    Args:
+        path: of the file.
+        keys: what `write_tensors` gave.
+
+    Returns:
+        The tensors, in memory of their own and in the order of `keys`.
+    """
+    content = load_file(path)
+    modules: dict[str, dict[str, Tensor]] = {}
+    for key in keys:
+        module, _, name = key.rpartition(".")
+        modules.setdefault(module, {})[name] = content[_TENSOR + key].clone()
+    random = {key.removeprefix(_RANDOM): tensor.clone() for key, tensor in content.items() if key.startswith(_RANDOM)}
+    return StageTensors(modules, random)
+
+
+def copy_tensors(model: nn.Module, modules: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Put bytes into tensors of the model that differ. Changes the model.
+
+    Args:
+        model: the model, with replaced modules in place.
+        modules: tensors by module and name.
+
+    Raises:
+        ResumeError: the model has no such tensor, or one of another shape or dtype.
+    """
+    for module_name, tensors in modules.items():
+        module = model.get_submodule(module_name)
+        for name, stored in tensors.items():
+            own = getattr(module, name, None)
+            if not isinstance(own, Tensor) or own.shape != stored.shape or own.dtype != stored.dtype:
+                raise ResumeError(
+                    f"{module_name}.{name}: the run folder holds it as {stored.dtype} {tuple(stored.shape)}, which the model does not; "
+                    "remove the run folder to start over"
+                )
+            with torch.no_grad():
+                if not torch.equal(own.cpu().view(torch.uint8).flatten(), stored.view(torch.uint8).flatten()):
+                    own.copy_(stored)
+
+
+def random_state() -> dict[str, Tensor]:
+    """Return the states of torch's generators by device; of GPUs only once one is in use."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def restore_random(states: Mapping[str, Tensor]) -> None:
+    """Set torch's generators.
+
+    Args:
+        states: by device.
+    """
+    torch.set_rng_state(states["cpu"])
+    for device, state in states.items():
+        if device != "cpu":
+            torch.cuda.set_rng_state(state, device)
+
+
+def report_since(report: Report, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return what was reported since, as JSON types.
+
+    Args:
+        report: as it is now.
+        before: the items of an earlier moment.
+
+    Returns:
+        For `add_report`.
+    """
+    return {
+        field: [_plain(item) for key, item in items.items() if before[field].get(key) != item] for field, items in _items(report).items()
+    }
+
+
+def add_report(report: Report, kept: Mapping[str, Sequence[Any]]) -> None:
+    """Add what an earlier run reported. Changes the report.
+
+    Args:
+        report: of this run.
+        kept: what `report_since` gave.
+    """
+    for field, items in kept.items():
+        target = getattr(report, field)
+        for item in items:
+            made = _REPORT_ITEMS[field](**item) if isinstance(item, dict) else item
+            if isinstance(target, dict):
+                target[made.name] = made
+            else:
+                target.append(made)
+
+
+def _items(report: Report) -> dict[str, dict[Any, Any]]:
+    """The items of every field by name or position."""
+    names = [field.name for field in fields(report)]
+    unknown = [name for name in names if name not in _REPORT_ITEMS]
+    assert not unknown, f"the journal would lose {unknown} of the report; add them to _REPORT_ITEMS"
+    values = {name: getattr(report, name) for name in names}
+    return {name: dict(value) if isinstance(value, dict) else dict(enumerate(value)) for name, value in values.items()}
+
+
+def _plain(item: Any) -> Any:
+    if not is_dataclass(item):
+        return item
+    return {field.name: dict(value) if isinstance(value := getattr(item, field.name), Mapping) else value for field in fields(item)}
+
+
+def _tensors(state: State, names: Iterable[str], *, claimed: bool) -> Iterator[tuple[str, Tensor]]:
+    """The stored tensors of modules that a modifier has claimed (with all below them), or of all others."""
+    for name in names:
+        if (name in state.claims) != claimed:
+            continue
+        try:
+            module = state.model.get_submodule(name)
+        except AttributeError:  # what was below a module that has been replaced
+            continue
+        if not claimed:
+            yield from _own_tensors(name, module)
+            continue
+        for below, part in module.named_modules(prefix=name):
+            yield from _own_tensors(below, part)
+
+
+def _own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and key not in module._non_persistent_buffers_set:
+            yield (f"{name}.{key}" if name else key), tensor
+
+
+def _shared(tensors: Mapping[str, Tensor]) -> set[int]:
+    pointers = [tensor.data_ptr() for tensor in tensors.values()]
+    return {pointer for pointer in pointers if pointers.count(pointer) > 1}
+
+
+def _hash(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
