@@ -21,7 +21,9 @@ Batch = dict[str, Tensor] | tuple[Tensor, ...]
 TOKENS_AT_ONCE = 2048  # tokens of a forward when nobody sets a batch size: enough to keep a CPU's matrix products efficient
 
 
-def collate(rows: Sequence[Tensor], batch_size: int | None, pad_id: int) -> tuple[list[Batch], list[Tensor | None]]:
+def collate(
+    rows: Sequence[Tensor], batch_size: int | None, pad_id: int, counted: Sequence[Tensor | None] | None = None
+) -> tuple[list[Batch], list[Tensor | None]]:
     """Group token rows, in order, into right-padded batches.
 
     Args:
@@ -29,11 +31,13 @@ def collate(rows: Sequence[Tensor], batch_size: int | None, pad_id: int) -> tupl
         batch_size: rows in one batch; the last batch may have fewer. None: as many equally long rows as make TOKENS_AT_ONCE, so that
             nothing is padded.
         pad_id: token id that fills up short rows; masked, so its value does not matter.
+        counted: for each row, bool, True for a token that statistics may count; None where all count.
 
     Returns:
         The batches (`input_ids`, and `attention_mask` only where something is padded) and their token masks (bool [batch, sequence],
-        True for a real token; None where nothing is padded).
+        True for a token that counts; None where all do).
     """
+    counts = iter(counted if counted is not None else [None] * len(rows))
     batches: list[Batch] = []
     masks: list[Tensor | None] = []
     groups = _equally_long(rows) if batch_size is None else [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
@@ -41,13 +45,18 @@ def collate(rows: Sequence[Tensor], batch_size: int | None, pad_id: int) -> tupl
         input_ids = nn.utils.rnn.pad_sequence(list(group), batch_first=True, padding_value=pad_id)
         lengths = torch.tensor([len(row) for row in group])
         mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
-        if bool(mask.all()):
-            batches.append({"input_ids": input_ids})
-            masks.append(None)
-        else:
-            batches.append({"input_ids": input_ids, "attention_mask": mask.long()})
-            masks.append(mask)
+        batches.append({"input_ids": input_ids} if bool(mask.all()) else {"input_ids": input_ids, "attention_mask": mask.long()})
+        masks.append(_counting(mask, [next(counts) for _ in group]))
     return batches, masks
+
+
+def _counting(real: Tensor, counted: Sequence[Tensor | None]) -> Tensor | None:
+    """Leave those of the real tokens that count."""
+    mask = real.clone()
+    for row, own in zip(mask, counted, strict=True):
+        if own is not None:
+            row[: len(own)] &= own
+    return None if bool(mask.all()) else mask
 
 
 def _equally_long(rows: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -89,20 +98,33 @@ def as_batch(raw: Any, where: str) -> Batch:
     return tuple(value for _, value in items)
 
 
-def token_mask_of(batch: Batch) -> Tensor | None:
-    """Find out which tokens of a foreign batch are real.
+def take_token_mask(batch: Batch, where: str) -> tuple[Batch, Tensor | None]:
+    """Find out which tokens of a foreign batch count.
 
     Args:
-        batch: a batch; only an `attention_mask` of two dimensions says anything about padding.
+        batch: a batch; an `attention_mask` of two dimensions speaks of padding, a `loss_mask` of tokens that are not to be counted.
+        where: which batch, for errors only.
 
     Returns:
-        Bool [batch, sequence], True for a real token; None when the batch names no padding.
+        The batch without its `loss_mask`, which no model takes; and bool [batch, sequence], True for a token that counts, None when all do.
+
+    Raises:
+        DatasetError: the `loss_mask` is not of the shape of the tokens.
     """
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    if mask is None or mask.dim() != 2:
-        return None
-    real = mask.bool()
-    return None if bool(real.all()) else real
+    if not isinstance(batch, dict):
+        return batch, None
+    rest = {name: tensor for name, tensor in batch.items() if name != "loss_mask"}
+    mask, loss_mask = batch.get("attention_mask"), batch.get("loss_mask")
+    real = mask.bool() if mask is not None and mask.dim() == 2 else None
+    if loss_mask is not None:
+        wanted = real.shape if real is not None else leading_tensor(rest).shape[:2] if rest else None
+        if loss_mask.dim() != 2 or loss_mask.shape != wanted:
+            raise DatasetError(
+                f"{where}: loss_mask {tuple(loss_mask.shape)} is not [batch, sequence] of its tokens; give a number per token"
+            )
+        counted = loss_mask.bool()
+        real = counted if real is None else real & counted.to(real.device)
+    return rest, None if real is None or bool(real.all()) else real
 
 
 def leading_tensor(batch: Batch) -> Tensor:
@@ -147,18 +169,22 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
     return model(*batch) if isinstance(batch, tuple) else model(**batch)
 
 
-def hash_rows(rows: Sequence[Tensor]) -> str:
+def hash_rows(rows: Sequence[Tensor], counted: Sequence[Tensor | None] | None = None) -> str:
     """Hash token rows in their order, whatever batches they will form.
 
     Args:
         rows: int64 token ids, one dimension each.
+        counted: for each row, bool, which tokens count; None where all do.
 
     Returns:
         The sha256 in hexadecimal.
     """
     digest = hashlib.sha256()
-    for row in rows:
+    for index, row in enumerate(rows):
         _add(digest, "row", row)
+        mask = counted[index] if counted is not None else None
+        if mask is not None:
+            _add(digest, "counted", mask)
     return digest.hexdigest()
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, token_mask_of
-from compressor.data.encode import encode_row
+from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, take_token_mask
+from compressor.data.encode import Tokens, encode_row
 from compressor.data.rows import read_rows
 from compressor.errors import DatasetError
 
@@ -28,11 +28,12 @@ class CalibrationData:
 
     Attributes:
         batches: keyword arguments (dict) or positional arguments (tuple) of one forward each, on the CPU unless a loader decided otherwise.
-        token_masks: for each batch, bool [batch, sequence], True for a real token; None where nothing is padded.
-        sha256: of the token ids, or of a loader's tensors, in their order.
+        token_masks: for each batch, bool [batch, sequence], True for a token that statistics may count: neither padding nor taken out by a
+            `loss_mask`; None where all count.
+        sha256: of the token ids and loss masks, or of a loader's tensors, in their order.
         num_samples: rows in all batches.
-        num_tokens: real tokens in all batches.
-        num_dropped: empty samples that were met and left out.
+        num_tokens: tokens that count, in all batches.
+        num_dropped: samples without a token that counts, which were met and left out.
     """
 
     batches: list[Batch]
@@ -59,7 +60,8 @@ def load_dataset_source(
 
     Args:
         source: Hugging Face Dataset; path of a .jsonl, .txt (a sample per line), .parquet or .safetensors (`input_ids` [N, T]) file; list
-            of texts, token rows or mappings; [N, T] tensor of token ids; DataLoader, whose batches are taken as they are.
+            of texts, token rows or mappings; [N, T] tensor of token ids; DataLoader, whose batches are taken as they are. Beside
+            `input_ids` may stand `attention_mask` (0: padding) and `loss_mask` (0: the model reads the token, statistics do not).
         tokenizer: of transformers; for texts and conversations only, and left as it was.
         num_calibration_samples: samples to take; fewer where the source ends. Of a DataLoader whole batches are taken until there are
             so many.
@@ -83,26 +85,30 @@ def load_dataset_source(
         if shuffle:
             raise DatasetError("dataset: a DataLoader decides its own order; set shuffle in the loader, not here")
         return _from_loader(source, num_calibration_samples, length if max_seq_length is not None else max_positions)
-    rows: list[Tensor] = []
+    rows: list[Tokens] = []
     num_dropped = 0
     for row in read_rows(source, text_column=text_column, shuffle_seed=seed if shuffle else None):
         tokens = encode_row(row, tokenizer, length)
-        if len(tokens):
+        if tokens.num_counted:
             rows.append(tokens)
         else:
             num_dropped += 1
         if len(rows) == num_calibration_samples:
             break
     if not rows:
-        found = f"all {num_dropped} samples are empty" if num_dropped else "there is no sample in it"
+        found = f"all {num_dropped} samples are empty or masked out" if num_dropped else "there is no sample in it"
         raise DatasetError(f"{_label(source)}: {found}; give text or token ids to calibrate with")
     pad_id = getattr(tokenizer, "pad_token_id", None)
-    batches, masks = collate(rows, batch_size, pad_id if isinstance(pad_id, int) else 0)
-    return CalibrationData(batches, masks, hash_rows(rows), len(rows), sum(map(len, rows)), num_dropped)
+    ids, counted = [row.ids for row in rows], [row.counted for row in rows]
+    batches, masks = collate(ids, batch_size, pad_id if isinstance(pad_id, int) else 0, counted)
+    num_tokens = sum(row.num_counted for row in rows)
+    return CalibrationData(batches, masks, hash_rows(ids, counted), len(rows), num_tokens, num_dropped)
 
 
 def _from_loader(loader: Iterable[Any], num_samples: int, longest: int | None) -> CalibrationData:
     batches: list[Batch] = []
+    raw_batches: list[Batch] = []
+    masks: list[Tensor | None] = []
     taken = 0
     for index, raw in enumerate(loader):
         batch = as_batch(raw, f"dataset batch {index}")
@@ -116,15 +122,17 @@ def _from_loader(loader: Iterable[Any], num_samples: int, longest: int | None) -
                 f"dataset batch {index}: sequences of {lead.shape[-1]} tokens are longer than the {longest} that the model or "
                 "max_seq_length allows; cut them in the loader"
             )
-        batches.append(batch)
+        rest, mask = take_token_mask(batch, f"dataset batch {index}")
+        batches.append(rest)
+        raw_batches.append(batch)
+        masks.append(mask)
         taken += lead.shape[0]
         if taken >= num_samples:
             break
     if not batches:
         raise DatasetError("dataset: the DataLoader gave no batch; give data to calibrate with")
-    masks = [token_mask_of(batch) for batch in batches]
     num_tokens = sum(_count_tokens(batch, mask) for batch, mask in zip(batches, masks, strict=True))
-    return CalibrationData(batches, masks, hash_batches(batches), taken, num_tokens)
+    return CalibrationData(batches, masks, hash_batches(raw_batches), taken, num_tokens)
 
 
 def _is_tokens(tensor: Tensor) -> bool:
@@ -132,7 +140,7 @@ def _is_tokens(tensor: Tensor) -> bool:
 
 
 def _count_tokens(batch: Batch, mask: Tensor | None) -> int:
-    """Count real tokens; in a batch of vectors each vector counts as one token."""
+    """Count tokens; in a batch of vectors each vector counts as one token."""
     lead = leading_tensor(batch)
     if mask is not None:
         return int(mask.sum())

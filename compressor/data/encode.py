@@ -1,19 +1,31 @@
-"""One row becomes one line of token ids: texts and conversations through the tokenizer, token ids after a check."""
+"""One row becomes one line of token ids: texts and conversations through the tokenizer, token ids and their masks after a check."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from compressor.data.rows import Row
+from compressor.data.rows import MASKS, Row
 from compressor.errors import DatasetError
 
 
-def encode_row(row: Row, tokenizer: Any, max_length: int) -> Tensor:
+class Tokens(NamedTuple):
+    """The tokens of one sample, int64 [T], and which of them statistics may count, bool [T]; None where all count."""
+
+    ids: Tensor
+    counted: Tensor | None = None
+
+    @property
+    def num_counted(self) -> int:
+        """How many tokens count."""
+        return len(self.ids) if self.counted is None else int(self.counted.sum())
+
+
+def encode_row(row: Row, tokenizer: Any, max_length: int) -> Tokens:
     """Turn a row into token ids.
 
     Args:
@@ -22,13 +34,13 @@ def encode_row(row: Row, tokenizer: Any, max_length: int) -> Tensor:
         max_length: tokens to keep.
 
     Returns:
-        int64 [T] with T <= max_length; empty for an empty row.
+        T <= max_length tokens; none for an empty row.
 
     Raises:
         DatasetError: the row is not what its kind says, or there is no tokenizer for it.
     """
     if row.kind == "input_ids":
-        return _checked_ids(row)[:max_length]
+        return _checked_tokens(row, max_length)
     if tokenizer is None:
         raise DatasetError(f"{row.where}: text needs a tokenizer, and the model has none; pass tokenizer= or give token ids")
     if row.kind == "messages":
@@ -38,30 +50,37 @@ def encode_row(row: Row, tokenizer: Any, max_length: int) -> Tensor:
     if not isinstance(text, str):
         raise DatasetError(f"{row.where}: a {type(text).__name__} stands where text should; repair or remove this row")
     if not text.strip():
-        return torch.empty(0, dtype=torch.int64)
+        return Tokens(torch.empty(0, dtype=torch.int64))
     with _settings_kept(tokenizer):
         encoded = tokenizer(text, truncation=True, max_length=max_length, add_special_tokens=add_special_tokens)
-    return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    return Tokens(torch.tensor(encoded["input_ids"], dtype=torch.int64))
 
 
-def _checked_ids(row: Row) -> Tensor:
+def _checked_tokens(row: Row, max_length: int) -> Tokens:
     ids = _as_tensor(row.value, row.where)
     if ids.numel() == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return Tokens(torch.empty(0, dtype=torch.int64))
     if ids.dim() != 1 or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise DatasetError(f"{row.where}: {ids.dtype} of shape {tuple(ids.shape)} are no token ids; give integers, one row per sample")
     ids = ids.to("cpu", torch.int64)
     if int(ids.min()) < 0:
         raise DatasetError(f"{row.where}: the token id {int(ids.min())} is negative; remove such ids (they often mark ignored labels)")
-    if row.mask is None:
-        return ids
-    real = _as_tensor(row.mask, row.where).to("cpu").bool()
-    if real.shape != ids.shape:
-        raise DatasetError(f"{row.where}: attention_mask {tuple(real.shape)} and input_ids {tuple(ids.shape)} differ; make them equal")
+    real, counted = (_checked_mask(mask, name, ids, row.where) for name, mask in zip(MASKS, (row.mask, row.loss_mask), strict=True))
     places = real.nonzero().flatten()
     if len(places) and int(places[-1] - places[0]) + 1 != len(places):
         raise DatasetError(f"{row.where}: attention_mask has holes between real tokens; only padding at the ends can be cut off")
-    return ids[real]
+    ids, counted = ids[real][:max_length], counted[real][:max_length]
+    return Tokens(ids, None if bool(counted.all()) else counted)
+
+
+def _checked_mask(mask: Any, name: str, ids: Tensor, where: str) -> Tensor:
+    """A mask as bool, all True where there is none."""
+    if mask is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    checked = _as_tensor(mask, where).to("cpu")
+    if checked.shape != ids.shape:
+        raise DatasetError(f"{where}: {name} {tuple(checked.shape)} and input_ids {tuple(ids.shape)} differ; make them equal")
+    return checked.bool()
 
 
 def _as_tensor(value: Any, where: str) -> Tensor:

@@ -18,14 +18,17 @@ from compressor.errors import DatasetError
 
 T = TypeVar("T")
 
+MASKS = ("attention_mask", "loss_mask")  # columns beside input_ids: what is padding, and which tokens statistics may count (0: not)
+
 
 class Row(NamedTuple):
-    """One sample before tokenization: where it stands, what it is, its value, and the mask that came with token ids."""
+    """One sample before tokenization: where it stands, what it is, its value, and the masks that came with token ids."""
 
     where: str
     kind: Literal["text", "input_ids", "messages"]
     value: Any
     mask: Any = None
+    loss_mask: Any = None
 
 
 def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None) -> Iterator[Row]:
@@ -46,7 +49,7 @@ def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None) -> Ite
     if isinstance(source, str | Path):
         return _read_file(Path(source), text_column, shuffle_seed)
     if isinstance(source, Tensor):
-        return _tensor_rows(source, None, "dataset", shuffle_seed)
+        return _tensor_rows({"input_ids": source}, "dataset", shuffle_seed)
     if hasattr(source, "column_names"):
         return _dataset_rows(source, text_column, shuffle_seed)
     if isinstance(source, list | tuple):
@@ -132,16 +135,19 @@ def _safetensors_rows(path: Path, text_column: str, seed: int | None) -> Iterato
         raise DatasetError(f"{path}: this is no readable safetensors file ({error}); write it again") from error
     if "input_ids" not in arrays:
         raise DatasetError(f"{path}: no tensor 'input_ids' among {sorted(arrays)}; save the token ids as a [N, T] tensor of that name")
-    yield from _tensor_rows(arrays["input_ids"], arrays.get("attention_mask"), str(path), seed)
+    yield from _tensor_rows(arrays, str(path), seed)
 
 
-def _tensor_rows(tokens: Tensor, mask: Tensor | None, where: str, seed: int | None) -> Iterator[Row]:
+def _tensor_rows(arrays: Mapping[str, Tensor], where: str, seed: int | None) -> Iterator[Row]:
+    tokens = arrays["input_ids"]
     if tokens.dim() != 2:
         raise DatasetError(f"{where}: token ids of shape {tuple(tokens.shape)} are not [N, T]; reshape them to one row per sample")
-    if mask is not None and mask.shape != tokens.shape:
-        raise DatasetError(f"{where}: attention_mask {tuple(mask.shape)} and input_ids {tuple(tokens.shape)} differ; save equal shapes")
+    masks = {name: arrays[name] for name in MASKS if name in arrays}
+    for name, mask in masks.items():
+        if mask.shape != tokens.shape:
+            raise DatasetError(f"{where}: {name} {tuple(mask.shape)} and input_ids {tuple(tokens.shape)} differ; save equal shapes")
     for index in _arranged(range(len(tokens)), seed):
-        yield Row(f"{where} row {index}", "input_ids", tokens[index], None if mask is None else mask[index])
+        yield Row(f"{where} row {index}", "input_ids", tokens[index], *(masks[name][index] if name in masks else None for name in MASKS))
 
 
 def _dataset_rows(dataset: Any, text_column: str, seed: int | None) -> Iterator[Row]:
@@ -173,8 +179,10 @@ def _list_rows(items: list[Any] | tuple[Any, ...], text_column: str, seed: int |
 def _wanted_columns(columns: list[str], where: str, text_column: str) -> list[str]:
     """Return the columns to read: token ids before text, text before conversations."""
     if "input_ids" in columns:
-        return [name for name in ("input_ids", "attention_mask") if name in columns]
+        return [name for name in ("input_ids", *MASKS) if name in columns]
     for name in (text_column, "messages"):
+        if name in columns and "loss_mask" in columns:
+            raise DatasetError(f"{where}: loss_mask was given beside {name!r}, but it speaks of tokens; give input_ids, or drop the column")
         if name in columns:
             return [name]
     raise DatasetError(
@@ -186,5 +194,5 @@ def _wanted_columns(columns: list[str], where: str, text_column: str) -> list[st
 def _mapping_row(row: Mapping[str, Any], where: str, text_column: str) -> Row:
     name = _wanted_columns(list(row), where, text_column)[0]
     if name == "input_ids":
-        return Row(where, "input_ids", row[name], row.get("attention_mask"))
+        return Row(where, "input_ids", row[name], *(row.get(mask) for mask in MASKS))
     return Row(where, "messages" if name == "messages" != text_column else "text", row[name])

@@ -1,0 +1,156 @@
+"""Padding and masked tokens do not matter (check 41): Hessians agree to 1e-6 relative with and without them, in every pipeline.
+
+The model computes in float64, so that what differs is what statistics count, not how a padded forward rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from compressor.algorithms.hessian import Hessian
+from compressor.data import CalibrationData, load_dataset_source
+from compressor.errors import CalibrationError
+from compressor.lifecycle import Session, State
+from compressor.modifiers import gptq, inputs
+from compressor.modifiers.gptq import GPTQModifier
+from compressor.pipelines import basic, run_pipeline, sequential
+from compressor.progress import SilentProgress
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
+LENGTHS = (9, 4, 12, 7, 12)
+PAD = 63  # a token with an embedding of its own, which would leave traces
+BOUND = 1e-6
+
+
+def rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 60, (length,), generator=generator) for length in LENGTHS]
+
+
+def padded(side: str) -> CalibrationData:
+    """One batch of all rows, padded on one side, as a loader of somebody else's would give it."""
+    width = max(LENGTHS)
+    ids, mask = torch.full((len(LENGTHS), width), PAD), torch.zeros(len(LENGTHS), width, dtype=torch.long)
+    for index, row in enumerate(rows()):
+        place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
+        ids[index, place], mask[index, place] = row, 1
+    # Positions as in the unpadded rows: rotary attention sees differences only, but let nothing depend on that.
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return load_dataset_source(DataLoader([{"input_ids": ids, "attention_mask": mask, "position_ids": positions}], batch_size=None))  # type: ignore[arg-type]
+
+
+def hessians(data: CalibrationData, pipeline: str) -> dict[str, Tensor]:
+    """Run GPTQ and note each Hessian at the moment when it is used."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1)).double()
+    found: dict[str, Tensor] = {}
+
+    class Noting(GPTQModifier):
+        def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int) -> None:
+            found["+".join(names)] = hessian_CC.double().clone()
+            if pipeline == "basic":  # what is learned from the float flow depends on nothing that was compressed
+                super()._solve(state, names, hessian_CC, num_tokens)
+            else:
+                for name in names:
+                    self._round(state, name, "noted", "not solved")
+
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    groups: Any = {"all": {"targets": ["Linear"], "weights": weights}}
+    modifier = Noting(config_groups=groups, ignore=["lm_head"], fallback_budget=99)
+    with Session(State(model), [modifier]) as session:
+        session.initialize()
+        run_pipeline(pipeline, session, data, progress=SilentProgress())
+        session.finalize()
+    return found
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys() and len(found) >= 8
+    return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+@pytest.mark.parametrize("kind", ["right", "left", "ours"])
+def test_hessians_are_the_same_with_and_without_padding(pipeline: str, kind: str) -> None:
+    data = load_dataset_source(rows(), batch_size=5) if kind == "ours" else padded(kind)
+    assert data.num_tokens == sum(LENGTHS) and data.token_masks[0] is not None
+    assert distance(hessians(data, pipeline), hessians(load_dataset_source(rows(), batch_size=1), pipeline)) <= BOUND
+
+
+def masks() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 2, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
+def test_masked_tokens_are_read_but_not_counted(batch_size: int | None) -> None:
+    """Against a naive reference: plain forwards of whole rows, sums over the tokens that count."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1)).double().eval()
+    sums: dict[str, Tensor] = {}
+    num_tokens = sum(int(mask.sum()) for mask in masks())
+    for row, mask in zip(rows(), masks(), strict=True):
+        with contextlib.ExitStack() as hooks:
+            for name, module in model.named_modules():
+                if isinstance(module, nn.Linear) and name != "lm_head":
+
+                    def add(_: nn.Module, args: tuple[Tensor], name: str = name, mask: Tensor = mask) -> None:
+                        x = args[0][0][mask.bool()]
+                        sums[name] = sums.get(name, torch.tensor(0.0)) + 2 * x.t() @ x / num_tokens
+
+                    hooks.callback(module.register_forward_pre_hook(add).remove)
+            with torch.no_grad():
+                model(input_ids=row[None])
+    data = load_dataset_source(
+        [{"input_ids": row, "loss_mask": mask} for row, mask in zip(rows(), masks(), strict=True)], batch_size=batch_size
+    )
+    assert data.num_tokens == num_tokens
+    found = hessians(data, "basic")
+    assert distance(found, {names: sums[names.split("+")[0]] for names in found}) <= BOUND
+
+
+PLANTED = ["masks are dropped", "masks of another batch", "padding on the wrong side", "padding counts as tokens"]
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_the_check_sees_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load_dataset_source(rows(), batch_size=1)
+    expected = hessians(plain, "sequential")
+    if bug == "masks are dropped":
+        monkeypatch.setattr(sequential, "set_token_mask", lambda *args: None)
+        monkeypatch.setattr(basic, "set_token_mask", lambda *args: None)
+    elif bug == "masks of another batch":
+        plain_set = sequential.set_token_mask
+        monkeypatch.setattr(sequential, "set_token_mask", lambda state, data, index: plain_set(state, data, (index + 1) % 2))
+    elif bug == "padding on the wrong side":
+        plain_sequences = inputs.token_sequences
+        monkeypatch.setattr(inputs, "token_sequences", lambda x, mask, name: plain_sequences(x, mask.flip(-1), name))
+    elif bug == "padding counts as tokens":
+        plain_add = Hessian.add
+
+        def add(self: Hessian, x: Tensor) -> None:
+            plain_add(self, x)
+            self.num_tokens += 1
+
+        monkeypatch.setattr(Hessian, "add", add)
+        monkeypatch.setattr(gptq, "Hessian", Hessian)
+    data = load_dataset_source(rows(), batch_size=3)
+    if bug == "masks of another batch":
+        with pytest.raises(CalibrationError, match=r"does not line up with a padded batch"):
+            hessians(data, "sequential")
+        return
+    found = hessians(data, "sequential")
+    if bug == "padding counts as tokens":  # the count is wrong for both splits: only the reference without padding is right
+        monkeypatch.undo()
+        expected = hessians(plain, "sequential")
+    assert distance(found, expected) > 1e3 * BOUND
