@@ -38,7 +38,7 @@ def round_to_nearest(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs
         NumericsError: the weight holds NaN or infinity.
         SchemeError: the group size does not divide C.
     """
-    wide = QParams(qparams.scale.float(), qparams.zero_point)
+    wide = qparams._replace(scale=qparams.scale.float())
     codes_RC = quantize(weight_RC.float(), wide, args)
     error = dequantize(codes_RC, qparams, args).float() - weight_RC.float()
     energy = float(weight_RC.float().square().sum())

@@ -1,7 +1,45 @@
-"""Runtime layers that stand where a float layer stood."""
+"""Runtime layers that stand where a float layer stood.
+
+layer.py    what all of them share      storage.py  how a weight lies in memory and in the file
+quantized_linear.py  quantized_embedding.py         build.py    float module -> layer
+kv_cache.py keys and values in 8 bits   experts.py  experts one by one
+"""
 
 from __future__ import annotations
 
-from compressor.nn.quantized_linear import NaiveQuantizedLinear, PackQuantizedLinear, QuantizedLinear
+from compressor.nn.build import empty_layer, is_quantizable, quantized, replacement, set_matmul, weight_of
+from compressor.nn.layer import QuantizedLayer
+from compressor.nn.quantized_embedding import (
+    Fp4QuantizedEmbedding,
+    NaiveQuantizedEmbedding,
+    PackQuantizedEmbedding,
+    QuantizedEmbedding,
+)
+from compressor.nn.quantized_linear import (
+    Fp4QuantizedLinear,
+    Matmul,
+    MatmulPath,
+    NaiveQuantizedLinear,
+    PackQuantizedLinear,
+    QuantizedLinear,
+)
 
-__all__ = ["NaiveQuantizedLinear", "PackQuantizedLinear", "QuantizedLinear"]
+__all__ = [
+    "Fp4QuantizedEmbedding",
+    "Fp4QuantizedLinear",
+    "Matmul",
+    "MatmulPath",
+    "NaiveQuantizedEmbedding",
+    "NaiveQuantizedLinear",
+    "PackQuantizedEmbedding",
+    "PackQuantizedLinear",
+    "QuantizedEmbedding",
+    "QuantizedLayer",
+    "QuantizedLinear",
+    "empty_layer",
+    "is_quantizable",
+    "quantized",
+    "replacement",
+    "set_matmul",
+    "weight_of",
+]

@@ -1,235 +1,254 @@
-"""Linear layers that hold their weight in the format of the file.
+"""Linear layers that hold their weight in the format of the file, and their two ways to multiply.
 
-The buffers carry the names and bytes of the compressed-tensors formats, so `model.state_dict()` already is the checkpoint, memory falls
-as soon as a module is compressed, and what is measured in memory is what a loader will read: the forward does the same operations, in
-the same dtypes, as the compressed-tensors package does in transformers.
-
-Shapes: R out_features, C in_features, G groups.
+`matmul="reference"`, the default, does the same operations in the same dtypes as the compressed-tensors package does in transformers: the
+input is quantized and dequantized, the weight dequantized, and both multiplied in the model's dtype. Its logits are those of transformers,
+bit for bit. `matmul="native"` multiplies codes with codes where weight and input are both int8 or both fp8, see numerics/products.py:
+faster where the hardware has such products, and closer to the exact result, but not the same bits. `matmul_path` says which one runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Self
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from compressor.errors import SchemeError
-from compressor.numerics.packing import pack_int32, unpack_int32
+from compressor.errors import NumericsError, SchemeError
+from compressor.nn.layer import BufferSpecs, QuantizedLayer
+from compressor.nn.storage import Fp4Weight, PackedWeight, PlainWeight
+from compressor.numerics.products import ProductPath, product_path, run_width, scaled_product
 from compressor.numerics.qparams import QParams
-from compressor.numerics.quantize import dequantize, dynamic_qparams, fake_quantize
+from compressor.numerics.quantize import check_groups, dynamic_qparams, fake_quantize, quantize
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
+Matmul = Literal["reference", "native"]
+MatmulPath = ProductPath | Literal["dequantized"]
 
-class QuantizedLinear(nn.Module):
+
+class QuantizedLinear(QuantizedLayer):
     """A linear layer with a quantized weight and, where the scheme says so, quantized inputs.
 
     Build one with `from_linear`; the subclass follows from the scheme's compression format.
+
+    Attributes:
+        in_features: columns of the weight.
+        out_features: rows of the weight.
+        bias: in the dtype of the model, or None.
+        matmul: "reference" (as transformers computes) or "native" (codes times codes where both are int8 or fp8).
     """
 
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, scheme: QuantizationScheme, bias: nn.Parameter | None) -> None:
-        """Set the shape and the scheme; subclasses register the buffers of their format."""
-        super().__init__()
-        if scheme.weights is None:
-            raise SchemeError(f"{type(self).__name__}: a scheme without weights was given; it needs weight arguments")
+    def __init__(
+        self, in_features: int, out_features: int, scheme: QuantizationScheme, bias: nn.Parameter | None, dtype: torch.dtype, name: str = ""
+    ) -> None:
+        """Set the shape and the scheme; the buffers come with `store` or `register_empty`."""
+        super().__init__(out_features, in_features, scheme, dtype, name)
         self.in_features, self.out_features = in_features, out_features
-        self.scheme = scheme
+        self.matmul: Matmul = "reference"
         self.register_parameter("bias", bias)
-        self._materialized: Tensor | None = None
+        if scheme.input_activations is not None:
+            try:
+                check_groups(in_features, scheme.input_activations)
+            except SchemeError as error:
+                raise SchemeError(f"{self.where} input: {error}") from None
 
     @staticmethod
     def from_linear(
-        linear: nn.Linear,
+        linear: nn.Module,
         scheme: QuantizationScheme,
         codes_RC: Tensor,
         qparams: QParams,
         *,
         g_idx_C: Tensor | None = None,
         input_qparams: QParams | None = None,
+        name: str = "",
     ) -> QuantizedLinear:
         """Put codes in the place of a float weight.
 
         Args:
-            linear: the layer that is replaced; its bias parameter is shared, its weight is not kept.
+            linear: the nn.Linear (or Conv1D of transformers, whose weight is the transpose) that is replaced; its bias parameter is shared,
+                its weight is not kept.
             scheme: formats of weight and input.
             codes_RC: [R, C] int8 or float8_e4m3fn.
-            qparams: scale and zero point of the weight.
+            qparams: scale, zero point and global scale of the weight.
             g_idx_C: [C] int32 group of each column, for activation-ordered groups; None for groups in order.
-            input_qparams: scale and zero point of a statically quantized input.
+            input_qparams: scale and zero point of a statically quantized input, or the global scale of a locally dynamic one.
+            name: dotted name of the layer, for errors.
 
         Returns:
             A layer of the class that stores the scheme's format, in the training mode of `linear`.
 
         Raises:
-            SchemeError: no layer stores this format, or a static input has no scale.
+            SchemeError: no layer stores this format, codes or scales do not fit, or a static input has no scale.
         """
-        layer = _layer_class(scheme)(linear.in_features, linear.out_features, scheme, linear.bias)
-        layer._store(codes_RC, qparams, g_idx_C)
+        layer = QuantizedLinear.class_of(scheme)(*linear_shape(linear), scheme, linear.bias, linear.weight.dtype, name)  # type: ignore[arg-type]
+        layer.store(codes_RC, qparams, g_idx_C)
         layer._store_input(input_qparams)
-        for name, buffer in layer.named_buffers():  # what is loaded later is contiguous, and strides may change the bits of a product
-            setattr(layer, name, buffer.contiguous())
+        for key, buffer in layer.named_buffers():  # what is loaded later is contiguous, and strides may change the bits of a product
+            setattr(layer, key, buffer.contiguous())
         return layer.train(linear.training)
 
     @staticmethod
-    def from_buffers(linear: nn.Linear, scheme: QuantizationScheme, buffers: Mapping[str, Tensor]) -> QuantizedLinear:
+    def from_buffers(linear: nn.Module, scheme: QuantizationScheme, buffers: Mapping[str, Tensor], name: str = "") -> QuantizedLinear:
         """Put the buffers of an equal layer in the place of a float weight.
 
         Args:
             linear: the layer that is replaced; its bias parameter is shared, its weight is not kept.
             scheme: formats of weight and input.
             buffers: what `named_buffers` gave; moved to the layer's device, else taken as they are, in this order.
+            name: dotted name of the layer, for errors.
 
         Returns:
             A layer of the class that stores the scheme's format, in the training mode of `linear`.
-
-        Raises:
-            SchemeError: no layer stores this format.
         """
-        layer = _layer_class(scheme)(linear.in_features, linear.out_features, scheme, linear.bias)
-        for name, buffer in buffers.items():
-            layer.register_buffer(name, buffer.to(linear.weight.device))
+        layer = QuantizedLinear.class_of(scheme)(*linear_shape(linear), scheme, linear.bias, linear.weight.dtype, name)  # type: ignore[arg-type]
+        for key, buffer in buffers.items():
+            layer.register_buffer(key, buffer.to(linear.weight.device))  # type: ignore[arg-type]
         return layer.train(linear.training)
 
-    @property
-    def weight_args(self) -> QuantizationArgs:
-        """Number format of the weight."""
-        assert self.scheme.weights is not None
-        return self.scheme.weights
+    @staticmethod
+    def class_of(scheme: QuantizationScheme) -> type[QuantizedLinear]:
+        """Return the class that stores the format of a scheme."""
+        return _LAYERS[scheme.compression_format]
 
-    def codes(self) -> Tensor:
-        """Return the weight's codes, [R, C] int8 or float8_e4m3fn."""
-        raise NotImplementedError
+    def input_specs(self) -> BufferSpecs:
+        """Return shape and dtype of the input's static scales."""
+        args = self.scheme.input_activations
+        if args is None or args.dynamic is True:
+            return {}
+        if args.has_global_scale:
+            return {"input_global_scale": ((1,), torch.float32)}
+        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"input_scale": ((1,), self.dtype)}
+        return specs if args.symmetric else specs | {"input_zero_point": ((1,), torch.int8)}
 
-    def weight_qparams(self) -> QParams:
-        """Return scale and (unpacked, int8) zero point of the weight."""
-        raise NotImplementedError
+    def matmul_path(self, x: Tensor) -> MatmulPath:
+        """Say how the forward would multiply this input.
 
-    def dequantized_weight(self) -> Tensor:
-        """Return the weight that the forward multiplies with, [R, C] in the dtype of the scale."""
-        if self._materialized is not None:
-            return self._materialized
-        return dequantize(self.codes(), self.weight_qparams(), self.weight_args, g_idx=getattr(self, "weight_g_idx", None))
+        Args:
+            x: [..., C]; only shape and device are looked at.
 
-    @contextmanager
-    def materialize(self) -> Iterator[None]:
-        """Keep the dequantized weight for the duration: for many forwards in a row."""
-        self._materialized = self.dequantized_weight()
-        try:
-            yield
-        finally:
-            self._materialized = None
+        Returns:
+            "dequantized" (values in the model's dtype), or the product of codes that runs: "int_mm", "int_exact", "scaled_mm", "fp8_exact".
+        """
+        inputs, weights = self.scheme.input_activations, self.weight_args
+        if self.matmul == "reference" or inputs is None or inputs.type != weights.type:
+            return "dequantized"
+        if inputs.has_global_scale or isinstance(self, Fp4Weight) or "weight_g_idx" in self._buffers:
+            return "dequantized"
+        num_tokens = x.numel() // max(1, self.in_features)
+        return product_path(inputs.storage_dtype, x.device, num_tokens, run_width(self.in_features, inputs, weights), self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply [..., C] with the dequantized weight; the input is fake-quantized first where the scheme says so."""
+        """Multiply [..., C] with the weight; the input is quantized first where the scheme says so.
+
+        Args:
+            x: floating point, [..., C].
+
+        Returns:
+            [..., R].
+
+        Raises:
+            SchemeError: x is not floating point, or has other columns or another dtype than the layer.
+            NumericsError: x holds NaN or infinity, for which there is no code ("native" only; "reference" passes NaN on, as transformers).
+        """
+        self._check_input(x)
+        if x.numel() > 0 and self.matmul_path(x) != "dequantized":
+            return self._multiply_codes(x)
         args = self.scheme.input_activations
         if args is not None and x.numel() > 0:
             x = fake_quantize(x, self._input_qparams(x, args), args)
+        if x.dtype != self.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise SchemeError(f"{self.where}: an input of {x.dtype} meets a layer that computes in {self.dtype}; move one with .to(dtype)")
         return nn.functional.linear(x, self.dequantized_weight(), self.bias)
 
     def extra_repr(self) -> str:
         """Shape, format and bits, as nn.Linear shows its own."""
-        weights = self.weight_args
-        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        text += f", format={self.scheme.compression_format}, bits={weights.num_bits}, strategy={weights.strategy}"
-        return text + (f", group_size={weights.group_size}" if weights.group_size else "")
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {super().extra_repr()}"
+        return text + (", matmul=native" if self.matmul == "native" else "")
 
-    def _store(self, codes_RC: Tensor, qparams: QParams, g_idx_C: Tensor | None) -> None:
-        raise NotImplementedError
+    def _multiply_codes(self, x: Tensor) -> Tensor:
+        args = self.scheme.input_activations
+        assert args is not None
+        if not bool(torch.isfinite(x).all()):
+            raise NumericsError(f"{self.where}: its input holds NaN or infinity, for which there is no code; look at what came before")
+        x_qparams = self._input_qparams(x, args)
+        codes = quantize(x, x_qparams, args)
+        product = scaled_product(codes, x_qparams, args, self.codes(), self.weight_qparams(), self.weight_args)
+        return (product if self.bias is None else product + self.bias.float()).to(x.dtype)
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.ndim == 0 or x.shape[-1] != self.in_features or not x.is_floating_point():
+            raise SchemeError(
+                f"{self.where}: an input {x.dtype} {tuple(x.shape)} was given to a layer of in_features={self.in_features}; "
+                "give floating point with that many columns"
+            )
 
     def _store_input(self, qparams: QParams | None) -> None:
-        args = self.scheme.input_activations
-        if args is None or args.dynamic:
+        specs = self.input_specs()
+        if not specs:
             return
         if qparams is None:
-            raise SchemeError("QuantizedLinear: a static input without a scale was given; calibrate the input first")
-        self.register_buffer("input_scale", qparams.scale.clone())
-        if qparams.zero_point is not None:
-            self.register_buffer("input_zero_point", qparams.zero_point.clone())
+            raise SchemeError(f"{self.where}: a static input without a scale was given; calibrate the input first")
+        given = {"input_scale": qparams.scale, "input_zero_point": qparams.zero_point, "input_global_scale": qparams.global_scale}
+        for key, (shape, _) in specs.items():
+            value = given[key]
+            if value is None or value.shape != shape:
+                found = None if value is None else tuple(value.shape)
+                raise SchemeError(f"{self.where}.{key}: {found} was given where the format has {shape}; calibrate with this scheme")
+            self.register_buffer(key, value.clone())
 
     def _input_qparams(self, x: Tensor, args: QuantizationArgs) -> QParams:
         if args.dynamic:
-            return dynamic_qparams(x, args)
+            return dynamic_qparams(x, args, getattr(self, "input_global_scale", None))
         return QParams(self.get_buffer("input_scale"), getattr(self, "input_zero_point", None))
 
 
-class PackQuantizedLinear(QuantizedLinear):
+class PackQuantizedLinear(PackedWeight, QuantizedLinear):
     """Integer codes of 2 to 8 bits, packed densely into int32 (format `pack-quantized`)."""
 
-    weight_packed: Tensor
-    weight_scale: Tensor
-    weight_shape: Tensor
 
-    @property
-    def weight(self) -> Tensor:
-        """The dequantized weight, for code that reads `layer.weight`; computed at each access."""
-        return self.dequantized_weight()
-
-    def codes(self) -> Tensor:
-        """Unpack the codes, [R, C] int8."""
-        return unpack_int32(self.weight_packed, self.weight_args.num_bits, (self.out_features, self.in_features))
-
-    def weight_qparams(self) -> QParams:
-        """Return scale [R, G] and unpacked zero point [R, G]; [1] each where the whole tensor has one scale."""
-        packed = getattr(self, "weight_zero_point", None)
-        if packed is None or self.weight_args.strategy == "tensor":  # a single zero point is stored as it is
-            return QParams(self.weight_scale, packed)
-        shape = (self.out_features, self.weight_scale.shape[-1])
-        return QParams(self.weight_scale, unpack_int32(packed, self.weight_args.num_bits, shape, dim=0))
-
-    def _store(self, codes_RC: Tensor, qparams: QParams, g_idx_C: Tensor | None) -> None:
-        bits = self.weight_args.num_bits
-        self.register_buffer("weight_packed", pack_int32(codes_RC, bits))
-        self.register_buffer("weight_scale", qparams.scale.clone())
-        self.register_buffer("weight_shape", torch.tensor([self.out_features, self.in_features], device=codes_RC.device))
-        if qparams.zero_point is not None:
-            single = self.weight_args.strategy == "tensor"
-            self.register_buffer("weight_zero_point", qparams.zero_point.clone() if single else pack_int32(qparams.zero_point, bits, dim=0))
-        if g_idx_C is not None:
-            self.register_buffer("weight_g_idx", g_idx_C.to(torch.int32))
+class NaiveQuantizedLinear(PlainWeight, QuantizedLinear):
+    """One byte per code, int8 or float8_e4m3fn (`int-quantized`, `float-quantized`, `mxfp8-quantized`); `weight` holds the codes."""
 
 
-class NaiveQuantizedLinear(QuantizedLinear):
-    """One byte per code, int8 or float8_e4m3fn (formats `int-quantized` and `float-quantized`); `weight` holds the codes."""
+class Fp4QuantizedLinear(Fp4Weight, QuantizedLinear):
+    """fp4 codes, two to a byte (formats `nvfp4-pack-quantized` and `mxfp4-pack-quantized`)."""
 
-    weight: Tensor
-    weight_scale: Tensor
 
-    def codes(self) -> Tensor:
-        """Return the codes, [R, C]; a view of the buffer."""
-        return self.weight
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """Return in and out features of a linear layer, or of a Conv1D of transformers.
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `layer.to(torch.bfloat16)` would widen fp8 codes, which torch takes for ordinary floats; every code survives the way back.
-        super()._apply(fn, recurse)
-        self.weight = self.weight.to(self.weight_args.storage_dtype)
-        return self
+    Args:
+        module: nn.Linear, or Conv1D.
 
-    def weight_qparams(self) -> QParams:
-        """Return scale and zero point as stored."""
-        return QParams(self.weight_scale, getattr(self, "weight_zero_point", None))
+    Returns:
+        (in_features, out_features).
+    """
+    if is_conv1d(module):
+        rows, columns = module.get_parameter("weight").shape
+        return rows, columns
+    return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
 
-    def _store(self, codes_RC: Tensor, qparams: QParams, g_idx_C: Tensor | None) -> None:
-        if g_idx_C is not None:
-            raise SchemeError("NaiveQuantizedLinear: actorder=group was given, but this format stores no g_idx; use actorder=static")
-        self.register_buffer("weight", codes_RC.clone())
-        self.register_buffer("weight_scale", qparams.scale.clone())
-        if qparams.zero_point is not None:
-            self.register_buffer("weight_zero_point", qparams.zero_point.clone())
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Tell whether a module is the linear layer of GPT-2, whose weight lies as [in, out].
+
+    Args:
+        module: any module.
+
+    Returns:
+        True for transformers' Conv1D.
+    """
+    return any((cls.__name__, cls.__module__) == ("Conv1D", "transformers.pytorch_utils") for cls in type(module).__mro__)
 
 
 _LAYERS: dict[str, type[QuantizedLinear]] = {
     "pack-quantized": PackQuantizedLinear,
     "int-quantized": NaiveQuantizedLinear,
     "float-quantized": NaiveQuantizedLinear,
+    "mxfp8-quantized": NaiveQuantizedLinear,
+    "nvfp4-pack-quantized": Fp4QuantizedLinear,
+    "mxfp4-pack-quantized": Fp4QuantizedLinear,
 }
-
-
-def _layer_class(scheme: QuantizationScheme) -> type[QuantizedLinear]:
-    layer_class = _LAYERS.get(scheme.compression_format)
-    if layer_class is None:
-        raise SchemeError(f"QuantizedLinear: format {scheme.compression_format!r} has no layer; choose one of {sorted(_LAYERS)}")
-    return layer_class

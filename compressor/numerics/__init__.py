@@ -16,15 +16,18 @@ from compressor.numerics.observers import MinMaxObserver, MSEObserver, Observer,
 from compressor.numerics.packing import pack_int32, unpack_int32
 from compressor.numerics.packing_fp4 import pack_fp4, unpack_fp4
 from compressor.numerics.presets import PRESETS, preset_scheme
+from compressor.numerics.products import ProductPath, code_product, product_path, run_width, scaled_product
 from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams, check_qparams
 from compressor.numerics.quantize import check_groups, dequantize, dynamic_qparams, fake_quantize, quantize
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
+from compressor.numerics.sizes import quantized_weight_bytes, scale_shape
 
 __all__ = [
     "PRESETS",
     "MSEObserver",
     "MinMaxObserver",
     "Observer",
+    "ProductPath",
     "QParams",
     "QuantizationArgs",
     "QuantizationScheme",
@@ -32,6 +35,7 @@ __all__ = [
     "calculate_qparams",
     "check_groups",
     "check_qparams",
+    "code_product",
     "decode_mx_scale",
     "dequantize",
     "dynamic_qparams",
@@ -42,7 +46,12 @@ __all__ = [
     "pack_fp4",
     "pack_int32",
     "preset_scheme",
+    "product_path",
     "quantize",
+    "quantized_weight_bytes",
+    "run_width",
+    "scale_shape",
+    "scaled_product",
     "unpack_fp4",
     "unpack_int32",
     "weight_qparams",

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 from compressor.numerics.scheme import QuantizationArgs
 
 WORD_BITS = 32
+
+
+def scale_shape(num_rows: int, num_columns: int, args: QuantizationArgs) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight.
+
+    Args:
+        num_rows: out features, R.
+        num_columns: in features, C.
+        args: number format of a weight.
+
+    Returns:
+        (1,) per tensor, (R, 1) per channel, (R, G) per group, one per block.
+    """
+    if args.strategy == "tensor":
+        return (1,)
+    if args.block_structure is not None:
+        return -(-num_rows // args.block_structure[0]), -(-num_columns // args.block_structure[1])
+    return num_rows, num_columns // args.group_size if args.is_grouped and args.group_size else 1
 
 
 def quantized_weight_bytes(num_rows: int, num_columns: int, args: QuantizationArgs, *, packed: bool, scale_bytes: int = 2) -> int:
@@ -20,7 +40,7 @@ def quantized_weight_bytes(num_rows: int, num_columns: int, args: QuantizationAr
     Returns:
         Bytes of all tensors that the format stores for this weight.
     """
-    num_scales = _num_scales(num_rows, num_columns, args)
+    num_scales = math.prod(scale_shape(num_rows, num_columns, args))
     if args.type == "float":
         scale_bytes = 1 if args.scale_dtype else scale_bytes
         code_bytes = num_rows * num_columns * args.num_bits // 8
@@ -35,14 +55,6 @@ def quantized_weight_bytes(num_rows: int, num_columns: int, args: QuantizationAr
         zero_bytes = num_scales
     index_bytes = 4 * num_columns if args.actorder == "group" else 0
     return code_bytes + num_scales * scale_bytes + zero_bytes + index_bytes + shape_bytes
-
-
-def _num_scales(num_rows: int, num_columns: int, args: QuantizationArgs) -> int:
-    if args.block_structure is not None:
-        return -(-num_rows // args.block_structure[0]) * -(-num_columns // args.block_structure[1])
-    if args.is_grouped:
-        return num_rows * (num_columns // (args.group_size or num_columns))
-    return 1 if args.strategy == "tensor" else num_rows
 
 
 def _words(count: int, num_bits: int) -> int:

@@ -139,7 +139,7 @@ def test_what_cannot_be_stored_is_refused() -> None:
     with pytest.raises(SchemeError, match=r"static input without a scale"):
         QuantizedLinear.from_linear(linear, static, codes, QParams(scale, None))
     with pytest.raises(SchemeError, match=r"stores no g_idx"):
-        QuantizedLinear.from_linear(linear, preset_scheme("W8A8"), codes, QParams(scale, None), g_idx_C=torch.zeros(256))
+        QuantizedLinear.from_linear(linear, preset_scheme("W8A8"), codes.to(torch.int8), QParams(scale, None), g_idx_C=torch.zeros(256))
 
 
 def test_one_zero_point_for_the_whole_tensor_is_stored_as_it_is() -> None:

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import UserInputError
-from compressor.nn import QuantizedLinear
-from compressor.numerics import PRESETS, QuantizationArgs, QuantizationScheme, calculate_qparams, preset_scheme
+from compressor.nn import QuantizedLayer, QuantizedLinear, quantized, set_matmul
+from compressor.numerics import PRESETS, QuantizationArgs, QuantizationScheme, make_observer, preset_scheme, weight_qparams
 from harness import verify_module
 from harness.lifecycle.module_contract import CHECKS
 from harness.lifecycle.snapshot import Snapshot
@@ -401,26 +401,27 @@ def test_torch_keeps_its_own_contract(module: nn.Module, inputs: object) -> None
     assert all(record.outcome is Outcome.PASS for record in report.records), report.to_text()
 
 
-def quantized(scheme: QuantizationScheme, dtype: torch.dtype, g_idx_C: Tensor | None = None) -> QuantizedLinear:
+def quantized_layer(scheme: QuantizationScheme, dtype: torch.dtype, g_idx_C: Tensor | None = None) -> QuantizedLayer:
     linear, args = nn.Linear(256, 16, dtype=dtype), scheme.weights
     assert args is not None
-    weight = linear.weight.detach()
-    width = {"tensor": weight.numel(), "group": args.group_size or 0}.get(args.strategy or "", weight.shape[1])
-    parts = weight.reshape(1, -1) if args.strategy == "tensor" else weight.unflatten(1, (-1, width))
-    low, high = (part.squeeze(0) if args.strategy == "tensor" else part for part in torch.aminmax(parts, dim=-1))
-    qparams = calculate_qparams(low, high, args)
-    inputs = scheme.input_activations
-    input_qparams = None
-    if inputs is not None and not inputs.dynamic:
-        input_qparams = calculate_qparams(torch.tensor([-1.0], dtype=dtype), torch.tensor([1.0], dtype=dtype), inputs)
-    codes = round_to_nearest(weight, qparams, args).codes_RC
+    inputs, input_qparams = scheme.input_activations, None
+    if inputs is not None and inputs.dynamic is not True:
+        observer = make_observer(inputs)
+        observer.update(torch.linspace(-1, 1, 256, dtype=dtype))
+        input_qparams = observer.qparams()
+    if g_idx_C is None:
+        return quantized(linear, scheme, input_qparams=input_qparams)
+    qparams = weight_qparams(linear.weight.detach(), args)
+    codes = round_to_nearest(linear.weight.detach(), qparams, args).codes_RC
     return QuantizedLinear.from_linear(linear, scheme, codes, qparams, g_idx_C=g_idx_C, input_qparams=input_qparams)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_every_runtime_layer_keeps_the_contract(preset: str, dtype: torch.dtype) -> None:
-    layer = quantized(preset_scheme(preset), dtype)
+@pytest.mark.parametrize("matmul", ["reference", "native"])
+def test_every_runtime_layer_keeps_the_contract(preset: str, dtype: torch.dtype, matmul: str) -> None:
+    layer = quantized_layer(preset_scheme(preset), dtype)
+    set_matmul(layer, matmul)
     report = verify_module(layer, torch.rand(3, 256, dtype=dtype))
     # Quantizing the inputs cuts the gradient to them, here as in compressed-tensors.
     skipped = {"module.backward_hooks"} if layer.scheme.input_activations else set()
@@ -430,7 +431,7 @@ def test_every_runtime_layer_keeps_the_contract(preset: str, dtype: torch.dtype)
 
 def test_a_layer_with_activation_ordered_groups_keeps_the_contract() -> None:
     args = QuantizationArgs(num_bits=4, strategy="group", group_size=128, actorder="group", symmetric=False)
-    layer = quantized(QuantizationScheme(targets=["Linear"], weights=args), torch.float32, torch.arange(256, dtype=torch.int32) % 2)
+    layer = quantized_layer(QuantizationScheme(targets=["Linear"], weights=args), torch.float32, torch.arange(256, dtype=torch.int32) % 2)
     report = verify_module(layer, torch.rand(3, 256))
     assert all(record.outcome is Outcome.PASS for record in report.records), report.to_text()
 

@@ -1,0 +1,163 @@
+"""From a float module to the quantized layer that takes its place: which kinds there are, and the three ways to make one.
+
+replacement    codes and scales that an algorithm has chosen -> layer
+quantized      rounding to nearest -> layer: the shortest way from a module to a layer, for users and tests
+empty_layer    a layer without values, for a loader to fill
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from compressor.algorithms.rtn import round_to_nearest
+from compressor.errors import SchemeError
+from compressor.nn.layer import QuantizedLayer
+from compressor.nn.quantized_embedding import QuantizedEmbedding, check_plain_embedding
+from compressor.nn.quantized_linear import Matmul, QuantizedLinear, is_conv1d, linear_shape
+from compressor.numerics.observers import weight_qparams
+from compressor.numerics.qparams import QParams
+from compressor.numerics.scheme import QuantizationScheme
+
+
+def is_quantizable(module: nn.Module) -> bool:
+    """Tell whether there is a quantized layer for a module.
+
+    Args:
+        module: any module.
+
+    Returns:
+        True for nn.Linear, nn.Embedding and Conv1D of transformers.
+    """
+    return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a quantizable module as [R, C].
+
+    Args:
+        module: see `is_quantizable`.
+
+    Returns:
+        The weight, one row per output; a view (for Conv1D of the transpose).
+    """
+    weight = module.get_parameter("weight")
+    return weight.t() if is_conv1d(module) else weight
+
+
+def replacement(
+    module: nn.Module,
+    scheme: QuantizationScheme,
+    codes_RC: Tensor,
+    qparams: QParams,
+    *,
+    g_idx_C: Tensor | None = None,
+    input_qparams: QParams | None = None,
+    name: str = "",
+) -> QuantizedLayer:
+    """Put codes in the place of a float weight.
+
+    Args:
+        module: the linear layer, Conv1D or embedding that is replaced.
+        scheme: formats of weight and input.
+        codes_RC: [R, C] int8 or float8_e4m3fn.
+        qparams: scale, zero point and global scale of the weight.
+        g_idx_C: [C] int32 group of each column, for activation-ordered groups; None for groups in order.
+        input_qparams: of a statically quantized input, or the global scale of a locally dynamic one.
+        name: dotted name of the module, for errors.
+
+    Returns:
+        The layer, in the training mode of the module.
+
+    Raises:
+        SchemeError: nothing stores this, or codes or scales do not fit.
+    """
+    _check_kind(module, name)
+    if isinstance(module, nn.Embedding):
+        return QuantizedEmbedding.from_embedding(module, scheme, codes_RC, qparams, g_idx_C=g_idx_C, name=name)
+    return QuantizedLinear.from_linear(module, scheme, codes_RC, qparams, g_idx_C=g_idx_C, input_qparams=input_qparams, name=name)
+
+
+@torch.no_grad()
+def quantized(module: nn.Module, scheme: QuantizationScheme, *, input_qparams: QParams | None = None, name: str = "") -> QuantizedLayer:
+    """Quantize one module by rounding to nearest; it is not changed.
+
+    Args:
+        module: a linear layer, Conv1D or embedding with a float weight.
+        scheme: formats of weight and input.
+        input_qparams: of a statically quantized input, or the global scale of a locally dynamic one.
+        name: dotted name of the module, for errors.
+
+    Returns:
+        The layer, which shares the module's bias.
+
+    Raises:
+        SchemeError: the scheme does not fit the module.
+        NumericsError: the weight holds NaN or infinity.
+
+    Example:
+        >>> from compressor.numerics import preset_scheme
+        >>> quantized(nn.Linear(256, 8), preset_scheme("W4A16")).codes().dtype
+        torch.int8
+    """
+    _check_kind(module, name)
+    if scheme.weights is None:
+        raise SchemeError(f"{name or type(module).__name__}: a scheme without weights was given; it needs weight arguments")
+    weight_RC = weight_of(module)
+    qparams = weight_qparams(weight_RC, scheme.weights, name or type(module).__name__)
+    codes_RC = round_to_nearest(weight_RC, qparams, scheme.weights).codes_RC
+    return replacement(module, scheme, codes_RC, qparams, input_qparams=input_qparams, name=name)
+
+
+def empty_layer(module: nn.Module, scheme: QuantizationScheme, *, name: str = "") -> QuantizedLayer:
+    """Make the layer that a scheme puts in a module's place, without values.
+
+    Args:
+        module: a linear layer, Conv1D or embedding, usually on the meta device; it is not changed.
+        scheme: formats of weight and input.
+        name: dotted name of the module, for errors.
+
+    Returns:
+        The layer, its buffers on the device and in the dtype of the module's weight.
+
+    Raises:
+        SchemeError: the scheme does not fit the module.
+    """
+    _check_kind(module, name)
+    weight = module.get_parameter("weight")
+    layer: QuantizedLayer
+    if isinstance(module, nn.Embedding):
+        check_plain_embedding(module, name)
+        kind = QuantizedEmbedding.class_of(scheme)
+        layer = kind(module.num_embeddings, module.embedding_dim, scheme, module.padding_idx, weight.dtype, name)
+    else:
+        bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
+        layer = QuantizedLinear.class_of(scheme)(*linear_shape(module), scheme, bias, weight.dtype, name)
+    layer.register_empty(weight.device)
+    return layer.train(module.training)
+
+
+def set_matmul(model: nn.Module, matmul: Matmul) -> int:
+    """Choose how all quantized linear layers of a model multiply. Changes the model.
+
+    Args:
+        model: any module.
+        matmul: "reference" (as transformers computes) or "native" (codes times codes where both are int8 or fp8).
+
+    Returns:
+        How many layers were set.
+
+    Raises:
+        SchemeError: an unknown way.
+    """
+    if matmul not in ("reference", "native"):
+        raise SchemeError(f"matmul: {matmul!r} does not exist; use 'reference' or 'native'")
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    for layer in layers:
+        layer.matmul = matmul
+    return len(layers)
+
+
+def _check_kind(module: nn.Module, name: str) -> None:
+    if not is_quantizable(module):
+        raise SchemeError(f"{name or 'module'}: {type(module).__name__} has no quantized layer; give a Linear, Embedding or Conv1D")

@@ -1,0 +1,151 @@
+"""QuantizedLayer: what all layers with a quantized weight share, whatever their format and whatever they compute.
+
+The buffers carry the names and bytes of the compressed-tensors formats, so `model.state_dict()` already is the checkpoint, memory falls
+as soon as a module is compressed, and what is measured in memory is what a loader will read. A storage (see storage.py) says which
+buffers a format has and how they become a weight; a layer says what is computed with it.
+
+Shapes: R rows (out features), C columns (in features), G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import SchemeError
+from compressor.numerics.qparams import QParams
+from compressor.numerics.quantize import check_groups, dequantize
+from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
+
+# Shape and dtype of each buffer that a layer keeps.
+BufferSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class QuantizedLayer(nn.Module):
+    """A module whose weight [R, C] is kept in the format of the file.
+
+    Attributes:
+        scheme: formats of weight and input.
+        name: dotted name of the layer in its model, for errors; empty where nobody said it.
+        dtype: in which the layer computes; follows `.to(dtype)`.
+    """
+
+    def __init__(self, num_rows: int, num_columns: int, scheme: QuantizationScheme, dtype: torch.dtype, name: str = "") -> None:
+        """Set shape and scheme; the buffers come with `register_empty` or `store`."""
+        super().__init__()
+        self.name = name
+        where = self.where
+        if scheme.weights is None:
+            raise SchemeError(f"{where}: a scheme without weights was given; it needs weight arguments")
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise SchemeError(f"{where}: {dtype} was given to compute in; give bfloat16, float16 or float32")
+        try:
+            check_groups(num_columns, scheme.weights)
+        except SchemeError as error:
+            raise SchemeError(f"{where}: {error}") from None
+        self._num_rows, self._num_columns = num_rows, num_columns
+        self.scheme = scheme
+        self.dtype = dtype
+        self._materialized: Tensor | None = None
+
+    @property
+    def where(self) -> str:
+        """What errors call this layer: its name, or its class."""
+        return self.name or type(self).__name__
+
+    @property
+    def weight_args(self) -> QuantizationArgs:
+        """Number format of the weight."""
+        assert self.scheme.weights is not None
+        return self.scheme.weights
+
+    def weight_specs(self) -> BufferSpecs:
+        """Return shape and dtype of each buffer of the weight."""
+        raise NotImplementedError
+
+    def input_specs(self) -> BufferSpecs:
+        """Return shape and dtype of each buffer of the input's format; none here."""
+        return {}
+
+    def specs(self) -> BufferSpecs:
+        """Return shape and dtype of each buffer."""
+        return {**self.weight_specs(), **self.input_specs()}
+
+    def codes(self) -> Tensor:
+        """Return the weight's codes, [R, C] int8 or float8_e4m3fn."""
+        raise NotImplementedError
+
+    def weight_qparams(self) -> QParams:
+        """Return scale, (unpacked, int8) zero point and global scale of the weight."""
+        raise NotImplementedError
+
+    def dequantized_weight(self) -> Tensor:
+        """Return the weight that the forward computes with, [R, C] in the layer's dtype."""
+        if self._materialized is not None:
+            return self._materialized
+        # As in compressed-tensors, the values are rounded to the dtype of the scale (bfloat16 for fp4) before they meet the model's.
+        return dequantize(self.codes(), self.weight_qparams(), self.weight_args, g_idx=getattr(self, "weight_g_idx", None)).to(self.dtype)
+
+    @contextmanager
+    def materialize(self) -> Iterator[None]:
+        """Keep the dequantized weight for the duration: for many forwards in a row."""
+        self._materialized = self.dequantized_weight()
+        try:
+            yield
+        finally:
+            self._materialized = None
+
+    def register_empty(self, device: torch.device | str) -> None:
+        """Register every buffer of the format without values, for a loader to fill."""
+        for key, (shape, dtype) in self.specs().items():
+            self.register_buffer(key, torch.empty(shape, dtype=dtype, device=device))
+
+    def store(self, codes_RC: Tensor, qparams: QParams, g_idx_C: Tensor | None = None) -> None:
+        """Register the buffers of a weight.
+
+        Args:
+            codes_RC: [R, C] int8 or float8_e4m3fn.
+            qparams: scale, zero point and global scale of the weight.
+            g_idx_C: [C] int32 group of each column, for activation-ordered groups; None for groups in order.
+
+        Raises:
+            SchemeError: the codes have another shape or dtype than the format, or there is no room for what was given.
+        """
+        wanted = (self._num_rows, self._num_columns), self.weight_args.storage_dtype
+        if (tuple(codes_RC.shape), codes_RC.dtype) != wanted:
+            raise SchemeError(
+                f"{self.where}: codes {codes_RC.dtype} {tuple(codes_RC.shape)} are not {wanted[1]} {wanted[0]}; quantize its weight"
+            )
+        specs = self.weight_specs()
+        given = self._weight_buffers(codes_RC, qparams, g_idx_C)
+        if g_idx_C is not None and "weight_g_idx" not in given:
+            raise SchemeError(f"{self.where}: actorder=group was given, but this format stores no g_idx; use actorder=static")
+        for key, value in given.items():
+            if key in specs and value.shape != specs[key][0]:
+                raise SchemeError(f"{self.where}.{key}: shape {tuple(value.shape)} is not {specs[key][0]}; compute it for this weight")
+            self.register_buffer(key, value)
+
+    def extra_repr(self) -> str:
+        """Format and bits, after what the float layer shows."""
+        weights = self.weight_args
+        text = f"format={self.scheme.compression_format}, type={weights.type}, bits={weights.num_bits}, strategy={weights.strategy}"
+        return text + (f", group_size={weights.group_size}" if weights.group_size else "")
+
+    def _weight_buffers(self, codes_RC: Tensor, qparams: QParams, g_idx_C: Tensor | None) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `layer.to(torch.bfloat16)` would widen fp8 codes and scales, and cut float32 global scales down, which torch takes for ordinary
+        # floats. What the format stores in a dtype of its own only changes its device.
+        fixed = {key: self._buffers[key] for key, (_, dtype) in self.specs().items() if dtype != self.dtype and key in self._buffers}
+        super()._apply(fn, recurse)
+        for key, before in fixed.items():
+            after = self._buffers[key]
+            if before is not None and after is not None and after.dtype != before.dtype:
+                self._buffers[key] = before.to(after.device)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
