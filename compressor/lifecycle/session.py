@@ -65,13 +65,14 @@ class Session:
         return self._index_at(self._step)
 
     def initialize(self) -> None:
-        """Initialize every modifier, or none: after an error the model and the flags are as before.
+        """Initialize every modifier, or none: after an error the model, the flags, the claims and the report are as before.
 
         Raises:
             LifecycleError: called at the wrong moment, or a modifier returned False.
         """
         with self._exclusive(Call.INITIALIZE):
             keep, flags = self.state.keep_originals, [modifier.flags for modifier in self.modifiers]
+            bring_back = self.state.remember()
             self.state.keep_originals = True
             try:
                 for modifier in self.modifiers:
@@ -79,6 +80,7 @@ class Session:
                         raise LifecycleError(f"{modifier.label}: on_initialize() returned False, so the session cannot run; leave it out")
             except BaseException:
                 self._roll_back(flags)
+                bring_back()
                 raise
             finally:
                 self.state.keep_originals = keep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -127,6 +127,20 @@ class State:
                 f"{self.claims[taken[0]]} already; make their targets disjoint, or leave one of the two out"
             )
         self.claims.update(dict.fromkeys(names, modifier))
+
+    def remember(self) -> Callable[[], None]:
+        """Note what is claimed and reported now, for a call that may fail as a whole.
+
+        Returns:
+            A function that brings it back; it changes the state.
+        """
+        report = self.report
+        claims, modules, fallbacks, notes = dict(self.claims), dict(report.modules), list(report.fallbacks), list(report.notes)
+
+        def bring_back() -> None:
+            self.claims, report.modules, report.fallbacks, report.notes = claims, modules, fallbacks, notes
+
+        return bring_back
 
     def replace_module(self, name: str, new: nn.Module) -> None:
         """Put `new` in the place of a module of the model; it takes over the training flag. Changes the model.

@@ -3,6 +3,7 @@
 `hook KIND WHERE`         register a hook; after the kind `+kwargs` or `+always`
 `unhook`, `unhook all`    take the oldest, or all, hooks of the modifier away
 `replace WHERE`           put another layer there
+`claim WHERE`             claim that layer, unless another modifier has, and write into the report
 `reenter MOMENT`          call the session from inside its own call; must be refused
 `thread MOMENT`           the same from another thread
 `again METHOD`            call the modifier's own method; must be refused
@@ -78,6 +79,10 @@ class Actor:
             token = f"new{self._num_replaced}"
             state.replace_module(words[1], token_linear(f"{words[1]}@{token}"))
             self._run.recorder.note_replaced(words[1], token)
+        elif words[0] == "claim":
+            state.report.add_fallback(words[1], "planned", owner.label)
+            if words[1] not in state.claims:
+                state.claim([words[1]], owner.label)
         elif words[0] == "neighbour":
             _in_thread(lambda: run_neighbour(self._session_class))
         else:

@@ -99,12 +99,7 @@ class CheckedRun:
         return self.perform(f"leaving the with block {how}", lambda: self.run.leave(error), self.oracle.leave(error is not None))
 
     def call_modifier(self, number: int, method: str) -> None:
-        """Call a modifier past the session at a moment when it must refuse and nothing may change.
-
-        Args:
-            number: position of the modifier.
-            method: which of its methods.
-        """
+        """Call a method of a modifier past the session at a moment when it must refuse and nothing may change."""
         self.perform(f"{method}() of modifier {number}", lambda: self.run.call_modifier(number, method), refuse())
 
     def act(self, number: int, step: str) -> None:
@@ -121,12 +116,7 @@ class CheckedRun:
         self._asleep.append((number, context))
 
     def exit_disabled(self, which: int, error: BaseException | None = None) -> None:
-        """Leave one of the entered contexts, in any order, by an exception or without.
-
-        Args:
-            which: number of the context, modulo how many are entered.
-            error: the exception by which it is left, or None; it must come through.
-        """
+        """Leave one of the entered contexts (`which`, modulo their number), by an exception, which must come through, or without."""
         _, context = self._asleep.pop(which % len(self._asleep))
         swallowed = False
         try:
@@ -229,6 +219,8 @@ class CheckedRun:
             return outcome
         self.now = self._snapshot()
         self._check_changes(call, outcome, before)
+        if outcome.kind == "failed" and moment == "INITIALIZE":
+            self._check_shared(call)
         if self.is_over or (outcome.kind == "failed" and self.oracle.last == "CREATE"):
             self._check_left(call)
         return outcome
@@ -280,6 +272,11 @@ class CheckedRun:
             self._break("left behind", f"{call}: {num_hooks(self.run.model)} hooks are left on the model")
         if found := leftovers(self.start, self.now, self.allowed):
             self._break("left behind", f"{call}: the run is over, and left {list_differences(found)}")
+
+    def _check_shared(self, call: str) -> None:
+        """A run that could not begin left nothing in what its modifiers share either, or trying again would go another way."""
+        if found := [one for one in self.start.differences(self.now, self.allowed) if one.kind == "state"]:
+            self._break("left behind", f"{call}: the run could not begin, and changed {list_differences(found)}")
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(self.run.model, self.run.shared())

@@ -8,7 +8,7 @@ from harness.lifecycle.oracle import ModifierModel
 from harness.lifecycle.probes import CHAIN_PARTS
 from harness.lifecycle.snapshot import Difference, Snapshot
 
-# What a run may leave behind once it is over: replaced modules and other weights.
+# What a run may leave behind once it is over: replaced modules and other weights; what modifiers share is no part of the model.
 MAY_STAY = ("module", "tensor", "grad", "state", "settings", "session")
 
 

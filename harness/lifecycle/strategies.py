@@ -68,6 +68,7 @@ _hook_steps = st.builds("hook {} {}".format, st.sampled_from(_HOOK_KINDS), st.sa
 _unhook_steps = st.sampled_from(("unhook", "unhook all"))
 hook_steps = _hook_steps | _hook_steps | st.sampled_from(("unhook", "unhook", "unhook all"))
 _replace_steps = st.builds("replace {}".format, st.sampled_from(_PLACES))
+_claim_steps = st.builds("claim {}".format, st.sampled_from(_PLACES))
 _again_steps = st.sampled_from(("again initialize", "again update_event", "again finalize"))
 _reenter_steps = st.builds("{} {}".format, st.sampled_from(("reenter", "reenter", "thread")), st.sampled_from((*MOMENTS, "ABORT")))
 
@@ -79,6 +80,7 @@ OBEDIENT_STEPS: StepKinds = (
     _unhook_steps,
     _replace_steps,
     _replace_steps,
+    _claim_steps,
     _reenter_steps,
     _again_steps,
     st.just("neighbour"),

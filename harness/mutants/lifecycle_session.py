@@ -137,6 +137,13 @@ SESSION_MUTANTS: tuple[Mutant, ...] = (
         "lifecycle.nothing_left",
     ),
     Mutant(
+        "claims_after_failed_initialize",
+        "session",
+        "a run that could not begin keeps its claims and its entries in the report",
+        (Edit(_SESSION + "initialize", "        bring_back()\n", "        pass\n"),),
+        _SESSIONS,
+    ),
+    Mutant(
         "earlier_ones_stay_initialized",
         "session",
         "modifiers before the one that fails to initialize stay initialized",

@@ -93,7 +93,8 @@ def test_calls_at_the_wrong_moment_are_refused_and_change_nothing(recorder: Any,
     if stands == ("fresh" if method == "initialize" else "initialized"):
         getattr(modifier, method)(*args)
         return
-    with pytest.raises(LifecycleError, match=rf"Recorder\[4\]: {method}\(\)"):
+    is_now = "not initialized" if stands == "fresh" else stands
+    with pytest.raises(LifecycleError, match=rf"Recorder\[4\]: {method}\(\) was called while the modifier is {is_now};"):
         getattr(modifier, method)(*args)
     assert modifier.flags == before
     assert modifier.log == log

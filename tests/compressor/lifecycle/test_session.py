@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from compressor.errors import LifecycleError
-from compressor.lifecycle import Call, EventType, Flags, Session, State
+from compressor.lifecycle import Call, EventType, Flags, Report, Session, State
 
 Boom = Callable[[], None]
 Count = Callable[[nn.Module], int]
@@ -264,7 +264,14 @@ def test_a_failed_initialize_rolls_everything_back(
     state.keep_originals = keep
     before = dict(state.model.named_modules())
     first, second, third = recorder(start=0, note="first"), recorder(start=0, index=1), recorder()
-    first.inside["on_initialize"] = lambda: state.replace_module("0", Replaces())
+    state.claim(["1"], "somebody")
+
+    def work() -> None:
+        state.replace_module("0", Replaces())
+        state.claim(["0"], "first")
+        state.report.add_fallback("0", "rtn", "dead")
+
+    first.inside["on_initialize"] = work
     if failure in ("raises", "interrupt", "on_start"):
         second.inside["on_start" if failure == "on_start" else "on_initialize"] = interrupt if failure == "interrupt" else boom
     else:
@@ -280,6 +287,8 @@ def test_a_failed_initialize_rolls_everything_back(
     assert dict(state.model.named_modules()) == before
     assert state.originals == {}
     assert state.keep_originals is keep
+    assert state.claims == {"1": "somebody"}
+    assert state.report == Report()
     assert num_hooks(state.model) == 0
     second.inside.clear()
     second.answers.clear()

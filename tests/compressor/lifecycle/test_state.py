@@ -62,6 +62,42 @@ def test_two_states_share_nothing(new_state: Callable[[], State]) -> None:
     assert second.originals == {}
 
 
+def test_a_module_is_claimed_once_and_a_refused_claim_claims_nothing() -> None:
+    state = State(nested())
+    state.claim(["0.0"], "First[0]")
+    with pytest.raises(TargetError, match=r"Second\[1\]: 1 of its modules \(0\.0\) belong to First\[0\] already; "):
+        state.claim(["1", "0.0"], "Second[1]")
+    assert state.claims == {"0.0": "First[0]"}
+    state.claim(["1"], "Second[1]")
+    assert state.claims == {"0.0": "First[0]", "1": "Second[1]"}
+
+
+def test_a_refused_claim_names_three_modules_and_says_that_there_are_more() -> None:
+    state = State(nested())
+    state.claim(["a", "b", "c"], "First")
+    with pytest.raises(TargetError, match=r"3 of its modules \(a, b, c\) belong"):
+        state.claim(["a", "b", "c"], "Second")
+    state.claim(["d"], "First")
+    with pytest.raises(TargetError, match=r"4 of its modules \(a, b, c, \.\.\.\) belong"):
+        state.claim(["a", "b", "c", "d"], "Second")
+
+
+def test_what_is_remembered_comes_back_whatever_was_added() -> None:
+    state = State(nested())
+    state.claim(["0"], "First")
+    state.report.add_fallback("a", "rtn", "dead")
+    state.report.notes.append("a note")
+    report, before = state.report, (dict(state.claims), state.report.to_dict())
+    bring_back = state.remember()
+    state.claim(["1"], "Second")
+    state.report.add_fallback("b", "rtn", "dead")
+    state.report.modules["b"] = ModuleRecord("b", "M", "int4", 0.5)
+    state.report.notes.append("another")
+    bring_back()
+    assert (state.claims, state.report.to_dict()) == before
+    assert state.report is report
+
+
 def test_report_is_sorted_and_plain() -> None:
     first, second = Report(), Report()
     records = [ModuleRecord("b", "M", "int4", 0.5, 3, {"y": 1, "x": "z"}), ModuleRecord("a", "M", "int4", 0.25)]
