@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor.errors import CompressorError
+from compressor.errors import AlreadyDoneError, CompressorError
 
 if TYPE_CHECKING:
     from compressor.one_shot import OneshotResult
@@ -42,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CompressorError, ExceptionGroup) as error:
         print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
-    except KeyboardInterrupt:
-        print(f"compressor {args.verb}: interrupted; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"compressor {args.verb}: interrupted; {_notes(error) or 'nothing was written'}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -58,7 +59,12 @@ def _parser() -> argparse.ArgumentParser:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, ExceptionGroup):
         return "; ".join(_one_line(inner) for inner in error.exceptions)
-    return " ".join(str(error).split())
+    return " ".join("; ".join(part for part in (str(error), _notes(error)) if part).split())
+
+
+def _notes(error: BaseException) -> str:
+    """What was added to an error on its way up, such as where finished stages are kept."""
+    return "; ".join(getattr(error, "__notes__", []))
 
 
 def _positive(text: str) -> int:
@@ -100,9 +106,12 @@ def _tracing_arguments(parser: argparse.ArgumentParser) -> None:
 def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
     _model_arguments(parser)
     _tracing_arguments(parser)
+    parser.add_argument("--calibrate-all-experts", action="store_true", help="every expert learns from all tokens; routing stays as it is")
     parser.add_argument("--no-propagate-error", action="store_true", help="calibrate each layer on the flow before compression")
     parser.add_argument("--dataset", metavar="D", help="calibration data: .jsonl, .txt, .parquet or .safetensors")
     parser.add_argument("--output-dir", required=True, metavar="O", help="folder of the checkpoint; must not exist or be empty")
+    parser.add_argument("--run-dir", metavar="R", help="folder that keeps finished stages until the end (O.partial-run)")
+    parser.add_argument("--resume", action="store_true", help="go on where an earlier run of the same command stopped")
     parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the dataset that holds the text (text)")
     parser.add_argument("--batch-size", type=_positive, metavar="B", help="sequences in one forward (equally long ones, up to 2048 tokens)")
     parser.add_argument("--shuffle", action="store_true", help="choose calibration sequences at random by --seed, not the first ones")
@@ -115,14 +124,33 @@ def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_oneshot(args: argparse.Namespace) -> int:
+    try:
+        result = _oneshot(args)
+    except AlreadyDoneError as done:
+        print(f"compressor oneshot: {_one_line(done)}", file=sys.stderr)
+        if args.json:
+            record = json.loads((Path(args.output_dir) / "compression.json").read_text(encoding="utf-8"))
+            print(json.dumps({**record, "output_dir": str(Path(args.output_dir).resolve())}, indent=1, sort_keys=True))
+        return EXIT_OK
+    if args.json:
+        payload = {**result.record, "output_dir": str(result.output_dir), "seconds": result.seconds, "resumed": result.resumed}
+        print(json.dumps(payload, indent=1, sort_keys=True))
+    else:
+        _print_result(result)
+    return EXIT_OK
+
+
+def _oneshot(args: argparse.Namespace) -> OneshotResult:
     from compressor.one_shot import oneshot
 
-    result = oneshot(
+    return oneshot(
         args.model,
         recipe=args.recipe,
         recipe_args=dict(args.recipe_arg),
         dataset=args.dataset,
         output_dir=args.output_dir,
+        run_dir=args.run_dir,
+        resume=args.resume,
         num_calibration_samples=args.num_calibration_samples,
         max_seq_length=args.max_seq_length,
         batch_size=args.batch_size,
@@ -130,6 +158,7 @@ def _run_oneshot(args: argparse.Namespace) -> int:
         shuffle_calibration_samples=args.shuffle,
         pipeline=args.pipeline,
         sequential_targets=args.sequential_targets,
+        calibrate_all_experts=args.calibrate_all_experts,
         propagate_error=not args.no_propagate_error,
         engine=args.engine,
         max_variants=args.max_variants,
@@ -142,12 +171,6 @@ def _run_oneshot(args: argparse.Namespace) -> int:
         seed=args.seed,
         progress=not args.quiet,
     )
-    if args.json:
-        payload = {**result.record, "output_dir": str(result.output_dir), "seconds": result.seconds}
-        print(json.dumps(payload, indent=1, sort_keys=True))
-    else:
-        _print_result(result)
-    return EXIT_OK
 
 
 def _print_result(result: OneshotResult) -> None:
@@ -164,6 +187,10 @@ def _print_result(result: OneshotResult) -> None:
     console.print(table)
     for fallback in result.report.fallbacks:
         console.print(f"fallback: {fallback.module}: {fallback.kind}: {fallback.detail}", style="yellow")
+    for note in result.report.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    if result.resumed is not None:
+        console.print(result.resumed)
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items())
     console.print(f"{len(result.report.modules)} modules compressed, {len(result.report.fallbacks)} fallbacks; {seconds}")
     console.print(f"checkpoint: {result.output_dir}", soft_wrap=True)

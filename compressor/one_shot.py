@@ -6,35 +6,32 @@ been checked; a run that stops for any reason leaves no hook on the model and no
 
 from __future__ import annotations
 
-import hashlib
-import platform
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
-import compressor
-from compressor.data import CalibrationData, check_vocabulary, load_dataset_source
+from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError
 from compressor.lifecycle import Report, Session, State
-from compressor.model.checkpoint import check_output_dir, save_checkpoint
+from compressor.model.checkpoint import save_checkpoint
 from compressor.model.experts import UnfusedModel, unfused_experts
 from compressor.model.experts_format import reader_notes
 from compressor.model.experts_stages import expert_targets
-from compressor.model.folder import weight_files
 from compressor.model.format import check_readable
 from compressor.model.load import LoadedModel, load_model, resolve_device
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.nn import QuantizedLinear
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
+from compressor.pipelines.journal import base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.progress import Progress, RichProgress, SilentProgress
-from compressor.recipe import Recipe, load_recipe
+from compressor.recipe import load_recipe
 from compressor.tracing import Engine, Verify
 
 
@@ -49,6 +46,7 @@ class OneshotResult:
         record: everything that made the result; what `compression.json` holds.
         output_dir: the checkpoint, None when nothing was saved.
         seconds: wall time by phase (load, data, compress, save).
+        resumed: where the run went on, such as "resumed after stage 3 of 6"; None where it began at the beginning.
     """
 
     model: nn.Module
@@ -57,6 +55,7 @@ class OneshotResult:
     record: dict[str, Any]
     output_dir: Path | None
     seconds: dict[str, float] = field(default_factory=dict)
+    resumed: str | None = None
 
 
 def oneshot(
@@ -65,6 +64,8 @@ def oneshot(
     recipe: Any,
     dataset: Any = None,
     output_dir: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
     recipe_args: dict[str, Any] | None = None,
     tokenizer: Any = None,
     num_calibration_samples: int = 512,
@@ -95,6 +96,9 @@ def oneshot(
         dataset: HF Dataset, .jsonl/.txt/.parquet/.safetensors file, list of texts, token tensors or a DataLoader; needed by modifiers
             that calibrate.
         output_dir: where the checkpoint goes; must not exist or be empty. None keeps the result in memory.
+        run_dir: where finished stages are kept until the run ends, so that it can be resumed; by default `<output_dir>.partial-run`, and
+            nothing is kept without output_dir.
+        resume: go on where an earlier run with the same arguments stopped; the result is bitwise that of a run that never stopped.
         recipe_args: values for `${name}` in the recipe.
         tokenizer: for texts; by default the one in the model's folder.
         num_calibration_samples: sequences taken from the dataset.
@@ -126,7 +130,8 @@ def oneshot(
         UserInputError: recipe, model, data or output folder cannot be used; nothing was changed.
         CalibrationError: more fallbacks than the recipe allows.
         NumericsError: NaN or infinity, or a Hessian that is not positive definite.
-        CheckpointError: the checkpoint could not be written; nothing is left behind.
+        CheckpointError: checkpoint or run folder could not be written; finished stages are kept.
+        AlreadyDoneError: `resume` of a run whose checkpoint is there already.
     """
     bars: Progress = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
     clock = _Clock()
@@ -138,8 +143,7 @@ def oneshot(
         leaves=tuple(leaves),
         verify=verify,
     )
-    if output_dir is not None:
-        check_output_dir(output_dir, source=model if isinstance(model, str | Path) else None)
+    place = check_places(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
     parsed = load_recipe(recipe, args=recipe_args)
     chosen = choose_pipeline(parsed.modifiers, pipeline)
     settings.refuse_without_use(chosen)
@@ -148,41 +152,48 @@ def oneshot(
     loaded = load_model(
         model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
     )
+    base = base_hashes(loaded.source_dir)
+    identity = None if place.run_dir is None else model_identity(loaded, base, tokenizer)  # before anything is done to it
     clock.lap("load")
     state = State(model=loaded.model, device=_run_device(loaded, device), seed=seed, report=Report(), keep_originals=loaded.from_memory)
-    with (
-        torch.random.fork_rng(),
-        unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
-        Session(state, parsed.modifiers) as session,
-    ):
-        torch.manual_seed(seed)
-        session.initialize()
-        _settle_experts(experts, session, calibrate_all_experts, to_disk=output_dir is not None)
-        sequential_targets = expert_targets(loaded.model, state.claims, chosen, sequential_targets)
-        data = None
-        if chosen != "data_free":
-            data = load_dataset_source(
-                dataset,
-                tokenizer=tokenizer or loaded.tokenizer,
-                num_calibration_samples=num_calibration_samples,
-                max_seq_length=max_seq_length,
-                batch_size=batch_size,
-                text_column=text_column,
-                shuffle=shuffle_calibration_samples,
-                seed=seed,
-                max_positions=_max_positions(loaded.model),
-            )
-            check_vocabulary(data, loaded.model)
-        clock.lap("data")
-        run_pipeline(chosen, session, data, progress=bars, settings=settings)
-        session.finalize()
-    clock.lap("compress")
-    record = _record(parsed, loaded, data, state.report, chosen, seed)
-    folder = None
-    if output_dir is not None:
-        folder = _save(loaded, tokenizer, output_dir, record)
-        clock.lap("save")
-    return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, state.report, record, folder, clock.seconds)
+    with ExitStack() as held:
+        with (
+            torch.random.fork_rng(),
+            unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
+            Session(state, parsed.modifiers) as session,
+        ):
+            torch.manual_seed(seed)
+            session.initialize()
+            _settle_experts(experts, session, calibrate_all_experts, to_disk=output_dir is not None)
+            settings = replace(settings, targets=expert_targets(loaded.model, state.claims, chosen, settings.targets))
+            data = None
+            if chosen != "data_free":
+                data = load_dataset_source(
+                    dataset,
+                    tokenizer=tokenizer or loaded.tokenizer,
+                    num_calibration_samples=num_calibration_samples,
+                    max_seq_length=max_seq_length,
+                    batch_size=batch_size,
+                    text_column=text_column,
+                    shuffle=shuffle_calibration_samples,
+                    seed=seed,
+                    max_positions=_max_positions(loaded.model),
+                )
+                check_vocabulary(data, loaded.model)
+            clock.lap("data")
+            choices = {"pipeline": chosen, "dtype": dtype, "model_class": model_class, "calibrate_all_experts": calibrate_all_experts}
+            run = run_fingerprint(identity, parsed.dump(), data, seed, choices, settings, state.device)
+            journal = held.enter_context(place.open(run, session.modifiers))
+            run_pipeline(chosen, session, data, progress=bars, settings=settings, journal=journal)
+            session.finalize()
+        clock.lap("compress")
+        record = run_record(parsed.dump(), base, data, state.report, choices, seed, run)
+        folder = None
+        if output_dir is not None:
+            folder = _save(loaded, tokenizer, output_dir, record, journal.token)
+            clock.lap("save")
+        journal.finish()
+    return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, state.report, record, folder, clock.seconds, journal.summary)
 
 
 def _settle_experts(experts: UnfusedModel, session: Session, calibrate_all: bool, *, to_disk: bool) -> None:
@@ -214,7 +225,7 @@ def _run_device(loaded: LoadedModel, device: str) -> torch.device:
     return own
 
 
-def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: dict[str, Any]) -> Path:
+def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: dict[str, Any], token: str | None) -> Path:
     schemes = {name: layer.scheme for name, layer in loaded.model.named_modules() if isinstance(layer, QuantizedLinear)}
     return save_checkpoint(
         loaded.model,
@@ -223,37 +234,8 @@ def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: d
         source_dir=loaded.source_dir if tokenizer is None else None,
         schemes=schemes,
         record=record,
+        token=token,
     )
-
-
-def _record(recipe: Recipe, loaded: LoadedModel, data: CalibrationData | None, report: Report, pipeline: str, seed: int) -> dict[str, Any]:
-    """Return what `compression.json` holds: no time, no path, so that equal runs give equal bytes."""
-    return {
-        "base": _file_hashes(loaded.source_dir),
-        "data": None if data is None else {"sha256": data.sha256, "num_samples": data.num_samples, "num_tokens": data.num_tokens},
-        "pipeline": pipeline,
-        "recipe": recipe.dump(),
-        "seed": seed,
-        "versions": {
-            "compressor": compressor.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        **report.to_dict(),
-    }
-
-
-def _file_hashes(folder: Path | None) -> dict[str, str]:
-    """Return the sha256 of the base's config and weight files; empty for a model from memory."""
-    if folder is None:
-        return {}
-    files = [folder / name for name in (*weight_files(folder), "config.json")]
-    hashes = {}
-    for path in files:
-        with path.open("rb") as stream:
-            hashes[path.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return hashes
 
 
 def _max_positions(model: nn.Module) -> int | None:

@@ -3,26 +3,23 @@
 journal.py      what the pipelines tell it      opening.py      a new run begins, or an old one goes on
 run_folder.py   name, lock, who may use it      lines.py        the append-only file of checksummed lines
 stage_files.py  one stage on disk               fingerprint.py  what the result depends on, and how two runs differ
+place.py        the folders of one run          record.py       what compression.json says
 """
 
 from __future__ import annotations
 
-from compressor.pipelines.journal.fingerprint import base_hashes, data_identity, digest, fingerprint, model_identity, versions
+from compressor.pipelines.journal.fingerprint import base_hashes, model_identity, run_fingerprint
 from compressor.pipelines.journal.journal import Journal, NoJournal
-from compressor.pipelines.journal.opening import discard_finished, open_journal
-from compressor.pipelines.journal.run_folder import check_run_dir, default_run_dir
+from compressor.pipelines.journal.place import RunPlace, check_places
+from compressor.pipelines.journal.record import run_record
 
 __all__ = [
     "Journal",
     "NoJournal",
+    "RunPlace",
     "base_hashes",
-    "check_run_dir",
-    "data_identity",
-    "default_run_dir",
-    "digest",
-    "discard_finished",
-    "fingerprint",
+    "check_places",
     "model_identity",
-    "open_journal",
-    "versions",
+    "run_fingerprint",
+    "run_record",
 ]

@@ -9,6 +9,7 @@ import json
 import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from compressor.data import CalibrationData
 from compressor.data.collate import hash_batches
 from compressor.model.folder import weight_files
 from compressor.model.load import LoadedModel
+from compressor.pipelines.settings import SequentialSettings
 
 Fingerprint = dict[str, Any]
 
+# What a user may choose otherwise in a resumed run: where activations wait, and how much of the plan is proven.
+_CHANGE_NOTHING = {"activation_memory", "activation_device_memory", "offload_dir", "verify"}
 _SHOWN_CHANGES = 6
 _SHOWN_CHARS = 60
 # Files of a model's folder that end up in the result, or decide about it, beside its weights.
@@ -105,29 +109,39 @@ def data_identity(data: CalibrationData | None) -> dict[str, Any] | None:
     return {**counts, "tokens": data.sha256, "batches": hash_batches(data.batches)}
 
 
-def fingerprint(
-    *, model: Mapping[str, Any], recipe: str, data: Mapping[str, Any] | None, seed: int, settings: Mapping[str, Any], device: torch.device
-) -> Fingerprint:
-    """Put together what the result depends on.
+def run_fingerprint(
+    model: Mapping[str, Any] | None,
+    recipe: str,
+    data: CalibrationData | None,
+    seed: int,
+    choices: Mapping[str, Any],
+    settings: SequentialSettings,
+    device: torch.device,
+) -> Fingerprint | None:
+    """Put together what the result of a run depends on.
 
     Args:
-        model: what `model_identity` gave.
+        model: what `model_identity` gave; None for a run that is not kept.
         recipe: the recipe as text.
-        data: what `data_identity` gave.
+        data: the batches; None where none are needed.
         seed: of everything random.
-        settings: what else the user chose that changes the result; JSON types.
+        choices: what else the user chose that changes the result; JSON types.
+        settings: of the sequential pipeline.
         device: where the run takes place.
 
     Returns:
-        JSON types.
+        JSON types; None where `model` is.
     """
+    if model is None:
+        return None
+    sequential = {name: value for name, value in asdict(settings).items() if name not in _CHANGE_NOTHING}
     packages = {name: importlib.metadata.version(name) for name in ("compressed-tensors", "safetensors", "tokenizers")}
     content = {
         "model": model,
         "recipe": recipe,
-        "data": data,
+        "data": data_identity(data),
         "seed": seed,
-        "settings": settings,
+        "settings": {**choices, **sequential},
         "versions": {**versions(), **packages},
         "machine": _machine(device),
     }

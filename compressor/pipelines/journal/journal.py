@@ -104,6 +104,9 @@ class NoJournal:
             uncalled: targets that no sample has called.
         """
 
+    def finish(self) -> None:
+        """Remove what was kept: the result is where it belongs."""
+
 
 class Journal(NoJournal):
     """Keeps every stage in a run folder. A context manager that holds the folder's lock; made by `open_journal`."""
@@ -214,7 +217,7 @@ class Journal(NoJournal):
         self._folder.unlock()
         if error is not None:
             error.add_note(
-                f"{len(self._done)} of {self.num_stages} finished stages are kept in {self.path}; the same command with --resume "
+                f"{len(self._done)} of {self.num_stages} stages are finished and kept in {self.path}; the same command with --resume "
                 "(resume=True) goes on from there"
             )
 

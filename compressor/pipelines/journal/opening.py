@@ -51,9 +51,7 @@ def open_journal(
     """
     unable = [modifier.label for modifier in modifiers if modifier.stage_memory() is None]
     if unable and required:
-        raise ResumeError(
-            f"{unable[0]}: cannot resume (it has no stage_memory); leave --resume and --run-dir out"
-        )
+        raise ResumeError(f"{unable[0]}: cannot resume (it has no stage_memory); leave --resume and --run-dir out")
     if path is None or unable:
         return None
     folder = RunFolder(path)
