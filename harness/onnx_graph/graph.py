@@ -1,0 +1,253 @@
+"""A graph seen by what flows through it: which values are constant, which inputs of a node carry activations, and walks along those.
+
+Shapes, indices, scales and zero points are values as well, and following them leads anywhere. DATA_INPUTS says which inputs of an
+operator carry what it transforms; operators that are not in the table carry it in all of them. Nothing here knows attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.inliner import inline_local_functions
+
+from compressor.errors import UserInputError
+
+DATA_INPUTS: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        (
+            *("Reshape", "Expand", "Slice", "Gather", "Unsqueeze", "Squeeze", "Pad", "Tile", "Split", "Clip", "CastLike", "Trilu", "TopK"),
+            *("DequantizeLinear", "QuantizeLinear", "DynamicQuantizeLinear", "RotaryEmbedding", "LayerNormalization", "RMSNormalization"),
+            *("SimplifiedLayerNormalization", "GroupNormalization", "InstanceNormalization", "BatchNormalization", "ScatterND", "Resize"),
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(("Shape", "Size", "ConstantOfShape", "Range", "EyeLike"), ()),
+    **dict.fromkeys(("QLinearMatMul", "QGemm"), (0, 3)),
+    **dict.fromkeys(("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"), (0, 1)),
+    **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), (0, 1)),
+    "MatMulNBits": (0,),
+    "Where": (1, 2),
+    "GatherElements": (0,),
+    "GatherND": (0,),
+}
+"""Operator to the positions of the inputs that carry data."""
+
+_RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"})
+
+
+def load_graph(source: Any) -> ir.Model:
+    """Read a model and inline its local functions, so that what they hide is seen.
+
+    Args:
+        source: path, serialized bytes, ModelProto or onnx_ir Model.
+
+    Returns:
+        The model as onnx_ir; a ModelProto that was given is not modified.
+
+    Raises:
+        UserInputError: not an ONNX file, truncated, external data missing, or empty.
+    """
+    if isinstance(source, ir.Model):
+        return source
+    proto = source if isinstance(source, onnx.ModelProto) else read_proto(source)
+    if not proto.graph.node:
+        raise UserInputError("graph: the model holds no node, so there is nothing to analyse; give an exported model")
+    if proto.functions:
+        proto = inline_local_functions(proto)
+    return ir.from_proto(proto)
+
+
+def read_proto(source: Any) -> onnx.ModelProto:
+    """Read a model with its external data.
+
+    Args:
+        source: path or serialized bytes.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserInputError: the file is missing, is no ONNX model, is truncated, or its external data is.
+    """
+    from google.protobuf.message import DecodeError
+    from onnx.checker import ValidationError
+
+    where = "graph" if isinstance(source, bytes) else str(source)
+    try:
+        proto = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
+    except DecodeError as error:
+        raise UserInputError(f"{where}: this is no ONNX model, or a truncated one ({error}); export it again") from error
+    except (ValidationError, FileNotFoundError, OSError, ValueError) as error:
+        raise UserInputError(f"{where}: the model or its external data cannot be read: {error}; keep both in one folder") from error
+    if not proto.HasField("graph"):
+        raise UserInputError(f"{where}: this is no ONNX model, for it holds no graph; give the .onnx file")
+    return proto
+
+
+class GraphView:
+    """One model, with what is constant in it worked out once.
+
+    Attributes:
+        model: as onnx_ir; not modified.
+        nodes: of the main graph, in its order.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        """Look at a model.
+
+        Args:
+            model: without local functions.
+        """
+        self.model = model
+        self.nodes = tuple(model.graph)
+        self._constant: dict[ir.Value, bool] = {}
+        initializers = set(model.graph.initializers.values())
+        inputs = set(model.graph.inputs)
+        self._initializers = initializers - inputs
+        for node in self.nodes:
+            self._mark(node)
+
+    def _mark(self, node: ir.Node) -> None:
+        """Decide for the outputs of one node; its inputs come earlier, for graphs are sorted."""
+        constant = node.op_type not in _RANDOM and not _has_subgraph(node) and all(self.is_constant(value) for value in node.inputs)
+        for output in node.outputs:
+            self._constant[output] = constant
+
+    def is_constant(self, value: ir.Value | None) -> bool:
+        """Whether a value depends on no input of the graph.
+
+        Args:
+            value: None stands for an input that is left out.
+
+        Returns:
+            True for initializers, constants, and what is computed from these alone.
+        """
+        if value is None or value in self._initializers:
+            return True
+        if value.producer() is None:
+            return value.const_value is not None and value not in self.model.graph.inputs
+        return self._constant.get(value, False)
+
+    def data_inputs(self, node: ir.Node) -> list[ir.Value]:
+        """Inputs that carry activations: neither constants nor shapes, indices or scales.
+
+        Args:
+            node: of this graph.
+
+        Returns:
+            Values in the order of the inputs.
+        """
+        positions = DATA_INPUTS.get(node.op_type)
+        chosen = [value for position, value in enumerate(node.inputs) if positions is None or position in positions]
+        return [value for value in chosen if value is not None and not self.is_constant(value)]
+
+    def walk_back(
+        self, start: ir.Value | None, stop: Callable[[ir.Node], bool], barrier: Callable[[ir.Node], bool] = lambda node: False
+    ) -> list[ir.Node]:
+        """Collect the nodes at which a walk against the data flow first stops.
+
+        Args:
+            start: where the walk begins.
+            stop: the nodes that are looked for; the walk does not go beyond one.
+            barrier: nodes that end the walk without being collected.
+
+        Returns:
+            Each node once, nearest first.
+        """
+        found: list[ir.Node] = []
+        seen: set[ir.Value] = set()
+        waiting = [start]
+        while waiting:
+            value = waiting.pop(0)
+            if value is None or value in seen:
+                continue
+            seen.add(value)
+            node = value.producer()
+            if node is None or _is_side_output(node, value):
+                continue
+            if stop(node):
+                if node not in found:
+                    found.append(node)
+            elif not barrier(node):
+                waiting += self.data_inputs(node)
+        return found
+
+    def walk_forward(
+        self, start: ir.Value, stop: Callable[[ir.Node], bool], through: Callable[[ir.Node], bool]
+    ) -> list[tuple[ir.Node, int]]:
+        """Collect the nodes at which a walk with the data flow first stops.
+
+        Args:
+            start: where the walk begins.
+            stop: the nodes that are looked for.
+            through: the nodes that the walk passes.
+
+        Returns:
+            (node, position of the input by which it was reached), each once.
+        """
+        found: list[tuple[ir.Node, int]] = []
+        seen: set[ir.Value] = set()
+        waiting = [start]
+        while waiting:
+            value = waiting.pop(0)
+            if value in seen:
+                continue
+            seen.add(value)
+            for node, position in value.uses():
+                if stop(node):
+                    if (node, position) not in found:
+                        found.append((node, position))
+                elif through(node):
+                    waiting += node.outputs
+        return found
+
+    def subgraph_nodes(self) -> Iterator[ir.Node]:
+        """Nodes inside of If, Loop and Scan, which no walk enters.
+
+        Yields:
+            Each node.
+        """
+        main = set(self.nodes)
+        for node in self.model.graph.all_nodes():
+            if node not in main:
+                yield node
+
+
+def label(node: ir.Node) -> str:
+    """Name a node for people.
+
+    Args:
+        node: of any graph.
+
+    Returns:
+        Its name, or that of its first output where it has none.
+    """
+    return node.name or node.outputs[0].name or node.op_type
+
+
+def domain(node: ir.Node) -> str:
+    """Return the domain of a node's operator, empty for the standard one."""
+    return "" if node.domain == "ai.onnx" else node.domain
+
+
+def tensor_of(value: ir.Value) -> np.ndarray | None:
+    """Return what an initializer or a Constant holds, None for other values."""
+    if value.const_value is not None:
+        return np.asarray(value.const_value.numpy())
+    node = value.producer()
+    if node is not None and node.op_type == "Constant" and "value" in node.attributes:
+        return np.asarray(node.attributes["value"].as_tensor().numpy())
+    return None
+
+
+def _is_side_output(node: ir.Node, value: ir.Value) -> bool:
+    """Scale and zero point that DynamicQuantizeLinear gives beside the activation."""
+    return node.op_type == "DynamicQuantizeLinear" and value.index() != 0
+
+
+def _has_subgraph(node: ir.Node) -> bool:
+    return any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values())

@@ -1,0 +1,148 @@
+"""The optimizers that a round trip goes through, as one table: a model in, the optimized model out, passes skipped where it can.
+
+Every one is called the way its users call it. What it prints is swallowed, what it raises becomes an OptimizerFailure with its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from compressor.errors import HarnessError, UserInputError
+from harness.onnx_graph.passes import effective_passes, native_stderr, resolve_skips
+
+
+class OptimizerFailure(HarnessError):
+    """An optimizer raised or gave back no model: the graph could not be analysed, which is never a pass."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One way to optimize.
+
+    Attributes:
+        name: in commands and reports.
+        package: that must be installed.
+        backend: whose pass names it can skip; empty if it has none.
+        call: (model, names to skip) to the optimized model; the given model may be changed.
+    """
+
+    name: str
+    package: str
+    backend: str
+    call: Callable[[onnx.ModelProto, Sequence[str]], onnx.ModelProto]
+
+    @property
+    def installed(self) -> bool:
+        """Whether its package can be imported."""
+        return importlib.util.find_spec(self.package) is not None
+
+
+def _onnxsim(model: onnx.ModelProto, skip: Sequence[str]) -> onnx.ModelProto:
+    import onnxsim
+
+    simplified, _ = onnxsim.simplify(model, skipped_optimizers=list(skip))
+    return simplified
+
+
+def _onnxslim(model: onnx.ModelProto, skip: Sequence[str]) -> onnx.ModelProto:
+    import onnxslim
+
+    return onnxslim.slim(model)
+
+
+def _onnxoptimizer(model: onnx.ModelProto, skip: Sequence[str]) -> onnx.ModelProto:
+    import onnxoptimizer
+
+    passes = [name for name in effective_passes("onnxoptimizer").effective if name not in skip]
+    return onnxoptimizer.optimize(model, passes, fixed_point=True)
+
+
+def _onnxscript(model: onnx.ModelProto, skip: Sequence[str]) -> onnx.ModelProto:
+    import onnxscript.optimizer
+    import onnxscript.rewriter
+
+    return onnxscript.rewriter.rewrite(onnxscript.optimizer.optimize(model))
+
+
+def _transformer_optimizer(model: onnx.ModelProto, skip: Sequence[str]) -> onnx.ModelProto:
+    from onnxruntime.transformers import optimizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(model, path)
+        optimized = optimizer.optimize_model(str(path), model_type="bert", num_heads=0, hidden_size=0, opt_level=0, use_gpu=False)
+    return optimized.model
+
+
+def _ort(level: str) -> Callable[[onnx.ModelProto, Sequence[str]], onnx.ModelProto]:
+    def call(model: onnx.ModelProto, skip: Sequence[str]) -> onnx.ModelProto:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_ENABLE_{level}")
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = Path(folder) / "model.onnx", Path(folder) / "optimized.onnx"
+            onnx.save(model, source)
+            options.optimized_model_filepath = str(target)
+            onnxruntime.InferenceSession(str(source), options, providers=["CPUExecutionProvider"], disabled_optimizers=list(skip))
+            return onnx.load(target)
+
+    return call
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    one.name: one
+    for one in (
+        Optimizer("onnxsim", "onnxsim", "onnxsim", _onnxsim),
+        Optimizer("onnxslim", "onnxslim", "", _onnxslim),
+        Optimizer("onnxoptimizer", "onnxoptimizer", "onnxoptimizer", _onnxoptimizer),
+        Optimizer("ort-basic", "onnxruntime", "ort", _ort("BASIC")),
+        Optimizer("ort-extended", "onnxruntime", "ort", _ort("EXTENDED")),
+        Optimizer("ort-all", "onnxruntime", "ort", _ort("ALL")),
+        Optimizer("ort-transformers", "onnxruntime", "", _transformer_optimizer),
+        Optimizer("onnxscript", "onnxscript", "", _onnxscript),
+    )
+}
+"""Name to optimizer."""
+
+
+def optimize(model: onnx.ModelProto, name: str, skip: Sequence[str] = ()) -> onnx.ModelProto:
+    """Run one optimizer on a copy of a model.
+
+    Args:
+        model: not modified.
+        name: a key of OPTIMIZERS.
+        skip: passes to leave out.
+
+    Returns:
+        The optimized model.
+
+    Raises:
+        UserInputError: no such optimizer, it is not installed, it has no passes to skip, or it knows no such pass.
+        OptimizerFailure: it raised.
+    """
+    if name not in OPTIMIZERS:
+        raise UserInputError(f"optimizer: {name!r} is none that is known; choose from {', '.join(OPTIMIZERS)}")
+    chosen = OPTIMIZERS[name]
+    if not chosen.installed:
+        raise UserInputError(f"optimizer: {chosen.package} is not installed, so {name} cannot run; install it, or leave it out")
+    if skip and not chosen.backend:
+        given = ", ".join(skip)
+        raise UserInputError(f"optimizer: {name} has no passes that can be skipped by name, and {given} was given; leave the skips out")
+    names = resolve_skips(skip, [chosen.backend])[chosen.backend] if skip else ()
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), native_stderr():
+            return chosen.call(copy, names)
+    except Exception as error:  # whatever native code throws; it is told apart, and never taken for a pass
+        raise OptimizerFailure(f"{name}: it failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error

@@ -1,0 +1,224 @@
+"""The contracts about attention: blocks, their three projections, and the weights of these."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from harness.onnx_graph.baseline import RoleWeight, describe, packed_in
+from harness.onnx_graph.census import ROLES, Block, Status
+from harness.onnx_graph.contracts import Contract, Finding, Holding, Pair
+from harness.onnx_graph.projections import Projection
+from harness.onnx_graph.similarity import sqnr_db
+
+_UNCLEAR = (Status.MISSING, Status.AMBIGUOUS)
+
+
+class SameBlockCount(Contract):
+    """As many attention blocks after as before, kind by kind, and at least one."""
+
+    def findings(self, pair: Pair) -> list[Finding]:
+        """Count.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            None, or one.
+        """
+        before, after = (sorted(block.kind for block in one.blocks) for one in (pair.baseline.census, pair.census_after))
+        if not before:
+            return [_no_attention(self)]
+        if len(before) != len(after):
+            return [self.violated(f"{len(before)} attention blocks before, {len(after)} after")]
+        if before != after and not any(block.status is Status.ABSORBED for block in pair.census_after.blocks):
+            return [self.violated(f"the blocks were {', '.join(before)}, and are {', '.join(after)}")]
+        return []
+
+
+class SeparateQKV(Contract):
+    """Q, K and V of every block come from three linear layers of their own, before and after."""
+
+    def findings(self, pair: Pair) -> list[Finding]:
+        """Look at every block.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            One finding per role that was lost, or per block that was never separate or is not clear.
+        """
+        before = pair.baseline.census.blocks
+        if not before:
+            return [_no_attention(self)]
+        early = [finding for block in before if (finding := self._before(block)) is not None]
+        if early:
+            return early
+        after = pair.census_after.blocks
+        if len(after) < len(before):
+            lost = len(before) - len(after)
+            return [self.violated(f"{len(before)} attention blocks before, {len(after)} after, so {lost} cannot be found again")]
+        return [finding for block in after for finding in self._after(pair, block)]
+
+    def _before(self, block: Block) -> Finding | None:
+        where = f"block {block.index} ({block.kind}), as exported, before any optimizer"
+        if block.status is Status.SEPARATE:
+            return None
+        if block.status in _UNCLEAR:
+            return self.not_analysed(f"{where}: {describe(block)}; its roles are not clear", block.index)
+        return self.violated(f"{where}: already {describe(block)}; the model itself computes Q, K and V in one layer", block.index)
+
+    def _after(self, pair: Pair, block: Block) -> Iterator[Finding]:
+        if block.status is Status.SEPARATE:
+            return
+        if block.status in _UNCLEAR:
+            yield self.not_analysed(f"block {block.index} ({block.kind}): {describe(block)}; its roles are not clear", block.index)
+            return
+        for lost in pair.baseline.of_block(block.index):
+            rows, columns = lost.projection.shape
+            place = packed_in(lost.projection.matrix_IO, block)
+            found = f"packed as {place}" if place else describe(block)
+            yield self.violated(f"{lost.where}: expected a layer of its own [{rows}, {columns}], found {found}", block.index, lost.role)
+
+
+class RoleWeights(Contract):
+    """Every role of every block still has its own weight: not another role's, not transposed, not scaled, not another matrix.
+
+    Exact by default. With `min_sqnr_db` a weight that was quantized may differ by so much.
+    """
+
+    def __init__(self, min_sqnr_db: float | None = None) -> None:
+        """Choose how close.
+
+        Args:
+            min_sqnr_db: signal to quantization noise that a role's weight must reach; None asks for equal values.
+        """
+        self._min_sqnr_db = min_sqnr_db
+
+    def findings(self, pair: Pair) -> list[Finding]:
+        """Compare every role by content.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            One finding per role whose weight is not its own.
+        """
+        if not pair.baseline.weights:
+            return [_no_attention(self)]
+        after = {block.index: block for block in pair.census_after.blocks}
+        return [
+            finding for one in pair.baseline.weights.values() if (finding := self._compare(pair, one, after.get(one.block))) is not None
+        ]
+
+    def _compare(self, pair: Pair, was: RoleWeight, block: Block | None) -> Finding | None:
+        if block is None or block.status in (*_UNCLEAR, Status.ABSORBED):
+            state = "no such block" if block is None else describe(block)
+            return Finding(self.name, Holding.NOT_ANALYSED, f"{was.where}: its weight cannot be read: {state}", was.block, was.role)
+        now = block.projection(was.role)
+        assert now is not None
+        if now.fingerprint == was.projection.fingerprint:
+            return None
+        sqnr = sqnr_db(was.projection.matrix_IO, now.matrix_IO)
+        if self._min_sqnr_db is not None and sqnr >= self._min_sqnr_db:
+            return None
+        layer = f"{now.op} {now.name} [{now.shape[0]}, {now.shape[1]}]"
+        text = f"{was.where}: expected its own weight, found {layer} with {_what(pair, was, now, sqnr)}"
+        return self.violated(text, was.block, was.role)
+
+
+class ProjectionOp(Contract):
+    """The projections are computed by one of these operators."""
+
+    def __init__(self, operators: Collection[str] = ("MatMul", "Gemm")) -> None:
+        """Choose the operators.
+
+        Args:
+            operators: op types that are allowed.
+        """
+        self._operators = frozenset(operators)
+
+    def findings(self, pair: Pair) -> list[Finding]:
+        """Look at the operator of every projection after.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            One finding per projection with another operator.
+        """
+        if not pair.census_after.blocks:
+            return [_no_attention(self)]
+        return [finding for block in pair.census_after.blocks for finding in self._of_block(block)]
+
+    def _of_block(self, block: Block) -> Iterator[Finding]:
+        if block.status in (*_UNCLEAR, Status.ABSORBED):
+            yield self.not_analysed(f"block {block.index} ({block.kind}): {describe(block)}", block.index)
+            return
+        allowed = " or ".join(sorted(self._operators))
+        for role in ROLES:
+            for layer in block.projections[role]:
+                if layer.op not in self._operators:
+                    text = f"block {block.index} {role.upper()}: expected {allowed}, found {layer.op} {layer.name}"
+                    yield self.violated(text, block.index, role)
+
+
+class QDQPreserved(Contract):
+    """Projections that were stored in codes are still stored in codes, and mean the same numbers."""
+
+    def findings(self, pair: Pair) -> list[Finding]:
+        """Look at every projection that was quantized.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            One finding per projection that is float now, or whose numbers changed.
+        """
+        quantized = [one for one in pair.baseline.weights.values() if one.projection.stored == "codes"]
+        if not quantized:
+            return [self.not_analysed("no projection was stored in codes before, so there is nothing to preserve; give a quantized model")]
+        after = {block.index: block for block in pair.census_after.blocks}
+        found = []
+        for one in quantized:
+            now = after[one.block].projection(one.role) if one.block in after else None
+            if now is None:
+                found.append(self.not_analysed(f"{one.where}: its layer cannot be found again", one.block, one.role))
+            elif now.stored != "codes":
+                found.append(
+                    self.violated(f"{one.where}: expected codes, found floating point in {now.op} {now.name}", one.block, one.role)
+                )
+            elif now.fingerprint != one.projection.fingerprint:
+                sqnr = sqnr_db(one.projection.matrix_IO, now.matrix_IO)
+                found.append(
+                    self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
+                )
+        return found
+
+
+def _what(pair: Pair, was: RoleWeight, now: Projection, sqnr: float) -> str:
+    """Say what a wrong weight is."""
+    other = pair.baseline.named(now.fingerprint)
+    if other is not None:
+        return f"the weight of {other.where}"
+    expected: np.ndarray[Any, Any] = was.projection.matrix_IO
+    if expected.T.shape == now.matrix_IO.shape and np.array_equal(expected.T, now.matrix_IO):
+        return "the same weight transposed"
+    if expected.shape == now.matrix_IO.shape and (factor := _factor(expected, now.matrix_IO)) is not None:
+        return f"the same weight times {factor:.6g}"
+    if now.shape[0] == expected.shape[0] and now.shape[1] > expected.shape[1]:
+        return f"several projections packed into [{now.shape[0]}, {now.shape[1]}]"
+    return f"another weight, {sqnr:.1f} dB from its own"
+
+
+def _factor(expected: np.ndarray, actual: np.ndarray) -> float | None:
+    """The factor by which all elements differ, if it is one."""
+    norm = float(np.square(expected, dtype=np.float64).sum())
+    factor = float((expected.astype(np.float64) * actual).sum()) / norm if norm else 0.0
+    return factor if factor and np.allclose(expected * factor, actual, rtol=1e-5, atol=0) else None
+
+
+def _no_attention(contract: Contract) -> Finding:
+    return contract.not_analysed("no attention block was found, and nothing to check is never a pass")
