@@ -140,8 +140,8 @@ def _plan(skeleton: nn.Module, parsed: Recipe, chosen: str, sequential_targets: 
             # A module that one modifier changes is not "skipped" because another leaves it.
             if module.reason is None or module.name not in planned:
                 planned[module.name] = module
-    sequential_targets = expert_targets(skeleton, state.claims, chosen, sequential_targets)
-    layers = list(partition(skeleton, sequential_targets).targets) if chosen == "sequential" else []
+    targets = expert_targets(skeleton, state.claims, chosen, sequential_targets)
+    layers = list(partition(skeleton, targets).targets) if chosen == "sequential" else []
     modules = [module for module in planned.values() if module.reason is None]
     return Plan(
         modules=modules,

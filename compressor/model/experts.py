@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from compressor.errors import ModelError
 from compressor.model.experts_names import VLLM_NAMES, DiskNames, disk_names, weight_converters
 from compressor.model.targets import matches
-from compressor.nn.experts import ExpertLayout, UnfusedExperts
+from compressor.nn.expert_layout import ExpertLayout
+from compressor.nn.experts import UnfusedExperts
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _USUAL = MappingProxyType({"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True})
@@ -135,11 +136,12 @@ def unfused_experts(model: nn.Module, *, hold: bool) -> Iterator[UnfusedModel]:
             unfused.forget()
 
 
-def unfuse_into(unfused: UnfusedModel) -> None:
+def unfuse_into(unfused: UnfusedModel, *, prove: bool = True) -> None:
     """Take apart every module with fused experts whose layout is known. Changes the model.
 
     Args:
         unfused: of the model; notes what was taken apart.
+        prove: run fused and unfused forward on a probe; False where the weights are still to come.
 
     Raises:
         ModelError: the unfused forward computes something else than the fused one.
@@ -151,7 +153,7 @@ def unfuse_into(unfused: UnfusedModel) -> None:
         layout = layout_of(module, disk_names(converters, name))
         assert layout is not None
         apart = UnfusedExperts(module, layout)
-        difference = _difference(name, module, apart)
+        difference = _difference(name, module, apart) if prove else None
         model.set_submodule(name, apart)
         unfused.fused[name] = module
         unfused.modules[name] = UnfusedModule(type(module).__name__, len(list(apart.experts())), difference)

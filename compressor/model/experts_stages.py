@@ -7,7 +7,7 @@ each of them as at a layer, and an expert's statistics go as soon as it is solve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
@@ -18,8 +18,8 @@ HESSIAN_BYTES = 1 << 31  # of the experts of one layer; beyond, they are calibra
 
 
 def expert_targets(
-    model: nn.Module, claimed: Collection[str], pipeline: str, named: list[str] | None = None, limit: int = HESSIAN_BYTES
-) -> list[str] | None:
+    model: nn.Module, claimed: Collection[str], pipeline: str, named: Sequence[str] | None = None, limit: int = HESSIAN_BYTES
+) -> Sequence[str] | None:
     """Choose sequential targets for a model with large layers of experts.
 
     Args:

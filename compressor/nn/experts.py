@@ -11,46 +11,15 @@ Shapes: N tokens, K experts per token, C columns (in_features).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from compressor.nn.expert_layout import ExpertLayout, joined_rows, split_weights
+
 _INDEX_ADD = "eager"  # this implementation of transformers adds expert after expert; all others sum over the K slots of a token
 _MODULE_STATE = frozenset(vars(nn.Module()))
-
-
-@dataclass(frozen=True)
-class ExpertLayout:
-    """Where the projections of one expert lie in the fused tensors, and what they are called by themselves.
-
-    Attributes:
-        gate: name of the gate projection; None for experts without a gate.
-        up: name of the up projection.
-        down: name of the down projection.
-        is_transposed: weights lie as [in, out].
-        is_concatenated: gate and up lie one after the other; else they alternate, row by row.
-        has_bias: there are `gate_up_proj_bias` (or `up_proj_bias`) and `down_proj_bias`.
-    """
-
-    gate: str | None
-    up: str
-    down: str
-    is_transposed: bool = False
-    is_concatenated: bool = True
-    has_bias: bool = False
-
-    @property
-    def fused_first(self) -> str:
-        """Name of the fused tensor that the hidden states meet first."""
-        return "up_proj" if self.gate is None else "gate_up_proj"
-
-    @property
-    def sources(self) -> dict[str, tuple[str, ...]]:
-        """Names of the fused weights, and of the projections that lie in each, in their order."""
-        first = (self.up,) if self.gate is None else (self.gate, self.up)
-        return {self.fused_first: first, "down_proj": (self.down,)}
 
 
 class TokenRows(NamedTuple):
@@ -66,16 +35,17 @@ class TokenRows(NamedTuple):
 
 
 class Expert(nn.Module):
-    """The projections of one expert.
+    """One expert: its projections, and the gate of the layer that it belongs to.
 
     Attributes:
         token_rows: what the expert is working on; None when it works on all tokens, or rests.
     """
 
-    def __init__(self, projections: Mapping[str, nn.Linear]) -> None:
-        """Take the projections under their names."""
+    def __init__(self, projections: Mapping[str, nn.Linear], layer: UnfusedExperts) -> None:
+        """Take the projections under their names, and know the layer without owning it."""
         super().__init__()
         self.token_rows: TokenRows | None = None
+        self.__dict__["_layer"] = layer
         for name, linear in projections.items():
             self.add_module(name, linear)
 
@@ -83,6 +53,38 @@ class Expert(nn.Module):
     def is_watched(self) -> bool:
         """True while a projection carries a hook."""
         return any(layer._forward_pre_hooks or layer._forward_hooks for layer in self.children())
+
+    def forward(self, x_NC: Tensor) -> Tensor:
+        """Compute what the expert makes of its tokens.
+
+        Args:
+            x_NC: [N, C]; N may be 0.
+
+        Returns:
+            [N, C], not yet weighted.
+        """
+        return self.compute(x_NC, with_hooks=True)
+
+    def compute(self, x_NC: Tensor, *, with_hooks: bool) -> Tensor:
+        """Compute what `forward` does.
+
+        Args:
+            x_NC: [N, C]; N may be 0.
+            with_hooks: False passes the hooks of the projections by.
+
+        Returns:
+            [N, C], not yet weighted.
+        """
+
+        def project(name: str, x: Tensor) -> Tensor:
+            projection = self.get_submodule(name)
+            output: Tensor = projection(x) if with_hooks else projection.forward(x)
+            return output
+
+        layer: UnfusedExperts = self.__dict__["_layer"]
+        layout = layer.layout
+        first = [project(name, x_NC) for name in layout.sources[layout.fused_first]]
+        return layer.normed(project(layout.down, layer.gated(first)))
 
 
 class UnfusedExperts(nn.Module):
@@ -111,7 +113,7 @@ class UnfusedExperts(nn.Module):
         self.fused_class = type(fused)
         self.calibrate_all = False
         for index, projections in enumerate(_projections(fused, layout)):
-            self.add_module(str(index), Expert(projections))
+            self.add_module(str(index), Expert(projections, self))
         for name, child in fused.named_children():
             self.add_module(name, child)
         self.train(fused.training)
@@ -147,36 +149,45 @@ class UnfusedExperts(nn.Module):
         assert by_slot is not None
         return by_slot.sum(dim=1).to(hidden_states.dtype)
 
+    def gated(self, first: list[Tensor]) -> Tensor:
+        """Combine gate and up as the fused class does.
+
+        Args:
+            first: outputs of gate and up, or of up alone.
+
+        Returns:
+            The input of the down projection.
+        """
+        if len(first) == 1:
+            return self.act_fn(first[0])
+        joined = torch.cat(first, dim=-1) if self.layout.is_concatenated else torch.stack(first, dim=-1).flatten(-2)
+        inner: Tensor = self.fused_class._apply_gate(self, joined)  # type: ignore[attr-defined]
+        return inner
+
+    def normed(self, output: Tensor) -> Tensor:
+        """Normalize the output of an expert where the fused class does.
+
+        Args:
+            output: of the down projection.
+
+        Returns:
+            Output of the expert.
+        """
+        return self.post_expert_norm(output) if getattr(self, "has_post_expert_norm", False) else output
+
     def _outputs(self, hidden_states: Tensor, top_k_index: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for index, expert in enumerate(self.experts()):
             rows, slots = torch.where(top_k_index == index)
             if self.calibrate_all and expert.is_watched:
-                self._run(expert, hidden_states, with_hooks=True)
-                yield rows, slots, self._run(expert, hidden_states[rows], with_hooks=False)
+                expert(hidden_states)
+                yield rows, slots, expert.compute(hidden_states[rows], with_hooks=False)
                 continue
             expert.token_rows = TokenRows(rows, hidden_states.shape[0])
             try:
-                output = self._run(expert, hidden_states[rows], with_hooks=True)
+                output = expert(hidden_states[rows])
             finally:
                 expert.token_rows = None
             yield rows, slots, output
-
-    def _run(self, expert: Expert, x_NC: Tensor, *, with_hooks: bool) -> Tensor:
-        def project(name: str, x: Tensor) -> Tensor:
-            layer = expert.get_submodule(name)
-            output: Tensor = layer(x) if with_hooks else layer.forward(x)
-            return output
-
-        layout = self.layout
-        if layout.gate is None:
-            inner = self.act_fn(project(layout.up, x_NC))
-        else:
-            gate, up = project(layout.gate, x_NC), project(layout.up, x_NC)
-            joined = torch.cat([gate, up], dim=-1) if layout.is_concatenated else torch.stack([gate, up], dim=-1).flatten(-2)
-            inner = self.fused_class._apply_gate(self, joined)  # type: ignore[attr-defined]
-        output = project(layout.down, inner)
-        normed: Tensor = self.post_expert_norm(output) if getattr(self, "has_post_expert_norm", False) else output
-        return normed
 
 
 def expert_rows(model: nn.Module, name: str) -> TokenRows | None:
@@ -207,43 +218,29 @@ def fused_weights(experts: UnfusedExperts) -> dict[str, Tensor]:
         layers = [[expert.get_submodule(name) for name in projections] for expert in experts.experts()]
         if not all(isinstance(layer, nn.Linear) for row in layers for layer in row):
             continue
-        weights = torch.stack([_joined([layer.get_parameter("weight") for layer in row], layout) for row in layers])
+        weights, biases = (_stacked(layers, key, layout) for key in ("weight", "bias"))
+        assert weights is not None
         found[fused_name] = weights.transpose(1, 2).contiguous() if layout.is_transposed else weights
-        if layout.has_bias:
-            found[f"{fused_name}_bias"] = torch.stack([_joined([layer.get_parameter("bias") for layer in row], layout) for row in layers])
+        if biases is not None:
+            found[f"{fused_name}_bias"] = biases
     return found
 
 
-def _joined(parts: list[Tensor], layout: ExpertLayout) -> Tensor:
-    """Rows of gate and up as they lie in the fused tensor; a single part as it is."""
-    values = [part.detach() for part in parts]
-    if len(values) == 1:
-        return values[0]
-    return torch.cat(values) if layout.is_concatenated else torch.stack(values, dim=1).flatten(0, 1)
+def _stacked(layers: list[list[nn.Module]], key: str, layout: ExpertLayout) -> Tensor | None:
+    if key == "bias" and not layout.has_bias:
+        return None
+    return torch.stack([joined_rows([layer.get_parameter(key) for layer in row], layout) for row in layers])
 
 
 def _projections(fused: nn.Module, layout: ExpertLayout) -> Iterator[dict[str, nn.Linear]]:
-    num_experts = fused.get_parameter("down_proj").shape[0]
-    for index in range(num_experts):
-        yield {
-            name: _linear(*_part(fused, fused_name, layout, index, place, len(names)))
-            for fused_name, names in layout.sources.items()
-            for place, name in enumerate(names)
-        }
-
-
-def _part(
-    fused: nn.Module, fused_name: str, layout: ExpertLayout, index: int, place: int, num_parts: int
-) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Weight [out, in] and bias of one projection, as views."""
-    whole = fused.get_parameter(fused_name)
-    tensors = [whole[index].t() if layout.is_transposed else whole[index]]
-    if layout.has_bias:
-        tensors.append(fused.get_parameter(f"{fused_name}_bias")[index])
-    if num_parts > 1:
-        tensors = [tensor.chunk(num_parts)[place] if layout.is_concatenated else tensor[place::num_parts] for tensor in tensors]
-    views = [nn.Parameter(tensor.detach(), requires_grad=whole.requires_grad) for tensor in tensors]
-    return views[0], views[1] if layout.has_bias else None
+    tensors: dict[str, nn.Parameter] = {}
+    for fused_name in layout.fused_names():
+        whole = fused.get_parameter(fused_name)
+        parts = split_weights(layout, fused_name, whole.detach())
+        tensors |= {key: nn.Parameter(part, requires_grad=whole.requires_grad) for key, part in parts.items()}
+    names = [name for projections in layout.sources.values() for name in projections]
+    for index in range(fused.get_parameter("down_proj").shape[0]):
+        yield {name: _linear(tensors[f"{index}.{name}.weight"], tensors.get(f"{index}.{name}.bias")) for name in names}
 
 
 def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:

@@ -116,3 +116,34 @@ def source_dir(make_model, make_tokenizer, tmp_path):
     (folder / "modeling_evil.py").write_text("raise SystemExit('ran')")
     (folder / "tokenizer_evil.py").write_text("raise SystemExit('ran')")
     return folder
+
+
+@pytest.fixture
+def tiny_moe() -> Callable[[str], nn.Module]:
+    """Build a mixture-of-experts model with random float32 weights; equal for equal kinds."""
+
+    def make(kind: str) -> nn.Module:
+        from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+
+        base = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+        ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+        few = {**base, **ids, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+        ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        deepseek = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, **ranks}
+        configs: dict[str, Callable[[], PreTrainedConfig]] = {
+            "mixtral": lambda: MixtralConfig(**few, intermediate_size=48, num_local_experts=4),
+            "qwen3_moe": lambda: Qwen3MoeConfig(**few, intermediate_size=48, moe_intermediate_size=24, num_experts=8, head_dim=8),
+            "deepseek_v3": lambda: DeepseekV3Config(
+                **{**few, "num_key_value_heads": 4}, intermediate_size=48, moe_intermediate_size=24, **deepseek
+            ),
+            "gpt_oss": lambda: GptOssConfig(**few, intermediate_size=24, num_local_experts=4, head_dim=8),
+        }
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model: nn.Module = AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.float32).eval()
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    nn.init.normal_(parameter, std=0.1)
+        return model
+
+    return make

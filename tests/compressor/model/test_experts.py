@@ -1,0 +1,198 @@
+"""Experts are taken apart, calibrated and put back: same outputs, right names, every token where it belongs, unknown layouts refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor import GPTQModifier, oneshot, plan
+from compressor.errors import CalibrationError, ModelError
+from compressor.model.experts import UnfusedModel, check_no_unknown_experts, unfuse_into, unfused_experts, unknown_experts
+from compressor.model.experts_stages import expert_targets
+from compressor.nn.experts import Expert, UnfusedExperts, fused_weights
+
+KINDS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(5))
+MoE = Callable[..., nn.Module]
+
+
+def _group4(**settings: Any) -> GPTQModifier:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}
+    groups = {"all": {"targets": ["Linear"], "weights": weights}}
+    return GPTQModifier(config_groups=groups, ignore=settings.pop("ignore", ["lm_head"]), **settings)
+
+
+def _logits(model: nn.Module, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def _tokens_of_experts(report: Any, projection: str) -> list[int | None]:
+    return [record.num_tokens for name, record in report.modules.items() if ".experts." in name and name.endswith(projection)]
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_unfused_forward_equals_the_fused_one_bit_for_bit(tiny_moe: MoE, kind: str, implementation: str) -> None:
+    model = tiny_moe(kind)
+    model.set_experts_implementation(implementation)
+    before = _logits(model)
+    unfused = UnfusedModel(model)
+    unfuse_into(unfused)
+    assert unfused.modules
+    assert torch.equal(_logits(model), before)
+    for module in (one for one in model.modules() if isinstance(one, UnfusedExperts)):
+        assert all(isinstance(layer, nn.Linear) for expert in module.experts() for layer in expert.children())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_views_and_go_back_into_the_fused_tensors(tiny_moe: MoE, kind: str) -> None:
+    unfused = UnfusedModel(tiny_moe(kind))
+    unfuse_into(unfused)
+    for name, fused in unfused.fused.items():
+        apart = unfused.model.get_submodule(name)
+        assert isinstance(apart, UnfusedExperts)
+        down = next(apart.experts()).get_submodule(apart.layout.down).get_parameter("weight")
+        assert down.untyped_storage().data_ptr() == fused.get_parameter("down_proj").untyped_storage().data_ptr()
+        back = fused_weights(apart)
+        assert set(back) == {key for key, _ in fused.named_parameters(recurse=False)}
+        assert all(torch.equal(back[key], fused.get_parameter(key)) for key in back)
+
+
+@pytest.mark.parametrize(("kind", "names"), [("mixtral", "w1 w3 w2"), ("qwen3_moe", "gate_proj up_proj down_proj")])
+def test_projections_are_called_as_in_the_files(tiny_moe: MoE, kind: str, names: str) -> None:
+    model = tiny_moe(kind)
+    unfuse_into(UnfusedModel(model))
+    expert = model.get_submodule("model.layers.1.mlp.experts.0")
+    assert [name for name, _ in expert.named_children()] == names.split()
+
+
+def test_a_layout_that_is_not_what_it_says_is_found_by_running_it(tiny_moe: MoE, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_moe("gpt_oss")
+    kind: Any = type(model.get_submodule("model.layers.0.mlp.experts"))
+    plain = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x, index, weights: plain(self, x, index, weights.sqrt()))
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts: GptOssExperts taken apart gives other outputs"):
+        unfuse_into(UnfusedModel(model))
+
+
+def test_experts_that_no_modifier_changes_come_back_and_so_do_all_after_an_error(tiny_moe: MoE) -> None:
+    model = tiny_moe("qwen3_moe")
+    own = dict(model.named_modules())
+    oneshot(model, recipe=_group4(ignore=["lm_head", "re:.*experts.*"]), dataset=[IDS[0].tolist()])
+    assert all(dict(model.named_modules())[name] is module for name, module in own.items() if "experts" in name)
+    with pytest.raises(RuntimeError, match="planted"), unfused_experts(model, hold=True):
+        assert any(isinstance(module, UnfusedExperts) for module in model.modules())
+        raise RuntimeError("planted")
+    assert all(dict(model.named_modules())[name] is module for name, module in own.items() if "experts" in name)
+
+
+def test_a_failed_run_leaves_a_model_in_memory_as_it_was(tiny_moe: MoE) -> None:
+    model = tiny_moe("qwen3_moe")
+    before, logits = list(model.state_dict()), _logits(model)
+    with pytest.raises(CalibrationError, match="no calibration token reached it"):
+        oneshot(model, recipe=_group4(), dataset=[[3, 4]], pipeline="sequential")
+    assert list(model.state_dict()) == before
+    assert torch.equal(_logits(model), logits)
+
+
+def test_an_expert_without_tokens_is_a_counted_fallback(tiny_moe: MoE) -> None:
+    result = oneshot(tiny_moe("qwen3_moe"), recipe=_group4(fallback_budget=100), dataset=[[3, 4]])
+    seen = _tokens_of_experts(result.report, "gate_proj")
+    assert None in seen and any(seen)
+    assert {fallback.kind for fallback in result.report.fallbacks if ".experts." in fallback.module} == {"no_tokens"}
+    assert sum(number or 0 for number in seen) == 2 * 2 * 2  # tokens x experts per token x layers
+
+
+@pytest.mark.parametrize("pipeline", ["sequential", "basic"])
+def test_all_experts_learn_from_all_tokens_and_the_flow_stays_routed(tiny_moe: MoE, pipeline: str) -> None:
+    model = tiny_moe("qwen3_moe")
+    result = oneshot(model, recipe=_group4(), dataset=[IDS[0].tolist()], pipeline=pipeline, calibrate_all_experts=True)
+    assert set(_tokens_of_experts(result.report, "_proj")) == {9}
+    assert result.record["calibrate_all_experts"] is True
+    assert not any(module.calibrate_all for module in result.model.modules() if isinstance(module, UnfusedExperts))
+    shown = UnfusedModel(tiny_moe("qwen3_moe"))
+    routed = _logits(shown.model)
+    unfuse_into(shown)
+    shown.calibrate_all()
+    seen: list[int] = []
+    expert = shown.model.get_submodule("model.layers.0.mlp.experts.3.gate_proj")
+    with expert.register_forward_pre_hook(lambda module, args: seen.append(len(args[0]))):
+        assert torch.equal(_logits(shown.model), routed)
+    assert seen == [18]
+
+
+def test_calibrate_all_experts_without_experts_is_refused(make_model: MoE) -> None:
+    with pytest.raises(ModelError, match="calibrate_all_experts: no module with experts"):
+        oneshot(make_model("llama"), recipe=_group4(), dataset=[[1, 2]], calibrate_all_experts=True)
+
+
+def test_padding_reaches_no_expert(tiny_moe: MoE) -> None:
+    rows = [IDS[0].tolist(), IDS[1].tolist()[:4]]
+    padded = oneshot(tiny_moe("mixtral"), recipe=_group4(fallback_budget=100), dataset=rows, batch_size=2)
+    alone = oneshot(tiny_moe("mixtral"), recipe=_group4(fallback_budget=100), dataset=rows, batch_size=1)
+    counts = _tokens_of_experts(padded.report, ".w1")
+    assert sum(number or 0 for number in counts) == 13 * 2 * 2
+    assert counts[:4] == _tokens_of_experts(alone.report, ".w1")[:4]
+
+
+def test_experts_of_large_layers_are_stages_of_their_own(tiny_moe: MoE) -> None:
+    model = tiny_moe("deepseek_v3")
+    with unfused_experts(model, hold=True):
+        claimed = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+        assert expert_targets(model, claimed, "sequential") is None
+        assert expert_targets(model, claimed, "sequential", ["Own"], limit=0) == ["Own"]
+        targets = expert_targets(model, claimed, "sequential", limit=0)
+        assert targets is not None
+        prefix = "model.layers.1."
+        assert targets[0] == "model.layers.0"
+        assert targets[1] == f"{prefix}self_attn"
+        assert {f"{prefix}mlp.experts.{index}" for index in range(8)} | {f"{prefix}mlp.shared_experts"} == set(targets[2:])
+    result = oneshot(model, recipe=_group4(fallback_budget=100), dataset=[IDS[0].tolist()] * 3, sequential_targets=targets)
+    assert len(result.report.modules) == len(claimed)
+
+
+class _StrangeExperts(nn.Module):
+    """Experts in a layout that nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bank = nn.Parameter(torch.randn(4, 8, 8))
+        self.gate = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...i,eoi->...o", self.gate(x).new_ones(x.shape) * x, self.bank)
+
+
+def test_an_unknown_layout_is_an_error_that_names_the_class_unless_it_is_ignored() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), _StrangeExperts())
+    assert unknown_experts(model) == {"1": "_StrangeExperts"}
+    with pytest.raises(ModelError, match=r"1: 1 modules of class _StrangeExperts .* add _StrangeExperts to ignore"):
+        oneshot(model, recipe=_group4(ignore=[]), dataset=[torch.randn(3, 8)])
+    check_no_unknown_experts(model, ["Linear"], ["_StrangeExperts"])
+    check_no_unknown_experts(model, ["re:0"], [])
+
+
+def test_fused_experts_outside_of_oneshot_are_an_error_not_left_as_floats(tiny_moe: MoE) -> None:
+    with pytest.raises(ModelError, match="still hold the weights of many experts"):
+        _group4().resolve(tiny_moe("mixtral"))
+
+
+def test_a_plan_lists_single_experts_and_leaves_the_model_fused(tiny_moe: MoE) -> None:
+    model = tiny_moe("gpt_oss")
+    names = list(model.state_dict())
+    made = plan(model, recipe=_group4())
+    assert "model.layers.1.mlp.experts.3.down_proj" in {module.name for module in made.modules}
+    assert list(model.state_dict()) == names
+
+
+def test_unfused_models_can_be_copied(tiny_moe: MoE) -> None:
+    model = tiny_moe("gpt_oss")
+    unfuse_into(UnfusedModel(model))
+    assert torch.equal(_logits(copy.deepcopy(model)), _logits(model))
+    assert all(expert.token_rows is None for expert in model.modules() if isinstance(expert, Expert))

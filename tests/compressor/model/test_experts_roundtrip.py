@@ -1,0 +1,164 @@
+"""Checkpoints with experts: transformers reads back what was in memory, or the run says beforehand that it will not, and our reader does"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from compressor import load_compressed, oneshot
+from compressor.errors import ModelError
+from compressor.one_shot import OneshotResult
+
+MoE = Callable[..., nn.Module]
+IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(5))
+W4 = {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}}
+FP8 = {"weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}}
+
+
+def _compress(model: nn.Module, out: Path, groups: dict[str, Any] | str, ignore: list[str], *, quiet: bool = True) -> OneshotResult:
+    settings: dict[str, Any] = {"scheme": groups} if isinstance(groups, str) else {"config_groups": groups}
+    recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "ignore": ignore, **settings}}}}
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("error")
+        return oneshot(model, recipe=recipe, output_dir=out)
+
+
+def _all(scheme: dict[str, Any]) -> dict[str, Any]:
+    return {"all": {"targets": ["Linear"], **scheme}}
+
+
+def _reloaded(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    return model.eval(), {key: value for key, value in info.items() if value}
+
+
+def _same(left: nn.Module, right: nn.Module) -> bool:
+    with torch.no_grad():
+        return torch.equal(left(IDS).logits, right(IDS).logits)
+
+
+def _close(left: nn.Module, right: nn.Module) -> bool:
+    """Equal but for the order of sums: matrix products of floats depend on where their weights lie in memory."""
+    with torch.no_grad():
+        return torch.allclose(left(IDS).logits, right(IDS).logits, rtol=0, atol=1e-6)
+
+
+def _keys(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.3.w1.weight_packed"),
+        ("qwen3_moe", "model.layers.0.mlp.experts.3.gate_proj.weight_packed"),
+        ("deepseek_v3", "model.layers.1.mlp.experts.3.gate_proj.weight_packed"),
+    ],
+)
+def test_transformers_reads_packed_experts_back_bit_for_bit(tiny_moe: MoE, tmp_path: Path, kind: str, stored: str) -> None:
+    result = _compress(tiny_moe(kind), tmp_path / "out", _all(W4), ["lm_head"])
+    assert stored in _keys(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["dequantize"] is True
+    model, complaints = _reloaded(tmp_path / "out")
+    assert complaints == {}
+    assert _same(model, result.model)
+    assert _same(load_compressed(tmp_path / "out"), result.model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "ignore"),
+    [
+        ("mixtral", W4, ["lm_head", "re:.*experts.*"]),
+        ("gpt_oss", W4, ["lm_head", "re:.*experts.*"]),
+        ("qwen3_moe", FP8, ["lm_head", "re:.*experts.*"]),
+        ("deepseek_v3", W4, ["lm_head", r"re:.*experts\..*down_proj"]),
+        ("mixtral", W4, ["lm_head", "re:.*self_attn.*"]),
+        ("qwen3_moe", FP8, ["lm_head"]),
+    ],
+)
+def test_floats_beside_quantized_layers_are_read_back(
+    tiny_moe: MoE, tmp_path: Path, kind: str, scheme: dict[str, Any], ignore: list[str]
+) -> None:
+    result = _compress(tiny_moe(kind), tmp_path / "out", _all(scheme), ignore)
+    model, complaints = _reloaded(tmp_path / "out")
+    assert complaints == {}
+    assert _close(model, result.model)
+    assert _close(load_compressed(tmp_path / "out"), result.model)
+
+
+def test_experts_may_have_a_scheme_of_their_own(tiny_moe: MoE, tmp_path: Path) -> None:
+    groups = {"dense": {"targets": [r"re:.*self_attn\.[qkvo]_proj"], **FP8}, "experts": {"targets": [r"re:.*\.experts\.\d+\.w[123]"], **W4}}
+    result = _compress(tiny_moe("mixtral"), tmp_path / "out", groups, [])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    patterns = [target for group in config["config_groups"].values() for target in group["targets"] if target.startswith("re:")]
+    assert patterns and all("experts" in pattern for pattern in patterns)
+    model, complaints = _reloaded(tmp_path / "out")
+    assert complaints == {}
+    assert _same(model, result.model)
+    assert _same(load_compressed(tmp_path / "out"), result.model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "ignore", "told"),
+    [
+        ("gpt_oss", _all(W4), ["lm_head"], "no rule that merges single experts into GptOssExperts"),
+        ("mixtral", "W8A8", ["lm_head"], "unpacks symmetric pack-quantized and fp8 weights, not int-quantized"),
+        ("qwen3_moe", _all(W4), ["lm_head", r"re:.*experts\.2\.down_proj"], "stay floats while others are quantized"),
+    ],
+)
+def test_what_transformers_cannot_read_is_said_before_the_run_and_read_by_us(
+    tiny_moe: MoE, tmp_path: Path, kind: str, scheme: Any, ignore: list[str], told: str
+) -> None:
+    with pytest.warns(UserWarning, match=f"transformers 5.23 will not load these experts.*{told}"):
+        result = _compress(tiny_moe(kind), tmp_path / "out", scheme, ignore, quiet=False)
+    assert any(told in note for note in result.report.notes)
+    loaded = load_compressed(tmp_path / "out")
+    assert _same(loaded, result.model)
+    wanted = result.model.state_dict()
+    assert loaded.state_dict().keys() == wanted.keys()
+
+
+def test_quantized_inputs_that_transformers_drops_are_said(tiny_moe: MoE, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="inputs are not quantized there"):
+        result = _compress(tiny_moe("mixtral"), tmp_path / "out", "FP8_DYNAMIC", ["lm_head"], quiet=False)
+    model, complaints = _reloaded(tmp_path / "out")
+    assert complaints == {}
+    assert not _same(model, result.model)
+    assert _same(load_compressed(tmp_path / "out"), result.model)
+
+
+@pytest.mark.parametrize("fault", ["missing", "left over", "another shape"])
+def test_our_reader_never_makes_numbers_up(tiny_moe: MoE, tmp_path: Path, fault: str) -> None:
+    _compress(tiny_moe("qwen3_moe"), tmp_path / "out", _all(W4), ["lm_head"])
+    path, key = tmp_path / "out" / "model.safetensors", "model.layers.0.mlp.experts.3.up_proj.weight_scale"
+    tensors = load_file(path)
+    if fault == "missing":
+        del tensors[key.replace("weight_scale", "weight_packed")]
+    elif fault == "left over":
+        tensors["model.layers.0.mlp.experts.9.up_proj.weight_packed"] = tensors[key].clone()
+    else:
+        tensors[key] = tensors[key][:, :1].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"1 tensors are .*{fault}"):
+        load_compressed(tmp_path / "out")
+
+
+def test_a_folder_that_is_not_compressed_is_refused(tiny_moe: MoE, tmp_path: Path) -> None:
+    tiny_moe("qwen3_moe").save_pretrained(tmp_path / "float")  # type: ignore[operator]
+    with pytest.raises(ModelError, match="names no compressed-tensors groups"):
+        load_compressed(tmp_path / "float")
