@@ -74,6 +74,7 @@ def quantize_gptq(
     solver: Solver = "r_form",
     scale_search: bool = True,
     names: Sequence[str] = ("weight",),
+    global_scales: Sequence[Tensor | None] | None = None,
 ) -> tuple[list[GPTQWeight], int]:
     """Quantize all weights that read one input, as one stack of rows.
 
@@ -89,6 +90,7 @@ def quantize_gptq(
         scale_search: choose the scales of integer groups by the error of GPTQ itself instead of by their range alone; groups formed in
             the order of activation gain nothing from it and keep theirs.
         names: dotted module names, for errors only.
+        global_scales: one per weight, float32 [1], where the format has one and it is not to be the weight's own; else None.
 
     Returns:
         The quantized weights, and how many input columns are always zero (their weights became zero).
@@ -100,17 +102,18 @@ def quantize_gptq(
     """
     order_C = None if actorder is None else activation_order(hessian_CC)
     group_C, scaled = _groups(weights, args, order_C if actorder == "group" else None)
-    qparams = [weight_qparams(weight, args, name) for weight, name in zip(scaled, names, strict=True)]
+    given = global_scales or [None] * len(weights)
+    qparams = [weight_qparams(weight, args, name, scale) for weight, name, scale in zip(scaled, names, given, strict=True)]
     rows = [weight.shape[0] for weight in weights]
     stacked = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     if scale_search and can_search(args) and actorder != "group":
         damped_CC, _ = _damped(hessian_CC, torch.arange(len(hessian_CC), device=hessian_CC.device), damp_frac)
-        scales = search_scales(stacked, damped_CC, _stacked_qparams(qparams, rows), args, " + ".join(names)).scale.split(rows)
+        scales = search_scales(stacked, damped_CC, _stacked_qparams(qparams, rows, args), args, " + ".join(names)).scale.split(rows)
         qparams = [QParams(scale, own.zero_point) for scale, own in zip(scales, qparams, strict=True)]
     solution = solve_gptq(
         stacked,
         hessian_CC,
-        Grid(*_stacked_qparams(qparams, rows)[:2], group_C, args),
+        Grid(*_stacked_qparams(qparams, rows, args)[:2], group_C, args),
         order_C=order_C,
         block_size=block_size,
         damp_frac=damp_frac,
@@ -186,7 +189,8 @@ def solve_gptq(
 def _groups(weights: Sequence[Tensor], args: QuantizationArgs, order_C: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     """Return the group of each column, and the weights with their columns sorted so that groups are runs of them."""
     columns = weights[0].shape[1]
-    size = args.group_size if args.strategy == "group" and args.group_size else columns
+    size = args.group_size if args.is_grouped and args.group_size else columns
+    size = args.block_structure[1] if args.block_structure is not None else size
     group_C = torch.arange(columns, device=weights[0].device) // size
     if order_C is None:
         return group_C, list(weights)
@@ -195,14 +199,17 @@ def _groups(weights: Sequence[Tensor], args: QuantizationArgs, order_C: Tensor |
     return group_C, [weight.index_select(1, order_C) for weight in weights]
 
 
-def _stacked_qparams(qparams: Sequence[QParams], rows: Sequence[int]) -> QParams:
-    """Spread scales of any strategy over [rows, groups] and stack them."""
+def _stacked_qparams(qparams: Sequence[QParams], rows: Sequence[int], args: QuantizationArgs) -> QParams:
+    """Spread scales of any strategy over [rows, groups] and stack them; each already divided by the global scale above it."""
+    height = 1 if args.block_structure is None else args.block_structure[0]
 
     def stacked(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([t.reshape(-1, t.shape[-1]).expand(num, -1) for t, num in zip(tensors, rows, strict=True)])
+        spread = [tensor.reshape(-1, tensor.shape[-1]).repeat_interleave(height, 0) for tensor in tensors]
+        return torch.cat([tensor.expand(max(num, len(tensor)), -1)[:num] for tensor, num in zip(spread, rows, strict=True)])
 
     zeros = [own.zero_point for own in qparams if own.zero_point is not None]
-    return QParams(stacked([own.scale for own in qparams]), stacked(zeros) if zeros else None)
+    scales = [own.scale if own.global_scale is None else own.scale / own.global_scale for own in qparams]
+    return QParams(stacked(scales), stacked(zeros) if zeros else None)
 
 
 def _damped(hessian_CC: Tensor, order_C: Tensor, damp_frac: float) -> tuple[Tensor, Tensor]:

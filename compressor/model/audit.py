@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from compressor.errors import CheckpointError, NumericsError, SchemeError
 from compressor.model.folder import some
-from compressor.nn.quantized_linear import QuantizedLinear
+from compressor.nn.layer import QuantizedLayer
 from compressor.numerics.qparams import QParams, check_qparams
-from compressor.numerics.quantize import check_groups
 from compressor.numerics.scheme import QuantizationScheme
 
 _SHOWN_FAULTS = 3
@@ -31,7 +30,7 @@ def audit_qparams(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -
         CheckpointError: `schemes` and the model's quantized layers are not the same, or a layer holds a scale that is not finite and
             positive, a zero point or code that its format does not have, or a tensor of the wrong shape.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
     different = {name for name in layers.keys() | schemes.keys() if not _same(layers.get(name), schemes.get(name))}
     if different:
         raise CheckpointError(
@@ -43,14 +42,13 @@ def audit_qparams(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -
         raise CheckpointError(f"checkpoint: {len(faults)} of {len(layers)} quantized modules cannot be written: {shown}")
 
 
-def _same(layer: QuantizedLinear | None, scheme: QuantizationScheme | None) -> bool:
+def _same(layer: QuantizedLayer | None, scheme: QuantizationScheme | None) -> bool:
     """Whether the layer was made by the scheme; whom else the scheme was meant for does not matter."""
     return layer is not None and scheme is not None and layer.scheme.model_copy(update={"targets": scheme.targets}) == scheme
 
 
-def _fault(name: str, layer: QuantizedLinear) -> str | None:
+def _fault(name: str, layer: QuantizedLayer) -> str | None:
     try:
-        check_groups(layer.in_features, layer.weight_args)
         _check_shapes(name, layer)
         check_qparams(layer.weight_qparams(), f"{name}.weight", layer.weight_args)
         _check_codes(name, layer)
@@ -60,21 +58,27 @@ def _fault(name: str, layer: QuantizedLinear) -> str | None:
     return None
 
 
-def _check_shapes(name: str, layer: QuantizedLinear) -> None:
-    rows, columns, args = layer.out_features, layer.in_features, layer.weight_args
-    num_groups = columns // args.group_size if args.strategy == "group" and args.group_size else 1
-    wanted = {"weight_scale": (1,) if args.strategy == "tensor" else (rows, num_groups), "weight": (rows, columns)}
-    wanted |= {"weight_packed": (rows, -(-columns * args.num_bits // 32)), "weight_g_idx": (columns,), "bias": (rows,)}
-    tensors = dict(layer.named_buffers()) | dict(layer.named_parameters())
-    for key, tensor in tensors.items():
-        if tensor.shape != wanted.get(key, tensor.shape):
-            raise SchemeError(f"{name}.{key}: shape {tuple(tensor.shape)} is not {wanted[key]}; build the layer with from_linear")
+def _check_shapes(name: str, layer: QuantizedLayer) -> None:
+    tensors = dict(layer.named_buffers())
+    for key, (shape, dtype) in layer.specs().items():
+        found = tensors.get(key)
+        if found is None:
+            raise SchemeError(f"{name}.{key}: was never computed; quantize the weight and calibrate the input")
+        if found.shape != shape:
+            raise SchemeError(f"{name}.{key}: shape {tuple(found.shape)} is not {shape}; build the layer with from_linear")
+        if found.dtype.is_floating_point != dtype.is_floating_point or found.dtype.itemsize < dtype.itemsize:
+            raise SchemeError(f"{name}.{key}: {found.dtype} is not {dtype}; build the layer with from_linear")
+    bias = getattr(layer, "bias", None)
+    if bias is not None and bias.shape != tuple(layer.weight_size)[:1]:
+        raise SchemeError(f"{name}.bias: shape {tuple(bias.shape)} is not {tuple(layer.weight_size)[:1]}; build the layer with from_linear")
     stored_shape = tensors.get("weight_shape")
-    if stored_shape is not None and stored_shape.tolist() != [rows, columns]:
-        raise SchemeError(f"{name}.weight_shape: {stored_shape.tolist()} is not {[rows, columns]}; build the layer with from_linear")
+    if stored_shape is not None and stored_shape.tolist() != list(layer.weight_size):
+        raise SchemeError(
+            f"{name}.weight_shape: {stored_shape.tolist()} is not {list(layer.weight_size)}; build the layer with from_linear"
+        )
 
 
-def _check_codes(name: str, layer: QuantizedLinear) -> None:
+def _check_codes(name: str, layer: QuantizedLayer) -> None:
     low, high = layer.weight_args.code_range
     codes = dict(layer.named_buffers()).get("weight")  # packed codes have no room for more than their range
     if codes is not None and not _lies_in(codes.float() if codes.is_floating_point() else codes, low, high):
@@ -87,13 +91,14 @@ def _check_codes(name: str, layer: QuantizedLinear) -> None:
         raise NumericsError(f"{name}.bias: is not finite; look for NaN or infinity in the model")
 
 
-def _check_input(name: str, layer: QuantizedLinear) -> None:
+def _check_input(name: str, layer: QuantizedLayer) -> None:
     args = layer.scheme.input_activations
-    if args is None or args.dynamic:
+    if args is None or args.dynamic is True:
         return
     buffers = dict(layer.named_buffers())
-    if "input_scale" not in buffers:
-        raise NumericsError(f"{name}.input_scale: was never computed; calibrate the input")
+    if args.has_global_scale:
+        check_qparams(QParams(torch.ones(1), None, buffers["input_global_scale"]), f"{name}.input", args)
+        return
     check_qparams(QParams(buffers["input_scale"], buffers.get("input_zero_point")), f"{name}.input", args)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator
@@ -17,6 +17,8 @@ from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
 from compressor.modifiers.inputs import InputHessians, InputHook, mask_of_input
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.modifiers.scheme_targets import scheme_label
+from compressor.nn import weight_of
+from compressor.nn.experts import Expert
 from compressor.numerics import QuantizationScheme, weight_qparams
 
 
@@ -33,6 +35,8 @@ class GPTQModifier(SchemeModifier):
             `r_form` only, so that `reference` stays the classical algorithm.
         share_inputs: accumulate one Hessian for modules that read the same tensor.
     """
+
+    takes_embeddings: ClassVar[bool] = False
 
     block_size: int = Field(default=128, gt=0)
     dampening_frac: float = Field(default=0.01, gt=0)
@@ -92,7 +96,7 @@ class GPTQModifier(SchemeModifier):
         while left:
             taken = self._hessians.take(left[0])
             if taken is None:
-                self._round(state, left[0], "no_tokens", "no calibration token reached it")
+                self._round(state, left[0], "no_tokens", f"no calibration token reached it{_hint(state, left[0])}")
                 left = left[1:]
                 continue
             hessian, members = taken
@@ -103,7 +107,7 @@ class GPTQModifier(SchemeModifier):
         """Quantize weights that share input and format together."""
         args = self._schemes[names[0]].weights
         assert args is not None
-        weights = [self._pending[name].weight for name in names]
+        weights = [weight_of(self._pending[name]) for name in names]
         try:
             solved, num_dead = quantize_gptq(
                 weights,
@@ -115,6 +119,7 @@ class GPTQModifier(SchemeModifier):
                 solver=self.solver,
                 scale_search=self.solver == "r_form" if self.scale_search is None else self.scale_search,
                 names=names,
+                global_scales=[self.global_scale(name) for name in names],
             )
         except NumericsError as error:
             if not all(bool(torch.isfinite(weight).all()) for weight in weights):
@@ -132,9 +137,9 @@ class GPTQModifier(SchemeModifier):
         self.fall_back(state, name, kind, detail)
         args = self._schemes[name].weights
         assert args is not None
-        weight = self._pending[name].weight
+        weight = weight_of(self._pending[name])
         plain = args.model_copy(update={"actorder": None})
-        qparams = weight_qparams(weight, plain, name)
+        qparams = weight_qparams(weight, plain, name, self.global_scale(name))
         rounded = round_to_nearest(weight, qparams, plain)
         record = ModuleRecord(name, "GPTQModifier (rounded)", scheme_label(args), rounded.relative_error, None, {"fallback": kind})
         self.place(state, name, rounded.codes_RC, qparams, record)
@@ -151,3 +156,8 @@ def _stacks(names: list[str], schemes: dict[str, QuantizationScheme]) -> list[li
         else:
             stacks.append([name])
     return stacks
+
+
+def _hint(state: State, name: str) -> str:
+    is_expert = isinstance(state.model.get_submodule(name.rpartition(".")[0]), Expert)
+    return " (calibrate_all_experts shows all tokens to every expert)" if is_expert else ""

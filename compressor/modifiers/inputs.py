@@ -140,8 +140,11 @@ def static_input_qparams(observer: Observer, name: str, dtype: torch.dtype) -> Q
     try:
         qparams = observer.qparams()
     except NumericsError as error:
-        raise CalibrationError(f"{name}: its static input range was never observed ({error}); add data that exercises it") from error
-    qparams = QParams(qparams.scale.to(dtype), qparams.zero_point)
+        raise CalibrationError(
+            f"{name}: its static input range was never observed ({error}); add data that exercises it; "
+            "calibrate_all_experts shows every expert all tokens"
+        ) from error
+    qparams = qparams._replace(scale=qparams.scale.to(dtype))
     check_qparams(qparams, f"{name} input")
     return qparams
 

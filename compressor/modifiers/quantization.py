@@ -6,6 +6,7 @@ from compressor.algorithms.rtn import round_to_nearest
 from compressor.lifecycle import CalibrationNeed, ModuleRecord, State
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.modifiers.scheme_targets import scheme_label
+from compressor.nn import weight_of
 from compressor.numerics import weight_qparams
 
 
@@ -26,8 +27,8 @@ class QuantizationModifier(SchemeModifier):
         """Round one module and put the quantized layer in its place."""
         args = self._schemes[name].weights
         assert args is not None
-        weight = self._pending[name].weight
-        qparams = weight_qparams(weight, args, name)
+        weight = weight_of(self._pending[name])
+        qparams = weight_qparams(weight, args, name, self.global_scale(name))
         rounded = round_to_nearest(weight, qparams, args)
         record = ModuleRecord(
             name=name, modifier="QuantizationModifier", scheme=scheme_label(args), error=rounded.relative_error, num_tokens=None, details={}

@@ -13,9 +13,10 @@ from compressor.errors import CalibrationError
 from compressor.lifecycle import Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.modifier import StageTensors
 from compressor.lifecycle.state import Detail
+from compressor.modifiers.fused import shared_global_scales
 from compressor.modifiers.inputs import InputHook, observing, static_input_qparams
 from compressor.modifiers.scheme_targets import SchemeTargets
-from compressor.nn import QuantizedLinear
+from compressor.nn import from_buffers, replacement, weight_of
 from compressor.numerics import Observer, QParams, QuantizationScheme, check_qparams, make_observer
 
 
@@ -29,10 +30,11 @@ class SchemeModifier(SchemeTargets, Modifier):
     fallback_budget: int = Field(default=0, ge=0)
 
     _schemes: dict[str, QuantizationScheme] = PrivateAttr(default_factory=dict)
-    _pending: dict[str, nn.Linear] = PrivateAttr(default_factory=dict)
+    _pending: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
     _input_observers: dict[str, Observer] = PrivateAttr(default_factory=dict)
     _handles_of: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
     _num_fallbacks: int = PrivateAttr(default=0)
+    _global_scales: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     @property
     def schemes(self) -> dict[str, QuantizationScheme]:
@@ -43,8 +45,8 @@ class SchemeModifier(SchemeTargets, Modifier):
         """Resolve targets against the model; all that cannot work is an error here, before any data is read."""
         self._schemes = self.resolve(state.model)
         state.claim(self._schemes, self.label)
-        self._pending = {name: _linear(state.model, name) for name in self._schemes}
-        self._input_observers, self._handles_of, self._num_fallbacks = {}, {}, 0
+        self._pending = {name: state.model.get_submodule(name) for name in self._schemes}
+        self._input_observers, self._handles_of, self._num_fallbacks, self._global_scales = {}, {}, 0, {}
         return True
 
     def on_calibration_start(self, state: State, event: Event) -> None:
@@ -52,7 +54,7 @@ class SchemeModifier(SchemeTargets, Modifier):
         del event
         for name in self._pending:
             args = self._schemes[name].input_activations
-            if args is not None and not args.dynamic:
+            if args is not None and args.dynamic is not True:
                 self._input_observers[name] = make_observer(args, f"{name} input")
                 self.watch(name, observing(self._input_observers[name], state, name))
 
@@ -83,19 +85,33 @@ class SchemeModifier(SchemeTargets, Modifier):
             self._input_observers.pop(name, None)
             linear = self._pending.pop(name)
             buffers = {key: tensor for key, tensor in tensors[name].items() if key != "bias"}
-            state.replace_module(name, QuantizedLinear.from_buffers(linear, self._schemes[name], buffers))
+            state.replace_module(name, from_buffers(linear, self._schemes[name], buffers, name=name))
         self._num_fallbacks = int(memory["num_fallbacks"])
 
     def compress(self, state: State, names: list[str]) -> None:
         """Replace the named modules by quantized ones; the subclass chooses the codes."""
         raise NotImplementedError
 
+    def global_scale(self, name: str) -> Tensor | None:
+        """Return the global scale that a module is to get; None where its format has none.
+
+        Args:
+            name: dotted name of a module that is being compressed.
+
+        Returns:
+            float32 [1], equal for modules that runtimes fuse.
+        """
+        return self._global_scales.get(name)
+
     def _compress_pending(self, state: State, modules: Iterable[str]) -> None:
         names = [name for name in modules if name in self._pending]
         if not names:
             return
         self.remove_hooks([handle for name in names for handle in self._handles_of.pop(name, [])])
+        # Siblings of a module may wait for a later stage, but their weights count already.
+        missing = {name: weight_of(module) for name, module in self._pending.items() if name not in self._global_scales}
         with torch.no_grad():
+            self._global_scales |= shared_global_scales(missing, self._schemes)
             self.compress(state, names)
 
     def watch(self, name: str, hook: InputHook) -> None:
@@ -127,9 +143,9 @@ class SchemeModifier(SchemeTargets, Modifier):
         check_qparams(qparams, name)
         inputs = None
         if name in self._input_observers:
-            inputs = static_input_qparams(self._input_observers.pop(name), name, self._pending[name].weight.dtype)
+            inputs = static_input_qparams(self._input_observers.pop(name), name, weight_of(self._pending[name]).dtype)
         linear = self._pending.pop(name)
-        layer = QuantizedLinear.from_linear(linear, self._schemes[name], codes_RC, qparams, g_idx_C=g_idx_C, input_qparams=inputs)
+        layer = replacement(linear, self._schemes[name], codes_RC, qparams, g_idx_C=g_idx_C, input_qparams=inputs, name=name)
         state.replace_module(name, layer)
         state.report.modules[name] = record
 
@@ -152,9 +168,3 @@ class SchemeModifier(SchemeTargets, Modifier):
                 f"{name}: {detail}; the recipe allows fallback_budget={self.fallback_budget} such modules: "
                 "repair the cause, ignore the module, or raise fallback_budget"
             )
-
-
-def _linear(model: nn.Module, name: str) -> nn.Linear:
-    module = model.get_submodule(name)
-    assert isinstance(module, nn.Linear)
-    return module

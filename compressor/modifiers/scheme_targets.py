@@ -7,7 +7,7 @@ A recipe names schemes in one of three ways, as in llm-compressor: `scheme: W4A1
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
@@ -17,6 +17,7 @@ from compressor.lifecycle import PlannedModule
 from compressor.model.experts import check_no_unknown_experts
 from compressor.model.targets import matches, resolve_targets
 from compressor.modifiers.foreign_settings import own_settings
+from compressor.nn import check_fit, is_quantizable, weight_of
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
 from compressor.numerics.sizes import quantized_weight_bytes
 
@@ -34,6 +35,7 @@ class SchemeTargets(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
+    takes_embeddings: ClassVar[bool] = True  # False where the algorithm needs the inputs of a product
 
     targets: list[str] = Field(default_factory=lambda: ["Linear"])
     ignore: list[str] = Field(default_factory=list)
@@ -117,8 +119,10 @@ class SchemeTargets(BaseModel):
                 if name in found and found[name] != scheme:
                     raise SchemeError(f"{name}: two schemes of {type(self).__name__} claim it; make their targets disjoint")
                 found[name], modules[name] = scheme, module
-        _check_linear(modules, type(self).__name__)
+        _check_kinds(modules, type(self).__name__, embeddings=self.takes_embeddings)
         _check_groups(found, modules)
+        for name, module in modules.items():
+            check_fit(module, found[name], name)
         _check_ties(model, modules)
         order = {name: index for index, (name, _) in enumerate(model.named_modules())}
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
@@ -133,42 +137,42 @@ class SchemeTargets(BaseModel):
             One entry per linear layer, in the order of the model.
         """
         schemes = self.resolve(model)
-        return [self._planned(name, module, schemes.get(name)) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        shown = {name: module for name, module in model.named_modules() if name in schemes or isinstance(module, nn.Linear)}
+        return [self._planned(name, module, schemes.get(name)) for name, module in shown.items()]
 
-    def _planned(self, name: str, module: nn.Linear, scheme: QuantizationScheme | None) -> PlannedModule:
-        before = module.weight.numel() * module.weight.element_size()
-        details: dict[str, float | int | str] = {
-            "shape": f"{module.out_features}x{module.in_features}",
-            "rows": module.out_features,
-            "columns": module.in_features,
-            "bytes_before": before,
-        }
+    def _planned(self, name: str, module: nn.Module, scheme: QuantizationScheme | None) -> PlannedModule:
+        weight = weight_of(module)
+        rows, columns = weight.shape
+        before = weight.numel() * weight.element_size()
+        details: dict[str, float | int | str] = {"shape": f"{rows}x{columns}", "rows": rows, "columns": columns, "bytes_before": before}
         if scheme is None or scheme.weights is None:
             ignored = [pattern for pattern in self.ignore if matches(name, module, pattern)]
             reason = f"ignored by {ignored[0]!r}" if ignored else "no target matches it"
             return PlannedModule(name, type(self).__name__, None, reason, {**details, "bytes_after": before})
         packed = scheme.compression_format == "pack-quantized"
-        after = quantized_weight_bytes(
-            module.out_features, module.in_features, scheme.weights, packed=packed, scale_bytes=module.weight.element_size()
-        )
+        after = quantized_weight_bytes(rows, columns, scheme.weights, packed=packed, scale_bytes=weight.element_size())
         return PlannedModule(name, type(self).__name__, scheme_label(scheme.weights), None, {**details, "bytes_after": after})
 
     @property
     def needs_inputs(self) -> bool:
         """True when a scheme has static input ranges, which only calibration data can give."""
         inputs = [scheme.input_activations for scheme in self.target_schemes()]
-        return any(args is not None and not args.dynamic for args in inputs)
+        return any(args is not None and args.dynamic is not True for args in inputs)
 
 
 def scheme_label(args: QuantizationArgs) -> str:
     """Return a short text for a weight format: `int4 group 128`, `int8 channel`, `float8 tensor`."""
     label = f"{args.type}{args.num_bits} {args.strategy}"
-    label += f" {args.group_size}" if args.group_size and args.strategy == "group" else ""
+    label += f" {args.group_size}" if args.group_size and args.is_grouped else ""
+    label += f" {args.block_structure[0]}x{args.block_structure[1]}" if args.block_structure else ""
     return label if args.symmetric else label + " asymmetric"
 
 
-def _check_linear(modules: dict[str, nn.Module], modifier: str) -> None:
-    others = {name: type(module).__name__ for name, module in modules.items() if not isinstance(module, nn.Linear)}
+def _check_kinds(modules: dict[str, nn.Module], modifier: str, *, embeddings: bool) -> None:
+    def fits(module: nn.Module) -> bool:
+        return is_quantizable(module) and (embeddings or not isinstance(module, nn.Embedding))
+
+    others = {name: type(module).__name__ for name, module in modules.items() if not fits(module)}
     if others:
         listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
         raise TargetError(f"{modifier}: targets that are no linear layers: {listed}; name linear layers or add these to ignore")
@@ -177,9 +181,9 @@ def _check_linear(modules: dict[str, nn.Module], modifier: str) -> None:
 def _check_groups(schemes: dict[str, QuantizationScheme], modules: dict[str, nn.Module]) -> None:
     bad = []
     for name, scheme in schemes.items():
-        columns, size = modules[name].in_features, scheme.weights.group_size if scheme.weights else None
-        if isinstance(columns, int) and size and size > 0 and columns % size:
-            bad.append(f"{name} has {columns} columns for group_size={size}")
+        columns = weight_of(modules[name]).shape[1]
+        sizes = {args.group_size for args in (scheme.weights, scheme.input_activations) if args is not None and args.is_grouped}
+        bad += [f"{name} has {columns} columns for group_size={size}" for size in sorted(filter(None, sizes)) if columns % size]
     if bad:
         raise SchemeError(
             f"{len(bad)} modules: " + ", ".join(bad) + "; columns must divide into groups: ignore these modules or choose a divisor"
@@ -191,6 +195,6 @@ def _check_ties(model: nn.Module, modules: dict[str, nn.Module]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(name)
     for name, module in modules.items():
-        others = owners[id(module.weight)] - {f"{name}.weight"}
+        others = owners[id(module.get_parameter("weight"))] - {f"{name}.weight"}
         if others:
             raise TargetError(f"{name}: its weight is tied to {sorted(others)}; add {name!r} to ignore or untie the weights first")

@@ -7,7 +7,7 @@ kv_cache.py keys and values in 8 bits   experts.py  experts one by one
 
 from __future__ import annotations
 
-from compressor.nn.build import empty_layer, is_quantizable, quantized, replacement, set_matmul, weight_of
+from compressor.nn.build import check_fit, empty_layer, from_buffers, is_quantizable, quantized, replacement, set_matmul, weight_of
 from compressor.nn.layer import QuantizedLayer
 from compressor.nn.quantized_embedding import (
     Fp4QuantizedEmbedding,
@@ -36,7 +36,9 @@ __all__ = [
     "QuantizedEmbedding",
     "QuantizedLayer",
     "QuantizedLinear",
+    "check_fit",
     "empty_layer",
+    "from_buffers",
     "is_quantizable",
     "quantized",
     "replacement",

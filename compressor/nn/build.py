@@ -1,11 +1,14 @@
-"""From a float module to the quantized layer that takes its place: which kinds there are, and the three ways to make one.
+"""From a float module to the quantized layer that takes its place: which kinds there are, and the ways to make one.
 
 replacement    codes and scales that an algorithm has chosen -> layer
 quantized      rounding to nearest -> layer: the shortest way from a module to a layer, for users and tests
 empty_layer    a layer without values, for a loader to fill
+from_buffers   the buffers of an equal layer -> layer
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +112,27 @@ def quantized(module: nn.Module, scheme: QuantizationScheme, *, input_qparams: Q
     return replacement(module, scheme, codes_RC, qparams, input_qparams=input_qparams, name=name)
 
 
+def from_buffers(module: nn.Module, scheme: QuantizationScheme, buffers: Mapping[str, Tensor], *, name: str = "") -> QuantizedLayer:
+    """Put the buffers of an equal layer in the place of a float weight.
+
+    Args:
+        module: the linear layer, Conv1D or embedding that is replaced; its bias parameter is shared, its weight is not kept.
+        scheme: formats of weight and input.
+        buffers: what `named_buffers` gave; moved to the module's device, else taken as they are, in this order.
+        name: dotted name of the module, for errors.
+
+    Returns:
+        The layer, in the training mode of the module.
+
+    Raises:
+        SchemeError: the scheme does not fit the module.
+    """
+    layer = _bare_layer(module, scheme, name)
+    for key, buffer in buffers.items():
+        layer.register_buffer(key, buffer.to(module.get_parameter("weight").device))
+    return layer
+
+
 def empty_layer(module: nn.Module, scheme: QuantizationScheme, *, name: str = "") -> QuantizedLayer:
     """Make the layer that a scheme puts in a module's place, without values.
 
@@ -123,18 +147,9 @@ def empty_layer(module: nn.Module, scheme: QuantizationScheme, *, name: str = ""
     Raises:
         SchemeError: the scheme does not fit the module.
     """
-    _check_kind(module, name)
-    weight = module.get_parameter("weight")
-    layer: QuantizedLayer
-    if isinstance(module, nn.Embedding):
-        check_plain_embedding(module, name)
-        kind = QuantizedEmbedding.class_of(scheme)
-        layer = kind(module.num_embeddings, module.embedding_dim, scheme, module.padding_idx, weight.dtype, name)
-    else:
-        bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
-        layer = QuantizedLinear.class_of(scheme)(*linear_shape(module), scheme, bias, weight.dtype, name)
-    layer.register_empty(weight.device)
-    return layer.train(module.training)
+    layer = _bare_layer(module, scheme, name)
+    layer.register_empty(module.get_parameter("weight").device)
+    return layer
 
 
 def set_matmul(model: nn.Module, matmul: Matmul) -> int:
@@ -156,6 +171,35 @@ def set_matmul(model: nn.Module, matmul: Matmul) -> int:
     for layer in layers:
         layer.matmul = matmul
     return len(layers)
+
+
+def check_fit(module: nn.Module, scheme: QuantizationScheme, name: str = "") -> None:
+    """Refuse a scheme that a module cannot have; nothing is computed or changed.
+
+    Args:
+        module: a linear layer, Conv1D or embedding.
+        scheme: formats of weight and input.
+        name: dotted name of the module, for errors.
+
+    Raises:
+        SchemeError: a group size does not divide the columns, or there is no layer for this.
+    """
+    _bare_layer(module, scheme, name)
+
+
+def _bare_layer(module: nn.Module, scheme: QuantizationScheme, name: str) -> QuantizedLayer:
+    """The layer without its buffers."""
+    _check_kind(module, name)
+    dtype = module.get_parameter("weight").dtype
+    layer: QuantizedLayer
+    if isinstance(module, nn.Embedding):
+        check_plain_embedding(module, name)
+        kind = QuantizedEmbedding.class_of(scheme)
+        layer = kind(module.num_embeddings, module.embedding_dim, scheme, module.padding_idx, dtype, name)
+    else:
+        bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
+        layer = QuantizedLinear.class_of(scheme)(*linear_shape(module), scheme, bias, dtype, name)
+    return layer.train(module.training)
 
 
 def _check_kind(module: nn.Module, name: str) -> None:

@@ -63,6 +63,11 @@ class QuantizedLayer(nn.Module):
         assert self.scheme.weights is not None
         return self.scheme.weights
 
+    @property
+    def weight_size(self) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        return self._num_rows, self._num_columns
+
     def weight_specs(self) -> BufferSpecs:
         """Return shape and dtype of each buffer of the weight."""
         raise NotImplementedError
@@ -127,7 +132,8 @@ class QuantizedLayer(nn.Module):
         for key, value in given.items():
             if key in specs and value.shape != specs[key][0]:
                 raise SchemeError(f"{self.where}.{key}: shape {tuple(value.shape)} is not {specs[key][0]}; compute it for this weight")
-            self.register_buffer(key, value)
+            # What is loaded later is contiguous, and strides may change the bits of a product.
+            self.register_buffer(key, value.contiguous())
 
     def extra_repr(self) -> str:
         """Format and bits, after what the float layer shows."""

@@ -8,7 +8,6 @@ faster where the hardware has such products, and closer to the exact result, but
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -86,26 +85,6 @@ class QuantizedLinear(QuantizedLayer):
         layer = QuantizedLinear.class_of(scheme)(*linear_shape(linear), scheme, linear.bias, linear.weight.dtype, name)  # type: ignore[arg-type]
         layer.store(codes_RC, qparams, g_idx_C)
         layer._store_input(input_qparams)
-        for key, buffer in layer.named_buffers():  # what is loaded later is contiguous, and strides may change the bits of a product
-            setattr(layer, key, buffer.contiguous())
-        return layer.train(linear.training)
-
-    @staticmethod
-    def from_buffers(linear: nn.Module, scheme: QuantizationScheme, buffers: Mapping[str, Tensor], name: str = "") -> QuantizedLinear:
-        """Put the buffers of an equal layer in the place of a float weight.
-
-        Args:
-            linear: the layer that is replaced; its bias parameter is shared, its weight is not kept.
-            scheme: formats of weight and input.
-            buffers: what `named_buffers` gave; moved to the layer's device, else taken as they are, in this order.
-            name: dotted name of the layer, for errors.
-
-        Returns:
-            A layer of the class that stores the scheme's format, in the training mode of `linear`.
-        """
-        layer = QuantizedLinear.class_of(scheme)(*linear_shape(linear), scheme, linear.bias, linear.weight.dtype, name)  # type: ignore[arg-type]
-        for key, buffer in buffers.items():
-            layer.register_buffer(key, buffer.to(linear.weight.device))  # type: ignore[arg-type]
         return layer.train(linear.training)
 
     @staticmethod
@@ -197,7 +176,7 @@ class QuantizedLinear(QuantizedLayer):
             if value is None or value.shape != shape:
                 found = None if value is None else tuple(value.shape)
                 raise SchemeError(f"{self.where}.{key}: {found} was given where the format has {shape}; calibrate with this scheme")
-            self.register_buffer(key, value.clone())
+            self.register_buffer(key, value.clone().contiguous())
 
     def _input_qparams(self, x: Tensor, args: QuantizationArgs) -> QParams:
         if args.dynamic:

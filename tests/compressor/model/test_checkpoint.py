@@ -306,13 +306,13 @@ _DAMAGE = {
     "scale of another shape": ("W4A16", lambda m: setattr(m, "weight_scale", m.weight_scale[:5]), "weight_scale: shape .5, 1. is not"),
     "other columns": ("W4A16", lambda m: setattr(m, "weight_packed", m.weight_packed[:, :5]), "weight_packed: shape .128, 5. is not"),
     "other stored shape": ("W4A16", _set("weight_shape", 7), r"weight_shape: \[7, 128\] is not \[128, 128\]"),
-    "zero point missing": (_W4A8, _drop("weight_zero_point"), "symmetric=False with zero_point=None"),
+    "zero point missing": (_W4A8, _drop("weight_zero_point"), "weight_zero_point: was never computed"),
     "zero point out of range": (_W4A8, _set("weight_zero_point", 9), "a zero point lies outside of the codes -8 to 7"),
     "code out of range": (_W4A8, _set("weight", -9), "weight: a code is NaN or not in -8 to 7"),
     "code NaN": ("FP8", _nan_byte, "weight: a code is NaN or not in -448 to 448"),
     "input never calibrated": ("FP8", _drop("input_scale"), "input_scale: was never computed"),
     "input scale NaN": ("FP8", _set("input_scale", float("nan")), "q_proj.input: 1 of 1 scales"),
-    "input zero point missing": (_W4A8, _drop("input_zero_point"), "q_proj.input: symmetric=False with zero_point=None"),
+    "input zero point missing": (_W4A8, _drop("input_zero_point"), "q_proj.input_zero_point: was never computed"),
     "bias NaN": ("W4A16", _nan_bias, "bias: is not finite"),
 }
 
