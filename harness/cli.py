@@ -30,6 +30,7 @@ class Verb:
 VERBS: Mapping[str, Verb] = {
     "validate": Verb("prove a compressed checkpoint against its base: files, format, weights, behaviour", "harness.validation.command"),
     "verify": Verb("hold a modifier against the lifecycle contract: checks 47 to 54 and a state machine", "harness.lifecycle.command"),
+    "golden": Verb("differences from golden outputs: look, accept, prune, explain", "harness.goldens.command"),
     "mutants": Verb("plant known bugs, and print which check kills which", "harness.mutants.command"),
     "onnx": Verb("ONNX round-trips by role: what became of Q, K and V, and which pass took them", "harness.onnx_graph.command"),
 }

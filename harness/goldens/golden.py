@@ -118,14 +118,13 @@ class Golden:
         )
         answer = self._answer(asked)
         answer, writes = self._decide(asked, answer)
-        candidate = None
-        if writes or not answer.ok:
-            candidate = self._save(asked, answer, reason)
-        else:
-            self._folder.drop(name, self.test)
-        self._record(name, answer, candidate if writes else None)
-        if not answer.ok and not writes:
-            raise GoldenMismatch(self._message(name, answer))
+        if writes:
+            self._record(name, answer, self._save(asked, answer, reason))
+            return
+        kept = self._keep(asked, answer, reason)
+        self._record(name, answer, None)
+        if not answer.ok:
+            raise GoldenMismatch(self._message(name, answer) + kept)
 
     def inputs(self, name: str, make: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return inputs that are stored like a golden: random numbers that differ between machines, or data cut from elsewhere.
@@ -174,6 +173,17 @@ class Golden:
             refused = self._store.loosened(asked)
         return (refused, False) if refused else (answer, True)
 
+    def _keep(self, asked: Question, answer: Answer, reason: str) -> str:
+        """Keep the tensors of a failed check for `harness golden diff`; a cache that cannot be written must not hide the failure."""
+        if answer.ok:
+            self._folder.drop(asked.name, self.test)
+            return ""
+        try:
+            self._save(asked, answer, reason)
+        except GoldenError as error:
+            return f"\nthe tensors could not be kept: {error}"
+        return ""
+
     def _save(self, asked: Question, answer: Answer, reason: str) -> Candidate:
         data = encode(asked.tensors)
         candidate = Candidate(
@@ -194,7 +204,7 @@ class Golden:
             comparisons=tuple(comparison.to_dict() for comparison in answer.comparisons),
         )
         content = candidate.content()
-        if self._written.setdefault(asked.name, content) != content:
+        if self.settings.update and self._written.setdefault(asked.name, content) != content:
             raise GoldenError(f"golden {asked.name!r}: {self.test} gives it two different contents in one run; give each its own name")
         return self._folder.save(candidate, data)
 

@@ -1,0 +1,192 @@
+"""The verb `harness golden`: look at differences, accept them, find what no test uses, and tell where a golden comes from."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compressor.errors import GoldenError
+
+if TYPE_CHECKING:
+    from harness.goldens.candidates import Candidate
+    from harness.goldens.manifest import GoldenEntry
+
+_CODES = {
+    "diff": "exit codes: 0 nothing differs from its golden, 1 something does, 2 no run of the tests is on record, 3 bad input",
+    "accept": "exit codes: 0 accepted, or nothing to accept; 3 bad input, or a limit loosened without a reason: nothing was written",
+    "prune": "exit codes: 0 every golden is used, or the unused ones were deleted; 1 some are unused; 2 no complete run knows; 3 bad input",
+    "why": "exit codes: 0 told; 3 there is no such golden, or it cannot be read",
+    "list": "exit codes: 0 every golden can be read, 1 a file is missing or differs from its manifest, 3 a manifest cannot be read",
+}
+_HELP = {
+    "diff": "show how the last failed checks differ from their goldens, tensor by tensor",
+    "accept": "make the outputs of failed checks the goldens",
+    "prune": "find goldens that no test used in the last complete run",
+    "why": "tell where a golden comes from: machine, versions, inputs, and every loosening with its reason",
+    "list": "list every golden, and hold its file against the manifest",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb.
+
+    Args:
+        parser: of the verb; changed.
+    """
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    made = {name: actions.add_parser(name, help=text, description=text, epilog=_CODES[name]) for name, text in _HELP.items()}
+    for name, action in made.items():
+        if name == "why":
+            action.add_argument("names", nargs=1, metavar="NAME", help="golden, as the test calls it")
+        elif name == "prune":
+            action.add_argument("names", nargs="*", metavar="NAME", help="delete these, used or not (with --delete)")
+        elif name != "list":
+            action.add_argument("names", nargs="*", metavar="NAME", help="goldens, as the tests call them (default: all that failed)")
+        action.add_argument("--golden-dir", type=Path, metavar="DIR", help="folder of the goldens (default: the last run's, else golden)")
+        action.add_argument("--cache-dir", type=Path, default=Path(".harness_cache"), metavar="DIR",
+                            help="folder of what the last runs left (default: .harness_cache)")  # fmt: skip
+        action.add_argument("--json", action="store_true", help="print the result as JSON")
+    made["diff"].add_argument("--html", type=Path, metavar="FILE", help="write a page with a heat map of each difference")
+    made["accept"].add_argument("--reason", default="", metavar="TEXT", help="why limits are loosened; kept in the manifest")
+    made["accept"].add_argument("--variant", action="store_true", help="add this platform's outputs beside those of the others")
+    made["prune"].add_argument("--delete", action="store_true", help="delete what is unused; without it, only list it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one action.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        The exit code that the action documents.
+    """
+    return _ACTIONS[args.action](args)
+
+
+def _root(args: argparse.Namespace) -> Path:
+    """The folder of goldens: as asked, else that of the last run, which stood at the root of the project."""
+    from harness.plugin.usage import USAGE_FILE, read_usage
+
+    if args.golden_dir:
+        root: Path = args.golden_dir
+    else:
+        root = args.cache_dir.parent / (read_usage(args.cache_dir / USAGE_FILE) or {}).get("golden_dir", "golden")
+    return root
+
+
+def _candidates(args: argparse.Namespace) -> list[Candidate]:
+    """The candidates that are asked for; a name that is none is an error."""
+    from harness.goldens.candidates import CandidateFolder
+
+    found = list(CandidateFolder(args.cache_dir / "golden").all())
+    missing = [name for name in args.names if name not in {candidate.name for candidate in found}]
+    if missing:
+        held = ", ".join(sorted({candidate.name for candidate in found})) or "none at all"
+        raise GoldenError(f"golden {missing[0]!r}: no failed check of it is on record (there are: {held}); run its test first")
+    return [candidate for candidate in found if not args.names or candidate.name in args.names]
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from harness.goldens.differences import Difference, difference_of
+    from harness.goldens.page import write_page
+    from harness.plugin.usage import USAGE_FILE, read_usage
+
+    found: list[Difference] = [difference_of(_root(args), candidate) for candidate in _candidates(args)]
+    found = [difference for difference in found if not difference.ok]
+    if args.html:
+        write_page(args.html, found)
+    _print(args, [difference.to_dict() for difference in found], [line for difference in found for line in difference.lines()])
+    if found:
+        return 1
+    if read_usage(args.cache_dir / USAGE_FILE) is None:
+        print(f"{args.cache_dir}: no run of the tests is on record; run pytest first", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _accept(args: argparse.Namespace) -> int:
+    from harness.goldens.candidates import CandidateFolder
+    from harness.goldens.provenance import ci_variable
+    from harness.goldens.store import GoldenVerdict
+    from harness.goldens.writer import accept
+
+    ci = ci_variable()
+    if ci:
+        raise GoldenError(f"golden accept: is refused, because {ci} is set and a CI machine never writes goldens; run it locally")
+    candidates = _candidates(args)
+    vacuous = [candidate for candidate in candidates if candidate.verdict == GoldenVerdict.VACUOUS.value]
+    if vacuous:
+        raise GoldenError(f"golden {vacuous[0].name!r}: {vacuous[0].summary}; such a limit is never accepted")
+    done = accept(_root(args), candidates, reason=args.reason, add_variant=args.variant)
+    folder = CandidateFolder(args.cache_dir / "golden")
+    for candidate in candidates:
+        folder.drop(candidate.name, candidate.test)
+    lines = [f"written: {line}" for line in done.written] + [f"unchanged: {name}" for name in done.unchanged]
+    _print(args, {"written": list(done.written), "unchanged": list(done.unchanged)}, lines or ["nothing to accept"])
+    return 0
+
+
+def _prune(args: argparse.Namespace) -> int:
+    from harness.goldens.listing import unused_goldens
+    from harness.goldens.writer import remove
+    from harness.plugin.usage import USAGE_FILE, read_usage
+
+    root = _root(args)
+    unused, unsure = list[str](args.names), list[str]()
+    if args.names and not args.delete:
+        raise GoldenError("golden prune: names were given without --delete, which would do nothing; give both")
+    if not args.names:
+        usage = read_usage(args.cache_dir / USAGE_FILE)
+        if usage is None or not usage["complete"]:
+            why = "; ".join(usage["gaps"]) if usage else "no run is on record"
+            print(f"{root}: which goldens no test uses cannot be known ({why}); run pytest on all tests first", file=sys.stderr)
+            return 2
+        unused, unsure = unused_goldens(root, usage)
+    deleted = list(remove(root, unused)) if args.delete and unused else []
+    lines = [f"{'deleted' if deleted else 'unused'}: {name}" for name in unused]
+    lines += [f"kept: {name}: its test was skipped or failed, so whether it is used cannot be known" for name in unsure]
+    _print(args, {"unused": unused, "deleted": deleted, "unknown": unsure}, lines or ["every golden is used"])
+    return 1 if unused and not deleted else 0
+
+
+def _why(args: argparse.Namespace) -> int:
+    from harness.goldens.listing import explain, find
+
+    entry: GoldenEntry = find(_root(args), args.names[0])
+    data, lines = explain(entry)
+    _print(args, data, lines)
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    from harness.goldens.listing import state_of_goldens
+    from harness.goldens.report import aligned
+
+    rows = state_of_goldens(_root(args))
+    headings = ("golden", "tensors", "bytes", "tier", "platforms", "state")
+    cells = [
+        (row["name"], str(row["tensors"]), f"{row['bytes']:,}", row["tier"], ", ".join(row["platforms"]), row["state"]) for row in rows
+    ]
+    total = sum(row["bytes"] for row in rows)
+    table = aligned([headings, *cells]) if cells else []
+    _print(args, rows, [*table, f"{len(rows)} goldens, {total:,} bytes"])
+    return 0 if all(row["state"] == "ok" for row in rows) else 1
+
+
+def _print(args: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
+    from harness.verdict import to_json
+
+    sys.stdout.write(to_json(data) if args.json else "".join(f"{line}\n" for line in lines))
+
+
+_ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "diff": _diff,
+    "accept": _accept,
+    "prune": _prune,
+    "why": _why,
+    "list": _list,
+}

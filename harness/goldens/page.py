@@ -1,0 +1,134 @@
+"""Differences as one HTML page that needs nothing else: a table and a heat map for each tensor."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compressor.errors import GoldenError
+from harness.goldens.atomic import write_whole
+from harness.goldens.differences import Difference
+from harness.goldens.report import HEADINGS, row_cells
+from harness.tolerance import Comparison
+from harness.tolerance.bits import differs
+from harness.tolerance.measures import absolute_error
+from harness.validation.page_style import STYLE
+from harness.verdict import html_badge
+
+MAX_ROWS, MAX_COLUMNS = 48, 96
+"""Cells of a heat map; a larger tensor shows the worst element of each cell."""
+_CELL = 6
+_LEAST = 0.15
+"""Opacity of the smallest difference, so that none is invisible."""
+
+
+def write_page(path: Path, differences: Sequence[Difference]) -> None:
+    """Write the page.
+
+    Args:
+        path: of the page; replaced if it is there.
+        differences: what to show.
+
+    Raises:
+        GoldenError: the page cannot be written.
+    """
+    try:
+        write_whole(path, render_page(differences).encode())
+    except OSError as error:
+        raise GoldenError(f"{path}: cannot be written ({error.strerror}); name a file in a folder that can be") from error
+
+
+def render_page(differences: Sequence[Difference]) -> str:
+    """Return the whole HTML document.
+
+    Args:
+        differences: what to show.
+
+    Returns:
+        A document without any reference outside of itself.
+    """
+    word = "pass" if not differences else "regression"
+    count = "1 golden differs" if len(differences) == 1 else f"{len(differences)} goldens differ"
+    head = f'<header><p class="kicker">Goldens</p><h1>{count}</h1><p class="verdict">{html_badge(word)}</p></header>'
+    body = [head, *(_difference(difference) for difference in differences)]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{count}</title>\n<style>\n{STYLE}\nsvg.heat {{ max-width: 40rem; border: 1px solid var(--rule); }}\n</style>\n"
+        "</head>\n<body>\n<main>\n" + "\n".join(body) + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _difference(difference: Difference) -> str:
+    found = difference.candidate
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in difference.notes)
+    bad = [comparison for comparison in difference.comparisons if not comparison.ok or (comparison.distance and comparison.distance.share)]
+    figures = [_figure(comparison, *difference.pairs[comparison.tensor]) for comparison in bad]
+    what = f"{html_badge('fail')} {html.escape(found.verdict)} in <code>{html.escape(found.test)}</code>"
+    head = f"<h2>{html.escape(found.name)}</h2>\n<p>{what}</p><ul>{notes}</ul>"
+    return head + _table(difference.comparisons) + "".join(figures)
+
+
+def _table(comparisons: Sequence[Comparison]) -> str:
+    if not comparisons:
+        return ""
+    head = "".join(f'<th scope="col">{heading}</th>' for heading in HEADINGS)
+    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row_cells(comparison.to_dict())) for comparison in comparisons)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _figure(comparison: Comparison, actual: Tensor, expected: Tensor) -> str:
+    if comparison.distance is None:
+        return ""
+    picture = heat_map(actual, expected)
+    note = html.escape(comparison.summary)
+    return f"<figure><figcaption>{html.escape(comparison.tensor)}<span>{note}</span></figcaption>{picture}</figure>" if picture else ""
+
+
+def heat_map(actual: Tensor, expected: Tensor) -> str:
+    """Draw where two tensors differ: the last dimension runs to the right, all others downward, darker cells differ more.
+
+    Args:
+        actual: what came out.
+        expected: what should have, of the same dtype and shape.
+
+    Returns:
+        An SVG element; empty where nothing differs.
+    """
+    changed = differs(actual, expected)
+    if not bool(changed.any()):
+        return ""
+    columns = expected.shape[-1] if expected.ndim else 1
+    strength = _strength(absolute_error(actual, expected).amax(dim=1), changed).reshape(-1, columns)
+    cells = _pooled(strength)
+    height, width = cells.shape
+    rows, places = torch.nonzero(cells, as_tuple=True)
+    squares = "".join(
+        f'<rect x="{column * _CELL}" y="{row * _CELL}" width="{_CELL}" height="{_CELL}" opacity="{float(cells[row, column]):.2f}"/>'
+        for row, column in zip(rows.tolist(), places.tolist(), strict=True)
+    )
+    label = f"heat map of {int(changed.sum())} differing elements of {changed.numel()}, {height} by {width} cells"
+    return (
+        f'<svg class="heat" role="img" aria-label="{label}" viewBox="0 0 {width * _CELL} {height * _CELL}" fill="var(--bad)" '
+        f'shape-rendering="crispEdges">{squares}</svg>'
+    )
+
+
+def _strength(error_N: Tensor, changed_N: Tensor) -> Tensor:
+    """Opacity of each element: 0 where nothing differs, else by the logarithm of the difference."""
+    finite = error_N[error_N.isfinite() & (error_N > 0)]
+    low, high = (math.log(float(finite.min())), math.log(float(finite.max()))) if finite.numel() else (0.0, 0.0)
+    scaled = torch.ones_like(error_N) if high == low else (error_N.log().clamp(low, high) - low) / (high - low)
+    return torch.where(changed_N, _LEAST + (1 - _LEAST) * scaled, torch.zeros_like(scaled))
+
+
+def _pooled(strength: Tensor) -> Tensor:
+    """Return at most MAX_ROWS x MAX_COLUMNS cells, each with its strongest element."""
+    height, width = min(MAX_ROWS, strength.shape[0]), min(MAX_COLUMNS, strength.shape[1])
+    return torch.nn.functional.adaptive_max_pool2d(strength[None, None], (height, width))[0, 0]

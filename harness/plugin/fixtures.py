@@ -1,0 +1,157 @@
+"""The fixtures: what a test can ask for. Each imports what it needs when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+from compressor.errors import GoldenError
+from harness.plugin.options import folder_setting, setting
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from harness.goldens.golden import Golden
+    from harness.lifecycle.module_contract import ModuleReport
+    from harness.lifecycle.report import VerifyReport
+
+GOLDEN = pytest.StashKey["Golden"]()
+"""Where a test's item keeps its `golden`, for the hooks that report."""
+_SHARE = "share/compressor-harness/reference/config.json"
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Golden outputs: `golden.check(name, tensors, tier=..., inputs=...)` holds tensors against what was accepted before."""
+    from harness.goldens.golden import Golden, GoldenSettings
+
+    config = request.config
+    settings = GoldenSettings(
+        root=folder_setting(config, "golden_dir"),
+        cache=folder_setting(config, "cache_dir") / "golden",
+        update=setting(config, "update"),
+        reason=setting(config, "reason"),
+    )
+    made = Golden(settings, request.node.nodeid)
+    request.node.stash[GOLDEN] = made
+    return made
+
+
+@pytest.fixture
+def tiny_model() -> PreTrainedModel:
+    """A fresh Llama of 2 layers and 0.1 M parameters, float32 on the CPU; the same weights on every machine."""
+    from harness.plugin.tiny_model import build_tiny_model
+
+    return build_tiny_model()
+
+
+@pytest.fixture(scope="session")
+def reference_model(pytestconfig: pytest.Config) -> Path:
+    """The folder of a model that has really learned something: ours (bf16, 5.8 M parameters), or the one that the project names."""
+    given = setting(pytestconfig, "reference_model")
+    if given:
+        folder = pytestconfig.rootpath / given
+        if not (folder / "config.json").is_file():
+            pytest.fail(f"harness_reference_model: {folder} holds no config.json; name the folder of a checkpoint", pytrace=False)
+        return folder
+    for folder in _reference_folders(pytestconfig):
+        if (folder / "model.safetensors").is_file() and (folder / "config.json").is_file():
+            return folder
+    pytest.skip("the reference model is not installed; name a checkpoint with --harness-reference-model=DIR or harness_reference_model")
+
+
+def _reference_folders(config: pytest.Config) -> list[Path]:
+    """Where the reference model may lie: in the project under test, in the source tree of the harness, or where pip installed it."""
+    source_tree = Path(__file__).resolve().parents[2]
+    folders = [folder_setting(config, "golden_dir") / "reference", source_tree / "golden" / "reference"]
+    try:
+        files = distribution("compressor-harness").files or []
+    except PackageNotFoundError:
+        files = []
+    folders += [Path(str(file.locate())).resolve().parent for file in files if file.as_posix().endswith(_SHARE)]
+    return folders
+
+
+class Verify(Protocol):
+    """How the fixture `verify` is called."""
+
+    def __call__(
+        self,
+        subject: object,
+        model: Any = None,
+        *,
+        inputs: Any = None,
+        tags: Sequence[str] = (),
+        expected_failures: Mapping[str, str] | None = None,
+        checks: Collection[str] | None = None,
+    ) -> VerifyReport | ModuleReport:
+        """Hold a modifier or a module against its contract; the test fails, with the report, where it does not keep it."""
+
+
+@pytest.fixture
+def verify(request: pytest.FixtureRequest) -> Verify:
+    """Hold a modifier against the lifecycle contract, or a torch module against torch's; the test fails with the report as its message."""
+    import torch
+
+    def hold(
+        subject: object,
+        model: torch.nn.Module | None = None,
+        *,
+        inputs: Any = None,
+        tags: Sequence[str] = (),
+        expected_failures: Mapping[str, str] | None = None,
+        checks: Collection[str] | None = None,
+    ) -> VerifyReport | ModuleReport:
+        __tracebackhide__ = True
+        if isinstance(subject, torch.nn.Module):
+            report: VerifyReport | ModuleReport = _verify_module(subject, inputs)
+        else:
+            from harness.lifecycle.verify import verify as verify_modifier
+
+            report = verify_modifier(subject, model, inputs=inputs, tags=tags, expected_failures=expected_failures, checks=checks)
+        request.node.user_properties.append(("harness.verify", f"{report.subject}: {report.verdict.value}"))
+        if not report.passed:
+            pytest.fail(report.to_text(), pytrace=False)
+        return report
+
+    return hold
+
+
+def _verify_module(module: torch.nn.Module, inputs: Any) -> ModuleReport:
+    from harness.lifecycle.module_contract import verify_module
+
+    if inputs is None:
+        pytest.fail("verify: a module was given without inputs; give inputs=..., what its forward takes", pytrace=False)
+    return verify_module(module, inputs)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device a test works on: what --harness-device says, else CUDA for a test marked `gpu` and the CPU for every other."""
+    import torch
+
+    wanted = setting(request.config, "device")
+    if request.node.get_closest_marker("gpu") and not wanted.startswith("cuda"):
+        wanted = "cuda"
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        pytest.fail(f"--harness-device={wanted}: torch sees no CUDA device; leave it out, or say auto", pytrace=False)
+    try:
+        return torch.device(wanted or "cpu")
+    except RuntimeError as error:
+        raise GoldenError(f"--harness-device={wanted}: {str(error).splitlines()[0]}; say auto, cpu, cuda or cuda:1") from error
+
+
+@pytest.fixture(scope="session")
+def peer_python(pytestconfig: pytest.Config) -> Path:
+    """The interpreter given with `--peer-python`; for tests marked `peer`."""
+    path = pytestconfig.getoption("--peer-python")
+    if path is None:
+        pytest.fail("the fixture peer_python needs --peer-python=PATH; mark the test with pytest.mark.peer", pytrace=False)
+    return Path(path)

@@ -1,0 +1,177 @@
+"""The goldens of a whole session: worker processes collect, the one that runs the session writes once, at its end, and reports.
+
+What a check found travels with the test's report, which every distribution of tests carries; the tensors lie in the cache folder.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compressor.errors import GoldenError
+from harness.goldens.report import comparison_lines
+from harness.plugin.fixtures import GOLDEN
+from harness.plugin.options import OPTIONS, folder_setting, setting
+from harness.plugin.selection import checks_of
+from harness.plugin.usage import Usage
+
+_ATTRIBUTE = "harness_goldens"
+_MAX_NOTES = 5
+_UPDATE_REFUSED = 1
+"""Exit status of a session whose goldens could not be written: that of a failed test."""
+
+
+class GoldenSession:
+    """Collects what the checks of goldens found, in whatever process they ran."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        """Start with nothing collected."""
+        self.config = config
+        self.is_worker = hasattr(config, "workerinput")
+        self.outcomes: list[dict[str, Any]] = []
+        self.failed_tests: set[str] = set()
+        self.written: list[str] = []
+        self.refused: list[str] = []
+        self.usage = Usage(config)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Hang what the test's goldens said on its report, and on the properties that JUnit shows."""
+        golden = item.stash.get(GOLDEN, None)
+        outcomes = list(golden.outcomes) if golden else []
+        if golden:
+            golden.outcomes.clear()
+        for outcome in outcomes:
+            item.user_properties.append(("harness.golden", f"{outcome['name']}: {outcome['verdict']}"))
+        for number in checks_of(item):
+            entry = ("harness.check", str(number))
+            if entry not in item.user_properties:
+                item.user_properties.append(entry)
+        report = yield
+        setattr(report, _ATTRIBUTE, outcomes)
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect, where the session is run."""
+        if self.is_worker:
+            return
+        self.outcomes += getattr(report, _ATTRIBUTE, [])
+        if report.failed:
+            self.failed_tests.add(report.nodeid)
+        self.usage.saw_report(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note what could not be collected."""
+        self.usage.saw_collection(report)
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Note that tests were left out."""
+        self.usage.num_deselected += len(items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Take over what a worker process of pytest-xdist counted."""
+        self.usage.saw_worker_end(getattr(node, "workeroutput", {}), error)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write what the checks want, once, and remember which goldens were used."""
+        if self.is_worker:
+            output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
+            self.usage.hand_over(output)
+            return
+        if setting(self.config, "update"):
+            self._write()
+            if self.refused and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = _UPDATE_REFUSED
+        if self.outcomes or self._root.is_dir():
+            self.usage.save(session, exitstatus, self.outcomes)
+
+    @property
+    def _root(self) -> Path:
+        return folder_setting(self.config, "golden_dir")
+
+    def _write(self) -> None:
+        from harness.goldens.candidates import CandidateFolder, read_candidate
+        from harness.goldens.writer import accept
+
+        wanted = self._free_of_conflicts()
+        if not wanted:
+            return
+        try:
+            candidates = [read_candidate(Path(outcome["candidate"])) for outcome in wanted.values()]
+            reason, variant = setting(self.config, "reason"), bool(setting(self.config, "variant"))
+            done = accept(self._root, candidates, reason=reason, add_variant=variant)
+        except GoldenError as error:
+            self.refused.append(str(error))
+            return
+        self.written += done.written
+        folder = CandidateFolder(folder_setting(self.config, "cache_dir") / "golden")
+        for candidate in candidates:
+            folder.drop(candidate.name, candidate.test)
+
+    def _free_of_conflicts(self) -> dict[str, Mapping[str, Any]]:
+        """The outcomes to write, by golden; without those of failed tests, and of goldens that two tests lay claim to."""
+        claims: dict[str, list[Mapping[str, Any]]] = {}
+        for outcome in self.outcomes:
+            claims.setdefault(outcome["name"], []).append(outcome)
+        wanted: dict[str, Mapping[str, Any]] = {}
+        for name, outcomes in claims.items():
+            writing = [outcome for outcome in outcomes if outcome["candidate"]]
+            tests = sorted({outcome["test"] for outcome in outcomes if outcome["kind"] == "outputs"})
+            failed = [outcome["test"] for outcome in writing if outcome["test"] in self.failed_tests]
+            if not writing:
+                continue
+            if len(tests) > 1:
+                self.refused.append(f"golden {name!r}: is written by {' and by '.join(tests)}; it was not written; give each its own name")
+            elif failed:
+                self.refused.append(f"golden {name!r}: was not written, because {failed[0]} failed; make it pass first")
+            elif len({_content(outcome) for outcome in writing}) > 1:
+                self.refused.append(f"stored inputs {name!r}: differ from test to test; they were not written; make them depend on a seed")
+            else:
+                wanted[name] = writing[-1]
+        return wanted
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Show every golden that does not hold, what was written, and what was held to another platform's tier."""
+        bad = [outcome for outcome in self.outcomes if outcome["verdict"] != "pass" and not outcome["candidate"]]
+        notes: dict[str, list[str]] = {}
+        for outcome in self.outcomes:
+            if outcome["note"] and outcome["verdict"] == "pass":
+                notes.setdefault(outcome["note"], []).append(outcome["name"])
+        if not (bad or notes or self.written or self.refused or self.usage.trouble):
+            return
+        terminalreporter.section("goldens")
+        for outcome in bad:
+            for line in self._lines(outcome):
+                terminalreporter.write_line(line)
+        for note, names in list(notes.items())[:_MAX_NOTES]:
+            terminalreporter.write_line(f"{len(names)} passed: {note} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
+        for line in self.written:
+            terminalreporter.write_line(f"written: {line}", green=True)
+        for line in [*self.refused, *self.usage.trouble]:
+            terminalreporter.write_line(line, red=True)
+
+    def _lines(self, outcome: Mapping[str, Any]) -> list[str]:
+        lines = [f"{outcome['name']}: {outcome['verdict']}: {outcome['summary']}"]
+        lines += [outcome["note"]] if outcome["note"] else []
+        lines += comparison_lines(outcome["comparisons"])
+        flags = [f"{OPTIONS[key].flag}={shlex.quote(str(setting(self.config, key)))}" for key in ("profile", "device") if self._given(key)]
+        lines.append("  " + " ".join(["reproduce: pytest", shlex.quote(outcome["test"]), *flags]))
+        if outcome["verdict"] == "missing":
+            lines.append(f"  write it:  pytest {shlex.quote(outcome['test'])} --golden-update=new")
+        elif outcome["verdict"] not in ("unreadable", "limit is vacuous"):
+            lines.append(f"  look:      harness golden diff {shlex.quote(outcome['name'])}")
+        return [*lines, ""]
+
+    def _given(self, key: str) -> bool:
+        return self.config.getoption(OPTIONS[key].flag) is not None
+
+
+def _content(outcome: Mapping[str, Any]) -> str:
+    from harness.goldens.candidates import read_candidate
+
+    return str(sorted(read_candidate(Path(outcome["candidate"])).content().items(), key=str))
