@@ -106,6 +106,9 @@ def _tracing_arguments(parser: argparse.ArgumentParser) -> None:
 def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
     _model_arguments(parser)
     _tracing_arguments(parser)
+    parser.add_argument("--activation-memory", metavar="SIZE", help="main memory for activations, such as 4GB (3/4 of what is free)")
+    parser.add_argument("--activation-device-memory", metavar="SIZE", help="GPU memory for activations, filled first (2/5 of what is free)")
+    parser.add_argument("--offload-dir", metavar="DIR", help="folder for activations that fit in neither (none: an error)")
     parser.add_argument("--calibrate-all-experts", action="store_true", help="every expert learns from all tokens; routing stays as it is")
     parser.add_argument("--no-propagate-error", action="store_true", help="calibrate each layer on the flow before compression")
     parser.add_argument("--dataset", metavar="D", help="calibration data: .jsonl, .txt, .parquet or .safetensors")
@@ -164,6 +167,9 @@ def _oneshot(args: argparse.Namespace) -> OneshotResult:
         max_variants=args.max_variants,
         leaves=args.leaf,
         verify=args.verify,
+        activation_memory=args.activation_memory,
+        activation_device_memory=args.activation_device_memory,
+        offload_dir=args.offload_dir,
         device=args.device,
         dtype=args.dtype,
         model_class=args.model_class,

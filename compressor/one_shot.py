@@ -81,6 +81,9 @@ def oneshot(
     max_variants: int = 8,
     leaves: Sequence[str] = (),
     verify: Verify = "first",
+    activation_memory: int | str | None = None,
+    activation_device_memory: int | str | None = None,
+    offload_dir: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
     model_class: str | None = None,
@@ -116,6 +119,9 @@ def oneshot(
         max_variants: recorded graphs at most, for batches that take other ways through the model's Python.
         leaves: functions that are recorded as one node; `package.module:qualified.name`.
         verify: batches on which the recorded graph is compared with the plain model: `off`, `first` or `all`.
+        activation_memory: main memory for what is live between layers, such as `4GB`; by default three quarters of what is free.
+        activation_device_memory: the same of a GPU, which is filled first; by default two fifths of what is free.
+        offload_dir: folder for activations that fit in neither; without one that is an error.
         device: `auto`, `cpu`, `cuda`, `cuda:1`; a model in memory stays where it is.
         dtype: `auto` keeps the checkpoint's own.
         model_class: transformers class to load with; by default AutoModelForCausalLM.
@@ -142,6 +148,9 @@ def oneshot(
         max_variants=max_variants,
         leaves=tuple(leaves),
         verify=verify,
+        activation_memory=activation_memory,
+        activation_device_memory=activation_device_memory,
+        offload_dir=offload_dir,
     )
     place = check_places(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
     parsed = load_recipe(recipe, args=recipe_args)

@@ -1,0 +1,43 @@
+"""The memory that a user grants to activations is kept to from the command line, and changes where they lie, never the result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compressor.cli import main
+
+
+def run(model: Path, tokens: Path, recipe: dict[str, Any], output: Path, *flags: str) -> int:
+    paths = ["--dataset", str(tokens), "--output-dir", str(output)]
+    return main(["oneshot", str(model), "--recipe", json.dumps(recipe), *paths, "--device", "cpu", "--quiet", "--json", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--activation-memory", "lots"], "activation_memory: 'lots' is no size in bytes"),
+        (["--activation-device-memory", "4 bananas"], "activation_device_memory: '4 bananas' is no size in bytes"),
+        (["--offload-dir", "/no/such/folder"], "offload_dir: /no/such/folder is no folder that can be written"),
+        (["--activation-memory", "1GB", "--engine", "suspend"], "activation_memory: '1GB' was given, but the suspend engine keeps"),
+        (["--activation-memory", "1GB", "--pipeline", "basic"], "activation_memory: '1GB' was given, but the basic pipeline"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused_in_one_line(
+    flags: list[str],
+    message: str,
+    llama_dir: Path,
+    tokens_file: Path,
+    w4a16: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "basic" in flags:
+        w4a16 = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "scheme": "FP8"}}}}
+    assert run(llama_dir, tokens_file, w4a16, tmp_path / "out", *flags) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
