@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compressor.tracing.calls import Watched
+from compressor.tracing.early_stop import Watched
 from compressor.tracing.partition import Partition, infer_targets, module_names, partition
 from compressor.tracing.plan import Engine, Guard, Leaf, Plan, Run, RunningStage, Stage, Verify, trace
 from compressor.tracing.store import MemoryStore, ValueStore

@@ -9,49 +9,48 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from greenlet import GreenletExit
 from torch import nn
 
-from compressor.errors import CalibrationError, TracingError
-from compressor.tracing.isolation import ModuleValues, copy_arguments, run_shielded
+from compressor.errors import CalibrationError, CompressorError, TracingError
+from compressor.tracing.early_stop import Enough, complain
+from compressor.tracing.fixed_weights import FixedWeights
+from compressor.tracing.isolation import ModuleValues, RandomState, copy_arguments, run_shielded
 from compressor.tracing.sample import Sample, running_sample
-
-# Watched modules by name: True where a hook needs the module's output, False where its input is enough.
-Watched = Mapping[str, bool]
 
 _PATCHED = threading.Lock()  # the patches are process-wide, so only one run can be open
 _NO_REWIND = 'paused forwards cannot go back; use pipeline="basic" or other sequential targets'
-
-
-class _Enough(BaseException):
-    """Ends a calibration call whose watched modules have all been seen; no `except Exception` of a model may catch it."""
 
 
 class CallRouter:
     """Knows targets and watched modules, and decides about every module call of a paused forward.
 
     Attributes:
+        repeated: targets that a forward calls more than once, and that are calibrated by forwards that run again from the start.
+        foreign: forwards draw random numbers from Python or numpy.
+        advancing: the forward that runs at the moment.
         calibrated: targets that have had a calibration pass.
         closed: targets whose statistics are complete.
         values: what the forwards have set on modules.
+        covered: repeated target to the samples whose calls its statistics hold.
+        weights: of the repeated targets' runs: what may not change any more.
     """
 
     def __init__(self, model: nn.Module, targets: Collection[str], quiet: Callable[[], AbstractContextManager[None]]) -> None:
-        """Learn the targets; nothing is patched yet.
-
-        Args:
-            model: the model.
-            targets: dotted names.
-            quiet: context in which a calibrated target is called for real.
-        """
+        """Learn the targets, by dotted names; nothing is patched yet. `quiet` is where a calibrated target is called for real."""
+        self.repeated: frozenset[str] = frozenset()
+        self.foreign = False
+        self.advancing: Sample | None = None
         self.calibrated: set[str] = set()
         self.closed: set[str] = set()
         self.values = ModuleValues()
+        self.covered: dict[str, set[int]] = {}
+        self.weights = FixedWeights()
         self._model = model
         self._quiet = quiet
         self._stage_of: dict[str, str] = {}  # watched module -> the closed target that it was calibrated in
@@ -81,9 +80,32 @@ class CallRouter:
             names: modules inside it.
         """
         self.closed.add(target)
+        if self.repeated:
+            self.weights.fix(target, self._model.get_submodule(target))
         known = set(self._watched_names.values()).intersection(names)
         self._stage_of |= dict.fromkeys(known, target)
         self.watch(known)
+
+    def advance(self, sample: Sample, propagate: bool) -> None:
+        """Let a forward run on to its next pause, or to its end.
+
+        Args:
+            sample: the forward.
+            propagate: what its pause returns.
+
+        Raises:
+            TracingError: meanwhile a target was called from another thread.
+        """
+        self.advancing = sample
+        try:
+            sample.advance(propagate)
+        finally:
+            self.advancing = None
+            if sample.stray is not None:
+                raise TracingError(
+                    f"{sample.stray or 'the model'}: batch {sample.index} calls this sequential target from a thread of its own, where the "
+                    'forward cannot pause; use pipeline="basic" or other sequential targets'
+                )
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
@@ -115,12 +137,9 @@ class CallRouter:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             sample = running_sample()
             if sample is None:
+                self._note_stray_call(module)
                 return self._call(module, *args, **kwargs)
-            self._note_call(sample, module)
-            target = self._target_to_pause_at(sample, module)
-            if target is None:
-                return self._call(module, *args, **kwargs)
-            return self._call_target(sample, target, args, kwargs)
+            return self._route(sample, module, args, kwargs)
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             sample = running_sample()
@@ -137,16 +156,36 @@ class CallRouter:
         for attribute, function in {"__call__": call, "__setattr__": set_attribute, "register_buffer": register_buffer}.items():
             setattr(nn.Module, attribute, function)
 
+    def _route(self, sample: Sample, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what a call inside a forward is for: wait, count, or just call."""
+        if sample.replays is not None:
+            return self._call_in_replay(sample, module, args, kwargs)
+        self._note_call(sample, module)
+        target = self._target_to_pause_at(sample, module)
+        if target is None:
+            return self._call(module, *args, **kwargs)
+        if target in self.closed:
+            return self._call_for_real(sample, target, args, kwargs)
+        return self._call_target(sample, target, args, kwargs)
+
+    def _note_stray_call(self, module: nn.Module) -> None:
+        """Remember that a target was called outside of the greenlet of the forward that runs; nobody could pause there."""
+        if self.advancing is not None and module in self._target_names:
+            self.advancing.stray = self._target_names[module]
+
     def _note_call(self, sample: Sample, module: nn.Module) -> None:
         """Count calls of watched modules inside targets; refuse a call that no statistics will ever see."""
         name = self._watched_names.get(module)
-        if name is None:
+        is_repeated = sample.inside is None and self._target_names.get(module) in self.repeated
+        if name is None or is_repeated:  # a repeated target is calibrated with all its calls
             return
         stage = self._stage_of.get(name)
         if stage is not None and sample.inside != stage:
-            raise CalibrationError(
-                f"{name}: batch {sample.index} calls it outside {stage or 'the model'}, the sequential target that it was calibrated in, "
-                f"and after that, so its statistics miss this call; {_NO_REWIND}"
+            sample.escape(
+                CalibrationError(
+                    f"{name}: batch {sample.index} calls it outside {stage or 'the model'}, the sequential target that it was calibrated "
+                    f"in, and after that, so its statistics miss this call; {_NO_REWIND}"
+                )
             )
         if sample.inside is not None:
             sample.calls[name] += 1
@@ -157,12 +196,14 @@ class CallRouter:
             return None
         if sample.closing:
             raise GreenletExit
-        if target not in self.closed:
+        if target not in self.closed or target in self.repeated:
             return target
         if target in self.calibrated:
-            raise TracingError(
-                f"{target or 'the model'}: batch {sample.index} calls this sequential target again after its stage, so its statistics "
-                f"would miss this call; {_NO_REWIND}"
+            sample.escape(
+                TracingError(
+                    f"{target or 'the model'}: batch {sample.index} calls this sequential target again after its stage, so its statistics "
+                    f"would miss this call; {_NO_REWIND}"
+                )
             )
         return None
 
@@ -173,56 +214,77 @@ class CallRouter:
             with _inside(sample, target):
                 was_cut = self._trial_call(sample, target, args, kwargs)
         assumed = sample.calls
+        output = self._call_for_real(sample, target, args, kwargs)
+        if was_cut and sample.calls != assumed:
+            complain(sample, target, assumed)
+        return output
+
+    def _call_for_real(self, sample: Sample, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a target for real."""
+        if target in self.closed and target in self.covered:
+            self._check_covered(sample, target)
         quiet = self._quiet if target in self.calibrated else nullcontext
         with _inside(sample, target), quiet():
-            output = self._call(self._model.get_submodule(target), *args, **kwargs)
-        if was_cut and sample.calls != assumed:
-            _complain(sample, target, assumed)
-        return output
+            return self._call(self._model.get_submodule(target), *args, **kwargs)
+
+    def _check_covered(self, sample: Sample, target: str) -> None:
+        """A later call of a repeated target must be in its statistics already, and must meet the weights that the first call met."""
+        if sample.index not in self.covered[target]:
+            sample.escape(
+                TracingError(
+                    f"{target or 'the model'}: batch {sample.index} calls this sequential target after its stage, unlike the batches that "
+                    f"were looked at before, so its statistics miss this call; {_NO_REWIND}"
+                )
+            )
+        try:
+            self.weights.check(self._model, [target])
+        except TracingError as error:
+            sample.escape(error)
+
+    def _call_in_replay(self, sample: Sample, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module in a forward that runs again from the start, with hooks awake inside the replayed target only."""
+        if sample.inside is not None or self._target_names.get(module) != sample.replays:
+            return self._call(module, *args, **kwargs)
+        sample.hush.close()
+        try:
+            with _inside(sample, str(sample.replays)):
+                return self._call(module, *args, **kwargs)
+        except CompressorError as error:
+            sample.escape(error)
+        finally:
+            sample.hush.enter_context(self._quiet())
 
     def _trial_call(self, sample: Sample, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Call a target without consequences; say whether the call was cut short."""
-        args, kwargs = copy_arguments((args, kwargs), self._model)
-        module = self._model.get_submodule(target)
-        before = self.values.view()
         try:
-            run_shielded(lambda: self._call(module, *args, **kwargs))
-        except _Enough:
+            self._call_copy(target, args, kwargs)
+        except Enough:
             return True
-        finally:
-            self.values.undo(before)
+        except CompressorError as error:
+            sample.escape(error)
+        except Exception as error:  # noqa: BLE001 - the model's own code decides what it raises, and which of it its callers handle
+            if not self._raises_without_hooks(target, args, kwargs):
+                sample.escape(error)
         return False
 
+    def _call_copy(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args, kwargs = copy_arguments((args, kwargs), self._model)
+        module = self._model.get_submodule(target)
+        before, state = self.values.view(), RandomState.current(foreign=self.foreign)
+        try:
+            run_shielded(lambda: self._call(module, *args, **kwargs))
+        finally:
+            self.values.undo(before)
+            state.restore()
 
-@contextlib.contextmanager
-def cutting(model: nn.Module, watched: Watched) -> Iterator[None]:
-    """End calibration calls once each watched module has been seen; works through hooks behind all that are there already.
-
-    Args:
-        model: the model; carries the hooks for the duration.
-        watched: the modules to wait for.
-
-    Yields:
-        Nothing.
-    """
-
-    def see(name: str) -> Callable[..., None]:
-        def hook(*args: Any) -> None:
-            del args
-            sample = running_sample()
-            if sample is not None:
-                sample.unseen.discard(name)
-                if not sample.unseen:
-                    raise _Enough
-
-        return hook
-
-    with ExitStack() as hooks:
-        for name, needs_output in watched.items():
-            module = model.get_submodule(name)
-            handle = module.register_forward_hook(see(name)) if needs_output else module.register_forward_pre_hook(see(name))
-            hooks.callback(handle.remove)
-        yield
+    def _raises_without_hooks(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if the target itself raised, so that it will raise again in the real call, where its caller may handle it."""
+        try:
+            with self._quiet(), contextlib.suppress(Enough):
+                self._call_copy(target, args, kwargs)
+        except Exception:  # noqa: BLE001 - see above
+            return True
+        return False
 
 
 @contextlib.contextmanager
@@ -232,12 +294,3 @@ def _inside(sample: Sample, target: str) -> Iterator[None]:
         yield
     finally:
         sample.inside = None
-
-
-def _complain(sample: Sample, target: str, assumed: Counter[str]) -> None:
-    odd = sorted(name for name in assumed.keys() | sample.calls.keys() if assumed[name] != sample.calls[name])
-    told = ", ".join(f"{name} {sample.calls[name]}x instead of {assumed[name]}x" for name in odd)
-    raise CalibrationError(
-        f"{target or 'the model'}: batch {sample.index} calls {told}, unlike the first batch, so the calibration pass, which stopped "
-        'early, missed calls; use pipeline="basic" or ignore these modules'
-    )

@@ -2,40 +2,100 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compressor.data.collate import Batch, call_model
+from compressor.tracing.isolation import TorchState, foreign_random
+from compressor.tracing.order import Trail
 from compressor.tracing.partition import Partition, module_names
 from compressor.tracing.records import Stage
 
+_UNUSUAL_SEED = 3_141_592_653
+Kind = tuple[tuple[object, ...], ...]
 
-def observe_stages(model: nn.Module, cut: Partition, batch: Batch) -> tuple[Stage, ...]:
+
+def stages_of(model: nn.Module, trail: Trail) -> tuple[Stage, ...]:
+    """Describe the stages of one forward.
+
+    Args:
+        model: the model.
+        trail: of the forward.
+
+    Returns:
+        A stage for each target that was called, in the order of the first calls.
+    """
+    calls = Counter(trail.calls)
+    return tuple(Stage(index, (name,), module_names(model, name), num_calls=calls[name]) for index, name in enumerate(calls))
+
+
+def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
     """Run one plain forward and note the targets that it calls.
 
     Args:
         model: as it was afterwards, but for what its own forward changes.
         cut: its targets.
-        batch: on the device of the model.
+        batch: on the device of the model; not modified.
 
     Returns:
-        A stage for each target that was called, in the order of the first calls.
+        A name for each call, in order, and whether random numbers were drawn elsewhere than in torch.
     """
-    calls: Counter[str] = Counter()
+    trail: list[str] = []
 
     def note(name: str) -> Callable[..., None]:
         def hook(*args: object) -> None:
             del args
-            calls[name] += 1
+            trail.append(name)
 
         return hook
 
-    with ExitStack() as hooks, torch.random.fork_rng(), torch.no_grad():
-        for name, module in cut.targets.items():
-            hooks.callback(module.register_forward_pre_hook(note(name)).remove)
-        call_model(model, batch)
-    return tuple(Stage(index, (name,), module_names(model, name), num_calls=calls[name]) for index, name in enumerate(calls))
+    state = TorchState.current(foreign=True)
+    random.seed(_UNUSUAL_SEED)  # a forward that seeds the generators would else end in the state in which the last one ended
+    np.random.seed(_UNUSUAL_SEED)
+    before = foreign_random()
+    try:
+        with ExitStack() as hooks, torch.no_grad():
+            for name, module in cut.targets.items():
+                hooks.callback(module.register_forward_pre_hook(note(name)).remove)
+            call_model(model, copied_batch(batch))
+        return Trail(tuple(trail), foreign_random=foreign_random() != before)
+    finally:
+        state.restore()
+
+
+def kind_of(batch: Batch) -> Kind:
+    """Tell batches apart that may take different ways through a model.
+
+    Args:
+        batch: a batch.
+
+    Returns:
+        Names, types and numbers of dimensions of what is in it.
+    """
+    items = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    return tuple((key, getattr(value, "dtype", None), getattr(value, "ndim", None)) for key, value in items)
+
+
+def copied_batch(batch: Batch) -> Batch:
+    """Copy a batch, because a forward may write to what it is given.
+
+    Args:
+        batch: not modified.
+
+    Returns:
+        A batch of clones.
+    """
+    if isinstance(batch, tuple):
+        return tuple(_copied(value) for value in batch)
+    return {name: _copied(value) for name, value in batch.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -22,8 +22,9 @@ from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
-from compressor.tracing.calls import Watched
-from compressor.tracing.observe import observe_stages
+from compressor.tracing.early_stop import Watched
+from compressor.tracing.observe import Kind, kind_of, observe_trail, stages_of
+from compressor.tracing.order import Trail
 from compressor.tracing.partition import Partition, partition
 from compressor.tracing.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
 from compressor.tracing.store import ValueStore
@@ -105,14 +106,17 @@ class Plan:
         stages: in the order in which the first batch reaches them.
     """
 
-    def __init__(self, model: nn.Module, cut: Partition, engine: Engine, why: str, stages: tuple[Stage, ...]) -> None:
-        """Made by `trace`."""
+    def __init__(
+        self, model: nn.Module, cut: Partition, engine: Engine, why: str, stages: tuple[Stage, ...], trails: dict[Kind, Trail]
+    ) -> None:
+        """Made by `trace`; `trails` hold what it saw one forward of each kind do."""
         self.model = model
         self.partition = cut
         self.engine = engine
         self.why = why
         self.stages = stages
         self.variants: tuple[Any, ...] = ()
+        self._trails = trails
 
     @property
     def guards(self) -> tuple[Guard, ...]:
@@ -150,6 +154,8 @@ class Plan:
             The stages, one after another.
         """
         del store  # values wait in the frames of the paused forwards
+        with quiet():
+            self._observe(batches, device)
         return SuspendedRun(
             self.model,
             self.partition.targets,
@@ -159,7 +165,15 @@ class Plan:
             on_sample=on_sample,
             quiet=quiet,
             keep_outputs=keep_outputs,
+            trails=tuple(self._trails.values()),
         )
+
+    def _observe(self, batches: Sequence[Batch], device: torch.device | None) -> None:
+        """Run one plain forward of each kind of batch that has not been seen: which targets it calls, and in which order."""
+        for batch in batches:
+            kind = kind_of(batch)
+            if kind not in self._trails:
+                self._trails[kind] = observe_trail(self.model, self.partition, batch if device is None else batch_to(batch, device))
 
     def report(self) -> str:
         """Say in a few lines what was decided and why."""
@@ -200,6 +214,6 @@ def trace(
     if not batches:
         raise TracingError("trace: no batch was given, and a plan is made by running one; give at least one")
     cut = partition(model, targets)
-    first = batches[0] if device is None else batch_to(batches[0], device)
+    first = observe_trail(model, cut, batches[0] if device is None else batch_to(batches[0], device))
     why = "asked for" if engine == "suspend" else "the graph engine is not built yet"
-    return Plan(model, cut, "suspend", why, observe_stages(model, cut, first))
+    return Plan(model, cut, "suspend", why, stages_of(model, first), {kind_of(batches[0]): first})

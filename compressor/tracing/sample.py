@@ -6,7 +6,8 @@ import contextlib
 import contextvars
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NoReturn
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -26,11 +27,36 @@ class Sample(greenlet):
         calls: how often each watched module has been called in the running (or last) call of a target.
         unseen: watched modules that the running calibration call has not seen yet.
         closing: the forward is being ended; it must not pause any more.
+        replays: None for a forward that pauses; else the one target whose calls it repeats from the start, without a pause.
+        hush: keeps hooks asleep outside of the target that is replayed.
+        stray: target that was called from another thread while this forward ran.
         output: what the forward returned.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, index: int, device: torch.device | None, values: ModuleValues) -> None:
-        """Prepare; nothing runs before `advance`."""
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        index: int,
+        device: torch.device | None,
+        values: ModuleValues,
+        foreign: bool = False,
+        *,
+        replays: str | None = None,
+        start: TorchState | None = None,
+    ) -> None:
+        """Prepare; nothing runs before `advance`.
+
+        Args:
+            model: the model.
+            batch: not copied.
+            index: number of the batch.
+            device: of the model; None leaves the batch where it is.
+            values: what forwards set on modules.
+            foreign: the random states of Python and numpy belong to the forward, too.
+            replays: the target whose calls it repeats.
+            start: the state to begin in; None takes that of the moment.
+        """
         super().__init__()
         self.index = index
         self.at: str | None = None
@@ -38,11 +64,15 @@ class Sample(greenlet):
         self.calls: Counter[str] = Counter()
         self.unseen: set[str] = set()
         self.closing = False
+        self.replays = replays
+        self.hush = ExitStack()
+        self.stray: str | None = None
         self.output: Any = None
         self.gr_context = contextvars.copy_context()
         self._model, self._device, self._values = model, device, values
         self._batch: Batch | None = batch
-        self._torch_state: TorchState | None = None
+        self._torch_state = start
+        self._foreign = foreign
         self._view: View = {}
 
     def run(self) -> Any:
@@ -76,6 +106,18 @@ class Sample(greenlet):
         self.at = target
         return bool(self.parent.switch())
 
+    def escape(self, error: Exception) -> NoReturn:
+        """Raise an error in the caller of `advance`, past every handler of the model. Called from inside the forward.
+
+        Args:
+            error: what is wrong.
+
+        Raises:
+            GreenletExit: when the forward is ended afterwards.
+        """
+        self.parent.throw(error)
+        raise GreenletExit
+
     def kill(self) -> None:
         """End the forward where it stands; its `finally` blocks and context managers run."""
         self.closing, self.at, self._batch = True, None, None
@@ -86,7 +128,7 @@ class Sample(greenlet):
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         """Exchange what belongs to the thread for what belongs to this forward."""
-        outside = TorchState.current()
+        outside = TorchState.current(foreign=self._foreign)
         self.parent = getcurrent()
         if self._torch_state is not None:
             self._torch_state.restore()
@@ -94,7 +136,7 @@ class Sample(greenlet):
         try:
             yield
         finally:
-            self._torch_state = TorchState.current()
+            self._torch_state = TorchState.current(foreign=self._foreign)
             self._view = {} if self.dead else self._values.view()
             outside.restore()
 

@@ -6,15 +6,16 @@ its inputs and drops the outputs; it ends for a sample as soon as every watched 
 pass calls the target, by then compressed, for real and lets each sample run on to its next target. Nothing is traced or rewritten:
 whatever the plain forward computes, this computes too, bit for bit.
 
-What it cannot do is rewind. A target that a sample calls again after its stage is an error, and so is a watched module that is called
-outside its stage later on. One blind spot: after `propagate(only_first=True)` only the first sample can show such a call.
+What it cannot do is rewind. So a target that a forward calls repeatedly must be known beforehand, by the `trails`: it is calibrated by
+forwards that run again from the start. A target that a sample calls again unforeseen is an error, and so is a watched module that is
+called outside its stage later on. One blind spot: after `propagate(only_first=True)` only the first sample can show such a call.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -22,8 +23,12 @@ from torch import nn
 
 from compressor.data.collate import Batch
 from compressor.errors import TracingError
-from compressor.tracing.calls import CallRouter, Watched, cutting
+from compressor.tracing.calls import CallRouter
+from compressor.tracing.early_stop import Watched, cutting
+from compressor.tracing.isolation import foreign_random
+from compressor.tracing.order import Trail, merged_rank, repeated
 from compressor.tracing.partition import module_names
+from compressor.tracing.replay import Replays
 from compressor.tracing.sample import Sample
 
 
@@ -48,6 +53,7 @@ class SuspendedRun:
         on_sample: Callable[[int], None] = lambda index: None,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
+        trails: Sequence[Trail] = (),
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -60,12 +66,18 @@ class SuspendedRun:
             on_sample: called with the number of a sample before it runs on, for what depends on the batch.
             quiet: context in which a target that has been calibrated is propagated, with hooks asleep.
             keep_outputs: keep what the forwards return.
+            trails: the targets that a forward of each kind of batch calls, in order, where that is known. They decide in which order
+                targets become stages, and which are called repeatedly.
         """
         self.model = model
         self.outputs: list[Any] = [None] * len(batches)
-        self._rank = {name: rank for rank, name in enumerate(targets)}
+        self._rank = merged_rank(trails, {name: rank for rank, name in enumerate(targets)})
         self._router = CallRouter(model, targets, quiet)
-        self._samples = [Sample(model, batch, index, device, self._router.values) for index, batch in enumerate(batches)]
+        self._router.repeated = repeated(trails)
+        self._router.foreign = any(trail.foreign_random for trail in trails)
+        self._replays = Replays(self._router, batches, device, quiet) if self._router.repeated else None
+        foreign = self._router.foreign
+        self._samples = [Sample(model, batch, index, device, self._router.values, foreign) for index, batch in enumerate(batches)]
         self._watched, self._on_sample, self._keep_outputs = watched, on_sample, keep_outputs
         self._cleanup = ExitStack()
         self._is_open = False
@@ -103,8 +115,11 @@ class SuspendedRun:
         Raises:
             TracingError: it was not.
         """
-        for sample in self._samples:
-            self._advance(sample)
+        if self._replays is not None:
+            self._replays.begin()
+        with self._foreign_random_watched():
+            for sample in self._samples:
+                self._advance(sample)
         index = 0
         while waiting := [sample for sample in self._samples if sample.at is not None]:
             name = min((str(sample.at) for sample in waiting), key=self._rank.__getitem__)
@@ -115,7 +130,7 @@ class SuspendedRun:
 
     def _advance(self, sample: Sample, propagate: bool = True) -> None:
         self._on_sample(sample.index)
-        sample.advance(propagate)
+        self._router.advance(sample, propagate)
         if sample.dead:
             self.outputs[sample.index] = sample.output if self._keep_outputs else None
             sample.output = None
@@ -127,6 +142,11 @@ class SuspendedRun:
         if not inside:
             return
         self._router.calibrated.add(stage.name)
+        if self._replays is not None and stage.name in self._router.repeated:
+            for sample in samples:
+                self._on_sample(sample.index)
+                self._replays.run(self.model, stage.name, sample.index)
+            return
         first, *others = samples
         self._advance(first, propagate=False)
         each_once = first.calls == Counter(inside.keys())
@@ -149,8 +169,20 @@ class SuspendedRun:
                 if sample is not samples[0]:
                     sample.kill()
             samples = samples[:1]
-        for sample in samples:
-            self._advance(sample)
+        with self._foreign_random_watched():
+            for sample in samples:
+                self._advance(sample)
+
+    @contextmanager
+    def _foreign_random_watched(self) -> Iterator[None]:
+        """Forwards that turn out to draw from generators which they share have already seen each other's numbers."""
+        before = None if self._router.foreign else foreign_random()
+        yield
+        if before is not None and before != foreign_random():
+            raise TracingError(
+                "suspend: a forward draws random numbers from Python or numpy, unlike those that were looked at before, and forwards that "
+                'take turns would share them; seed a generator inside the forward, or use pipeline="basic"'
+            )
 
 
 class Stage:

@@ -1,0 +1,51 @@
+"""Targets that are called repeatedly can be calibrated only if the weights of finished targets stay as the samples met them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from compressor.errors import TracingError
+
+_Print = tuple[tuple[str, Tensor, int], ...]
+
+
+class FixedWeights:
+    """Remembers the weights of targets, and tells when they have been replaced or written to."""
+
+    def __init__(self) -> None:
+        """Remember nothing yet."""
+        self._prints: dict[str, _Print] = {}
+
+    def fix(self, target: str, module: nn.Module) -> None:
+        """Remember the weights of a target when the samples run on through it.
+
+        Args:
+            target: dotted name.
+            module: the target as it is now.
+        """
+        self._prints[target] = _print(module)
+
+    def check(self, model: nn.Module, targets: Collection[str] | None = None) -> None:
+        """Compare weights with what they were.
+
+        Args:
+            model: the model.
+            targets: dotted names; None takes all that are remembered.
+
+        Raises:
+            TracingError: they have changed.
+        """
+        for target in self._prints if targets is None else targets:
+            now, before = _print(model.get_submodule(target)), self._prints[target]
+            if len(now) != len(before) or any(a[0] != b[0] or a[1] is not b[1] or a[2] != b[2] for a, b in zip(now, before, strict=True)):
+                raise TracingError(
+                    f"{target or 'the model'}: its weights changed after the samples had run on, but some target is called repeatedly and "
+                    'needs forwards with the weights of then; use propagate_error=True, pipeline="basic" or other sequential targets'
+                )
+
+
+def _print(module: nn.Module) -> _Print:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return tuple((name, tensor, 0 if tensor.is_inference() else tensor._version) for name, tensor in named)
