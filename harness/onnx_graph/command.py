@@ -23,6 +23,9 @@ class Action:
 
 
 ACTIONS: Mapping[str, Action] = {
+    "census": Action("list the attention blocks of a graph, and where their Q, K and V come from", "harness.onnx_graph.census_command"),
+    "check": Action("hold an optimized graph against the exported one", "harness.onnx_graph.check_command"),
+    "explain": Action("find the passes that break a contract, and the smallest set of skips", "harness.onnx_graph.explain_command"),
     "run": Action("run a command whose code cannot be edited, and keep passes from running in it", "harness.onnx_graph.run_command"),
 }
 

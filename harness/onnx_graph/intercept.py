@@ -97,6 +97,16 @@ class Interceptor:
                 self._install()
             self._policies.append(policy)
 
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Wait until no other thread of ours is inside of an optimizer.
+
+        Yields:
+            Nothing.
+        """
+        with self._lock:
+            yield
+
     def _install(self) -> None:
         sys.meta_path.insert(0, self._finder)
         for name in MODULES:

@@ -1,0 +1,41 @@
+"""`harness onnx explain MODEL --contract ...`: which passes break a contract, and the smallest set of skips that keeps it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from harness.onnx_graph.check_command import EXIT_OF, add_contract
+from harness.onnx_graph.command import EXIT_HOLDS
+from harness.onnx_graph.contract_names import contract_from_names
+from harness.onnx_graph.passes import BACKENDS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: of the action; changed.
+    """
+    parser.epilog = "exit codes: 0 it holds, or a set of skips keeps it; 1 no set of skips keeps it; 2 it could not be analysed"
+    parser.add_argument("model", metavar="MODEL", help="the model as it was exported")
+    add_contract(parser)
+    parser.add_argument("--backend", choices=BACKENDS, default="onnxsim", help="the optimizer; by default onnxsim")
+    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        0 where a set of skips keeps the contract, else what is left with every pass skipped.
+    """
+    from harness.onnx_graph.explain import explain
+    from harness.onnx_graph.graph import read_proto
+
+    explanation = explain(read_proto(args.model), contract_from_names(args.contract), args.backend)
+    print(json.dumps(explanation.to_dict(), indent=1, sort_keys=True) if args.json else explanation.text())
+    return EXIT_HOLDS if explanation.kept else EXIT_OF[explanation.default.holding]
