@@ -97,16 +97,17 @@ def test_an_already_quantized_model_is_refused(llama_dir: Path, tokens_file: Pat
             oneshot(model, recipe=GOOD, dataset=tokens_file)
 
 
-def test_a_full_disk_leaves_nothing(llama_dir: Path, tokens_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing_but_the_finished_stages(llama_dir: Path, tokens_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full)
-    with pytest.raises(CheckpointError, match=r"(?i)space"):
+    with pytest.raises(CheckpointError, match=r"(?i)space") as caught:
         oneshot(llama_dir, recipe=GOOD, dataset=tokens_file, output_dir=tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+    assert "2 of 2 stages are finished and kept" in caught.value.__notes__[0]
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.partial-run"]
 
 
 def hooks_on(model: nn.Module) -> int:
@@ -135,7 +136,7 @@ def test_an_interruption_restores_a_model_in_memory(
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.partial-run"]  # holds the first layer, for --resume
 
 
 def test_ctrl_c_on_the_command_line(
