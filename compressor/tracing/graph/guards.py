@@ -1,0 +1,161 @@
+"""Which guards can be checked before the first stage: those over the inputs at once, those over shapes behind a target by a dry run.
+
+A guard over a value that a target computes can never be decided in advance, because compression changes what the target computes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from compressor.tracing.graph.calls import DATA_SIZED
+from compressor.tracing.graph.execute import needed_for
+from compressor.tracing.graph.nodes import guard
+from compressor.tracing.graph.program import Program
+from compressor.tracing.graph.refusal import Place
+from compressor.tracing.records import Guard
+
+# Answers of a tensor that depend on its shape and not on its values.
+_SHAPE_ATTRIBUTES = frozenset(("shape", "ndim", "nbytes"))
+_SHAPE_METHODS = frozenset(("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "is_contiguous", "__len__", "data_ptr"))
+
+
+@dataclass(frozen=True)
+class GuardPlan:
+    """How the guards of a program are decided.
+
+    Attributes:
+        entry: nodes that must run to check the guards over the inputs, in program order.
+        by_shape: all guards depend on the shapes of the inputs only.
+        late_shapes: guards over shapes behind a target.
+        late_values: guards over values that a target computes.
+    """
+
+    entry: tuple[fx.Node, ...]
+    by_shape: bool
+    late_shapes: tuple[fx.Node, ...]
+    late_values: tuple[fx.Node, ...]
+
+
+def plan_guards(program: Program, groups: Sequence[str]) -> GuardPlan:
+    """Sort the guards of a program.
+
+    Args:
+        program: a recorded forward.
+        groups: dotted names of all targets.
+
+    Returns:
+        What to run for them, and those that no early check can decide.
+    """
+    nodes = list(program.flat.nodes)
+    targets = {name or "_root" for name in groups}
+    early, late_shapes, late_values = [], [], []
+    by_shape = True
+    for node in program.guard_nodes:
+        needs = needed_for([node], nodes)
+        behind = any(one.op == "call_module" and one.target in targets for one in needs)
+        sources = _value_sources(node)
+        if not behind:
+            early.append(node)
+            by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
+        elif node.meta["guard"] == "structure":
+            continue  # how a result is built is checked when it is there
+        elif any(one.op == "call_module" and one.target in targets for one in sources):
+            late_values.append(node)
+        else:
+            late_shapes.append(node)
+            by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
+    return GuardPlan(tuple(needed_for(early, nodes)) if early else (), by_shape, tuple(late_shapes), tuple(late_values))
+
+
+def _value_sources(goal: fx.Node) -> set[fx.Node]:
+    """Collect the nodes whose values, and not only shapes, a guard depends on."""
+    found: set[tuple[fx.Node, bool]] = set()
+    todo = [(goal, True)]
+    while todo:
+        node, by_value = todo.pop()
+        if (node, by_value) in found:
+            continue
+        found.add((node, by_value))
+        below = by_value and not _asks_shape(node)
+        below = below or (not by_value and _is_data_sized(node))
+        todo += [(used, below or not _carries_shape(used)) for used in node.all_input_nodes]
+    return {node for node, by_value in found if by_value}
+
+
+def _asks_shape(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _SHAPE_METHODS
+    return node.target is len or (node.target is getattr and node.args[1] in _SHAPE_ATTRIBUTES)
+
+
+def _carries_shape(node: fx.Node) -> bool:
+    """True for tensors; a number among the arguments of a shape-giving call is a value."""
+    return "tensor" in node.meta or node.op in ("call_module", "placeholder") or not node.meta.get("size")
+
+
+def _is_data_sized(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name in DATA_SIZED or (name == "where" and len(node.args) == 1):
+        return True
+    return node.target is operator.getitem and len(node.args) == 2 and isinstance(node.args[1], fx.Node | tuple) and _indexes_by_mask(node)
+
+
+def _indexes_by_mask(node: fx.Node) -> bool:
+    import torch
+
+    index: Any = node.args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, fx.Node) and part.meta.get("tensor", (0, None))[1] is torch.bool for part in parts)
+
+
+def describe_guard(node: fx.Node, segment: int, variant: int) -> Guard:
+    """Make the record of a guard.
+
+    Args:
+        node: of the guard.
+        segment: in which it lies.
+        variant: number of the program.
+
+    Returns:
+        The record.
+    """
+    assert node.target is guard
+    place: Place = node.meta["place"]
+    return Guard(place.file, place.line, place.function, expression(node.args[0]), node.args[1], segment - 1, variant)
+
+
+_SYMBOLS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
+
+
+def expression(value: Any, depth: int = 0) -> str:
+    """Write a value as an expression over the inputs.
+
+    Args:
+        value: a node, or a plain value.
+        depth: how deep this already is; below a few levels names of nodes must do.
+
+    Returns:
+        Such as `input_ids.shape[1] > 1`.
+    """
+    if not isinstance(value, fx.Node):
+        return repr(value)
+    if value.op in ("placeholder", "get_attr") or depth > 5:
+        return str(value.target) if value.op in ("placeholder", "get_attr") else value.name
+    inner = [expression(part, depth + 1) for part in value.args]
+    if value.op == "call_module":
+        return f"{value.target}(...)"
+    if value.op == "call_method":
+        return f"{inner[0]}.{value.target}({', '.join(inner[1:])})"
+    name = getattr(value.target, "__name__", str(value.target))
+    if value.target is getattr:
+        return f"{inner[0]}.{value.args[1]}"
+    if value.target is operator.getitem:
+        return f"{inner[0]}[{inner[1]}]"
+    if name in _SYMBOLS and len(inner) == 2:
+        return f"{inner[0]} {_SYMBOLS[name]} {inner[1]}"
+    return f"{name}({', '.join(inner[:3])})"

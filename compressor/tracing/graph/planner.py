@@ -1,0 +1,250 @@
+"""Which recorded graph a batch takes: all of it decided before the first stage.
+
+A batch whose guards hold takes a program that is there. Else the function around the failing guard becomes a leaf, so that the guard
+lies inside it, and recording starts over; else the batch gets a program of its own; else the graph engine gives up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.data.collate import Batch, batch_to
+from compressor.errors import TracingError
+from compressor.tracing.graph.execute import run_nodes, run_program
+from compressor.tracing.graph.guards import GuardPlan, plan_guards
+from compressor.tracing.graph.leaves import LeafFunction, function_around, resolve_leaf
+from compressor.tracing.graph.nodes import GuardFailure
+from compressor.tracing.graph.patches import noting_values
+from compressor.tracing.graph.program import Program, signature_of
+from compressor.tracing.graph.record import copy_batch, named_inputs, record
+from compressor.tracing.graph.refusal import Frame, Refusal, SwallowedTarget
+from compressor.tracing.isolation import ModuleValues, RandomState
+from compressor.tracing.records import Leaf
+
+_MAX_LEAVES = 16  # functions that are made leaves for one model; recording starts over for each
+
+
+class Variant:
+    """A program, with how its guards are decided.
+
+    Attributes:
+        index: number of the variant.
+        program: the recorded forward.
+        guards: how they are decided.
+        num_batches: batches that take it, of those that were planned.
+    """
+
+    def __init__(self, index: int, program: Program, guards: GuardPlan) -> None:
+        """Made by GraphPlanner."""
+        self.index = index
+        self.program = program
+        self.guards = guards
+        self.num_batches = 0
+
+
+class GraphPlanner:
+    """Records programs and gives each batch the one that it takes.
+
+    Attributes:
+        variants: recorded so far.
+        leaves: functions that are recorded as one node, with the reason.
+        num_forwards: forwards that planning has run, recordings and dry runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Mapping[str, nn.Module],
+        *,
+        leaves: Sequence[str | Callable[..., Any]],
+        max_variants: int,
+        targets_per_stage: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        """Learn what to record; nothing runs yet."""
+        self.variants: list[Variant] = []
+        self.functions: list[LeafFunction] = [resolve_leaf(given) for given in leaves]
+        self.num_forwards = 0
+        self._model, self._targets, self._device = model, targets, device
+        self._max_variants, self._per_stage = max_variants, targets_per_stage
+        self._groups: dict[str, int] = dict(zip(targets, range(len(targets)), strict=True))
+        self._banned: set[str] = set()
+        self._chosen: dict[Any, Variant] = {}
+        self._origins: list[Batch] = []  # the batches that programs were recorded from, to start over
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """Functions that are recorded as one node."""
+        return tuple(Leaf(function.label, function.reason) for function in self.functions)
+
+    def choose(self, batches: Sequence[Batch]) -> list[Variant]:
+        """Give each batch its variant; records what is missing.
+
+        Args:
+            batches: not modified.
+
+        Returns:
+            A variant for each batch.
+
+        Raises:
+            TracingError: the graph engine cannot follow the model, or there would be too many variants.
+        """
+        while True:
+            chosen = []
+            for batch in batches:
+                variant = self._choose(batch if self._device is None else batch_to(batch, self._device))
+                if variant is None:
+                    break  # a new leaf: everything that was recorded is void
+                chosen.append(variant)
+            else:
+                return chosen
+
+    def _choose(self, batch: Batch) -> Variant | None:
+        key = (signature_of(batch), _shapes(batch))
+        known = self._chosen.get(key) or self._chosen.get((key, content_digest(batch)))
+        if known is not None:
+            return known
+        reasons: list[str] = []
+        failed: list[tuple[GuardFailure, Variant]] = []
+        for variant in self.variants:
+            try:
+                self._check(variant, batch)
+            except GuardFailure as failure:
+                reasons.append(str(failure))
+                failed.append((failure, variant))
+            else:
+                return self._remember(key, batch, variant)
+        for failure, variant in failed:
+            if self._absorb(failure, variant):
+                return None
+        if len(self.variants) >= self._max_variants:
+            raise TracingError(
+                f"{reasons[-1]}; {self._max_variants} recorded graphs do not cover the batches; raise max_variants, name a leaf around "
+                'this line, or use engine="suspend"'
+            )
+        variant = self._record(batch)
+        return None if variant is None else self._remember(key, batch, variant)
+
+    def _remember(self, key: Any, batch: Batch, variant: Variant) -> Variant:
+        self._chosen[key if variant.guards.by_shape else (key, content_digest(batch))] = variant
+        return variant
+
+    def _check(self, variant: Variant, batch: Batch) -> None:
+        """Raise GuardFailure unless a batch can take a program."""
+        expected, found = variant.program.signature, signature_of(batch)
+        if found != expected:
+            odd = next((pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1]), (expected, found))
+            raise GuardFailure(f"inputs: traced with {odd[0]!r}, this batch gives {odd[1]!r}")
+        inputs = named_inputs(copy_batch(batch))
+        with self._undone():
+            if variant.guards.late_shapes:
+                self.num_forwards += 1
+                run_program(variant.program, inputs, self._model)
+            elif variant.guards.entry:
+                run_nodes(variant.guards.entry, inputs, self._model)
+
+    def _undone(self) -> Any:
+        from contextlib import contextmanager
+
+        @contextmanager
+        def undone() -> Any:
+            values, state = ModuleValues(), RandomState.current(foreign=True)
+            try:
+                with noting_values(values):
+                    yield
+            finally:
+                values.undo({})
+                state.restore()
+
+        return undone()
+
+    def _absorb(self, failure: GuardFailure, variant: Variant) -> bool:
+        """Make the function around a failing guard a leaf."""
+        node = next((node for node in variant.program.guard_nodes if node.name == failure.node_name), None)
+        if node is None:
+            return False
+        return self._add_leaf(node.meta["frames"], variant.program.busy, f"absorbed {failure}")
+
+    def _add_leaf(self, frames: Sequence[Frame], busy: set[Any], reason: str) -> bool:
+        taken = self._banned | {function.label for function in self.functions}
+        found = function_around(frames, busy, taken, reason)
+        if found is None or len(self.functions) >= _MAX_LEAVES:
+            return False
+        self.functions.append(found)
+        self._start_over()
+        return True
+
+    def _start_over(self) -> None:
+        self.variants.clear()
+        self._chosen.clear()
+
+    def _record(self, batch: Batch) -> Variant | None:
+        """Record a program; None where a new leaf makes everything start over."""
+        self.num_forwards += 1
+        try:
+            program = record(self._model, batch, self._targets, self._groups, self.functions)
+        except SwallowedTarget as refusal:
+            self._ban(refusal)
+            return None
+        except Refusal as refusal:
+            if self._add_leaf(refusal.frames, set(), f"absorbed {refusal}"):
+                return None
+            raise
+        if self._per_stage > 1 and not self.variants:
+            regrouped = _group(program.targets, self._targets, self._per_stage)
+            if regrouped != self._groups:
+                self._groups = regrouped
+                return None
+        guards = plan_guards(program, tuple(self._targets))
+        if guards.late_values:
+            node = guards.late_values[0]
+            if self._add_leaf(node.meta["frames"], program.busy, f"absorbed a guard at {node.args[2]} on a value that a target computes"):
+                return None
+            raise TracingError(
+                f"{node.args[2]}: Python decides by a value that a sequential target computes ({node.args[1]!r} when traced), and "
+                'compression changes it; only engine="suspend" can follow'
+            )
+        self.variants.append(Variant(len(self.variants), program, guards))
+        return self.variants[-1]
+
+    def _ban(self, refusal: SwallowedTarget) -> None:
+        """Take a leaf back that turned out to call a target; one that the user named is an error."""
+        kept = [function for function in self.functions if function.label != refusal.leaf or function.reason == "given by the user"]
+        if len(kept) == len(self.functions):
+            raise refusal
+        self._banned.add(refusal.leaf)
+        self.functions = kept
+        self._start_over()
+
+
+def _group(order: Sequence[str], targets: Mapping[str, nn.Module], size: int) -> dict[str, int]:
+    """Put targets that follow each other into groups."""
+    names = [*order, *(name for name in targets if name not in order)]
+    return {name: place // size for place, name in enumerate(names)}
+
+
+def _shapes(batch: Batch) -> Any:
+    return tuple(tuple(item.shape) if isinstance(item, Tensor) else None for item in named_inputs(batch).values())
+
+
+def content_digest(batch: Batch) -> bytes:
+    """Hash the contents of a batch.
+
+    Args:
+        batch: not modified.
+
+    Returns:
+        A digest of names, types, shapes and bytes.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, item in named_inputs(batch).items():
+        head = f"{name} {item.dtype} {tuple(item.shape)}" if isinstance(item, Tensor) else f"{name} {item!r}"
+        digest.update(head.encode())
+        if isinstance(item, Tensor):
+            digest.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()

@@ -1,0 +1,255 @@
+"""A recorded forward, cut into stages: one torch.fx graph before the first target, and one for each target with what follows it.
+
+A stage begins where its target is called for the first time. Its graph goes on to where the next stage begins, so running all graphs one
+after another is the forward. A target that is called again later keeps its one stage: to calibrate it, the graphs up to its last call
+are run on copies.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from compressor.tracing.graph.nodes import Constant
+from compressor.tracing.graph.recorder import Recorder
+from compressor.tracing.graph.refusal import Refusal
+
+ROOT = "_root"  # how graphs name the model itself, whose dotted name is empty
+
+
+@dataclass
+class Segment:
+    """The graph from one stage's beginning to the next one's.
+
+    Attributes:
+        targets: dotted names of the stage's targets; empty before the first stage.
+        graph: placeholders are what it needs, its output what later segments need, by name; for the last one, the model's output.
+        live_in: all values that cross into it, also those that only pass through.
+        mutates: those of them that it writes to.
+        live_bytes: memory of what crosses into it, of the batch that was recorded.
+        calls: names of the nodes that call the stage's targets.
+        is_last: its output is the model's.
+    """
+
+    targets: tuple[str, ...]
+    graph: fx.Graph
+    live_in: tuple[str, ...]
+    mutates: frozenset[str] = frozenset()
+    live_bytes: int = 0
+    calls: tuple[str, ...] = ()
+    is_last: bool = False
+
+    def graph_module(self, model: nn.Module) -> fx.GraphModule:
+        """Make a module of the graph, for printing and running it alone.
+
+        Args:
+            model: the model that was recorded; its modules are shared.
+
+        Returns:
+            A module whose `print_readable` shows the graph with the model's source lines.
+        """
+        root: dict[str, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_module":
+                root[node.target] = find_module(model, node.target)
+            elif node.op == "get_attr":
+                owner, _, name = node.target.rpartition(".")
+                root[node.target] = getattr(model.get_submodule(owner), name)
+        return fx.GraphModule(root, self.graph, "Segment")
+
+
+@dataclass
+class Program:
+    """One recorded forward.
+
+    Attributes:
+        flat: the whole graph.
+        segments: before the first stage, then one for each stage.
+        output: encoded result of the forward.
+        signature: what a batch must look like.
+        spans: for each segment, the index of the segment that holds the last call of its targets.
+        calls: calls of modules: name, target around it or None, and the segment in which it lies.
+        busy: code of functions that call targets.
+        reassigned: dotted names of attributes that the forward sets.
+    """
+
+    flat: fx.Graph
+    segments: list[Segment]
+    signature: Any
+    spans: list[int]
+    calls: list[tuple[str, str | None, int]]
+    busy: set[Any] = field(default_factory=set)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Targets in the order of their stages."""
+        return tuple(name for segment in self.segments for name in segment.targets)
+
+    @property
+    def guard_nodes(self) -> list[fx.Node]:
+        """Guards of the whole forward, in program order."""
+        return [node for node in self.flat.nodes if "guard" in node.meta]
+
+
+def find_module(model: nn.Module, target: str) -> nn.Module:
+    """Find the module that a node calls.
+
+    Args:
+        model: the model.
+        target: of a call_module node.
+
+    Returns:
+        The module as it is now.
+    """
+    return model if target == ROOT else model.get_submodule(target)
+
+
+def build_program(recorder: Recorder, output: Any, signature: Any, groups: Mapping[str, int], reassigned: Collection[str]) -> Program:
+    """Cut a recorded forward into segments.
+
+    Args:
+        recorder: after the forward.
+        output: encoded result.
+        signature: of the batch.
+        groups: target to number of its group; the targets of a group share a stage.
+        reassigned: dotted names of what the forward has set on modules, which must be read where it was read.
+
+    Returns:
+        The program.
+
+    Raises:
+        Refusal: the forward calls no target.
+    """
+    flat = recorder.graph
+    order = {node: number for number, node in enumerate(flat.nodes)}
+    flat.output(output)
+    for node in reversed(list(flat.nodes)):
+        if node.meta.get("size") and not node.users:
+            flat.erase_node(node)
+    cutter = _Cutter(flat, groups, reassigned)
+    if not cutter.stages:
+        raise Refusal("trace: the forward calls none of the sequential targets; give a batch that reaches them, or other targets")
+    segments = [cutter.build(index) for index in range(len(cutter.stages) + 1)]
+    starts = [order[node] for node in cutter.starts]
+    calls = [(name, target, sum(start <= number for start in starts)) for name, target, number in recorder.calls]
+    return Program(flat, segments, signature, cutter.spans(), calls, recorder.busy)
+
+
+class _Cutter:
+    """Finds the segment of each node, and copies them out."""
+
+    def __init__(self, flat: fx.Graph, groups: Mapping[str, int], reassigned: Collection[str]) -> None:
+        self._flat = flat
+        self._reassigned = reassigned
+        self.stages: dict[int, list[str]] = {}  # group to its targets, in the order of first calls
+        self.starts: list[fx.Node] = []
+        self._segment: dict[fx.Node, int] = {}
+        self._target_calls: dict[int, list[fx.Node]] = {}
+        for node in flat.nodes:
+            self._place(node, groups)
+        self._index_of = {group: index + 1 for index, group in enumerate(self.stages)}
+        self._last = len(self.stages)
+        self._ends = {node: max((self._segment[user] for user in node.users), default=self._segment[node]) for node in flat.nodes}
+
+    def _place(self, node: fx.Node, groups: Mapping[str, int]) -> None:
+        name = "" if node.target == ROOT else node.target
+        group = groups.get(str(name)) if node.op == "call_module" else None
+        if group is not None:
+            if group not in self.stages:
+                self.stages[group] = []
+                self.starts.append(node)
+            if name not in self.stages[group]:
+                self.stages[group].append(str(name))
+            self._target_calls.setdefault(group, []).append(node)
+        self._segment[node] = len(self.stages)
+
+    def spans(self) -> list[int]:
+        last = [max(self._segment[node] for node in self._target_calls[group]) for group in self.stages]
+        return [0, *last]
+
+    def _is_repeated(self, node: fx.Node) -> bool:
+        """True for what every segment reads for itself: constants, and state that the forward does not set."""
+        return isinstance(node.target, Constant) or (node.op == "get_attr" and node.target not in self._reassigned)
+
+    def _live_into(self, index: int) -> list[fx.Node]:
+        return [node for node in self._flat.nodes if self._segment[node] < index <= self._ends[node] and not self._is_repeated(node)]
+
+    def build(self, index: int) -> Segment:
+        """Copy the nodes of one segment into a graph of their own."""
+        graph, copies = fx.Graph(), {}
+        live = self._live_into(index)
+        own = [node for node in self._flat.nodes if self._segment[node] == index]
+        needed = {used for node in own for used in node.all_input_nodes}
+        if index > 0:
+            copies = {node: graph.placeholder(node.name) for node in live if node in needed}
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in copies:  # a constant or a parameter of an earlier segment
+                copies[node] = _copy_node(graph, node, copied)
+            return copies[node]
+
+        for node in own:
+            if node.op != "output" and not (self._is_repeated(node) and not any(self._segment[user] == index for user in node.users)):
+                copies[node] = _copy_node(graph, node, copied)
+        is_last = index == self._last
+        result = (
+            self._flat.output_node().args[0]
+            if is_last
+            else {node.name: node for node in own if node.op != "output" and self._ends[node] > index and not self._is_repeated(node)}
+        )
+        graph.output(fx.map_arg(result, copied))
+        group = list(self.stages)[index - 1] if index else None
+        calls = [] if group is None else self._target_calls[group]
+        written = frozenset().union(*(node.meta.get("writes", ()) for node in own))
+        return Segment(
+            targets=() if group is None else tuple(self.stages[group]),
+            graph=graph,
+            live_in=tuple(node.name for node in live),
+            mutates=frozenset(node.name for node in live if _storage(node) in written),
+            live_bytes=_bytes(live),
+            calls=tuple(node.name for node in calls if self._segment[node] == index),
+            is_last=is_last,
+        )
+
+
+def _copy_node(graph: fx.Graph, node: fx.Node, copied: Any) -> fx.Node:
+    if node.op == "placeholder":
+        made = graph.placeholder(str(node.target))
+    else:
+        made = graph.create_node(node.op, node.target, fx.map_arg(node.args, copied), fx.map_arg(node.kwargs, copied), name=node.name)
+    made.meta = dict(node.meta)
+    place = node.meta.get("place")
+    if place is not None:
+        line = linecache.getline(place.file, place.line).strip()
+        made.meta["stack_trace"] = f'File "{place.file}", line {place.line}, in {place.function}\n  {line}\n'
+    return made
+
+
+def _storage(node: fx.Node) -> Any:
+    return node.meta["tensor"][2] if "tensor" in node.meta else None
+
+
+def _bytes(nodes: Sequence[fx.Node]) -> int:
+    return sum({node.meta["tensor"][2]: node.meta["tensor"][3] for node in nodes if "tensor" in node.meta}.values())
+
+
+def signature_of(batch: Any) -> Any:
+    """Describe what the graph of one batch takes for granted about another.
+
+    Args:
+        batch: dict or tuple.
+
+    Returns:
+        Names with number of dimensions, dtype and device of each tensor; other values as they are.
+    """
+
+    def describe(item: Any) -> Any:
+        return (item.ndim, item.dtype, item.device.type) if isinstance(item, torch.Tensor) else repr(item)
+
+    items = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    return tuple((name, describe(item)) for name, item in items)

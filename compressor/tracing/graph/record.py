@@ -1,0 +1,106 @@
+"""Recording one forward: inputs become placeholders, the forward runs once, and the recorder's graph becomes a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.data.collate import Batch, call_model
+from compressor.errors import TracingError
+from compressor.tracing.graph.leaves import LeafFunction
+from compressor.tracing.graph.patches import recording
+from compressor.tracing.graph.program import Program, build_program, signature_of
+from compressor.tracing.graph.recorder import Recorder
+from compressor.tracing.graph.refusal import Refusal, current_frames
+from compressor.tracing.isolation import ModuleValues, RandomState
+
+
+def record(
+    model: nn.Module, batch: Batch, targets: Mapping[str, nn.Module], groups: Mapping[str, int], leaves: Sequence[LeafFunction]
+) -> Program:
+    """Run the forward of a model once and record it.
+
+    Args:
+        model: as it was afterwards.
+        batch: on the device of the model; not modified.
+        targets: dotted name to module.
+        groups: target to the number of the stage it shares.
+        leaves: functions to record as one node.
+
+    Returns:
+        The program of this batch.
+
+    Raises:
+        Refusal: the forward does what a graph cannot repeat.
+    """
+    batch = copy_batch(batch)
+    values, outside = ModuleValues(), RandomState.current(foreign=True)
+    with torch.no_grad():
+        recorder = Recorder(model, targets)
+    try:
+        given = _bind_inputs(recorder, batch)
+        with recording(recorder, leaves, values):
+            output = _run(model, given)
+            with recorder.opaque():
+                recorder.check_end()
+                encoded = recorder.encoder.encode(output)
+            reassigned = {f"{recorder.names.get(id(module), '?')}.{name}".lstrip(".") for module, name in values.noted()}
+    finally:
+        outside.restore()
+    return build_program(recorder, encoded, signature_of(batch), groups, reassigned)
+
+
+def _run(model: nn.Module, batch: Batch) -> Any:
+    try:
+        return call_model(model, batch)
+    except TracingError:
+        raise
+    except Exception as error:
+        # Whatever the forward cannot do with symbolic numbers; a plain forward tells whether the model is to blame.
+        message = f"forward: {type(error).__name__} while it was recorded: {error}"
+        raise Refusal(f'{message}; use engine="suspend"', current_frames()) from error
+
+
+def _bind_inputs(recorder: Recorder, batch: Batch) -> Batch:
+    items = batch.items() if isinstance(batch, dict) else [(f"arg_{number}", item) for number, item in enumerate(batch)]
+    bound = {}
+    with recorder.opaque():
+        for name, item in items:
+            if isinstance(item, Tensor):
+                node = recorder.emit("placeholder", str(name))
+                bound[name] = recorder.binder.bind(node, item)
+            else:
+                bound[name] = item  # part of the signature
+    return bound if isinstance(batch, dict) else tuple(bound.values())
+
+
+def copy_batch(batch: Batch) -> Batch:
+    """Copy a batch, because a forward may write to what it is given.
+
+    Args:
+        batch: not modified.
+
+    Returns:
+        A copy.
+    """
+    with torch.no_grad():
+        if isinstance(batch, dict):
+            return {name: item.clone() if isinstance(item, Tensor) else item for name, item in batch.items()}
+        return tuple(item.clone() if isinstance(item, Tensor) else item for item in batch)
+
+
+def named_inputs(batch: Batch) -> dict[str, Any]:
+    """Name the values of a batch as the placeholders of a program do.
+
+    Args:
+        batch: dict or tuple.
+
+    Returns:
+        Name to value.
+    """
+    if isinstance(batch, dict):
+        return {str(name): item for name, item in batch.items()}
+    return {f"arg_{number}": item for number, item in enumerate(batch)}

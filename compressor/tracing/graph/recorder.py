@@ -1,0 +1,389 @@
+"""The recorder: runs beside one real forward and turns every torch call of the code between targets into a node of a torch.fx graph.
+
+Tensors are real, so Python sees what it always sees. Modules without a target inside are one node. Sizes and `.item()` values are
+symbolic numbers; what Python decides by them becomes a guard. A tensor that no recorded call made is refused: to freeze it would be to
+use this sample's values for all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from compressor.tracing.graph.binding import Binder
+from compressor.tracing.graph.calls import call_form, constant_query, pins_result, refused_call, writes_by_name
+from compressor.tracing.graph.encoding import Encoder
+from compressor.tracing.graph.helpers import Helpers
+from compressor.tracing.graph.modes import Modes
+from compressor.tracing.graph.nodes import guard, set_attribute, set_buffer
+from compressor.tracing.graph.refusal import Refusal, SwallowedTarget, current_frames, current_place
+from compressor.tracing.graph.symbolic import SymbolicFloat, SymbolicInt, is_symbolic, plain
+from compressor.tracing.graph.trees import plain_tree, tree_leaves
+from compressor.tracing.isolation import foreign_random
+
+
+class Recorder(TorchFunctionMode):
+    """Records one forward.
+
+    Attributes:
+        graph: grows node by node, in program order.
+        inside: above 0 while code runs that is not recorded.
+        calls: every module call inside a node: module name, target or "" around it, number of nodes before it.
+        busy: code of the functions that called a target; none of them can become a leaf.
+        written: storages that recorded calls have written to.
+    """
+
+    def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module]) -> None:
+        """Learn the modules; nothing is recorded yet."""
+        super().__init__()
+        self.model = model
+        self.graph = fx.Graph()
+        self.inside = 0
+        self.calls: list[tuple[str, str | None, int]] = []
+        self.busy: set[Any] = set()
+        self.written: set[int] = set()
+        self.names: dict[int, str] = {}
+        for name, module in model.named_modules():
+            self.names.setdefault(id(module), name)
+        self.targets = {id(module): name for name, module in targets.items()}
+        self.encoder = Encoder(self)
+        self.binder = Binder(self)
+        self.helpers = Helpers(self)
+        self._taken_apart = _ancestors(model, self.targets)
+        self._owner: str | None = None
+        self._leaf = ""
+        self._pinned: set[tuple[fx.Node, str]] = set()
+        self._caught: str | None = None
+        self._ambient = Modes.current()
+        self._python_random, self._seed = foreign_random(), torch.initial_seed()
+        self._versions = {name: (tensor, tensor._version) for name, tensor in _state(model)}
+
+    # Making nodes
+
+    def emit(
+        self,
+        op: str,
+        target: Any,
+        args: Any = (),
+        kwargs: Any = None,
+        *,
+        size: bool = False,
+        effect: bool = False,
+        writes: frozenset[int] = frozenset(),
+    ) -> fx.Node:
+        """Add a node whose arguments are encoded already.
+
+        Args:
+            op: kind of node.
+            target: what it calls.
+            args: nodes and plain values.
+            kwargs: nodes and plain values by name.
+            size: the node computes a number and may go if nothing needs it.
+            effect: the node writes to something.
+            writes: the storages that it writes to.
+
+        Returns:
+            The node.
+        """
+        node = self.graph.create_node(op, target, args, kwargs or {})
+        node.meta["place"] = current_place()
+        state = Modes.current()
+        node.meta["state"] = None if state == self._ambient else state
+        node.meta["size"], node.meta["effect"], node.meta["writes"] = size, effect or bool(writes), writes
+        return node
+
+    def guard(self, node: fx.Node, expected: Any, kind: str = "value") -> None:
+        """Record that a value must be what it is now.
+
+        Args:
+            node: of the value.
+            expected: the value.
+            kind: `value`, or `structure` for what only says that a result is built as it was.
+        """
+        key = (node, f"{type(expected).__name__} {expected!r}")
+        if key not in self._pinned:
+            self._pinned.add(key)
+            made = self.emit("call_function", guard, (node, expected, str(current_place())))
+            made.meta["guard"], made.meta["frames"] = kind, current_frames()
+
+    def compute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Compute with symbolic numbers.
+
+        Args:
+            function: of the operator module, or one like it.
+            args: numbers, one of them symbolic.
+
+        Returns:
+            A symbolic number where this is recorded.
+        """
+        value = function(*map(plain, args))
+        if self.inside:
+            return value
+        with self.opaque():
+            node = self.emit("call_function", function, self.encoder.encode(args), size=True)
+        return self.number(value, node)
+
+    def decide(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Compare symbolic numbers, under a guard on the outcome.
+
+        Args:
+            function: of the operator module, or one like it.
+            args: numbers, one of them symbolic.
+
+        Returns:
+            The plain outcome.
+        """
+        value = function(*map(plain, args))
+        if not self.inside:
+            with self.opaque():
+                self.guard(self.emit("call_function", function, self.encoder.encode(args), size=True), value)
+        return value
+
+    def pin(self, node: fx.Node, value: Any) -> None:
+        """Put a guard on a number that Python is about to use.
+
+        Args:
+            node: that computes it.
+            value: of it.
+        """
+        if not self.inside:
+            with self.opaque():
+                self.guard(node, value)
+
+    def number(self, value: Any, node: fx.Node) -> Any:
+        """Make a number symbolic.
+
+        Args:
+            value: plain.
+            node: that computes it.
+
+        Returns:
+            A symbolic number; bools and complex numbers come back plain, under a guard.
+        """
+        if (isinstance(value, bool | complex) and not isinstance(value, int | float)) or type(value) is bool:
+            self.guard(node, value)
+            return value
+        return SymbolicInt(value, node, self) if isinstance(value, int) else SymbolicFloat(value, node, self)
+
+    @contextmanager
+    def opaque(self) -> Iterator[None]:
+        """Let code run that is not recorded."""
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def refuse(self, message: str) -> Refusal:
+        """Make an error that knows the running functions.
+
+        Args:
+            message: what, why, and the remedy; the place is put before it.
+
+        Returns:
+            The error, for raising.
+        """
+        return Refusal(f"{current_place()}: {message}", current_frames())
+
+    # Recording calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a torch call of the code between targets; run every other one as it is."""
+        kwargs = kwargs or {}
+        if self.inside:
+            return func(*args, **kwargs)
+        with self.opaque():
+            plain_args, plain_kwargs = plain_tree(args), plain_tree(kwargs)
+            if constant_query(func, plain_args):
+                return func(*plain_args, **plain_kwargs)
+            why = refused_call(func, plain_args, plain_kwargs)
+            if why is not None:
+                raise self.refuse(why)
+            encoded = self.encoder.encode(args), self.encoder.encode(kwargs)
+            before = self.versions((plain_args, plain_kwargs))
+            output = self._run(func, plain_args, plain_kwargs, None)
+            by_name = writes_by_name(func, plain_kwargs)
+            wrote = self.note_writes(before, by_name)
+            op, target, node_args, node_kwargs = call_form(func, *encoded)
+            node = self.emit(op, target, node_args, node_kwargs, writes=wrote, effect=by_name)
+            bound = self.binder.bind(node, output)
+        return plain_tree(self._pin_all(bound)) if pins_result(func) else bound
+
+    def _pin_all(self, value: Any) -> Any:
+        for item in tree_leaves(value):
+            if is_symbolic(item):
+                item.pinned()
+        return value
+
+    def versions(self, value: Any) -> list[tuple[Tensor, int]]:
+        """Note how often the tensors of a value have been written to.
+
+        Args:
+            value: arguments of a call.
+
+        Returns:
+            Tensor and version.
+        """
+        return [(item, item._version) for item in tree_leaves(value) if isinstance(item, Tensor) and not item.is_inference()]
+
+    def note_writes(self, before: list[tuple[Tensor, int]], everywhere: bool = False) -> frozenset[int]:
+        """Remember the storages that a call has written to.
+
+        Args:
+            before: versions before the call.
+            everywhere: take it that the call has written to all its tensors.
+
+        Returns:
+            The storages.
+        """
+        changed = [tensor for tensor, version in before if everywhere or tensor._version != version]
+        storages = frozenset(tensor.untyped_storage()._cdata for tensor in changed if tensor.layout is torch.strided)
+        self.written |= storages
+        return storages
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any, owner: str | None) -> Any:
+        """Run code that is not recorded; remember if it raises, since the model may catch that."""
+        outer, self._owner = self._owner, owner
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            self._caught = f"{current_place()}: {type(error).__name__} ({error}) was raised and caught"
+            raise
+        finally:
+            self._owner = outer
+
+    def call_module(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the call of a module, unless targets lie inside it.
+
+        Args:
+            call: the plain `nn.Module.__call__`.
+            module: that is called.
+            args: its arguments.
+            kwargs: its named arguments.
+
+        Returns:
+            What it returns.
+        """
+        name = self.names.get(id(module))
+        if self.inside:
+            self._note_inner(module, name)
+        if self.inside or name is None or module in self._taken_apart:
+            return call(module, *args, **kwargs)
+        target = self.targets.get(id(module))
+        if target is not None:
+            self.busy |= {frame.code for frame in current_frames()}
+        self.calls.append((name, target, len(self.graph.nodes)))
+        path = name or "_root"
+        emit = lambda a, k, writes: self.emit("call_module", path, a, k, writes=writes)  # noqa: E731
+        return self._call_whole(lambda *a, **k: call(module, *a, **k), args, kwargs, emit, name if target is None else target)
+
+    def _note_inner(self, module: nn.Module, name: str | None) -> None:
+        if name is None or self._owner is None:
+            return
+        owner = self._owner
+        if id(module) in self.targets and self.targets[id(module)] != owner:
+            raise SwallowedTarget(
+                f"{current_place()}: {self.targets[id(module)]} is a sequential target and is called inside {owner}, which is one node; "
+                "do not make it a leaf, or choose other sequential targets",
+                self._leaf,
+            )
+        self.calls.append((name, owner if owner in self.targets.values() else None, len(self.graph.nodes)))
+
+    def call_leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        """Record the call of a function as one node.
+
+        Args:
+            function: what the node calls.
+            args: its arguments.
+            kwargs: its named arguments.
+            run: what is called now.
+
+        Returns:
+            What it returns.
+        """
+        emit = lambda a, k, writes: self.emit("call_function", function, a, k, writes=writes)  # noqa: E731
+        outer, self._leaf = self._leaf, getattr(function, "__qualname__", repr(function))
+        try:
+            return self._call_whole(run, args, kwargs, emit, f"leaf {self._leaf}")
+        finally:
+            self._leaf = outer
+
+    def _call_whole(self, run: Any, args: Any, kwargs: Any, emit: Callable[[Any, Any, frozenset[int]], fx.Node], owner: str) -> Any:
+        """Record a call whose inside is not recorded, with the helper objects that it may change."""
+        with self.opaque():
+            plain_args, plain_kwargs = plain_tree(args), plain_tree(kwargs)
+            self.helpers.before((args, kwargs), (plain_args, plain_kwargs))
+            encoded = self.encoder.encode(args), self.encoder.encode(kwargs)
+            before = self.versions((plain_args, plain_kwargs))
+            output = self._run(run, plain_args, plain_kwargs, owner)
+            if self.helpers.found_shared():
+                encoded = self.encoder.encode(args), self.encoder.encode(kwargs)
+            node = emit(*encoded, self.note_writes(before))
+            self.helpers.after()
+            return self.binder.bind_checked(node, output)
+
+    def note_attribute(self, module: nn.Module, name: str, value: Any, persistent: bool | None = None) -> None:
+        """Record that the code between targets sets an attribute or a buffer of a module.
+
+        Args:
+            module: of the model.
+            name: of the attribute.
+            value: new.
+            persistent: of a buffer; None for an attribute.
+        """
+        with self.opaque():
+            old = module.__dict__.get(name)
+            if isinstance(value, int | float | str) and isinstance(old, int | float | str) and plain(old) != plain(value):
+                raise self.refuse(
+                    f"{self.names[id(module)] or 'the model'}.{name} goes from {plain(old)!r} to {plain(value)!r}: state that one "
+                    'batch leaves to the next cannot be in a graph; keep it out of forward, or use engine="suspend"'
+                )
+            target, args = (set_attribute, ()) if persistent is None else (set_buffer, (persistent,))
+            self.emit("call_function", target, (self.encoder.constant(module), name, self.encoder.encode(value), *args), effect=True)
+
+    def check_end(self) -> None:
+        """Refuse a forward that did what a graph cannot repeat.
+
+        Raises:
+            Refusal: it caught an exception, drew from Python's or numpy's generators, or wrote to parameters or buffers in place.
+        """
+        if self._caught is not None:
+            raise Refusal(f'{self._caught}: whether it is raised depends on the batch; use engine="suspend"')
+        if foreign_random() != self._python_random:
+            raise Refusal(
+                "forward: it draws from the random generators of Python or numpy, whose numbers would be frozen in a graph; draw with "
+                'torch, or use engine="suspend"'
+            )
+        if torch.initial_seed() != self._seed:
+            raise Refusal('forward: it seeds torch\'s random generator, which is not a call that a graph can repeat; use engine="suspend"')
+        written = [name for name, (tensor, version) in self._versions.items() if tensor._version != version]
+        if written:
+            raise Refusal(
+                f"{written[0]}: forward writes to it in place, and all samples share it; put a new tensor in its place, or use "
+                'pipeline="basic"'
+            )
+
+
+def _ancestors(model: nn.Module, targets: dict[int, str]) -> set[nn.Module]:
+    """Find the modules that hold a target, and are none themselves."""
+    found: set[nn.Module] = set()
+
+    def holds(module: nn.Module) -> bool:
+        below = [holds(child) for child in module.children()]
+        if any(below):
+            found.add(module)
+        return any(below) or id(module) in targets
+
+    holds(model)
+    return {module for module in found if id(module) not in targets}
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_inference():
+            yield name, tensor
