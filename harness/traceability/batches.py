@@ -7,7 +7,7 @@ length, and `bare` leaves out what may be left out: the mask, or the images.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -125,6 +125,32 @@ def _speech(ask: Ask) -> Batch:
     return _without_mask({"input_values": ask.normal(ask.rows, ask.length * per_unit) * mask, "attention_mask": mask}, ask)
 
 
+def _token_ids(ask: Ask) -> Batch:
+    return {"input_ids": ask.tokens()}
+
+
+def _long_text(ask: Ask) -> Batch:
+    """Lengths that are multiples of a block, long enough for sparse attention."""
+    return _text(replace(ask, length={12: 48, 17: 56, 9: 40}[ask.length]))
+
+
+def _speech_to_text(ask: Ask) -> Batch:
+    return _speech(ask) | {"decoder_input_ids": ask.tokens(length=ask.length // 2)}
+
+
+def _audio_tokens(ask: Ask) -> Batch:
+    if ask.bare:
+        return _text(ask)
+    frames, mels = ask.options["frames"], ask.options["mels"]
+    batch = _with_images(ask, [[ask.options["num_tokens"]]] * ask.rows) | {"input_features": ask.normal(ask.rows, mels, frames)}
+    return batch | ({"feature_attention_mask": torch.ones(ask.rows, frames, dtype=torch.int64)} if ask.options.get("mask") else {})
+
+
+def _image_tokens_and_question(ask: Ask) -> Batch:
+    batch = _image_tokens(replace(ask, bare=False))
+    return batch | {"qformer_input_ids": ask.tokens(batch["pixel_values"].shape[0], 6)}
+
+
 def _with_images(ask: Ask, runs: list[list[int]]) -> Batch:
     """Make a text in which row `i` holds one run of image tokens for each number of `runs[i]`; the images are added by the caller."""
     start, end = ask.options.get("start"), ask.options.get("end")
@@ -212,7 +238,12 @@ MAKERS: Mapping[str, Callable[[Ask], Batch]] = MappingProxyType(
         "image": _image,
         "image_any_size": _image_any_size,
         "image_and_text": _image_and_text,
+        "token_ids": _token_ids,
+        "long_text": _long_text,
         "speech": _speech,
+        "speech_to_text": _speech_to_text,
+        "audio_tokens": _audio_tokens,
+        "image_tokens_and_question": _image_tokens_and_question,
         "speech_seq2seq": _speech_seq2seq,
         "image_tokens": _image_tokens,
         "image_list": _image_list,
@@ -232,4 +263,4 @@ def copies(batches: Sequence[Batch]) -> list[Batch]:
     Returns:
         Copies.
     """
-    return [{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()} for batch in batches]
+    return [{name: value.clone() for name, value in batch.items()} for batch in batches]

@@ -162,7 +162,8 @@ class NotesOnModules(Toy):
         self.offset = x.mean(-1, keepdim=True)
         for layer in self.layers:
             hidden = layer(hidden) + self.offset
-        return self.head(hidden + sum(layer.note[..., :WIDTH] for layer in self.layers))  # type: ignore[misc]
+        notes = [layer.note[..., :WIDTH] for layer in self.layers if isinstance(layer, LeavingNotes)]
+        return self.head(hidden + sum(notes))
 
 
 class CountingSteps(Toy):
@@ -185,7 +186,7 @@ class Pair(NamedTuple):
 
     left: Tensor
     right: Tensor
-    count: int
+    num: int
 
 
 class Pairing(Layer):
@@ -193,7 +194,7 @@ class Pairing(Layer):
 
     def forward(self, pair: Pair) -> Pair:  # type: ignore[override]
         """Return another pair."""
-        return Pair(pair.right, pair.left + self.down(self.up(pair.right)), pair.count + 1)
+        return Pair(pair.right, pair.left + self.down(self.up(pair.right)), pair.num + 1)
 
 
 class StructuredValues(Toy):
@@ -207,7 +208,7 @@ class StructuredValues(Toy):
         for layer in self.layers:
             pair = layer(pair)
         logits = self.head(pair.left)
-        return {"logits": logits, "pair": pair, "again": [logits, (pair.count, None, "text")]}
+        return {"logits": logits, "pair": pair, "again": [logits, (pair.num, None, "text")]}
 
 
 class OwnHook(Toy):

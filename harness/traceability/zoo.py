@@ -67,7 +67,7 @@ class Architecture:
         random.setstate(python_state)
         draw_weights(model, seed)
         for module in model.modules():
-            config = module.__dict__.get("config")
+            config: Any = module.__dict__.get("config")
             if getattr(config, "use_cache", False):
                 config.use_cache = False
         return model
