@@ -27,7 +27,7 @@ from compressor.model.experts_stages import expert_targets
 from compressor.model.format import check_readable
 from compressor.model.load import LoadedModel, load_model, resolve_device
 from compressor.modifiers.scheme_modifier import SchemeModifier
-from compressor.nn import QuantizedLinear
+from compressor.nn import QuantizedLayer
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.pipelines.journal import base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.progress import Progress, RichProgress, SilentProgress
@@ -217,7 +217,8 @@ def _settle_experts(experts: UnfusedModel, session: Session, calibrate_all: bool
     if not to_disk:
         return
     schemes = {name: scheme for part in session.modifiers if isinstance(part, SchemeModifier) for name, scheme in part.schemes.items()}
-    check_readable(schemes)
+    kv = [part.kv_cache_scheme for part in session.modifiers if isinstance(part, SchemeModifier) and part.kv_cache_scheme is not None]
+    check_readable(schemes, state.model, kv[0] if kv else None)
     for note in reader_notes(state.model, schemes):
         state.report.notes.append(note)
         warnings.warn(note, UserWarning, stacklevel=3)
@@ -235,7 +236,7 @@ def _run_device(loaded: LoadedModel, device: str) -> torch.device:
 
 
 def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: dict[str, Any], token: str | None) -> Path:
-    schemes = {name: layer.scheme for name, layer in loaded.model.named_modules() if isinstance(layer, QuantizedLinear)}
+    schemes = {name: layer.scheme for name, layer in loaded.model.named_modules() if isinstance(layer, QuantizedLayer)}
     return save_checkpoint(
         loaded.model,
         output_dir,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compressor.errors import CheckpointError, NumericsError, SchemeError
 from compressor.model.folder import some
+from compressor.nn.kv_cache import PARTS, kv_args
 from compressor.nn.layer import QuantizedLayer
 from compressor.numerics.qparams import QParams, check_qparams
 from compressor.numerics.scheme import QuantizationScheme
@@ -37,6 +38,7 @@ def audit_qparams(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -
             f"checkpoint: {len(different)} modules are not what their scheme says ({some(different)}); pass each layer's scheme"
         )
     faults = [fault for name, layer in layers.items() if (fault := _fault(name, layer)) is not None]
+    faults += [fault for name, module in model.named_modules() if (fault := _kv_fault(name, module)) is not None]
     if faults:
         shown = "; ".join(faults[:_SHOWN_FAULTS])
         raise CheckpointError(f"checkpoint: {len(faults)} of {len(layers)} quantized modules cannot be written: {shown}")
@@ -54,6 +56,19 @@ def _fault(name: str, layer: QuantizedLayer) -> str | None:
         _check_codes(name, layer)
         _check_input(name, layer)
     except (NumericsError, SchemeError) as error:
+        return str(error)
+    return None
+
+
+def _kv_fault(name: str, attention: nn.Module) -> str | None:
+    args = kv_args(attention)
+    if args is None or args.dynamic:
+        return None
+    try:
+        for part in PARTS:
+            qparams = QParams(attention.get_buffer(f"{part}_scale"), getattr(attention, f"{part}_zero_point", None))
+            check_qparams(qparams, f"{name}.{part}", args)
+    except NumericsError as error:
         return str(error)
     return None
 

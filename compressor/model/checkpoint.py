@@ -25,7 +25,7 @@ from compressor.model.atomic_folder import check_output_dir, whole_or_nothing
 from compressor.model.audit import audit_qparams
 from compressor.model.experts_format import kept_fused, with_expert_settings, with_fused_floats
 from compressor.model.folder import one_line, some
-from compressor.model.format import quantization_config, stored_names, unquantized_linears
+from compressor.model.format import config_of, stored_names, unquantized_linears
 from compressor.model.load import quiet_transformers
 from compressor.numerics.scheme import QuantizationScheme
 
@@ -79,8 +79,9 @@ def save_checkpoint(
     audit_qparams(model, schemes)
     state = _state(model)
     transformers_model = _as_pretrained(model)
-    if transformers_model is None and schemes:
-        record = {**record, "quantization_config": quantization_config(schemes, unquantized_linears(model))}
+    described = config_of(model, schemes) if transformers_model is None else None
+    if described is not None:
+        record = {**record, "quantization_config": described}
     record_text = _to_json(record)
     with whole_or_nothing(target, num_bytes=_num_bytes(state), token=token) as folder:
         if transformers_model is None:
@@ -151,13 +152,11 @@ def _write_pretrained(
     config = copy.deepcopy(model.config)
     renamed: dict[str, str] = {}
     if schemes:
-        ignore = unquantized_linears(model)
-        renamed = stored_names(model, [*schemes, *ignore])
-        # Readers that build the model's own modules look for their names, others for the names in the files.
-        both = ignore + [renamed[name] for name in ignore if name in renamed]
-        named = {alias: scheme for name, scheme in schemes.items() for alias in (name, renamed.get(name, name))}
-        config.quantization_config = with_expert_settings(quantization_config(named, both), model, schemes, renamed)
+        renamed = stored_names(model, [*schemes, *unquantized_linears(model)])
         state = _untie(model, config, state)
+    described = config_of(model, schemes, renamed)
+    if described is not None:
+        config.quantization_config = with_expert_settings(described, model, schemes, renamed)
     shapes = {key: value.shape for key, value in state.items()}
     with _lent_config(model, config), kept_fused(model, state, schemes), quiet_transformers():
         try:

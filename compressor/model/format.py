@@ -7,7 +7,7 @@ config.json: which modules have which scheme, and which stay as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,16 +17,27 @@ from compressor.errors import SchemeError
 from compressor.model.experts_format import fused_modules
 from compressor.model.folder import some
 from compressor.model.targets import matches
+from compressor.nn import QuantizedEmbedding, QuantizedLayer
+from compressor.nn.kv_cache import kv_scheme_of
+from compressor.nn.quantized_linear import is_conv1d
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 # The version of compressed-tensors whose format this is; readers take it as information only.
 FORMAT_VERSION = "0.20.0"
 _LINEAR = "Linear"
+_UNPACKED_TO_BFLOAT16 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 # vLLM makes a linear layer of what transformers calls a router or a gate, so it has to be told that those are not quantized.
 _ROUTER = re.compile(r"Router|Gating|Gate(?![a-z])")
 
 
-def quantization_config(modules: Mapping[str, QuantizationScheme], ignore: Sequence[str]) -> dict[str, Any]:
+def quantization_config(
+    modules: Mapping[str, QuantizationScheme],
+    ignore: Sequence[str],
+    *,
+    others: Collection[str] = (),
+    kv_cache_scheme: QuantizationArgs | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
     """Describe a quantized model for config.json.
 
     One scheme for all is written as the class `Linear` less `ignore`, the form every reader knows. Several schemes name their modules one
@@ -35,6 +46,9 @@ def quantization_config(modules: Mapping[str, QuantizationScheme], ignore: Seque
     Args:
         modules: dotted name of every quantized module, as in the model, to its scheme; equal schemes make one group.
         ignore: linear layers that stay as they are.
+        others: names among `modules` of what is no linear layer (embeddings), for which the class would not stand.
+        kv_cache_scheme: format of keys and values, None where they are not quantized.
+        dtype: in which the model computes.
 
     Returns:
         The value of `quantization_config`; only JSON types.
@@ -48,22 +62,58 @@ def quantization_config(modules: Mapping[str, QuantizationScheme], ignore: Seque
             "weights": _args(scheme.weights),
         }
         groups.setdefault(repr(content), {**content, "targets": []})["targets"].append(name)
-    if len(groups) == 1:
+    if len(groups) == 1 and not others:
         next(iter(groups.values()))["targets"] = [_LINEAR]
-    formats = sorted({group["format"] for group in groups.values()})
+    formats = sorted({group["format"] for group in groups.values()}) or ["dense"]
     config = {
         "config_groups": {f"group_{index}": group for index, group in enumerate(groups.values())},
         "format": formats[0] if len(formats) == 1 else "mixed-precision",
         "global_compression_ratio": None,
         "ignore": list(ignore),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": _args(kv_cache_scheme),
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "sparsity_config": {},
         "transform_config": {},
         "version": FORMAT_VERSION,
     }
-    return config | {"dequantize": True} if _needs_dequantize(list(modules.values())) else config
+    return config | {"dequantize": True} if _needs_dequantize(list(modules.values()), dtype) else config
+
+
+def config_of(
+    model: nn.Module, schemes: Mapping[str, QuantizationScheme], renamed: Mapping[str, str] | None = None
+) -> dict[str, Any] | None:
+    """Describe a compressed model for config.json.
+
+    Args:
+        model: the model, with its quantized layers and its quantizers of keys and values in place.
+        schemes: dotted name of every quantized layer to its scheme.
+        renamed: name in the model to name in the files, where the two differ. Readers that build the model's own modules look for their
+            names, others for the names in the files, so the config holds both.
+
+    Returns:
+        The value of `quantization_config`; None where nothing is quantized.
+    """
+    kv = kv_scheme_of(model)
+    if not schemes and kv is None:
+        return None
+    names = renamed or {}
+    ignore = unquantized_linears(model)
+    embeddings = [name for name in schemes if isinstance(model.get_submodule(name), QuantizedEmbedding)]
+    return quantization_config(
+        {alias: scheme for name, scheme in schemes.items() for alias in (name, names.get(name, name))},
+        ignore + [names[name] for name in ignore if name in names],
+        others=[alias for name in embeddings for alias in (name, names.get(name, name))],
+        kv_cache_scheme=kv,
+        dtype=_dtype_of(model),
+    )
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """In which the quantized layers compute, or the model where it has none."""
+    layer = next((module for module in model.modules() if isinstance(module, QuantizedLayer)), None)
+    found: Any = layer.dtype if layer is not None else getattr(model, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.get_default_dtype()
 
 
 def unquantized_linears(model: nn.Module) -> list[str]:
@@ -103,13 +153,21 @@ def stored_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     return {name: stored[name] for name in names if stored[name] != name}
 
 
-def _needs_dequantize(schemes: Sequence[QuantizationScheme]) -> bool:
+def _needs_dequantize(schemes: Sequence[QuantizationScheme], dtype: torch.dtype) -> bool:
     """Whether transformers must unpack while it loads.
 
     By default it first builds empty layers with compressed-tensors, which (0.20) forgets that packed zero points are packed: it then
-    refuses its own files. Unpacking at once gives the same weights, but knows one scheme only; vLLM does not read the flag.
+    refuses its own files; and which unpacks fp4 and the MX formats to bfloat16, whatever the model computes in. Unpacking at once gives
+    the same weights in the model's dtype, but knows one scheme only, and leaves the inputs as they are; vLLM does not read the flag.
     """
-    return bool(schemes) and all(scheme == schemes[0] for scheme in schemes) and _has_packed_zero_points(schemes[0])
+    if not schemes or any(scheme != schemes[0] for scheme in schemes):
+        return False
+    return _has_packed_zero_points(schemes[0]) or (_unpacks_to_bfloat16(schemes[0], dtype) and schemes[0].input_activations is None)
+
+
+def _unpacks_to_bfloat16(scheme: QuantizationScheme, dtype: torch.dtype) -> bool:
+    """Whether compressed-tensors would hand this model a weight of another dtype than its own."""
+    return dtype != torch.bfloat16 and scheme.compression_format in _UNPACKED_TO_BFLOAT16
 
 
 def _has_packed_zero_points(scheme: QuantizationScheme) -> bool:
@@ -126,24 +184,44 @@ def _args(args: QuantizationArgs | None) -> dict[str, Any] | None:
     return {key: value for key, value in args.model_dump(mode="json").items() if key in always or value}
 
 
-def check_readable(schemes: Mapping[str, QuantizationScheme]) -> None:
+def check_readable(
+    schemes: Mapping[str, QuantizationScheme], model: nn.Module | None = None, kv_cache_scheme: QuantizationArgs | None = None
+) -> None:
     """Refuse schemes that could be written but that transformers with compressed-tensors 0.20 would not read back.
 
     Args:
         schemes: dotted name of every module that is to be quantized, to its scheme.
+        model: the model, compressed or not yet; None judges the schemes alone, for a model in bfloat16.
+        kv_cache_scheme: format of keys and values, None where they are not to be quantized.
 
     Raises:
-        SchemeError: columns regrouped by activation, or asymmetric packed weights beside another scheme.
+        SchemeError: columns regrouped by activation, asymmetric packed weights beside another scheme, fp4 or MX formats in a model that
+            does not compute in bfloat16 and that cannot be unpacked at once, or layers that it has no quantized form for.
     """
-    regrouped = [name for name, scheme in schemes.items() if scheme.weights is not None and scheme.weights.actorder == "group"]
-    if regrouped:
-        raise SchemeError(
-            f"{some(regrouped)}: actorder='group' was given for a checkpoint, and compressed-tensors no longer reads such files; "
-            "use actorder='static', or keep the model in memory (no output_dir)"
-        )
-    asymmetric = [name for name, scheme in schemes.items() if _has_packed_zero_points(scheme)]
-    if asymmetric and not _needs_dequantize(list(schemes.values())):
-        raise SchemeError(
-            f"{some(asymmetric)}: asymmetric packed weights stand beside another scheme, and transformers reads them only alone; "
-            "give all modules one scheme, or make these symmetric"
-        )
+    dtype = torch.bfloat16 if model is None else _float_dtype(model, schemes)
+    everything = list(schemes.values())
+    at_once = _needs_dequantize(everything, dtype)
+    faults = {
+        "actorder='group' was given for a checkpoint, and compressed-tensors no longer reads such files; use actorder='static', or keep "
+        "the model in memory (no output_dir)": [n for n, s in schemes.items() if s.weights is not None and s.weights.actorder == "group"],
+        "asymmetric packed weights stand beside another scheme, and transformers reads them only alone; give all modules one scheme, or "
+        "make these symmetric": [] if at_once else [n for n, s in schemes.items() if _has_packed_zero_points(s)],
+        f"transformers unpacks this format to bfloat16, and the model computes in {dtype}; load it with dtype='bfloat16', or quantize all "
+        "modules by one such scheme without inputs": [] if at_once else [n for n, s in schemes.items() if _unpacks_to_bfloat16(s, dtype)],
+        "transformers has no quantized form of Conv1D; keep the model in memory (no output_dir), or ignore these": _conv1ds(model, schemes),
+        "transformers unpacks these weights while it loads, and then leaves keys and values as they are; leave kv_cache_scheme out, or use "
+        "another scheme": list(schemes) if at_once and kv_cache_scheme is not None else [],
+    }
+    for reason, names in faults.items():
+        if names:
+            raise SchemeError(f"{some(names)}: {reason}")
+
+
+def _float_dtype(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> torch.dtype:
+    modules = (model.get_submodule(name) for name in schemes)
+    found = next((module.dtype if isinstance(module, QuantizedLayer) else module.weight.dtype for module in modules), None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
+
+
+def _conv1ds(model: nn.Module | None, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
+    return [] if model is None else [name for name in schemes if is_conv1d(model.get_submodule(name))]

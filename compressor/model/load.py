@@ -21,7 +21,7 @@ from torch import nn
 
 from compressor.errors import ModelError
 from compressor.model.folder import check_not_quantized, check_weight_files, one_line, read_config, some
-from compressor.nn.quantized_linear import QuantizedLinear
+from compressor.nn.layer import QuantizedLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -159,7 +159,7 @@ def check_in_memory(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_dict"):
         check_not_quantized(config.to_dict(), where)
-    quantized = next((name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)), None)
+    quantized = next((name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)), None)
     if quantized is not None or getattr(model, "hf_quantizer", None) is not None:
         found = f" ({quantized} is)" if quantized else ""
         raise ModelError(f"{where}: the model is quantized already{found}; compress the model that it was made from")

@@ -17,7 +17,6 @@ FOREIGN_SETTINGS: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
     {
         "batched_quantization": None,
         "bypass_divisibility_checks": (False,),
-        "kv_cache_scheme": (None,),
         "offload_hessians": None,
         "output_observer": (None,),
         "requires_calibration_data": (True, False),

@@ -34,6 +34,7 @@ class SchemeModifier(SchemeTargets, Modifier):
     _input_observers: dict[str, Observer] = PrivateAttr(default_factory=dict)
     _handles_of: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
     _num_fallbacks: int = PrivateAttr(default=0)
+    _attention: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
     _global_scales: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     @property
@@ -44,14 +45,18 @@ class SchemeModifier(SchemeTargets, Modifier):
     def on_initialize(self, state: State) -> bool:
         """Resolve targets against the model; all that cannot work is an error here, before any data is read."""
         self._schemes = self.resolve(state.model)
-        state.claim(self._schemes, self.label)
+        self._attention = self.kv_targets(state.model)
+        state.claim([*self._schemes, *self._attention], self.label)
         self._pending = {name: state.model.get_submodule(name) for name in self._schemes}
         self._input_observers, self._handles_of, self._num_fallbacks, self._global_scales = {}, {}, 0, {}
         return True
 
     def on_calibration_start(self, state: State, event: Event) -> None:
-        """Hook the inputs whose ranges are static."""
+        """Hook the inputs, keys and values whose ranges are static."""
         del event
+        for name, hook in self.start_observing(state, self._attention).items():
+            handle = self.register_hook(self._attention[name], hook, "forward_pre", with_kwargs=True)
+            self._handles_of.setdefault(name, []).append(handle)
         for name in self._pending:
             args = self._schemes[name].input_activations
             if args is not None and args.dynamic is not True:
@@ -66,6 +71,9 @@ class SchemeModifier(SchemeTargets, Modifier):
         """Compress what no stage contained: everything, when the pipeline is data-free."""
         del event
         self._compress_pending(state, tuple(self._pending))
+        self.remove_hooks([handle for name in self._attention for handle in self._handles_of.pop(name, [])])
+        self.place_quantizers(state, self._attention)
+        self._attention = {}
 
     def on_finalize(self, state: State) -> bool:
         """Refuse to finish while a targeted module is still a float layer."""
@@ -80,6 +88,10 @@ class SchemeModifier(SchemeTargets, Modifier):
 
     def skip_stage(self, state: State, modules: Sequence[str], memory: Mapping[str, Detail], tensors: StageTensors) -> None:
         """Put the quantized layers of an earlier run in place; their hooks, statistics and work are gone."""
+        if self.needs_kv and any(name in self._attention for name in modules):
+            raise CalibrationError(
+                f"{self.label}: kv_cache_scheme is static, and an earlier run left no ranges of keys and values; do not resume it"
+            )
         for name in (name for name in modules if name in self._pending):
             self.remove_hooks(self._handles_of.pop(name, []))
             self._input_observers.pop(name, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from torch import nn
 
 from compressor.errors import SchemeError, TargetError
@@ -17,12 +17,13 @@ from compressor.lifecycle import PlannedModule
 from compressor.model.experts import check_no_unknown_experts
 from compressor.model.targets import matches, resolve_targets
 from compressor.modifiers.foreign_settings import own_settings
+from compressor.modifiers.kv_cache import KVCacheTargets
 from compressor.nn import check_fit, is_quantizable, weight_of
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
 from compressor.numerics.sizes import quantized_weight_bytes
 
 
-class SchemeTargets(BaseModel):
+class SchemeTargets(KVCacheTargets):
     """Settings that say which linear layers get which scheme.
 
     Attributes:
@@ -30,6 +31,7 @@ class SchemeTargets(BaseModel):
         ignore: patterns of modules that stay as they are.
         scheme: preset name, or a mapping of preset names to targets.
         config_groups: named schemes with full arguments, in place of `scheme`.
+        kv_cache_scheme: format of keys and values; None leaves them as they are.
         weight_observer: observer of all weights, in place of the scheme's own.
         input_observer: observer of all static inputs, in place of the scheme's own.
     """
@@ -63,6 +65,8 @@ class SchemeTargets(BaseModel):
 
     @model_validator(mode="after")
     def _one_source_of_schemes(self) -> SchemeTargets:
+        if self.scheme is None and self.config_groups is None and self.kv_cache_scheme is not None:
+            return self  # keys and values only
         if (self.scheme is None) == (self.config_groups is None):
             given = "both scheme and config_groups were" if self.scheme is not None else "neither scheme nor config_groups was"
             raise SchemeError(f"{type(self).__name__}: {given} given; give exactly one of them")
@@ -82,6 +86,8 @@ class SchemeTargets(BaseModel):
             schemes = list(self.config_groups.values())
         elif isinstance(self.scheme, dict):
             schemes = [preset_scheme(name, targets) for name, targets in self.scheme.items()]
+        elif self.scheme is None and self.kv_cache_scheme is not None:
+            schemes = []
         else:
             assert self.scheme is not None
             schemes = [preset_scheme(self.scheme, self.targets)]
@@ -155,9 +161,9 @@ class SchemeTargets(BaseModel):
 
     @property
     def needs_inputs(self) -> bool:
-        """True when a scheme has static input ranges, which only calibration data can give."""
+        """True when inputs, keys or values have static ranges, which only calibration data can give."""
         inputs = [scheme.input_activations for scheme in self.target_schemes()]
-        return any(args is not None and args.dynamic is not True for args in inputs)
+        return self.needs_kv or any(args is not None and args.dynamic is not True for args in inputs)
 
 
 def scheme_label(args: QuantizationArgs) -> str:

@@ -1,0 +1,269 @@
+"""Keys and values of attention in 8 bits or fewer: what `kv_cache_scheme` asks for.
+
+`attach_kv_quantizer` gives an attention module the scales `k_scale` and `v_scale`, under the names that compressed-tensors and vLLM read,
+and a hook that puts a view in front of whatever cache the module is handed: keys and values are quantized and dequantized on their way into
+it, operation for operation as compressed-tensors does in transformers. That holds for every kind of cache, and for none.
+Where the cache is a `QuantizedKVCache` (see kv_storage.py) the codes themselves are kept, one byte each, with the same results.
+
+Scales are static (calibrated; one per tensor or per head) or dynamic (one per tensor or per head and batch row of each new piece).
+
+Shapes: keys and values are [batch, heads, sequence, D]; a scale is [1], or [heads, 1, 1] per head.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import SchemeError, TargetError
+from compressor.numerics.qparams import QParams, check_qparams
+from compressor.numerics.quantize import dynamic_qparams, fake_quantize
+from compressor.numerics.scheme import QuantizationArgs
+
+# Attention modules are told by these names, as compressed-tensors tells them.
+_PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value")
+_ARGS_ATTRIBUTE, _HANDLE_ATTRIBUTE = "kv_cache_args", "_kv_cache_handle"
+PARTS = ("k", "v")
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the attention modules whose keys and values go through a cache.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Dotted name to module, in the order of the model.
+    """
+    return {name: module for name, module in model.named_modules() if _is_cached_attention(module)}
+
+
+def check_kv_args(args: QuantizationArgs, where: str = "kv_cache_scheme") -> None:
+    """Refuse arguments that keys and values cannot have.
+
+    Args:
+        args: the format.
+        where: whose it is, for the error.
+
+    Raises:
+        SchemeError: another strategy than per tensor, per head (static) or per token (dynamic), or fp4.
+    """
+    allowed = ("tensor", "token") if args.dynamic else ("tensor", "attn_head")
+    if args.strategy not in allowed or args.dynamic == "local":
+        raise SchemeError(
+            f"{where}: strategy={args.strategy!r} with dynamic={args.dynamic} is not for keys and values; "
+            "use 'tensor', 'attn_head' (static) or 'token' (dynamic)"
+        )
+    if args.type == "float" and args.num_bits != 8:
+        raise SchemeError(f"{where}: float{args.num_bits} was given for keys and values; use fp8, or integers")
+    if args.actorder is not None:
+        raise SchemeError(f"{where}: actorder={args.actorder!r} is for weights; leave it out")
+
+
+def attach_kv_quantizer(
+    attention: nn.Module, args: QuantizationArgs, qparams: Mapping[str, QParams] | None = None, *, name: str = "", empty: bool = False
+) -> None:
+    """Quantize the keys and values of an attention module from now on. Changes the module.
+
+    Args:
+        attention: as `attention_modules` finds it.
+        args: the format.
+        qparams: "k" and "v" to their scales; for static formats, unless `empty`.
+        name: dotted name of the module, for errors.
+        empty: register scales without values, for a loader to fill.
+
+    Raises:
+        SchemeError: the format is not for keys and values, scales are missing, or the module has a quantizer already.
+        NumericsError: a scale is not finite and positive.
+    """
+    where = name or type(attention).__name__
+    check_kv_args(args, where)
+    if kv_args(attention) is not None:
+        raise SchemeError(f"{where}: its keys and values are quantized already; detach that quantizer first")
+    if not args.dynamic:
+        for part in PARTS:
+            _register_scales(attention, part, args, None if empty or qparams is None else qparams.get(part), where, empty=empty)
+    setattr(attention, _ARGS_ATTRIBUTE, args)
+    setattr(attention, _HANDLE_ATTRIBUTE, attention.register_forward_pre_hook(_quantize_on_the_way, with_kwargs=True))
+
+
+def detach_kv_quantizer(attention: nn.Module) -> None:
+    """Undo `attach_kv_quantizer`; a module without a quantizer stays as it is. Changes the module.
+
+    Args:
+        attention: any module.
+    """
+    if kv_args(attention) is None:
+        return
+    getattr(attention, _HANDLE_ATTRIBUTE).remove()
+    delattr(attention, _HANDLE_ATTRIBUTE)
+    delattr(attention, _ARGS_ATTRIBUTE)
+    for key in [key for part in PARTS for key in (f"{part}_scale", f"{part}_zero_point") if key in attention._buffers]:
+        delattr(attention, key)
+
+
+def kv_args(attention: nn.Module) -> QuantizationArgs | None:
+    """Return the format of a module's keys and values.
+
+    Args:
+        attention: any module.
+
+    Returns:
+        The format; None where they are not quantized.
+    """
+    return getattr(attention, _ARGS_ATTRIBUTE, None)
+
+
+def kv_scheme_of(model: nn.Module) -> QuantizationArgs | None:
+    """Return the format of all keys and values of a model.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The format; None where none are quantized.
+
+    Raises:
+        SchemeError: some attention modules have another format than others, or none.
+    """
+    found = {name: kv_args(module) for name, module in attention_modules(model).items()}
+    formats = list(found.values())
+    if any(args != formats[0] for args in formats):
+        other = next(name for name, args in found.items() if args != formats[0])
+        raise SchemeError(f"{other}: its keys and values have another format than those of the first layer; give all layers one")
+    return formats[0] if formats else None
+
+
+def kv_qparams(attention: nn.Module, part: str, states: Tensor, args: QuantizationArgs) -> QParams:
+    """Return the scale of keys or values: the calibrated one, or one of their own.
+
+    Args:
+        attention: with a quantizer.
+        part: "k" or "v".
+        states: [batch, heads, sequence, D].
+        args: the module's format.
+
+    Returns:
+        Scale, and zero point if asymmetric.
+    """
+    if args.dynamic:
+        return dynamic_qparams(states, args)
+    return QParams(getattr(attention, f"{part}_scale"), getattr(attention, f"{part}_zero_point", None))
+
+
+class CacheView:
+    """What an attention module is handed in the place of its cache: everything is the cache's, but what goes in passes `transform`."""
+
+    def __init__(self, cache: Any, transform: Callable[[str, Tensor], Tensor]) -> None:
+        """Take a cache of transformers, or None, and what to do with "k" and "v"."""
+        self._cache = cache
+        self._transform = transform
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Transform, then store in the cache; without one, give back what was transformed."""
+        keys, values = self._transform("k", key_states), self._transform("v", value_states)
+        if self._cache is None:
+            return keys, values
+        result: tuple[Tensor, Tensor] = self._cache.update(keys, values, *args, **kwargs)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the cache's."""
+        if self._cache is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__}: {name} was asked of an attention module's cache, and there is none")
+        return getattr(self._cache, name)
+
+
+def with_view(
+    attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], transform: Callable[[str, Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put a view in front of the cache among the arguments of an attention module's forward.
+
+    Args:
+        attention: the module.
+        args: positional arguments of its forward.
+        kwargs: keyword arguments of its forward; not changed.
+        transform: what keys ("k") and values ("v") pass on their way.
+
+    Returns:
+        The arguments with the view.
+
+    Raises:
+        TargetError: the cache is one of an encoder and a decoder, which a module picks apart before it uses it.
+    """
+    bound = inspect.signature(attention.forward).bind_partial(*args, **kwargs)
+    key = next(name for name in _CACHE_ARGUMENTS if name in inspect.signature(attention.forward).parameters)
+    cache = bound.arguments.get(key)
+    if hasattr(cache, "cross_attention_cache"):
+        raise TargetError(
+            f"{type(attention).__name__}: a cache of encoder and decoder cannot be quantized; leave kv_cache_scheme out for this model"
+        )
+    position = list(bound.signature.parameters).index(key)
+    view = CacheView(cache, transform)
+    if position < len(args):
+        return (*args[:position], view, *args[position + 1 :]), kwargs
+    return args, {**kwargs, key: view}
+
+
+def _quantize_on_the_way(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook. A function of the module, not of an object, so that a copy of the model has a quantizer of its own."""
+    kv = kv_args(attention)
+    assert kv is not None, "attach_kv_quantizer sets both"
+    if any(getattr(kwargs.get(key), "stores_codes", False) for key in _CACHE_ARGUMENTS):
+        return args, kwargs  # a QuantizedKVCache, which does the same and keeps the codes
+
+    def quantized(part: str, states: Tensor) -> Tensor:
+        return fake_quantize(states, kv_qparams(attention, part, states, kv), kv) if states.numel() else states
+
+    return with_view(attention, args, kwargs, quantized)
+
+
+def _register_scales(attention: nn.Module, part: str, args: QuantizationArgs, qparams: QParams | None, where: str, *, empty: bool) -> None:
+    if empty:
+        qparams = _empty_scales(attention, args, where)
+    if qparams is None:
+        raise SchemeError(f"{where}: {part}_scale is missing, and kv_cache_scheme is static; calibrate it, or give dynamic=true")
+    if not empty:
+        check_qparams(qparams, f"{where}.{part}", args)
+    attention.register_buffer(f"{part}_scale", qparams.scale.clone())
+    if qparams.zero_point is not None:
+        attention.register_buffer(f"{part}_zero_point", qparams.zero_point.clone())
+
+
+def _empty_scales(attention: nn.Module, args: QuantizationArgs, where: str) -> QParams:
+    weight = [*attention.parameters(), *attention.buffers()][0]
+    shape = (1,) if args.strategy == "tensor" else (num_kv_heads(attention, where), 1, 1)
+    dtype = getattr(getattr(attention, "config", None), "dtype", None) or weight.dtype
+    zeros = None if args.symmetric else torch.empty(shape, dtype=torch.int8, device=weight.device)
+    return QParams(torch.empty(shape, dtype=dtype, device=weight.device), zeros)
+
+
+def num_kv_heads(attention: nn.Module, where: str) -> int:
+    """Return how many heads the keys of an attention module have.
+
+    Args:
+        attention: a module of transformers, with its config.
+        where: its name, for the error.
+
+    Returns:
+        The number of heads.
+
+    Raises:
+        SchemeError: the module does not say.
+    """
+    config = getattr(attention, "config", None)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise SchemeError(f"{where}: its config names no number of heads, which strategy='attn_head' needs; use 'tensor'")
+    return int(heads)
+
+
+def _is_cached_attention(module: nn.Module) -> bool:
+    if "attention" not in type(module).__name__.lower() or not any(hasattr(module, name) for name in _PROJECTIONS):
+        return False
+    return any(name in inspect.signature(module.forward).parameters for name in _CACHE_ARGUMENTS)
