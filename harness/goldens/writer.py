@@ -83,11 +83,11 @@ def _next_entry(old: GoldenEntry | None, new: Candidate, reason: str, add_varian
     own = Variant(new.platform, file_name(new.name), new.sha256, new.tensors, new.versions)
     if old is None:
         made = {"date": today(), "what": "created", "reason": reason or new.reason}
-        return _entry(new, reason or new.reason, (made,), (own,)), f"{new.name}: created, {new.tier}"
+        return _entry(new, new.reason or reason, (made,), (own,)), f"{new.name}: created, {new.tier}"
     same_source = (old.inputs, old.recipe, old.seed) == (new.inputs, new.recipe, new.seed)
     same_limits = (old.tier.to_dict(), _limits(old.elsewhere)) == (new.tier.to_dict(), _limits(new.elsewhere))
     same_data = any((variant.sha256, dict(variant.tensors)) == (new.sha256, dict(new.tensors)) for variant in old.variants)
-    if same_source and same_limits and same_data and old.reason == (reason or new.reason or old.reason):
+    if same_source and same_limits and same_data and old.reason == (new.reason or old.reason):
         return None, ""
     steps = _steps(old, new, reason, same_source, same_data)
     variants: tuple[Variant, ...] = (own,)
@@ -100,7 +100,9 @@ def _next_entry(old: GoldenEntry | None, new: Candidate, reason: str, add_varian
             )
         variants = _with_variant(old, own)
         steps = [{**step, "what": f"variant for {own.platform}"} if step["what"] == "outputs changed" else step for step in steps]
-    entry = _entry(new, reason or new.reason or old.reason, (*old.history, *steps), variants)
+    was_loosened = any(step["what"].endswith("loosened") for step in steps)
+    why = new.reason or (reason if was_loosened else "") or old.reason  # the session's reason is that of the limits it loosens
+    entry = _entry(new, why, (*old.history, *steps), variants)
     return entry, f"{new.name}: {', '.join(step['what'] for step in steps)}, {new.tier}"
 
 
@@ -202,7 +204,8 @@ def replace_files(files: Mapping[Path, bytes | None], manifests: Iterable[Manife
         for path, data in order:
             before[path] = path.read_bytes() if path.exists() else None
             if data is not None:
-                staged.pop(path).replace(path)
+                staged[path].replace(path)
+                del staged[path]
             elif before[path] is not None:
                 path.unlink()
     except BaseException as error:

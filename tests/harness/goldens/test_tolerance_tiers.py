@@ -1,0 +1,337 @@
+"""Each tier lets through what it says and nothing else, for every dtype; limits that measure nothing are found by decoys."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.errors import UserInputError
+from harness.tolerance import T0, T1, T2, T3, T4, Tier, TierMap, climb, compare, decoys_of, vacuous_decoys
+from harness.tolerance.bits import dtype_name, from_bytes, to_bytes, ulp_distance, unit_of, widen
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+OTHERS = [torch.bool, torch.complex64, torch.complex128, torch.float4_e2m1fn_x2, torch.int4]
+EVERY_DTYPE = [*FLOATS, *FP8, *INTEGERS, *OTHERS]
+
+
+def some_tensor(dtype: torch.dtype, count: int = 12) -> Tensor:
+    """Bytes that count up, so that every dtype gets values; no NaN among the first ones of fp8."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    if dtype == torch.bool:
+        return torch.arange(count) % 3 == 0
+    return from_bytes((torch.arange(count * size) % 100 + 1).to(torch.uint8), dtype, (count,))
+
+
+def with_bit_flipped(tensor: Tensor, element: int, bit: int = 0) -> Tensor:
+    raw = to_bytes(tensor).clone()
+    raw[element, 0] ^= 1 << bit
+    return from_bytes(raw, tensor.dtype, tuple(tensor.shape))
+
+
+@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=dtype_name)
+def test_bitwise_sees_one_bit_of_one_element(dtype: torch.dtype) -> None:
+    tensor = some_tensor(dtype)
+    assert compare(from_bytes(to_bytes(tensor).clone(), dtype, (12,)), tensor).ok
+    found = compare(with_bit_flipped(tensor, 7), tensor)
+    assert not found.ok
+    assert found.distance is not None
+    assert (found.distance.num_changed, found.distance.first_index) == (1, (7,))
+
+
+def test_bitwise_sees_element_2500_of_5000() -> None:
+    expected = torch.zeros(50, 100)
+    actual = expected.clone()
+    actual.view(-1)[2500] = 1e-38
+    found = compare(actual, expected)
+    assert not found.ok
+    assert found.distance is not None
+    assert found.distance.first_index == (25, 0)
+    assert "1 of 5,000" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected"),
+    [
+        (torch.tensor([-0.0]), torch.tensor([0.0])),
+        (torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32), torch.tensor([math.nan])),
+        (torch.ones(3, dtype=torch.int8), torch.ones(3, dtype=torch.float64)),
+        (torch.ones(3, dtype=torch.int8), torch.ones(3, dtype=torch.uint8)),
+        (torch.ones(3), torch.ones(3, 1)),
+        (torch.ones(0, 3), torch.ones(3, 0)),
+        (torch.tensor(1.0), torch.tensor([1.0])),
+    ],
+    ids=["sign of zero", "NaN payload", "int8 as float64", "int8 as uint8", "shape", "empty shapes", "0-d"],
+)
+def test_bitwise_does_not_forgive(actual: Tensor, expected: Tensor) -> None:
+    assert not compare(actual, expected, T0()).ok
+
+
+@pytest.mark.parametrize("tier", [T1(max_ulp=1000), T3(min_sqnr_db=-100.0), T4(margin=1e9)], ids=str)
+def test_no_tier_forgives_dtype_or_shape(tier: Tier) -> None:
+    assert not compare(torch.ones(3, dtype=torch.int8), torch.ones(3, dtype=torch.float64), tier).ok
+    assert not compare(torch.ones(4), torch.ones(2, 2), tier).ok
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *FP8, torch.complex64], ids=dtype_name)
+def test_equal_tensors_are_zero_ulp_apart_and_neighbours_one(dtype: torch.dtype) -> None:
+    tensor = some_tensor(dtype)
+    assert int(ulp_distance(tensor, tensor).max()) == 0
+    assert int(ulp_distance(with_bit_flipped(tensor, 3), tensor).max()) == 1
+
+
+def test_ulp_counts_across_zero_and_not_past_infinity() -> None:
+    tiny = torch.tensor([5e-324], dtype=torch.float64)
+    assert int(ulp_distance(tiny, -tiny)) == 2
+    assert int(ulp_distance(torch.tensor([0.0]), torch.tensor([-0.0]))) == 0
+    largest = torch.tensor([torch.finfo(torch.float32).max])
+    assert not compare(torch.tensor([math.inf]), largest, T1(max_ulp=10**9)).ok
+    assert not compare(torch.tensor([math.nan]), largest, T1(max_ulp=10**9)).ok
+    assert compare(torch.tensor([math.nan]), torch.tensor([-math.nan]), T1(max_ulp=0)).ok
+    assert int(ulp_distance(torch.tensor([-1e308], dtype=torch.float64), torch.tensor([1e308], dtype=torch.float64))) > 1 << 61
+
+
+@pytest.mark.parametrize("steps", [3, 4, 5])
+def test_t1_counts_exactly(steps: int) -> None:
+    expected = torch.tensor([1.0, -3.5])
+    actual = expected.clone()
+    for _ in range(steps):
+        actual = torch.nextafter(actual, torch.tensor(10.0))
+    assert compare(actual, expected, T1(max_ulp=4)).ok is (steps <= 4)
+
+
+def test_t1_at_tensor_forgives_cancellation_and_nothing_larger() -> None:
+    expected = torch.tensor([1000.0, 1e-9])
+    unit = unit_of(expected)
+    assert unit == torch.finfo(torch.float32).eps * 512
+    actual = torch.tensor([1000.0, 3 * unit])
+    assert not compare(actual, expected, T1(max_ulp=4)).ok
+    assert compare(actual, expected, T1(max_ulp=4, at="tensor")).ok
+    assert not compare(torch.tensor([1000.0, 5 * unit]), expected, T1(max_ulp=4, at="tensor")).ok
+    assert not compare(torch.tensor([1000.0, math.inf]), expected, T1(max_ulp=4, at="tensor")).ok
+
+
+def test_t1_has_no_mercy_for_integers() -> None:
+    assert not compare(torch.tensor([4], dtype=torch.int8), torch.tensor([5], dtype=torch.int8), T1(max_ulp=3)).ok
+
+
+def _codes(quotient: list[float]) -> tuple[Tensor, dict[str, Tensor]]:
+    before = torch.tensor([quotient])
+    return before.round().to(torch.int8), {"before": before}
+
+
+@pytest.mark.parametrize(
+    ("quotient", "actual", "ok"),
+    [
+        ([2.5, 1.2, -3.5], [3, 1, -4], True),  # up at a planted tie
+        ([2.5, 1.2, -3.5], [2, 1, -3], True),
+        ([2.5, 1.2, -3.5], [2, 2, -4], False),  # away from a tie
+        ([2.5, 1.2, -3.5], [4, 1, -4], False),  # two steps
+        ([2.5, 1.2, -3.5], [1, 1, -4], False),  # the wrong side
+        ([2.5 + 1e-3, 1.2, -3.5], [2, 1, -4], False),  # near a tie is no tie
+        ([2.5 * (1 + 2e-7), 1.2, -3.5], [2, 1, -4], True),  # within 4 eps of it
+    ],
+)
+def test_t2_forgives_one_step_at_a_tie_only(quotient: list[float], actual: list[int], ok: bool) -> None:
+    codes, context = _codes(quotient)
+    assert compare(torch.tensor([actual], dtype=torch.int8), codes, T2("before"), context=context).ok is ok
+
+
+def test_t2_divides_by_group_scales_and_adds_zero_points() -> None:
+    weight = torch.tensor([[0.5, 1.5, 5.0, 7.0], [1.0, 3.0, 2.0, 4.0]])
+    scale = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
+    zero = torch.tensor([[0, 1], [0, 0]], dtype=torch.int8)
+    context = {"weight": weight, "scale": scale, "zero": zero}
+    expected = torch.tensor([[0, 2, 4, 4], [0, 2, 0, 1]], dtype=torch.int8)  # quotients .5 1.5 3.5 4.5, .5 1.5 .5 1
+    moved = torch.tensor([[1, 1, 3, 5], [1, 1, 1, 1]], dtype=torch.int8)
+    tier = T2("weight", scale="scale", zero_point="zero")
+    assert compare(moved, expected, tier, context=context).ok
+    moved[1, 3] = 2
+    assert not compare(moved, expected, tier, context=context).ok
+
+
+def test_t2_knows_ties_between_fp8_codes_and_limits_their_share() -> None:
+    before = torch.tensor([17.0, 18.0, 19.0, 20.0])  # e4m3: steps of 2 between 16 and 32
+    expected = before.to(torch.float8_e4m3fn)
+    moved = torch.tensor([18.0, 18.0, 18.0, 20.0]).to(torch.float8_e4m3fn)
+    assert compare(moved, expected, T2("before"), context={"before": before}).ok
+    assert not compare(moved, expected, T2("before", max_share=0.25), context={"before": before}).ok
+    assert not compare(
+        torch.tensor([16.0, 20.0, 20.0, 20.0]).to(torch.float8_e4m3fn), expected, T2("before"), context={"before": before}
+    ).ok
+
+
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        ({}, "no tensor 'before' beside"),
+        ({"before": torch.ones(1, 2)}, "unpacked codes"),
+        ({"before": torch.ones(1, 3, dtype=torch.int8)}, "ties lie between real values"),
+    ],
+)
+def test_t2_says_what_it_needs(context: dict[str, Tensor], message: str) -> None:
+    codes, _ = _codes([2.5, 1.2, -3.5])
+    with pytest.raises(UserInputError, match=message):
+        compare(codes + 1, codes, T2("before"), context=context)
+
+
+def test_t3_limits_hold_each_on_its_own() -> None:
+    expected = torch.rand(8, 16, generator=torch.Generator().manual_seed(0)) + 0.5
+    near = expected * 1.01  # 40 dB, relative error 1 %
+    assert compare(near, expected, T3(min_sqnr_db=39.9)).ok
+    assert not compare(near, expected, T3(min_sqnr_db=40.1)).ok
+    assert compare(near, expected, T3(max_relative_error=0.0101)).ok
+    assert not compare(near, expected, T3(max_relative_error=0.0099)).ok
+    assert compare(near, expected, T3(max_loss_ratio=1.02)).ok
+    assert not compare(near, expected, T3(max_loss_ratio=1.005)).ok
+    assert not compare(expected / 1.01, expected, T3(max_loss_ratio=1.005)).ok, "a loss that falls by itself is a change, too"
+    assert not compare(near, expected, T3(min_sqnr_db=10.0, max_relative_error=0.001)).ok
+    assert not compare(expected.clone().fill_(math.nan), expected, T3(min_sqnr_db=-1e9)).ok
+
+
+def test_t3_kl_is_that_of_torch() -> None:
+    generator = torch.Generator().manual_seed(1)
+    expected, actual = torch.rand(4, 9, generator=generator), torch.rand(4, 9, generator=generator)
+    wanted = torch.nn.functional.kl_div(
+        actual.double().log_softmax(-1), expected.double().log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    assert compare(actual, expected, T3(max_kl=float(wanted) * 1.0001)).ok
+    assert not compare(actual, expected, T3(max_kl=float(wanted) * 0.9999)).ok
+
+
+def test_t4_judges_the_paired_mean_with_its_interval_and_prints_the_power() -> None:
+    generator = torch.Generator().manual_seed(2)
+    expected = torch.rand(200, generator=generator) * 4
+    actual = expected + 0.01 * (torch.rand(200, generator=generator) - 0.5)
+    found = compare(actual, expected, T4(margin=0.002))
+    assert found.ok
+    assert "power" in found.summary
+    assert not compare(actual + 0.003, expected, T4(margin=0.002)).ok
+    assert not compare(actual - 0.003, expected, T4(margin=0.002)).ok
+    noisy = expected + 4 * (torch.rand(200, generator=generator) - 0.5)
+    assert not compare(noisy, expected, T4(margin=0.002)).ok, "too little data to tell is no pass"
+    right = torch.arange(100) % 4 > 0
+    flipped = right.clone()
+    flipped[:2] = ~flipped[:2]
+    found = compare(flipped, right, T4(margin=0.2))
+    assert found.ok
+    assert "McNemar" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "loosens"),
+    [
+        (T0(), T3(min_sqnr_db=20.0), False),
+        (T1(4), T0(), True),
+        (T1(4), T1(4), False),
+        (T1(5), T1(4), True),
+        (T1(3), T1(4), False),
+        (T1(3, at="tensor"), T1(4), True),
+        (T1(4), T3(min_sqnr_db=90.0), True),
+        (T3(min_sqnr_db=30.0), T3(min_sqnr_db=40.0), True),
+        (T3(min_sqnr_db=40.0), T3(min_sqnr_db=40.0, max_kl=0.1), True),
+        (T3(min_sqnr_db=40.0, max_kl=0.1), T3(min_sqnr_db=40.0), False),
+        (T2("a", max_share=0.5), T2("a", max_share=0.1), True),
+        (T2("b"), T2("a"), True),
+        (T4(0.1, confidence=0.9), T4(0.1), True),
+    ],
+    ids=str,
+)
+def test_a_loosening_is_seen(new: Tier, old: Tier, loosens: bool) -> None:
+    assert new.loosens(old) is loosens
+    assert bool(TierMap.of(new).loosened(TierMap.of(old), ["x"])) is loosens
+
+
+@pytest.mark.parametrize("tier", [T0(), T1(3, at="tensor"), T2("w", scale="s", max_share=0.5), T3(max_kl=0.5), T4(0.25, seed=3)], ids=str)
+def test_a_tier_survives_json(tier: Tier) -> None:
+    assert TierMap.from_dict(TierMap.of({"a": tier}).to_dict()).tier_of("a") == tier
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: T1(-1),
+        lambda: T1(1.5),  # type: ignore[arg-type]
+        lambda: T1(2, at="row"),  # type: ignore[arg-type]
+        lambda: T2(""),
+        lambda: T2("a", zero_point="z"),
+        lambda: T3(),
+        lambda: T3(min_sqnr_db=math.nan),
+        lambda: T3(max_loss_ratio=0.5),
+        lambda: T4(margin=0.0),
+        lambda: T4(margin=1.0, confidence=1.0),
+        lambda: TierMap.of("T0"),  # type: ignore[arg-type]
+        lambda: TierMap.from_dict({"*": {"tier": "T9"}}),
+        lambda: TierMap.from_dict({"*": {"tier": "T1", "new_limit": 3}}),
+    ],
+)
+def test_a_limit_that_is_none_is_refused(make) -> None:
+    with pytest.raises(UserInputError):
+        make()
+
+
+DECOYS = ("all zeros", "halved", "rolled by one")
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool, torch.complex64], ids=dtype_name)
+def test_decoys_are_what_they_are_called(dtype: torch.dtype) -> None:
+    tensor = some_tensor(dtype)
+    decoys = decoys_of(tensor, {"other": some_tensor(dtype, 24)[10:22], "another form": torch.ones(3)})
+    assert set(decoys) == {*DECOYS, "the tensor 'other'"}
+    assert float(widen(decoys["all zeros"]).abs().max()) == 0
+    assert torch.equal(widen(decoys["rolled by one"]), widen(tensor).roll(1, 0))
+    assert all(decoy.dtype == dtype and decoy.shape == tensor.shape for decoy in decoys.values())
+
+
+@pytest.mark.parametrize(
+    ("tier", "passed"),
+    [
+        (T0(), ()),
+        (T1(4), ()),
+        (T1(1 << 23), ("halved",)),
+        (T1(1 << 33), DECOYS),
+        (T3(min_sqnr_db=20.0), ()),
+        (T3(min_sqnr_db=6.0), ("halved",)),
+        (T3(min_sqnr_db=-100.0), DECOYS),
+        (T3(max_relative_error=1.0), ("all zeros", "halved")),
+        (T3(max_loss_ratio=2.5), ("halved",)),
+        (T4(margin=0.01), ()),
+        (T4(margin=100.0), ("all zeros", "halved")),
+    ],
+    ids=str,
+)
+def test_a_limit_that_lets_decoys_through_is_named(tier: Tier, passed: tuple[str, ...]) -> None:
+    tensor = torch.tensor([1.0, -2.0, 3.0, 7.0, 5.0, -1.5]).abs() if isinstance(tier, T4) or tier == T3(max_loss_ratio=2.5) else None
+    expected = tensor if tensor is not None else torch.tensor([1.0, -2.0, 3.0, -7.0, 5.0, -1.5])
+    assert vacuous_decoys(expected, tier) == passed
+
+
+def test_another_layers_tensor_is_a_decoy() -> None:
+    layer, other = torch.full((4, 4), 1.0), torch.full((4, 4), 1.05)
+    assert "the tensor 'other'" in vacuous_decoys(layer, T3(min_sqnr_db=20.0), others={"other": other})
+    assert not vacuous_decoys(layer, T3(min_sqnr_db=30.0), others={"other": other})
+
+
+def test_the_ladder_tells_rounding_from_a_wrong_constant() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x64, y64 = torch.rand(64, 64, generator=generator, dtype=torch.float64), torch.rand(64, 64, generator=generator, dtype=torch.float64)
+
+    def product(wrong: float):
+        def compute(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            x, y = x64.to(dtype), y64.to(dtype)
+            return ((x + y) * (x - y)) * (1 + wrong), (x.double() ** 2 - y.double() ** 2)
+
+        return compute
+
+    right = climb(product(0.0))
+    assert right.ok, str(right)
+    assert list(right.errors.values()) == sorted(right.errors.values(), reverse=True)
+    wrong = climb(product(1e-4))  # hidden below the rounding of bf16
+    assert wrong.bad == ("float32", "float64")
+    assert "does not fall at float32" in str(wrong)
+    with pytest.raises(UserInputError, match="coarsest first"):
+        climb(product(0.0), rungs=(torch.float64, torch.float32))
