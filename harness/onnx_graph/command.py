@@ -23,6 +23,10 @@ class Action:
 
 
 ACTIONS: Mapping[str, Action] = {
+    "export": Action("export a checkpoint of transformers as a checked graph", "harness.onnx_graph.export_command"),
+    "roundtrip": Action(
+        "send a model through exporters and optimizers, and hold each result against contracts", "harness.onnx_graph.roundtrip_command"
+    ),
     "census": Action("list the attention blocks of a graph, and where their Q, K and V come from", "harness.onnx_graph.census_command"),
     "check": Action("hold an optimized graph against the exported one", "harness.onnx_graph.check_command"),
     "explain": Action("find the passes that break a contract, and the smallest set of skips", "harness.onnx_graph.explain_command"),

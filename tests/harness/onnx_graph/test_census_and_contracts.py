@@ -287,7 +287,7 @@ def test_numbers_have_a_policy_and_a_limit(attention_graph: onnx.ModelProto) -> 
         NumericEqual("loose")
 
 
-@pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_modules_give_the_projections_their_names() -> None:
     torch = pytest.importorskip("torch")
 

@@ -1,0 +1,193 @@
+"""Export a module or a model of transformers through either exporter of torch, and keep what belongs to the graph: inputs, names, module.
+
+The forward is called with its inputs by name and gives its first output, without caches: those are what makes exports of transformers
+models fail or differ, and no contract here looks at them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import nn
+
+from compressor.errors import HarnessError, UserInputError
+from compressor.model.load import load_model
+from compressor.model.sample_batches import Modality, sample_batches
+from harness.onnx_graph.graph import read_proto
+
+EXPORTERS = ("dynamo", "torchscript")
+DEFAULT_OPSET = 18
+Dynamic = Mapping[str, Mapping[int, str]]
+"""Input to axis to the name of its size."""
+
+
+class ExportFailure(HarnessError):
+    """An exporter raised: there is no graph to analyse."""
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """A graph, and what it was made from.
+
+    Attributes:
+        model: the graph.
+        module: what was exported; None for a graph that came from a file.
+        inputs: by name, as arrays; None for a graph from a file: inputs are drawn then.
+        exporter: `dynamo`, `torchscript` or `file`.
+    """
+
+    model: onnx.ModelProto
+    module: nn.Module | None
+    inputs: dict[str, np.ndarray] | None
+    exporter: str
+
+
+class _ByName(nn.Module):
+    """Calls a module with positional inputs under their names, and returns its first tensor."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module = module
+        self._names = tuple(names)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        given: dict[str, Any] = dict(zip(self._names, inputs, strict=True))
+        if hasattr(getattr(self.module, "config", None), "use_cache"):
+            given["use_cache"] = False
+        output = self.module(**given)
+        return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def export(
+    module: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    exporter: str = "dynamo",
+    opset: int = DEFAULT_OPSET,
+    dynamic: Dynamic | None = None,
+) -> Exported:
+    """Export a module.
+
+    Args:
+        module: put into eval mode for the export; otherwise not modified.
+        inputs: example inputs by the names of the forward's arguments.
+        exporter: `dynamo` (torch.export) or `torchscript`.
+        opset: version of the standard operators.
+        dynamic: sizes that may change, by input and axis.
+
+    Returns:
+        The graph, checked.
+
+    Raises:
+        UserInputError: no such exporter, no inputs, or a dynamic size of an input that does not exist.
+        ExportFailure: the exporter raised, or what it made is no valid graph.
+    """
+    if exporter not in _EXPORTERS:
+        raise UserInputError(f"export: there is no exporter {exporter!r}; choose from {', '.join(EXPORTERS)}")
+    if not inputs:
+        raise UserInputError("export: no inputs were given; give example tensors by the names of the forward's arguments")
+    unknown = sorted(set(dynamic or ()) - set(inputs))
+    if unknown:
+        raise UserInputError(f"export: dynamic sizes are given for {', '.join(unknown)}, and the inputs are {', '.join(inputs)}")
+    training = module.training
+    with tempfile.TemporaryDirectory() as folder, _quiet(), torch.no_grad():
+        path = Path(folder) / "model.onnx"
+        try:
+            _EXPORTERS[exporter](_ByName(module.eval(), list(inputs)), dict(inputs), path, opset, dynamic or {})
+            onnx.checker.check_model(str(path), full_check=True)
+        except Exception as error:  # exporters raise what they like; the graph is then missing, which is never a pass
+            raise ExportFailure(
+                f"{exporter}: {type(module).__name__} cannot be exported: {_first_line(error)}; try the other exporter"
+            ) from error
+        finally:
+            module.train(training)
+        model = read_proto(path)
+    return Exported(model, module, {name: tensor.detach().cpu().numpy() for name, tensor in inputs.items()}, exporter)
+
+
+def load_for_export(
+    folder: str | Path, model_class: str | None = None, modality: Modality | None = None, seed: int = 0
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Load a model of transformers in float32, and make inputs for it.
+
+    Args:
+        folder: of the checkpoint.
+        model_class: class of transformers; None for AutoModelForCausalLM.
+        modality: of the inputs; None for what the model reads first.
+        seed: of the inputs.
+
+    Returns:
+        The model on the CPU, and inputs without padding.
+
+    Raises:
+        ModelError: it cannot be loaded, or there is no sample input for it.
+    """
+    module = load_model(folder, dtype="float32", device="cpu", model_class=model_class).model
+    batch = sample_batches(module, modality, seed).batches[0]
+    if "input_ids" in batch and "attention_mask" not in batch:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # else decoders look for packed sequences, which torchscript lacks
+    return module, batch
+
+
+def _dynamo(wrapped: nn.Module, inputs: dict[str, torch.Tensor], path: Path, opset: int, dynamic: Dynamic) -> None:
+    shapes = {"inputs": tuple(dict(dynamic.get(name, {})) for name in inputs)} if dynamic else None
+    torch.onnx.export(
+        wrapped,
+        tuple(inputs.values()),
+        path,
+        dynamo=True,
+        verbose=False,
+        input_names=list(inputs),
+        output_names=["output"],
+        opset_version=opset,
+        dynamic_shapes=shapes,
+    )
+
+
+def _torchscript(wrapped: nn.Module, inputs: dict[str, torch.Tensor], path: Path, opset: int, dynamic: Dynamic) -> None:
+    torch.onnx.export(
+        wrapped,
+        tuple(inputs.values()),
+        str(path),
+        dynamo=False,
+        input_names=list(inputs),
+        output_names=["output"],
+        opset_version=min(opset, 20),  # the last that this exporter knows
+        dynamic_axes={name: dict(axes) for name, axes in dynamic.items()},
+    )
+
+
+_EXPORTERS: Mapping[str, Callable[[nn.Module, dict[str, torch.Tensor], Path, int, Dynamic], None]] = {
+    "dynamo": _dynamo,
+    "torchscript": _torchscript,
+}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Exporters talk: on standard output, through warnings about themselves, and through their logger."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

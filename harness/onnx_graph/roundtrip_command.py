@@ -1,0 +1,108 @@
+"""`harness onnx roundtrip MODEL`: the matrix of exporters and optimizers, as a table, JSON and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from compressor.errors import UserInputError
+from harness.onnx_graph.check_command import EXIT_OF, add_contract
+from harness.onnx_graph.contract_names import contract_from_names
+from harness.onnx_graph.passes import resolve_skips
+
+if TYPE_CHECKING:
+    from harness.onnx_graph.roundtrip import RoundTripRow
+
+_ALL = ("onnxsim", "onnxslim", "onnxoptimizer", "ort-basic", "ort-extended", "ort-all", "ort-transformers", "onnxscript")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: of the action; changed.
+    """
+    parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint, or an .onnx file")
+    parser.add_argument("--model-class", metavar="CLASS", help="class of transformers; by default AutoModelForCausalLM")
+    parser.add_argument("--exporter", action="append", choices=("dynamo", "torchscript"), help="may be given twice; by default both")
+    parser.add_argument(
+        "--optimizer", action="append", metavar="NAME", help=f"may be given several times: {', '.join(_ALL)}; by default all installed"
+    )
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="PASSES",
+        help="a set of passes to leave out, with commas between; each set makes rows beside those without skips",
+    )
+    add_contract(parser)
+    parser.add_argument("--opset", type=int, default=18, help="of the export; by default 18")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Go all ways.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        0 if the contract holds in every row that was asked for, 1 if one violates it, 2 if one could not be analysed.
+
+    Raises:
+        UserInputError: an unknown optimizer, pass or contract.
+    """
+    from harness.onnx_graph.roundtrip import onnx_roundtrip
+
+    contract = contract_from_names(args.contract)
+    optimizers = args.optimizer or _installed()
+    skips = [tuple(name.strip() for name in one.split(",") if name.strip()) for one in args.skip]
+    for one in skips:
+        resolve_skips(one)
+    trip = onnx_roundtrip(args.model, exporters=args.exporter or ("dynamo", "torchscript"), opset=args.opset, model_class=args.model_class)
+    rows = trip.matrix(contract, optimizers=optimizers, skips=[(), *skips], on_row=_show_progress)
+    print(json.dumps([row.to_dict() for row in rows], indent=1, sort_keys=True) if args.json else "", end="")
+    if not args.json:
+        _print(rows)
+    return _exit_code(rows)
+
+
+def _installed() -> list[str]:
+    from harness.onnx_graph.optimizers import OPTIMIZERS
+
+    found = [name for name in _ALL if OPTIMIZERS[name].installed]
+    if not found:
+        raise UserInputError("round trip: no optimizer is installed; install onnxsim, or name what you have with --optimizer")
+    return found
+
+
+def _show_progress(row: RoundTripRow) -> None:
+    if sys.stderr.isatty():
+        print(f"\x1b[K{row.exporter} {row.optimizer}: {row.result.holding.value}\r", file=sys.stderr, end="")
+
+
+def _exit_code(rows: Sequence[RoundTripRow]) -> int:
+    found = {row.result.holding.value for row in rows}
+    worst = next((one for one in ("violated", "not analysed") if one in found), "holds")
+    return EXIT_OF[worst]
+
+
+def _print(rows: Sequence[RoundTripRow]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("exporter", "optimizer", "skipped", "verdict", "nodes", "golden dB", "deploy dB", "ms", box=None, pad_edge=False)
+    for row in rows:
+        decibels = [f"{row.numbers[name].sqnr_db:.0f}" if name in row.numbers else "-" for name in ("golden", "deploy")]
+        nodes = f"{row.num_nodes[0]} -> {row.num_nodes[1]}"
+        verdict = row.result.holding.value
+        table.add_row(row.exporter, row.optimizer, ", ".join(row.skips) or "-", verdict, nodes, *decibels, f"{row.seconds * 1e3:.0f}")
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    console.print(table)
+    for row in rows:
+        if not row.result.holds:
+            first = row.result.message.splitlines()[0]
+            console.print(f"{row.exporter}, {row.optimizer}, {', '.join(row.skips) or 'nothing skipped'}: {first}")
