@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
+from compressor.algorithms.costs import Cost, gptq_cost
 from compressor.algorithms.gptq import ActOrder, Solver, quantize_gptq
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
@@ -84,6 +85,24 @@ class GPTQModifier(SchemeModifier):
             for stack in _stacks(members, self._schemes):
                 self._solve(state, stack, hessian_CC, hessian.num_tokens)
 
+    def cost(self, scheme: QuantizationScheme, rows: Sequence[int], columns: int, element_bytes: int, num_tokens: int) -> Cost:
+        """See SchemeModifier."""
+        assert scheme.weights is not None
+        return gptq_cost(
+            rows,
+            columns,
+            element_bytes,
+            scheme.weights,
+            num_tokens=num_tokens,
+            block_size=self.block_size,
+            solver=self.solver,
+            scale_search=self._searches_scales and self.actorder != "group",
+        )
+
+    @property
+    def _searches_scales(self) -> bool:
+        return self.solver == "r_form" if self.scale_search is None else self.scale_search
+
     def _accumulating(self, state: State, name: str) -> InputHook:
         def accumulate(module: nn.Module, args: tuple[Any, ...]) -> None:
             del module
@@ -117,7 +136,7 @@ class GPTQModifier(SchemeModifier):
                 block_size=self.block_size,
                 damp_frac=self.dampening_frac,
                 solver=self.solver,
-                scale_search=self.solver == "r_form" if self.scale_search is None else self.scale_search,
+                scale_search=self._searches_scales,
                 names=names,
                 global_scales=[self.global_scale(name) for name in names],
             )

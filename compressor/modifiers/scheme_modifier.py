@@ -9,6 +9,7 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from compressor.algorithms.costs import Cost, rounding_cost
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.modifier import StageTensors
@@ -99,6 +100,22 @@ class SchemeModifier(SchemeTargets, Modifier):
             buffers = {key: tensor for key, tensor in tensors[name].items() if key != "bias"}
             state.replace_module(name, from_buffers(linear, self._schemes[name], buffers, name=name))
         self._num_fallbacks = int(memory["num_fallbacks"])
+
+    def cost(self, scheme: QuantizationScheme, rows: Sequence[int], columns: int, element_bytes: int, num_tokens: int) -> Cost:
+        """Say what compressing some weights would cost that read one input and get one scheme.
+
+        Args:
+            scheme: of all of them.
+            rows: out features of each.
+            columns: in features of all.
+            element_bytes: of one weight element.
+            num_tokens: calibration tokens.
+
+        Returns:
+            The cost; that of rounding unless overridden.
+        """
+        del scheme, num_tokens
+        return rounding_cost(rows, columns, element_bytes)
 
     def compress(self, state: State, names: list[str]) -> None:
         """Replace the named modules by quantized ones; the subclass chooses the codes."""

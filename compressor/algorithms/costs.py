@@ -1,0 +1,97 @@
+"""What the algorithms cost, from shapes alone: bytes of statistics, bytes of working memory at the worst moment, and arithmetic.
+
+Each formula names the arrays that are alive together; tests hold them against what the allocator sees.
+
+Shapes: R rows (out features) of all weights that are solved as one stack, C columns, S columns of one group, B columns of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from compressor.algorithms.gptq import Solver
+from compressor.algorithms.scale_search import NUM_CANDIDATES, can_search
+from compressor.numerics.scheme import QuantizationArgs
+
+FLOAT32_BYTES = 4
+
+
+class Cost(NamedTuple):
+    """The cost of one stack of weights.
+
+    Attributes:
+        statistics_bytes: kept from the first calibration batch until the stack is solved.
+        working_bytes: beyond statistics and weights, while it is solved.
+        flops: in matrix products and factorizations.
+        num_roundings: elements that are rounded one column at a time, where the speed of matrix products says nothing.
+    """
+
+    statistics_bytes: int
+    working_bytes: int
+    flops: float
+    num_roundings: int
+
+
+def rounding_cost(rows: Sequence[int], columns: int, element_bytes: int) -> Cost:
+    """Return the cost of round-to-nearest, one weight after the other.
+
+    Args:
+        rows: out features of each weight.
+        columns: in features of all of them.
+        element_bytes: of one weight element.
+
+    Returns:
+        The cost: a float32 copy, quotient, values and codes of the largest weight.
+    """
+    copies = 2 * FLOAT32_BYTES + 1 + (FLOAT32_BYTES if element_bytes < FLOAT32_BYTES else 0)
+    return Cost(0, copies * max(rows) * columns, 0.0, 0)
+
+
+def gptq_cost(
+    rows: Sequence[int],
+    columns: int,
+    element_bytes: int,
+    args: QuantizationArgs,
+    *,
+    num_tokens: int,
+    block_size: int,
+    solver: Solver,
+    scale_search: bool,
+) -> Cost:
+    """Return the cost of GPTQ on weights that read one input.
+
+    Args:
+        rows: out features of each weight.
+        columns: in features of all of them.
+        element_bytes: of one weight element.
+        args: number format of the weights.
+        num_tokens: calibration tokens.
+        block_size: as of `quantize_gptq`.
+        solver: as of `quantize_gptq`.
+        scale_search: as of `quantize_gptq`.
+
+    Returns:
+        The cost.
+    """
+    num_rows, square = sum(rows), FLOAT32_BYTES * columns * columns
+    searched = scale_search and can_search(args)
+    group = args.group_size if searched and args.group_size else columns
+    stacked = element_bytes * num_rows * columns if len(rows) > 1 else 0
+    work = FLOAT32_BYTES * num_rows * columns
+    block = 2 * FLOAT32_BYTES * block_size * num_rows + FLOAT32_BYTES * block_size**2
+    codes = num_rows * columns
+    # The damped Hessian and two on the way to its factor; then codes and one block beside what is left of these: the damped Hessian and
+    # the factor, and in the classical form the inverse.
+    left = 2 if solver == "r_form" else 3
+    solving = stacked + (square if searched else 0) + work + max(3 * square, left * square + codes + block)
+    # The damped Hessian, and three float32 arrays and one of codes that hold every candidate of one group, and the group itself.
+    searching = stacked + square + group * num_rows * (NUM_CANDIDATES * (3 * FLOAT32_BYTES + 1) + FLOAT32_BYTES) if searched else 0
+    factoring = columns**3 * (1 / 3 if solver == "r_form" else 5 / 3)
+    sweeps = num_rows * columns * (columns + (NUM_CANDIDATES * group if searched else 0))
+    return Cost(
+        statistics_bytes=square,
+        working_bytes=max(2 * square, solving, searching),  # at first the two triangles of which the Hessian is made
+        flops=float(num_tokens) * columns * columns + factoring + sweeps,
+        num_roundings=num_rows * columns * (1 + (NUM_CANDIDATES if searched else 0)),
+    )

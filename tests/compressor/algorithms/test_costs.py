@@ -1,0 +1,72 @@
+"""The formulas of costs say what the allocator sees, within a few percent, for tall, wide and stacked weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from compressor.algorithms.costs import gptq_cost, rounding_cost
+from compressor.algorithms.gptq import Solver, quantize_gptq
+from compressor.algorithms.hessian import Hessian
+from compressor.algorithms.rtn import round_to_nearest
+from compressor.numerics import preset_scheme, weight_qparams
+
+SHAPES = [([768, 768], 256, torch.bfloat16), ([256], 768, torch.bfloat16), ([64], 512, torch.float32), ([1024], 256, torch.float32)]
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """The most that torch's CPU allocator has given out at one time."""
+    work()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("preset", ["W4A16", "W8A8"])
+@pytest.mark.parametrize("solver", ["r_form", "reference"])
+@pytest.mark.parametrize(("rows", "columns", "dtype"), SHAPES)
+def test_the_cost_of_gptq_is_what_it_takes(preset: str, solver: Solver, rows: list[int], columns: int, dtype: torch.dtype) -> None:
+    args = preset_scheme(preset, ["Linear"]).weights
+    assert args is not None
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(count, columns, generator=generator).to(dtype) for count in rows]
+    inputs = torch.randn(2 * columns, columns, generator=generator)
+    search = solver == "r_form"
+    hessian = Hessian(columns)
+    hessian.add(inputs)
+    kept: list[torch.Tensor] = [hessian.matrix("layer")]
+
+    def solve() -> None:
+        names = [f"layer{i}" for i in range(len(rows))]
+        quantize_gptq(weights, kept[0], args, solver=solver, scale_search=search, names=names)
+
+    element_bytes = weights[0].element_size()
+    cost = gptq_cost(rows, columns, element_bytes, args, num_tokens=len(inputs), block_size=128, solver=solver, scale_search=search)
+    measured = max(peak_bytes(solve), 2 * cost.statistics_bytes)
+    assert cost.working_bytes == pytest.approx(measured, rel=0.03)
+
+    def accumulate() -> None:
+        Hessian(columns).add(inputs)
+
+    assert cost.statistics_bytes == pytest.approx(peak_bytes(accumulate), rel=0.01)
+    assert cost.flops > 2.0 * len(inputs) * columns**2 / 2
+
+
+@pytest.mark.parametrize(("rows", "columns", "dtype"), SHAPES)
+def test_the_cost_of_rounding_is_what_it_takes(rows: list[int], columns: int, dtype: torch.dtype) -> None:
+    args = preset_scheme("W4A16", ["Linear"]).weights
+    assert args is not None
+    weight = torch.randn(rows[0], columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cost = rounding_cost(rows, columns, weight.element_size())
+    measured = peak_bytes(lambda: round_to_nearest(weight, weight_qparams(weight, args, "layer"), args))
+    assert cost.working_bytes == pytest.approx(measured, rel=0.03)
+    assert cost.statistics_bytes == 0
