@@ -20,6 +20,7 @@ _PUBLIC = {
     "QuantizationArgs": "compressor.numerics",
     "QuantizationScheme": "compressor.numerics",
     "QuantizedLinear": "compressor.nn",
+    "QuantizedKVCache": "compressor.nn.kv_storage",
     "load_compressed": "compressor.model.compressed",
     "load_recipe": "compressor.recipe",
     "CompressorError": "compressor.errors",

@@ -1,13 +1,15 @@
 """Read a compressed checkpoint back without compressed-tensors: every quantized layer becomes the runtime layer that it was written from.
 
 transformers cannot load every checkpoint that its format allows (see experts_format.py), and where it can it may dequantize. This reader
-takes the files as they are: experts one by one, packed weights packed, quantized inputs quantized. What is missing, left over or of another
-shape is an error, never random numbers.
+takes the files as they are: experts one by one, packed weights packed, quantized inputs quantized, scales of keys and values where they
+belong. What is missing, left over or of another shape is an error, never random numbers. The float weights are never there: the model is
+built without them, and memory is that of the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,26 @@ from compressor.model.folder import check_weight_files, one_line, read_config, s
 from compressor.model.format import stored_names
 from compressor.model.load import LOAD_ERRORS, quiet_transformers, resolve_class, resolve_device
 from compressor.model.targets import matches
-from compressor.nn import QuantizedLinear
+from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
 from compressor.nn.expert_layout import split_weights
 from compressor.nn.experts import UnfusedExperts
-from compressor.numerics.scheme import QuantizationScheme
+from compressor.nn.kv_cache import attach_kv_quantizer, attention_modules
+from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
-_SCHEME_FIELDS = ("weights", "input_activations", "format")
+_SCHEME_PARTS = ("weights", "input_activations")
+_NOT_READ = ("observer", "observer_kwargs", "zp_dtype")
+_NO_FORMAT = (None, "mixed-precision", "dense")
+_ORDINARY_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_compressed(
-    folder: str | Path, *, device: str | torch.device = "auto", model_class: str | type | None = None, trust_remote_code: bool = False
+    folder: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    model_class: str | type | None = None,
+    trust_remote_code: bool = False,
+    matmul: Matmul = "reference",
 ) -> nn.Module:
     """Load a checkpoint in the compressed-tensors format with this project's own layers.
 
@@ -41,23 +52,31 @@ def load_compressed(
         device: "auto" (the first GPU, else the CPU) or a device of torch.
         model_class: class of transformers, or its name; None for AutoModelForCausalLM.
         trust_remote_code: run Python files of the folder, where its config asks for them.
+        matmul: "reference" (the logits of transformers, bit for bit), or "native" (codes times codes where input and weight are both int8
+            or both fp8).
 
     Returns:
-        The model in eval mode; quantized layers are QuantizedLinear, also those of single experts.
+        The model in eval mode; quantized layers are QuantizedLinear and QuantizedEmbedding, also those of single experts.
 
     Raises:
         ModelError: the folder holds no compressed checkpoint, or config and tensors do not fit each other.
+        SchemeError: a layer cannot have the scheme that the config gives it.
     """
     folder = Path(folder)
     config = read_config(folder)
     check_weight_files(folder)
-    schemes = _group_schemes(config, folder)
+    schemes, kv_cache_scheme = _quantization(config, folder)
     model = _empty_model(folder, config, model_class, trust_remote_code)
     unfuse_into(UnfusedModel(model), prove=False)  # there is nothing to run yet
     tensors = _read(folder)
     split = _split_fused(model, tensors)
+    if kv_cache_scheme is not None:
+        for name, attention in attention_modules(model).items():
+            attach_kv_quantizer(attention, kv_cache_scheme, name=name, empty=True)
     _place_layers(model, tensors, schemes, folder)
     _fill(model, tensors, split, folder)
+    _read_generation_config(model, folder)
+    set_matmul(model, matmul)
     return model.to(resolve_device(device)).eval()
 
 
@@ -69,27 +88,45 @@ def _read(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _group_schemes(config: Mapping[str, Any], folder: Path) -> list[QuantizationScheme]:
-    found = config.get("quantization_config") or {}
-    groups = found.get("config_groups") if isinstance(found, Mapping) else None
-    if not isinstance(groups, Mapping) or not groups or found.get("quant_method") != "compressed-tensors":
+def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[QuantizationScheme], QuantizationArgs | None]:
+    """The schemes of the config groups, and that of keys and values."""
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping) or found.get("quant_method") != "compressed-tensors":
         raise ModelError(f"{folder}: config.json names no compressed-tensors groups; give a compressed checkpoint, or use load_model")
     try:
-        return [
-            QuantizationScheme(targets=group["targets"], **{key: group.get(key) for key in _SCHEME_FIELDS}) for group in groups.values()
-        ]
+        groups = (found.get("config_groups") or {}).values()
+        kv = found.get("kv_cache_scheme")
+        schemes = [_scheme(group, found.get("format")) for group in groups]
+        kv_cache_scheme = None if kv is None else QuantizationArgs(**_fields(kv))
     except (ValidationError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{folder}: its quantization_config cannot be used here ({one_line(error)}); restore config.json") from error
+    if not schemes and kv_cache_scheme is None:
+        raise ModelError(f"{folder}: config.json names no compressed-tensors groups; give a compressed checkpoint, or use load_model")
+    return schemes, kv_cache_scheme
+
+
+def _scheme(group: Mapping[str, Any], model_format: str | None) -> QuantizationScheme:
+    parts = {key: None if group.get(key) is None else QuantizationArgs(**_fields(group[key])) for key in _SCHEME_PARTS}
+    # A group without a format of its own has the model's, unless that only says that groups differ.
+    stored_as = group.get("format") or (None if model_format in _NO_FORMAT else model_format)
+    if stored_as == "naive-quantized" and parts["weights"] is not None:  # the same bytes under a name of their own
+        stored_as = f"{parts['weights'].type}-quantized"
+    return QuantizationScheme(targets=group["targets"], output_activations=group.get("output_activations"), format=stored_as, **parts)
+
+
+def _fields(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what says how scales were found, or in which dtype the zero points were before they were packed."""
+    return {key: value for key, value in args.items() if key not in _NOT_READ}
 
 
 def _empty_model(folder: Path, config: Mapping[str, Any], model_class: str | type | None, trust_remote_code: bool) -> nn.Module:
-    """The float model with uninitialized weights, but with its computed buffers."""
+    """The float model without weights (they are on the meta device), but with its computed buffers."""
     from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
     loader = resolve_class(model_class)
     try:
-        with quiet_transformers(), no_init_weights():
+        with quiet_transformers(), no_init_weights(), _parameters_on_meta():
             parsed = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
             del parsed.quantization_config
             dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
@@ -114,21 +151,17 @@ def _split_fused(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 def _place_layers(model: nn.Module, tensors: Mapping[str, Tensor], schemes: list[QuantizationScheme], folder: Path) -> None:
     """Put an empty quantized layer wherever the files hold a scale."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    stored = stored_names(model, list(linears))
+    modules = {name: module for name, module in model.named_modules() if is_quantizable(module)}
+    stored = stored_names(model, list(modules))
     scaled = {key.rpartition(".")[0] for key in tensors if key.endswith(".weight_scale")}
-    for name, linear in linears.items():
+    for name, module in modules.items():
         on_disk = stored.get(name, name)
         if on_disk not in scaled:
             continue
-        scheme = next((one for one in schemes if any(matches(alias, linear, t) for t in one.targets for alias in (name, on_disk))), None)
+        scheme = next((one for one in schemes if any(matches(alias, module, t) for t in one.targets for alias in (name, on_disk))), None)
         if scheme is None:
             raise ModelError(f"{folder}: {on_disk} has a scale, but no group of the quantization_config targets it; restore config.json")
-        layer = QuantizedLinear.class_of(scheme)(
-            linear.in_features, linear.out_features, scheme, linear.bias, linear.weight.dtype, name=name
-        )
-        layer.register_empty("cpu")
-        model.set_submodule(name, layer)
+        model.set_submodule(name, empty_layer(module, scheme, name=name))
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tensor], folder: Path) -> None:
@@ -136,6 +169,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tens
     state = model.state_dict()
     found = {key: tensors.pop(stored) for key, stored in _stored_keys(model, state).items() if stored in tensors}
     found |= split
+    found = {key: _as_wanted(value, state[key].dtype) for key, value in found.items()}
     wrong = [key for key, value in found.items() if value.shape != state[key].shape or value.dtype != state[key].dtype]
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     missing = [key for key in state if key not in found and ties.get(key) not in found]
@@ -145,6 +179,36 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tens
     model.load_state_dict(found, strict=False, assign=True)
     if any(key not in found for key in ties):
         model.tie_weights()  # type: ignore[operator]
+
+
+def _as_wanted(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Ordinary floats take the dtype of the model, as in transformers; codes and fp8 scales are what they are."""
+    return value.to(dtype) if {value.dtype, dtype} <= set(_ORDINARY_FLOATS) else value
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Register parameters on the meta device, so that their memory is given back at once; buffers, which are computed, stay real."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _read_generation_config(model: nn.Module, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        with quiet_transformers():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
 def _stored_keys(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
