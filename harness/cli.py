@@ -31,6 +31,7 @@ VERBS: Mapping[str, Verb] = {
     "validate": Verb("prove a compressed checkpoint against its base: files, format, weights, behaviour", "harness.validation.command"),
     "verify": Verb("hold a modifier against the lifecycle contract: checks 47 to 54 and a state machine", "harness.lifecycle.command"),
     "golden": Verb("differences from golden outputs: look, accept, prune, explain", "harness.goldens.command"),
+    "trace-audit": Verb("hold traced models against plain ones, bit for bit: a zoo, and toys", "harness.traceability.command"),
     "mutants": Verb("plant known bugs, and print which check kills which", "harness.mutants.command"),
     "onnx": Verb("ONNX round-trips by role: what became of Q, K and V, and which pass took them", "harness.onnx_graph.command"),
 }

@@ -8,8 +8,8 @@ runs all plain forwards again from the start for every stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -20,54 +20,123 @@ from harness.traceability.batches import Batch
 from harness.traceability.flows import Flow, StagePasses, make_flow
 from harness.traceability.passes import compress_stage, naive_passes, plain_forward, watchable
 from harness.traceability.recording import Record, first_difference, flatten, recording, same_bits
-from harness.traceability.verdicts import Finding, Row, Subject
+from harness.traceability.verdicts import LEVELS, Finding, Row, Subject
 
-LEVELS = ("layer", "inferred", "linear")
 _PATCHABLE = ("__call__", "__setattr__", "register_buffer")
 _PLAIN = {name: nn.Module.__dict__[name] for name in _PATCHABLE}
 
 
-FlowMaker = Callable[[nn.Module, Batch, "Sequence[str] | None", str], Flow]
+class Auditor:
+    """Audits subjects with one engine. Another tracer, or one with planted errors, is a subclass that makes another flow.
 
-
-def audit(subject: Subject, level: str, engine: str, make: FlowMaker = make_flow) -> Row:
-    """Audit one subject at one level with one engine.
-
-    Args:
-        subject: what to audit.
-        level: a name in LEVELS.
+    Attributes:
         engine: auto, graph or suspend.
-        make: traces; replaced by tests that plant errors.
-
-    Returns:
-        The verdict.
+        two_passes: calibrate, compress and propagate, too.
     """
-    start = time.perf_counter()
-    row = Row(subject.name, level, engine)
-    model = subject.build()
-    reference = plain_records(model, subject.batches)
-    patterns = target_patterns(model, subject, level, reference)
-    row.targets = None if patterns is None else list(resolve_targets(model, patterns))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with _judged(row, "trace"):
-        flow = make(model, subject.batches["same"], patterns, engine)
-        row.used = flow.engine
-        _single_runs(row, flow, model, subject.batches, reference)
-        with _judged(row, "two_pass"):
-            row.checks["two_pass"] = _verdict(_two_passes(subject, patterns, engine, make))
-        row.used = flow.engine
-    with _judged(row, "left_behind"):
-        row.checks["left_behind"] = _verdict(_left_behind(model, before))
-    row.seconds = time.perf_counter() - start
-    return row
 
+    two_passes = True
 
-def _single_runs(row: Row, flow: Flow, model: nn.Module, batches: Mapping[str, Batch], reference: Mapping[str, Record]) -> None:
-    for name, batch in batches.items():
-        with _judged(row, name):
-            row.checks[name] = _verdict(_compare_run(row, flow, model, [batch], reference[name]))
-    with _judged(row, "multi"):
-        row.checks["multi"] = _verdict(_compare_run(row, flow, model, list(batches.values()), _together(reference.values())))
+    def __init__(self, engine: str = "auto") -> None:
+        """Choose the engine."""
+        self.engine = engine
+
+    def make(self, model: nn.Module, batch: Batch, patterns: Sequence[str] | None) -> Flow:
+        """Trace a model on one batch.
+
+        Args:
+            model: the model.
+            batch: to trace on.
+            patterns: of the targets; None infers them.
+
+        Returns:
+            What can be run.
+        """
+        return make_flow(model, batch, patterns, self.engine)
+
+    def batches(self, subject: Subject) -> Mapping[str, Batch]:
+        """Choose the batches that are run.
+
+        Args:
+            subject: has the batches.
+
+        Returns:
+            Variant to batch.
+        """
+        return subject.batches
+
+    def around(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Enter what surrounds all forwards, those of the reference included.
+
+        Args:
+            model: the model.
+
+        Returns:
+            The context.
+        """
+        del model
+        return nullcontext()
+
+    def audit(self, subject: Subject, level: str) -> Row:
+        """Audit one subject at one level.
+
+        Args:
+            subject: what to audit.
+            level: a name in LEVELS.
+
+        Returns:
+            The verdict.
+
+        Raises:
+            HarnessError: the plain model fails, so that nothing can be said about a traced one.
+        """
+        start = time.perf_counter()
+        row = Row(subject.name, level, self.engine)
+        model, batches = subject.build(), self.batches(subject)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with self.around(model):
+            self._check_runs(row, model, batches, subject)
+        with _judged(row, "left_behind"):
+            row.checks["left_behind"] = _verdict(_left_behind(model, before))
+        row.seconds = time.perf_counter() - start
+        return row
+
+    def _check_runs(self, row: Row, model: nn.Module, batches: Mapping[str, Batch], subject: Subject) -> None:
+        reference = plain_records(model, batches)
+        patterns = target_patterns(model, subject, row.level, reference)
+        row.targets = None if patterns is None else list(resolve_targets(model, patterns))
+        with _judged(row, "trace"):
+            flow = self.make(model, batches["same"], patterns)
+            row.used = flow.engine
+            for name, batch in batches.items():
+                with _judged(row, name):
+                    row.checks[name] = _verdict(_compare_run(row, flow, model, [batch], reference[name]))
+            with _judged(row, "multi"):
+                row.checks["multi"] = _verdict(_compare_run(row, flow, model, list(batches.values()), _together(reference.values())))
+            row.used = flow.engine
+        if self.two_passes and "trace" not in row.checks:
+            with _judged(row, "two_pass"):
+                row.checks["two_pass"] = _verdict(self._two_passes(subject, list(batches.values()), patterns))
+
+    def _two_passes(self, subject: Subject, batches: Sequence[Batch], patterns: list[str] | None) -> str | None:
+        model, got = subject.build(), Record()
+        flow = self.make(model, batches[0], patterns)
+        flow.run(batches, _propagate, dict, nullcontext)
+        watched: dict[str, bool] = {}
+
+        def on_stage(stage: StagePasses) -> None:
+            names = watchable(model, stage.module_names)
+            watched.clear()
+            watched.update(dict.fromkeys(names, False))
+            with recording(model, got, set(names), only_inputs=True):
+                stage.calibrate()
+            watched.clear()
+            compress_stage(model, stage.module_names)
+            stage.propagate()
+
+        torch.manual_seed(0)
+        result = flow.run(batches, on_stage, lambda: watched, got.paused)
+        got.results = [flatten(one) for one in result.results]
+        return first_difference(naive_passes(subject.build(), batches, result.stages), got, any_order=True)
 
 
 @contextmanager
@@ -188,29 +257,6 @@ def target_patterns(model: nn.Module, subject: Subject, level: str, reference: M
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _two_passes(subject: Subject, patterns: list[str] | None, engine: str, make: FlowMaker) -> str | None:
-    model, got = subject.build(), Record()
-    flow = make(model, subject.batches["same"], patterns, engine)
-    batches = list(subject.batches.values())
-    flow.run(batches, _propagate, dict, nullcontext)
-    watched: dict[str, bool] = {}
-
-    def on_stage(stage: StagePasses) -> None:
-        names = watchable(model, stage.module_names)
-        watched.clear()
-        watched.update(dict.fromkeys(names, False))
-        with recording(model, got, set(names), only_inputs=True):
-            stage.calibrate()
-        watched.clear()
-        compress_stage(model, stage.module_names)
-        stage.propagate()
-
-    torch.manual_seed(0)
-    result = flow.run(batches, on_stage, lambda: watched, got.paused)
-    got.results = [flatten(one) for one in result.results]
-    return first_difference(naive_passes(subject.build(), batches, result.stages), got, any_order=True)
 
 
 def _left_behind(model: nn.Module, before: Mapping[str, torch.Tensor]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -31,20 +32,21 @@ def plain_forward(model: nn.Module, batch: Batch) -> Any:
 def compress_stage(model: nn.Module, names: Collection[str]) -> None:
     """Stand in for a compression: every weight of a stage is moved, by an amount that its name decides, and rounded. Changes the model.
 
-    Matrices become new parameters, as when a modifier replaces a module: so a head is untied from the embedding, and who kept the old
-    tensor is found out. Vectors are changed in place.
+    Matrices, and what is tied to a module elsewhere, become new parameters, as when a modifier replaces a module: so a head is untied
+    from the embedding, and who kept the old tensor is found out. Other vectors are changed in place.
 
     Args:
         model: the model.
         names: modules of the stage.
     """
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name in sorted(names):
         module = model.get_submodule(name)
         for own, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_floating_point():
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{name}.{own}".encode()))
                 moved = parameter.detach() * (1 + 0.2 * torch.rand(parameter.shape, generator=generator))
-                if parameter.dim() > 1:
+                if parameter.dim() > 1 or owners[id(parameter)] > 1:
                     setattr(module, own, nn.Parameter((moved * 64).round() / 64))
                 else:
                     parameter.detach().copy_((moved * 64).round() / 64)

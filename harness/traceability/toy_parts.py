@@ -44,5 +44,8 @@ class Toy(nn.Module):
         Args:
             x: [rows, length, width].
             mask: [rows, length], 0 where padded.
+
+        Returns:
+            A tensor, or a structure of tensors.
         """
         raise NotImplementedError

@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from compressor.errors import HarnessError
 from harness.traceability import toys_flow, toys_scope, toys_state, toys_values
 from harness.traceability.batches import Batch
 from harness.traceability.toy_parts import WIDTH, Toy
+from harness.traceability.verdicts import Subject
 from harness.traceability.zoo import draw_weights
 
 _LAYERS = r"re:layers\.\d+$"
@@ -84,6 +82,10 @@ class ToyCase:
         made["padded"]["mask"][0, 3:] = 0
         return made
 
+    def subject(self) -> Subject:
+        """Return what the audit takes."""
+        return Subject(self.name, self.build, self.batches(), self.layers)
+
 
 def _snake(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
@@ -98,22 +100,3 @@ TOYS = MappingProxyType(
         if isinstance(kind, type) and issubclass(kind, Toy) and kind is not Toy and kind.__module__ == module.__name__
     }
 )
-
-
-def choose_toys(names: Sequence[str]) -> list[ToyCase]:
-    """Choose toys by name.
-
-    Args:
-        names: those wanted; none means all.
-
-    Returns:
-        The toys.
-
-    Raises:
-        HarnessError: there is none of that name.
-    """
-    for name in names:
-        if name not in TOYS:
-            nearest = difflib.get_close_matches(name, TOYS, n=1, cutoff=0.0)
-            raise HarnessError(f"TOY: {name!r} does not exist (nearest: {nearest[0]}); choose from {', '.join(TOYS)}")
-    return [TOYS[name] for name in names or TOYS]

@@ -11,6 +11,8 @@ from torch import nn
 
 from harness.traceability.batches import Batch
 
+LEVELS = ("layer", "inferred", "linear")
+
 
 class Finding(StrEnum):
     """What became of one run, the worst last."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from compressor.errors import HarnessError
 from harness.traceability.batches import MAKERS, Batch, make_batches
+from harness.traceability.verdicts import Subject
 
 NAMED_FILES = ("decoders.yaml", "encoders.yaml", "multimodal.yaml")
 MORE_FILES = ("more.yaml",)
@@ -82,6 +83,10 @@ class Architecture:
             The batches.
         """
         return make_batches(self.kind, self.batch_options, seed)
+
+    def subject(self) -> Subject:
+        """Return what the audit takes."""
+        return Subject(self.name, self.build, self.batches(), self.layers)
 
 
 def draw_weights(model: nn.Module, seed: int) -> None:

@@ -1,0 +1,119 @@
+"""The verb `harness trace-audit`: architectures or toys in, verdicts and an exit code out. Nothing heavy is imported before `run`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from compressor.errors import HarnessError
+
+if TYPE_CHECKING:
+    from harness.traceability.audit import Auditor
+    from harness.traceability.verdicts import Row, Subject
+
+_LEVELS = ("layer", "inferred", "linear")
+EPILOG = """exit codes: 0 nothing was silently wrong and nothing crashed (refusals are shown), 1 something was or did, 3 bad input or a
+failure of the harness itself"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb.
+
+    Args:
+        parser: of the verb; changed.
+    """
+    parser.epilog = EPILOG
+    parser.add_argument("names", nargs="*", metavar="ARCH", help="architectures of the zoo, or toys (default: all that must pass)")
+    parser.add_argument(
+        "--engine", action="append", choices=("auto", "graph", "suspend"), help="which engine traces; may be given several times (auto)"
+    )
+    parser.add_argument(
+        "--targets", action="append", choices=_LEVELS, help="which modules are sequential targets; may be given several times (all three)"
+    )
+    parser.add_argument("--toys", action="store_true", help="the toys made to deceive a tracer, instead of the architectures")
+    parser.add_argument("--more", action="store_true", help="the architectures beyond the list, too")
+    parser.add_argument("--peer", action="store_true", help="trace with llmcompressor's trace_subgraphs, which must be installed")
+    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Audit, and print the verdicts.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        0, or 1 if a verdict is SILENT or crash.
+
+    Raises:
+        HarnessError: a name is unknown, or the choices do not go together.
+    """
+    if args.peer and args.engine:
+        raise HarnessError("--engine: chooses an engine of this project, but --peer traces with another library; leave one of them out")
+    from harness.traceability.audit import Auditor
+    from harness.traceability.verdicts import Finding
+
+    if args.peer:
+        from harness.traceability.peer import PeerAuditor
+
+        auditors: list[Auditor] = [PeerAuditor()]
+    else:
+        auditors = [Auditor(engine) for engine in dict.fromkeys(args.engine or ("auto",))]
+    rows = _audit_all(_subjects(args), list(dict.fromkeys(args.targets or _LEVELS)), auditors)
+    if args.json:
+        print(json.dumps(_summary(rows), sort_keys=True, indent=1))
+    else:
+        _print(rows)
+    return 1 if any(row.finding in (Finding.SILENT, Finding.CRASH) for row in rows) else 0
+
+
+def _subjects(args: argparse.Namespace) -> list[Subject]:
+    from harness.traceability.toys import TOYS
+    from harness.traceability.zoo import choose
+
+    toys = [TOYS[name] for name in args.names if name in TOYS] if args.names else list(TOYS.values()) if args.toys else []
+    names = [name for name in args.names if name not in TOYS]
+    architectures = choose(names, more=args.more) if names or not toys else []
+    return [*(one.subject() for one in architectures), *(one.subject() for one in toys)]
+
+
+def _audit_all(subjects: Sequence[Subject], levels: Sequence[str], auditors: Sequence[Auditor]) -> list[Row]:
+    from transformers.utils import logging
+
+    from compressor.progress import RichProgress
+
+    logging.set_verbosity_error()
+    rows = []
+    with warnings.catch_warnings(), RichProgress().task("audit", total=len(subjects) * len(levels) * len(auditors)) as task:
+        warnings.simplefilter("ignore")
+        for subject in subjects:
+            for level in levels:
+                for auditor in auditors:
+                    rows.append(auditor.audit(subject, level))
+                    task.advance(note=f"{subject.name}, {level}: {rows[-1].finding.value}")
+    return rows
+
+
+def _summary(rows: Sequence[Row]) -> dict[str, Any]:
+    counts = Counter(row.finding.value for row in rows)
+    return {"rows": [row.to_dict() for row in rows], "counts": dict(counts), "seconds": round(sum(row.seconds for row in rows), 1)}
+
+
+def _print(rows: Sequence[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("subject", "targets", "engine", "verdict", "stages", "s", "first difference, or reason", box=None, pad_edge=False)
+    for row in rows:
+        engine = row.used if row.engine in (row.used, "") else f"{row.engine}: {row.used or 'none'}"
+        table.add_row(row.subject, row.level, engine, row.finding.value, str(row.num_stages), f"{row.seconds:.2f}", row.detail)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
+    console.print(table)
+    summary = _summary(rows)
+    told = ", ".join(f"{count} {finding}" for finding, count in sorted(summary["counts"].items()))
+    console.print(f"{len(rows)} audits in {summary['seconds']} s: {told}")
