@@ -79,7 +79,7 @@ def _run_stages(
         cut = plan.partition
         total = len(data.batches) * (1 + 2 * len(cut.targets))
         with progress.task("calibrate", total=total) as task:
-            bar = _Bar(task, total)
+            bar = _Bar(task, total, journal.summary)
 
             def on_sample(index: int) -> None:
                 set_token_mask(state, data, index)
@@ -135,7 +135,7 @@ def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error
     is_last = not _watched_elsewhere(session, names)
     if journal.open_stage(session, stage.index, stage.name, names, num_stages):
         stage.skip_calibration()
-        bar.skip(stage.num_samples, f"{journal.summary}; forwards through {stage.name}")
+        bar.skip(stage.num_samples, f"forwards through {stage.name}")
     else:
         stage.calibrate(stop_early=not is_last)  # without a propagation of all samples nothing could check an early stop
     if not propagate_error:
@@ -183,8 +183,9 @@ def _describe(state: State, target: str, names: Sequence[str]) -> str:
 class _Bar:
     """A progress bar whose steps may turn out fewer than planned."""
 
-    def __init__(self, task: Task, total: int) -> None:
+    def __init__(self, task: Task, total: int, prefix: str | None) -> None:
         self._task = task
+        self._prefix = "" if prefix is None else f"{prefix}; "
         self._left = total
 
     def advance(self) -> None:
@@ -193,10 +194,10 @@ class _Bar:
 
     def skip(self, amount: int, note: str) -> None:
         self._left -= amount
-        self._task.advance(amount, note=note)
+        self._task.advance(amount, note=self._prefix + note)
 
     def note(self, text: str) -> None:
-        self._task.advance(0, note=text)
+        self._task.advance(0, note=self._prefix + text)
 
     def finish(self) -> None:
         self._task.advance(self._left)

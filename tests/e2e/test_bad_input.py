@@ -97,7 +97,9 @@ def test_an_already_quantized_model_is_refused(llama_dir: Path, tokens_file: Pat
             oneshot(model, recipe=GOOD, dataset=tokens_file)
 
 
-def test_a_full_disk_leaves_nothing_but_the_finished_stages(llama_dir: Path, tokens_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing_but_the_finished_stages(
+    llama_dir: Path, tokens_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -210,14 +210,16 @@ class Journal(NoJournal):
         """Let go of the folder; after an error it stays where it holds a finished stage, and the error says so."""
         if self._is_finished:
             return
-        if not self._done:
+        # What lies on the disk counts: ctrl-C may have come right behind the write.
+        kept = [entry for entry in Lines.read(self._folder.journal).entries if entry["kind"] == "stage"]
+        if not kept:
             self._folder.clear()
             self._folder.give_up()
             return
         self._folder.unlock()
         if error is not None:
             error.add_note(
-                f"{len(self._done)} of {self.num_stages} stages are finished and kept in {self.path}; the same command with --resume "
+                f"{len(kept)} of {self.num_stages} stages are finished and kept in {self.path}; the same command with --resume "
                 "(resume=True) goes on from there"
             )
 
