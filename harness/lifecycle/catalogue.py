@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.lifecycle.judge import Violation, describe
+from harness.lifecycle.limits import TimeLimitError
 from harness.lifecycle.subject import NothingToCheckError, Subject
 from harness.verdict import CheckRecord, Claim, Outcome
 
@@ -61,7 +62,9 @@ class LifecycleCheck:
             return self.claim.skipped(str(reason))
         except Violation as violation:
             return self.claim.record(Outcome.FAIL, str(violation), findings=[str(violation), *_example(violation)])
-        except Exception as error:  # noqa: BLE001 - a subject may break anything; what it broke is the finding
+        except TimeLimitError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a subject may break anything, and call sys.exit(); what it did is the finding
             text = f"the check could not be completed: {describe(error)}"
             return self.claim.record(Outcome.FAIL, text, findings=[text])
         return self.claim.record(Outcome.PASS, summary)

@@ -59,6 +59,8 @@ class CheckedRun:
         self.clauses = clauses
         self.compares_all = True
         self.start = self.now = self._snapshot()
+        self._process = Snapshot.of_process()
+        self._num_hooks_of_others = num_hooks(run.model)
         self._asleep: list[tuple[int | None, AbstractContextManager[None]]] = []
 
     @property
@@ -96,7 +98,12 @@ class CheckedRun:
     def leave(self, error: BaseException | None) -> Outcome:
         """Leave the `with` block on both sides."""
         how = f"by {type(error).__name__}" if error else "without an exception"
-        return self.perform(f"leaving the with block {how}", lambda: self.run.leave(error), self.oracle.leave(error is not None))
+        answers: list[bool | None] = []
+        script = self.oracle.leave(error is not None)
+        outcome = self.perform(f"leaving the with block {how}", lambda: answers.append(self.run.leave(error)), script)
+        if any(answers):
+            self._break("errors", f"leaving the with block {how} swallows the exception")
+        return outcome
 
     def call_modifier(self, number: int, method: str) -> None:
         """Call a method of a modifier past the session at a moment when it must refuse and nothing may change."""
@@ -137,15 +144,7 @@ class CheckedRun:
         return any(one is None or one == number for one, _ in self._asleep)
 
     def forward(self, inputs: Callable[[], object], fails: bool = False) -> None:
-        """Run the model, and compare the hooks that fired.
-
-        Args:
-            inputs: runs the model.
-            fails: the forward of the chain's first layer is to raise.
-
-        Raises:
-            Violation: a hook fired that must not, or did not fire, or came in another order or with other arguments.
-        """
+        """Run the model, whose first layer may be meant to raise, and compare the hooks that fired, their order and arguments."""
         self.run.recorder.begin()
         try:
             with torch.no_grad():
@@ -268,9 +267,9 @@ class CheckedRun:
 
     def _check_left(self, call: str) -> None:
         """Hold the model of a run that is over against the model before it."""
-        if num_hooks(self.run.model):
-            self._break("left behind", f"{call}: {num_hooks(self.run.model)} hooks are left on the model")
-        if found := leftovers(self.start, self.now, self.allowed):
+        if (num_left := num_hooks(self.run.model) - self._num_hooks_of_others) > 0:
+            self._break("left behind", f"{call}: {num_left} hooks are left on the model")
+        if found := [*leftovers(self.start, self.now, self.allowed), *self._process.differences(Snapshot.of_process())]:
             self._break("left behind", f"{call}: the run is over, and left {list_differences(found)}")
 
     def _check_shared(self, call: str) -> None:

@@ -1,14 +1,9 @@
-"""Checks of what comes when: a whole run, illegal calls, start and end, nested contexts, recipes."""
+"""Checks of what comes when: a whole run, illegal calls, start and end, nested contexts."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
-from pydantic import ValidationError
-
-from compressor.errors import CompressorError
-from compressor.recipe import load_recipe
 from harness.lifecycle.catalogue import register
 from harness.lifecycle.checked_run import CheckedRun
 from harness.lifecycle.driver import CompressorRun
@@ -172,66 +167,3 @@ def _nest(subject: Subject, run: CompressorRun, checked: CheckedRun) -> int:
     if not run.recorder.fired:
         raise Violation("hooks", f"after {checked.oracle.last} hooks lie on the model, and none runs after the outermost exit")
     return 1
-
-
-@register(
-    "recipe",
-    "parse(dump(recipe)) == recipe, with two modifiers of one type in a stage too",
-    number=53,
-    tags=("no_recipe",),
-    caught=("vllm-project/llm-compressor#2805",),
-)
-def recipe_round_trip(subject: Subject) -> str:
-    """Write recipes with one and with two of the modifier, and read them again; then misspell a setting.
-
-    Args:
-        subject: what is verified.
-
-    Returns:
-        What was seen.
-
-    Raises:
-        NothingToCheckError: a recipe could not name its class.
-        Violation: what is read is not what was written, or a misspelt setting is accepted.
-    """
-    cls = type(subject.template)
-    if "<locals>" in cls.__qualname__ or cls.__module__ == "__main__":
-        raise NothingToCheckError(f"{cls.__qualname__} is defined where a recipe cannot name it; move it into a module")
-    for modifiers in ([subject.fresh()], [subject.fresh(), subject.fresh(Settings(7.0, 9.0))]):
-        written = load_recipe(modifiers)
-        text = written.dump()
-        read = load_recipe(text)
-        if [type(one) for one in read.modifiers] != [type(one) for one in modifiers]:
-            raise Violation(
-                "unchanged", f"{len(modifiers)} modifiers were written, {[type(one).__name__ for one in read.modifiers]} were read"
-            )
-        if read != written or [_data(one) for one in read.modifiers] != [_data(one) for one in modifiers]:
-            raise Violation("unchanged", f"a recipe reads back differently: {_first_change(written.modifiers, read.modifiers)}")
-        if read.dump() != text:
-            raise Violation("unchanged", "a recipe that was read is dumped differently")
-    if load_recipe([subject.fresh()]) == load_recipe([subject.fresh(Settings(7.0, 9.0))]):
-        raise Violation("unchanged", f"two recipes of {cls.__name__} with other times count as equal")
-    _refuses_unknown(cls, _data(subject.fresh()))
-    return "recipes of one and of two"
-
-
-def _refuses_unknown(cls: type[Any], data: dict[str, Any]) -> None:
-    try:
-        cls.model_validate({**data, "no_such_setting": 1})
-    except (ValidationError, CompressorError):
-        return
-    raise Violation("accepted", f"{cls.__name__} accepts a setting that it does not have; keep extra='forbid'")
-
-
-def _data(modifier: Any) -> dict[str, Any]:
-    data: dict[str, Any] = modifier.model_dump()
-    return data
-
-
-def _first_change(written: tuple[Any, ...], read: tuple[Any, ...]) -> str:
-    for before, after in zip(written, read, strict=True):
-        old, new = _data(before), _data(after)
-        for key in old:
-            if old[key] != new.get(key):
-                return f"{type(before).__name__}.{key}: {old[key]!r} -> {new.get(key)!r}"
-    return "something that its dump does not show"

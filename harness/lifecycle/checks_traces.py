@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from compressor.lifecycle import Session
+from compressor.lifecycle import Modifier, Session
 from harness.lifecycle.catalogue import register
 from harness.lifecycle.checked_run import CheckedRun
-from harness.lifecycle.expectations import list_differences
+from harness.lifecycle.expectations import is_added, list_differences, replaced_modules
 from harness.lifecycle.judge import Outcome, Violation, describe
 from harness.lifecycle.recording import Act, PlannedError, Recorder, record
 from harness.lifecycle.snapshot import Snapshot, num_hooks
@@ -136,20 +136,40 @@ def surroundings(subject: Subject) -> str:
         model = copy.deepcopy(subject.model).train(training)
         for parameter in list(model.parameters())[::2]:
             parameter.requires_grad_(not training)
+        for module in model.modules():  # of the caller: they must still be there afterwards
+            module.register_forward_hook(_look)
         run = subject.open(model=model)
-        start = Snapshot(model, run.shared())
+        start = Snapshot(model, {**run.shared(), "class": class_values(subject.template)})
         subject.live(subject.check(run), run)
-        end = Snapshot(model, run.shared())
+        end = Snapshot(model, {**run.shared(), "class": class_values(subject.template)})
         _compare(subject, start, end)
     return "a model in training mode and one in evaluation mode"
 
 
+def _look(*args: object) -> None:
+    """A hook that changes nothing."""
+
+
+def class_values(modifier: Modifier) -> dict[str, object]:
+    """Return the plain data in the classes of a modifier: what a run changes there, every other run sees."""
+    own = [cls for cls in type(modifier).__mro__ if issubclass(cls, Modifier) and cls is not Modifier]
+    plain = (list, dict, set, bool, int, float, str, torch.Tensor)
+    return {
+        f"{cls.__qualname__}.{name}": value
+        for cls in own
+        for name, value in vars(cls).items()
+        if isinstance(value, plain) and not name.startswith("__")
+    }
+
+
 def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
     differences = start.differences(end)
-    replaced = [f"{one.where}." for one in differences if one.kind == "module"]
+    replaced = [f"{name}." for name in replaced_modules(differences)]
     lines = []
     for one in differences:
         is_inside = any(one.where.startswith(name) for name in replaced)
+        if is_added(one) and not is_inside and "attribute" not in subject.allowed:
+            lines.append(str(one))
         counts = "->" in one.text if one.kind == "training" else one.kind in SURROUNDINGS and not is_inside
         if (counts and one.kind not in subject.allowed) or (one.kind == "tensor" and not is_inside and "->" in one.text):
             lines.append(str(one))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,8 +47,8 @@ class Run(Protocol):
     def abort(self) -> object:
         """Give up."""
 
-    def leave(self, error: BaseException | None) -> None:
-        """Leave the `with` block of the run, by an exception or without."""
+    def leave(self, error: BaseException | None) -> bool | None:
+        """Leave the `with` block of the run, by an exception or without; True swallows the exception."""
 
     def call_modifier(self, number: int, method: str) -> None:
         """Call `initialize`, `update_event` or `finalize` of one modifier, past the session."""
@@ -113,7 +113,12 @@ class CompressorRun:
             has_loss: send a loss with it.
             modules: names of modules to send with it.
         """
-        self.session.send(EventType[event], loss=torch.tensor(0.5) if has_loss else None, modules=modules)
+        loss, before = torch.tensor(0.5) if has_loss else None, self.recorder.loss
+        self.recorder.loss = loss
+        try:
+            self.session.send(EventType[event], loss=loss, modules=modules)
+        finally:
+            self.recorder.loss = before
 
     def finalize(self) -> None:
         """End."""
@@ -123,13 +128,17 @@ class CompressorRun:
         """Give up."""
         self.session.abort()
 
-    def leave(self, error: BaseException | None) -> None:
+    def leave(self, error: BaseException | None) -> bool | None:
         """Leave the `with` block.
 
         Args:
             error: the exception by which it is left, or None.
+
+        Returns:
+            What says whether the exception is swallowed.
         """
-        self.session.__exit__(type(error) if error else None, error, None)
+        leave: Callable[..., bool | None] = self.session.__exit__
+        return leave(type(error) if error else None, error, None)
 
     def call_modifier(self, number: int, method: str) -> None:
         """Call a method of one modifier, past the session.
@@ -208,4 +217,20 @@ def apply_settings(modifier: Modifier, settings: Settings) -> Modifier:
     Returns:
         The copy.
     """
-    return modifier.model_copy(update={"start": settings.start, "end": settings.end, "update": settings.update}, deep=True)
+    return set_times(modifier.model_copy(deep=True), settings)
+
+
+def set_times(modifier: Modifier, settings: Settings) -> Modifier:
+    """Give a fresh modifier other times, past its validators: what cannot be is not asked for. Changes the modifier.
+
+    Args:
+        modifier: fresh.
+        settings: the times.
+
+    Returns:
+        The modifier.
+    """
+    times = {"start": settings.start, "end": settings.end, "update": settings.update}
+    modifier.__dict__.update(times)
+    modifier.__pydantic_fields_set__.update(times)
+    return modifier

@@ -24,9 +24,20 @@ def leftovers(start: Snapshot, end: Snapshot, allowed: Collection[str] = ()) -> 
         The differences; weights and replaced modules are none.
     """
     changed = start.differences(end, allowed)
-    replaced = [difference.where for difference in changed if difference.kind == "module"]
-    found = [difference for difference in changed if difference.kind not in MAY_STAY]
+    replaced = replaced_modules(changed)
+    found = [difference for difference in changed if difference.kind not in MAY_STAY or is_added(difference)]
+    found = [one for one in found if not (is_added(one) and "attribute" in allowed)]
     return [one for one in found if not any(one.where == name or one.where.startswith(f"{name}.") for name in replaced)]
+
+
+def is_added(difference: Difference) -> bool:
+    """Say whether a module has come where none was: replacing one is a modifier's work, adding an observer leaves something behind."""
+    return difference.kind == "module" and difference.text.startswith("appeared")
+
+
+def replaced_modules(differences: Sequence[Difference]) -> list[str]:
+    """Return the names of modules in whose place another one stands."""
+    return [one.where for one in differences if one.kind == "module" and not is_added(one)]
 
 
 def fire_order(

@@ -17,6 +17,8 @@ from harness.lifecycle.terms import CALLBACKS, Deed, Ending, EventSeen, Expected
 OWN = "(its own)"
 """In an act: answer with what the modifier's own code returned."""
 
+UNKNOWN = object()
+
 AnyModifier = TypeVar("AnyModifier", bound=Modifier)
 
 
@@ -80,6 +82,7 @@ class Recorder:
         entries: the callbacks since `begin`.
         remarks: what was wrong inside callbacks, one line each.
         fired: the recorded hooks that have run since `begin`, in order.
+        loss: what is being sent with an event; the callbacks must get this very tensor. UNKNOWN where nobody has said.
         running: the callback that is running now, for the report of one that hangs.
         perform: carries out a step of an act; set by the run.
         on_begin: told whenever a new call begins, so that a time limit counts from there.
@@ -90,6 +93,7 @@ class Recorder:
         self.entries: list[Entry] = []
         self.remarks: list[str] = []
         self.fired: list[str] = []
+        self.loss: object = UNKNOWN
         self.running: str | None = None
         self.perform: Callable[[str, Modifier, State], None] = _perform_nothing
         self.on_begin: Callable[[], None] = _do_nothing
@@ -119,6 +123,8 @@ class Recorder:
         """
         if self._frames and self._frames[-1].modifier == number:
             return own(state, *event)  # called by the modifier itself, not by the lifecycle
+        if event and self.loss is not UNKNOWN and event[0].loss is not self.loss:
+            self.remarks.append(f"{type(owner).__name__}.{callback} did not get the loss that was sent, but {event[0].loss}")
         act = self._acts.get((number, callback), Act())
         frame, error, answer = _Frame(number), None, None
         settings, before = _settings(state), self.running
@@ -255,15 +261,13 @@ def _seen(event: tuple[Event, ...]) -> EventSeen | None:
     return EventSeen(one.type.name, one.index, one.step, one.loss is not None, tuple(one.modules))
 
 
-_WATCHED = ("model", "device", "seed", "report", "keep_originals", "originals", "token_mask")
-
-
 def _settings(state: State) -> dict[str, object]:
-    return {name: getattr(state, name, None) for name in _WATCHED}
+    """What a callback may use and fill, but neither replace nor add to."""
+    return dict(vars(state))
 
 
 def _changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    return [name for name in _WATCHED if before[name] is not after[name]]
+    return [name for name in {**before, **after} if name not in before or name not in after or before[name] is not after[name]]
 
 
 def _do_nothing() -> None:

@@ -6,11 +6,14 @@ them) and forbid all others. Tensors are compared bit for bit, functions and mod
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -32,6 +35,8 @@ HOOKS = (
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 _OWN = {*HOOKS, "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
 _OWN |= {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_backward_pre_hooks"}
+# Where torch keeps its functions: what is put there in the place of one changes every model of the process.
+_SHARED = {"torch": torch, "torch.nn": nn, "torch.nn.functional": nn.functional, "torch.Tensor": torch.Tensor}
 _MISSING = object()
 _PLAIN = (type(None), bool, int, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
 
@@ -55,22 +60,34 @@ class Same:
 
 
 class Namespace:
-    """The attributes of a class at one moment, each compared by identity."""
+    """The attributes of a class or module at one moment, each compared by identity."""
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, owner: object) -> None:
         """Copy the references."""
-        self.values = {name: value for name, value in vars(cls).items() if name != "__doc__"}
+        self.values = dict(vars(owner))
 
     def __eq__(self, other: object) -> bool:
         """Equal with a namespace of the same names and the very same objects."""
-        return isinstance(other, Namespace) and not self.changed(other)
+        if not isinstance(other, Namespace):
+            return NotImplemented
+        return not self.changed(other)
 
     __hash__ = None  # type: ignore[assignment]
 
     def changed(self, other: Namespace) -> list[str]:
         """Return the names that do not stand for the same object in both."""
         mine, its = self.values, other.values
-        return [name for name in {**mine, **its} if mine.get(name, _MISSING) is not its.get(name, _MISSING)]
+        names = [name for name in {**mine, **its} if mine.get(name, _MISSING) is not its.get(name, _MISSING)]
+        return [name for name in names if name != "__doc__"]
+
+
+class Functions(Namespace):
+    """The functions of a class or module of torch, which loads further names when they are asked for."""
+
+    def changed(self, other: Namespace) -> list[str]:
+        """Return the names that stand for another function."""
+        its = other.values
+        return [name for name, value in self.values.items() if its.get(name, value) is not value and callable(value)]
 
 
 class Bits:
@@ -104,7 +121,7 @@ class Difference:
     """One thing that is not as it was.
 
     Attributes:
-        kind: module, hooks, tensor, grad, requires_grad, training, attribute, class, rng, torch, threads, or the caller's own.
+        kind: module, hooks, tensor, grad, requires_grad, training, attribute, class, rng, torch, threads, process, or the caller's own.
         where: dotted name of what changed.
         text: how it changed.
     """
@@ -134,6 +151,16 @@ class Snapshot:
             self.items["class", cls.__qualname__] = Namespace(cls)
         for kind, thing in (extra or {}).items():
             self.items[kind, kind] = freeze(thing)
+
+    @classmethod
+    def of_process(cls) -> Snapshot:
+        """Return what is true of the process apart from any model; looked at before and after a run, not at every call."""
+        taken = cls(nn.Module())
+        taken.items = {("process", name): Functions(owner) for name, owner in _SHARED.items()}
+        taken.items["process", "environment"] = dict(os.environ)
+        taken.items["process", "working directory"] = Path.cwd()
+        taken.items["process", "garbage collection"] = gc.isenabled()
+        return taken
 
     def differences(self, later: Snapshot, allowed: Collection[str] = ()) -> list[Difference]:
         """Compare with a later snapshot.
@@ -223,6 +250,9 @@ def _surroundings() -> Iterator[tuple[tuple[str, str], object]]:
     yield ("torch", "deterministic algorithms"), torch.are_deterministic_algorithms_enabled()
     yield ("torch", "float32 matmul precision"), torch.get_float32_matmul_precision()
     yield ("torch", "threads"), torch.get_num_threads()
+    yield ("torch", "default device"), str(torch.get_default_device())
+    yield ("torch", "autocast"), (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    yield ("torch", "anomaly mode"), torch.is_anomaly_enabled()
     for kind in _GLOBAL_HOOKS:
         yield ("hooks", f"of every module.{kind}"), [Same(hook) for hook in getattr(torch_module, kind).values()]
     yield ("threads", "the process"), sorted(thread.name for thread in threading.enumerate() if not _is_housekeeping(thread))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from compressor.errors import CompressorError
 from compressor.lifecycle import Modifier, Session
 from harness.lifecycle.acting import Actor
 from harness.lifecycle.checked_run import CheckedRun
-from harness.lifecycle.driver import CompressorRun, Run, apply_settings
+from harness.lifecycle.driver import CompressorRun, Run, apply_settings, set_times
 from harness.lifecycle.judge import Outcome
 from harness.lifecycle.limits import Stopwatch
 from harness.lifecycle.oracle_session import SessionModel
@@ -48,6 +48,7 @@ class Subject:
         profile: how long a state machine looks.
         stopwatch: restarted at every new run.
         latest: the run that was opened last, for the report of one that hangs.
+        make: makes a fresh modifier, where a class was given; else the template is copied.
     """
 
     template: Modifier
@@ -60,6 +61,7 @@ class Subject:
     profile: Profile = PROFILES["pr"]
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     latest: CompressorRun | None = None
+    make: Callable[[], Modifier] | None = None
 
     @property
     def label(self) -> str:
@@ -82,14 +84,15 @@ class Subject:
 
     def fresh(self, settings: Settings | None = None) -> Modifier:
         """Return a fresh modifier, with other times where settings give them; what it was given it does not lose."""
+        one = self.make() if self.make is not None else self.template.model_copy(deep=True)
         if settings is None:
-            return self.template.model_copy(deep=True)
+            return one
         own = self.settings
         start = own.start if settings.start is None else settings.start
         end = own.end if settings.end is None else settings.end
         if start is not None and end is not None and end <= start:
             end = start + 1
-        return apply_settings(self.template, Settings(start, end, own.update if settings.update is None else settings.update))
+        return set_times(one, Settings(start, end, own.update if settings.update is None else settings.update))
 
     @property
     def settings(self) -> Settings:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier
 from compressor.modifiers.registry import suggest
+from harness.lifecycle.limits import TimeLimitError
 
 # What a modifier may declare, in a class attribute `contract_tags` or to `verify`; each takes a part of the contract out.
 TAGS = MappingProxyType(
@@ -94,7 +95,7 @@ def make_template(modifier: object) -> Modifier:
     if isinstance(modifier, Modifier):
         if any((modifier.initialized, modifier.started, modifier.ended, modifier.finalized)):
             raise UnusableError(f"{modifier.label} has been used already; give a fresh one", is_fault=True)
-        return modifier
+        return _copied(modifier)
     if not isinstance(modifier, type):
         raise UnusableError(f"an object of type {type(modifier).__name__} was given, which is no modifier; give a Modifier", is_fault=True)
     if not issubclass(modifier, Modifier):
@@ -105,6 +106,15 @@ def make_template(modifier: object) -> Modifier:
     return _make(modifier)
 
 
+def _copied(modifier: Modifier) -> Modifier:
+    """A copy: every run takes one, so an object that cannot be copied is of no use."""
+    try:
+        return modifier.model_copy(deep=True)
+    except Exception as error:
+        what = f"a {type(modifier).__qualname__} object cannot be copied ({type(error).__name__}: {error}), and every run needs a fresh one"
+        raise UnusableError(f"{what}; give the class, or define __deepcopy__", is_fault=False) from error
+
+
 def _make(cls: type[Modifier]) -> Modifier:
     name = cls.__qualname__
     try:
@@ -112,7 +122,9 @@ def _make(cls: type[Modifier]) -> Modifier:
     except ValidationError as error:
         advice = f"give an object, such as {name}(...), or settings"
         raise UnusableError(f"{name}() cannot be made without arguments: {_first(error)}; {advice}", is_fault=False) from error
-    except Exception as error:
+    except TimeLimitError:
+        raise
+    except BaseException as error:
         if isinstance(error, TypeError) and "required" in str(error):
             raise UnusableError(f"{error}; give an object, such as {name}(...)", is_fault=False) from error
         raise UnusableError(f"{name}() raised {type(error).__name__}: {error}", is_fault=True) from error
@@ -130,12 +142,17 @@ def read_tags(modifier: Modifier, given: Iterable[str]) -> frozenset[str]:
 
     Raises:
         UserInputError: a tag does not exist.
+        UnusableError: the class attribute is no set of tags.
     """
-    tags = frozenset({*getattr(type(modifier), "contract_tags", ()), *given})
-    unknown = sorted(tags - TAGS.keys())
+    own: Any = getattr(type(modifier), "contract_tags", frozenset())
+    given = frozenset(given)
+    if not isinstance(own, set | frozenset | list | tuple) or not all(tag in TAGS for tag in own):
+        advice = f"give a set of tags, of {', '.join(TAGS)}"
+        raise UnusableError(f"{type(modifier).__qualname__}.contract_tags: {own!r} is no set of contract tags; {advice}", is_fault=True)
+    unknown = sorted(given - TAGS.keys())
     if unknown:
         raise UserInputError(f"{type(modifier).__name__}: there is no contract tag {unknown[0]!r}; {suggest(unknown[0], TAGS)}")
-    return tags
+    return frozenset(own) | given
 
 
 def _first(error: ValidationError) -> str:

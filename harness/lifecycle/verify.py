@@ -19,7 +19,7 @@ from torch import nn
 from compressor.errors import CompressorError, UserInputError
 from compressor.lifecycle import Session
 from compressor.modifiers.registry import suggest
-from harness.lifecycle import checks_machine, checks_order, checks_traces
+from harness.lifecycle import checks_hooks, checks_machine, checks_order, checks_recipe, checks_traces
 from harness.lifecycle.catalogue import CHECKS, LifecycleCheck
 from harness.lifecycle.limits import Stopwatch, TimeLimitError, run_limited
 from harness.lifecycle.probes import TinyModel, tiny_batches
@@ -33,7 +33,7 @@ TIME_LIMIT = 20.0
 """Seconds that one call of the lifecycle may take before it counts as hanging."""
 
 _USABLE = Claim(USABLE, "It is a modifier, and a fresh one can be made")
-_REGISTERED = (checks_order, checks_traces, checks_machine)
+_REGISTERED = (checks_order, checks_hooks, checks_traces, checks_recipe, checks_machine)
 
 
 def verify(
@@ -86,18 +86,20 @@ def verify(
     stopwatch = Stopwatch()
     try:
         template = run_limited(lambda: make_template(modifier), stopwatch, time_limit)
+        all_tags = read_tags(template, tags)
     except (UnusableError, TimeLimitError) as reason:
         return VerifyReport(label_of(modifier), spent.name, (_unusable(reason),))
     subject = Subject(
         template,
         model if model is not None else TinyModel(),
         inputs if inputs is not None else tiny_batches(),
-        read_tags(template, tags),
+        all_tags,
         (CompressorError, *refusals),
         session_class,
         model is None,
         spent,
         stopwatch,
+        make=modifier if isinstance(modifier, type) else None,
     )
     with _random_numbers_kept():
         records = _run_all(chosen, subject, time_limit)
