@@ -46,7 +46,8 @@ def product_path(x_dtype: torch.dtype, device: torch.device, num_tokens: int, nu
     is_cuda = device.type == "cuda"
     if x_dtype == torch.int8:
         fits_cuda = num_tokens >= _CUDA_INT_MIN_ROWS and num_columns % _CUDA_INT_MULTIPLE == 0 and num_rows % _CUDA_INT_MULTIPLE == 0
-        has_kernel = num_tokens > 0 and 0 < num_columns <= _MAX_INT32_COLUMNS and (fits_cuda if is_cuda else device.type == "cpu")
+        # torch 2.13 on CPU gives garbage for a single column (and more than one row), so that one column counts as no kernel.
+        has_kernel = num_tokens > 0 and 1 < num_columns <= _MAX_INT32_COLUMNS and (fits_cuda if is_cuda else device.type == "cpu")
         return "int_mm" if has_kernel else "int_exact"
     fits = is_cuda and num_tokens > 0 and num_columns % _CUDA_FP8_MULTIPLE == 0 and num_rows % _CUDA_FP8_MULTIPLE == 0
     return "scaled_mm" if fits and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY else "fp8_exact"
