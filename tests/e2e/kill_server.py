@@ -78,11 +78,12 @@ class Saboteur:
         if moment == "middle" and name == "write":
             call(args[0], bytes(args[1])[: len(args[1]) // 2])
             die()
-        result = call(*args, **kwargs)
-        if moment == "middle" and file_argument is not None:
-            halve(args[file_argument])
-        die()
-        return result
+        try:
+            call(*args, **kwargs)
+            if moment == "middle" and file_argument is not None:
+                halve(args[file_argument])
+        finally:  # also behind a call that found nothing to do
+            die()
 
 
 def shown(args: tuple[Any, ...]) -> str:
