@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from compressor.errors import CompressorError, TargetError
-from compressor.model.targets import resolve_targets
 from harness.traceability.batches import Batch
 from harness.traceability.flows import Flow, StagePasses, make_flow
 from harness.traceability.passes import compress_stage, naive_passes, plain_forward, watchable
@@ -32,9 +31,14 @@ class Auditor:
     Attributes:
         engine: auto, graph or suspend.
         two_passes: calibrate, compress and propagate, too.
+        only_tensors: compare only the tensors that modules with weights are given and return, and no results: what matters for
+            calibration, where a library drops the rest.
+        missing_stage: what it means that a target is called and has no stage.
     """
 
     two_passes = True
+    only_tensors = False
+    missing_stage = Finding.SILENT
 
     def __init__(self, engine: str = "auto") -> None:
         """Choose the engine."""
@@ -95,27 +99,50 @@ class Auditor:
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with self.around(model):
             self._check_runs(row, model, batches, subject)
-        with _judged(row, "left_behind"):
-            row.checks["left_behind"] = _verdict(_left_behind(model, before))
+        if not self.only_tensors:
+            with _judged(row, "left_behind"):
+                row.checks["left_behind"] = _verdict(_left_behind(model, before))
         row.seconds = time.perf_counter() - start
         return row
 
     def _check_runs(self, row: Row, model: nn.Module, batches: Mapping[str, Batch], subject: Subject) -> None:
         reference = plain_records(model, batches)
         patterns = target_patterns(model, subject, row.level, reference)
-        row.targets = None if patterns is None else list(resolve_targets(model, patterns))
         with _judged(row, "trace"):
             flow = self.make(model, batches["same"], patterns)
             row.used = flow.engine
             for name, batch in batches.items():
                 with _judged(row, name):
-                    row.checks[name] = _verdict(_compare_run(row, flow, model, [batch], reference[name]))
+                    row.checks[name] = self._compare_run(row, flow, model, [batch], reference[name])
             with _judged(row, "multi"):
-                row.checks["multi"] = _verdict(_compare_run(row, flow, model, list(batches.values()), _together(reference.values())))
+                row.checks["multi"] = self._compare_run(row, flow, model, list(batches.values()), _together(reference.values()))
             row.used = flow.engine
         if self.two_passes and "trace" not in row.checks:
             with _judged(row, "two_pass"):
                 row.checks["two_pass"] = _verdict(self._two_passes(subject, list(batches.values()), patterns))
+
+    def _compare_run(self, row: Row, flow: Flow, model: nn.Module, batches: Sequence[Batch], expected: Record) -> tuple[Finding, str]:
+        """Run twice: planning may call modules too, so only the second run is recorded; the results of both must be right."""
+        torch.manual_seed(0)
+        first = flow.run(batches, _propagate, dict, nullcontext)
+        got = Record()
+        torch.manual_seed(0)
+        with recording(model, got):
+            result = flow.run(batches, _propagate, dict, got.paused)
+        row.num_stages, row.targets = len(result.stages), list(flow.targets)
+        got.results = [flatten(one) for one in result.results]
+        unrecorded = Record(expected.inputs, expected.outputs, [flatten(one) for one in first.results])
+        called = expected.inputs.keys()
+        if self.only_tensors:
+            names = watchable(model, [name for name, _ in model.named_modules()])
+            expected, got = expected.tensors_of(names), got.tensors_of(names)
+        difference = first_difference(expected, got, may_miss=ancestors(flow.targets), any_order=len(batches) > 1)
+        if difference is None and not self.only_tensors:
+            difference = first_difference(expected, unrecorded)
+        problem = _stages_differ(result.stages, flow.targets, called)
+        if problem is not None and (difference is None or self.missing_stage is not Finding.SILENT):
+            return self.missing_stage, problem
+        return _verdict(difference)
 
     def _two_passes(self, subject: Subject, batches: Sequence[Batch], patterns: list[str] | None) -> str | None:
         model, got = subject.build(), Record()
@@ -145,11 +172,15 @@ def _judged(row: Row, check: str) -> Iterator[None]:
     try:
         yield
     except CompressorError as error:
-        row.checks[check] = (Finding.REFUSED, f"{type(error).__name__}: {' '.join(str(error).split())}")
+        row.checks[check] = (Finding.REFUSED, _one_line(error))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever it is, and be it a leaked GreenletExit, it is the finding
-        row.checks[check] = (Finding.CRASH, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        row.checks[check] = (Finding.CRASH, _one_line(error))
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
 def _verdict(difference: str | None) -> tuple[Finding, str]:
@@ -186,31 +217,16 @@ def _together(records: Collection[Record]) -> Record:
     return both
 
 
-def _compare_run(row: Row, flow: Flow, model: nn.Module, batches: Sequence[Batch], expected: Record) -> str | None:
-    """Run twice: planning may call modules too, so only the second run is recorded; the results of both must be right."""
-    torch.manual_seed(0)
-    unrecorded = flow.run(batches, _propagate, dict, nullcontext)
-    got = Record()
-    torch.manual_seed(0)
-    with recording(model, got):
-        result = flow.run(batches, _propagate, dict, got.paused)
-    got.results = [flatten(one) for one in result.results]
-    row.num_stages = len(result.stages)
-    difference = first_difference(expected, got, may_miss=ancestors(result.stages), any_order=len(batches) > 1)
-    results = Record(expected.inputs, expected.outputs, [flatten(one) for one in unrecorded.results])
-    return difference or first_difference(expected, results) or _stages_differ(result.stages, row.targets, expected)
-
-
 def _propagate(stage: StagePasses) -> None:
     stage.propagate()
 
 
-def _stages_differ(stages: Sequence[str], targets: Collection[str] | None, expected: Record) -> str | None:
+def _stages_differ(stages: Sequence[str], targets: Collection[str], called: Collection[str]) -> str | None:
     """Every target that is called has one stage; a stage is a target, not a call."""
     twice = [name for name in stages if stages.count(name) > 1]
     if twice:
         return f"{twice[0]} has {stages.count(twice[0])} stages"
-    missed = [name for name in targets or () if name in expected.inputs and name not in stages]
+    missed = [name for name in targets if name in called and name not in stages]
     return f"{missed[0]} is called and has no stage" if missed else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import warnings
@@ -55,21 +56,25 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.peer and args.engine:
         raise HarnessError("--engine: chooses an engine of this project, but --peer traces with another library; leave one of them out")
-    from harness.traceability.audit import Auditor
     from harness.traceability.verdicts import Finding
 
-    if args.peer:
-        from harness.traceability.peer import PeerAuditor
-
-        auditors: list[Auditor] = [PeerAuditor()]
-    else:
-        auditors = [Auditor(engine) for engine in dict.fromkeys(args.engine or ("auto",))]
-    rows = _audit_all(_subjects(args), list(dict.fromkeys(args.targets or _LEVELS)), auditors)
+    with contextlib.redirect_stdout(sys.stderr):  # what models and other libraries print must not mix with the verdicts
+        rows = _audit_all(_subjects(args), list(dict.fromkeys(args.targets or _LEVELS)), _auditors(args))
     if args.json:
         print(json.dumps(_summary(rows), sort_keys=True, indent=1))
     else:
         _print(rows)
     return 1 if any(row.finding in (Finding.SILENT, Finding.CRASH) for row in rows) else 0
+
+
+def _auditors(args: argparse.Namespace) -> list[Auditor]:
+    from harness.traceability.audit import Auditor
+
+    if args.peer:
+        from harness.traceability.peer import PeerAuditor
+
+        return [PeerAuditor()]
+    return [Auditor(engine) for engine in dict.fromkeys(args.engine or ("auto",))]
 
 
 def _subjects(args: argparse.Namespace) -> list[Subject]:

@@ -43,6 +43,7 @@ class Flow(Protocol):
     """A model traced on one batch; may be run on others, and again."""
 
     engine: str
+    targets: Sequence[str]
 
     def run(
         self,
@@ -61,6 +62,7 @@ class PlanFlow:
         """Take the plan."""
         self.plan = plan
         self.engine: str = plan.engine
+        self.targets = list(plan.partition.targets)
 
     def run(
         self,

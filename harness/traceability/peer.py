@@ -19,13 +19,15 @@ from compressor.tracing import Watched
 from harness.traceability.audit import Auditor
 from harness.traceability.batches import Batch, copies
 from harness.traceability.flows import FlowResult, StagePasses
-from harness.traceability.verdicts import Subject
+from harness.traceability.verdicts import Finding, Subject
 
 
 class PeerAuditor(Auditor):
     """Traces with llmcompressor."""
 
-    two_passes = False  # its subgraphs hold more than a target, and error propagation is tested there by itself
+    two_passes = False
+    only_tensors = True
+    missing_stage = Finding.REFUSED  # it logs a warning
 
     def __init__(self) -> None:
         """Look for the library.
@@ -76,6 +78,7 @@ class PeerAuditor(Auditor):
         Raises:
             TracingError: the library raised, whatever it was.
         """
+        from compressed_tensors.utils.match import match_named_modules
         from llmcompressor.args import DatasetArguments
         from llmcompressor.pipelines.sequential.helpers import trace_subgraphs
         from llmcompressor.utils.pytorch.module import infer_sequential_targets
@@ -85,7 +88,9 @@ class PeerAuditor(Auditor):
             subgraphs = trace_subgraphs(model, copies([batch])[0], targets, DatasetArguments().tracing_ignore)
         except Exception as error:
             raise TracingError(f"trace_subgraphs raised {type(error).__name__}: {error}") from error
-        return PeerFlow(model, subgraphs)
+        if not targets:
+            raise TracingError("infer_sequential_targets found none")
+        return PeerFlow(model, subgraphs, [name for name, _ in match_named_modules(model, targets)])
 
 
 class PeerFlow:
@@ -93,9 +98,10 @@ class PeerFlow:
 
     engine = "trace_subgraphs"
 
-    def __init__(self, model: nn.Module, subgraphs: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, subgraphs: Sequence[Any], targets: Sequence[str]) -> None:
         """Take the subgraphs."""
         self._model, self._subgraphs = model, subgraphs
+        self.targets = targets
 
     def run(
         self,
@@ -113,14 +119,15 @@ class PeerFlow:
             quiet: not entered.
 
         Returns:
-            The results and the modules that the subgraphs call.
+            The results and the targets that the subgraphs call.
         """
         del on_stage, watched, quiet
         values: list[dict[str, Any]] = [dict(batch) for batch in copies(batches)]
         results: list[Any] = [None] * len(batches)
         stages = []
         for index, subgraph in enumerate(self._subgraphs):
-            stages += [str(node.target) for node in subgraph.graph.find_nodes(op="call_module")]
+            called = (str(node.target) for node in subgraph.graph.find_nodes(op="call_module"))
+            stages += [name for name in called if name in self.targets]
             for number, held in enumerate(values):
                 output = subgraph.forward(self._model, **{name: held[name] for name in subgraph.input_names})
                 if index == len(self._subgraphs) - 1:

@@ -50,7 +50,7 @@ class Row:
         engine: that was asked for.
         used: that ran; auto chooses.
         checks: run to what became of it, and why.
-        targets: names of the sequential targets; None where the engine infers them.
+        targets: names of the sequential targets.
         num_stages: stages of the run over all batches.
         seconds: all of it.
     """
@@ -60,7 +60,7 @@ class Row:
     engine: str
     used: str = ""
     checks: dict[str, tuple[Finding, str]] = field(default_factory=dict)
-    targets: list[str] | None = None
+    targets: list[str] = field(default_factory=list)
     num_stages: int = 0
     seconds: float = 0.0
 
@@ -87,7 +87,7 @@ class Row:
             "finding": self.finding.value,
             "detail": self.detail,
             "checks": checks,
-            "num_targets": None if self.targets is None else len(self.targets),
+            "num_targets": len(self.targets),
             "num_stages": self.num_stages,
             "seconds": round(self.seconds, 3),
         }
