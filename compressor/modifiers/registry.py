@@ -28,6 +28,26 @@ MODIFIERS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Modifiers of llm-compressor 0.14 by the names in its recipes: one that is not among ours is a gap, no misspelling.
+PEER_MODIFIERS = frozenset(
+    {
+        "AWQModifier",
+        "AutoRoundModifier",
+        "ConstantPruningModifier",
+        "GPTQModifier",
+        "IMatrixGatherer",
+        "LogarithmicEqualizationModifier",
+        "MagnitudePruningModifier",
+        "QuIPModifier",
+        "QuantizationModifier",
+        "REAPPruningModifier",
+        "SmoothQuantModifier",
+        "SparseGPTModifier",
+        "SpinQuantModifier",
+        "WandaPruningModifier",
+    }
+)
+
 # Classes given to register_modifier. A table of names, as the entry points are; no run keeps anything here.
 _registered: dict[str, type[Modifier]] = {}
 
@@ -82,6 +102,11 @@ def find_modifier(name: str) -> type[Modifier]:
         raise RecipeError(f"{name}: installed packages claim this name for {', '.join(sorted(points))}; write one of these in the recipe")
     if points:
         return _import_class(points.pop(), name)
+    if name in PEER_MODIFIERS:
+        raise RecipeError(
+            f"{name}: this modifier of llm-compressor is not available here; take it out of the recipe, "
+            f"or use one of {', '.join(known_modifiers())} (or write package.module:Class)"
+        )
     raise RecipeError(f"{name}: there is no such modifier; {suggest(name, known_modifiers())} (or write package.module:Class)")
 
 

@@ -207,13 +207,12 @@ def _twice(key: str) -> str:
 def _lines(node: yaml.Node | None, name: str) -> dict[EntryPath, int]:
     """Line of every entry below a node; refuses keys that stand twice and texts that expand without bounds."""
     lines: dict[EntryPath, int] = {}
-    if node is not None:
-        _walk(node, (), lines, name, open_nodes=())
+    _walk(node, (), lines, name, open_nodes=())
     return lines
 
 
-def _walk(node: yaml.Node, path: EntryPath, lines: dict[EntryPath, int], name: str, open_nodes: tuple[int, ...]) -> None:
-    if id(node) in open_nodes or len(lines) > MAX_ENTRIES:
+def _walk(node: yaml.Node | None, path: EntryPath, lines: dict[EntryPath, int], name: str, open_nodes: tuple[int, ...]) -> None:
+    if node is not None and (id(node) in open_nodes or len(lines) > MAX_ENTRIES):
         raise RecipeError(f"{name}:{node.start_mark.line + 1}: the aliases in this text expand without bounds; write the entries out")
     seen: set[str] = set()
     for key, mark_node, child in _children(node):
@@ -225,7 +224,7 @@ def _walk(node: yaml.Node, path: EntryPath, lines: dict[EntryPath, int], name: s
         _walk(child, (*path, key), lines, name, (*open_nodes, id(node)))
 
 
-def _children(node: yaml.Node) -> list[tuple[Key, yaml.Node, yaml.Node]]:
+def _children(node: yaml.Node | None) -> list[tuple[Key, yaml.Node, yaml.Node]]:
     """Key, the node that has its line, and the value of each entry."""
     if isinstance(node, yaml.MappingNode):
         pairs = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE_TAG]
