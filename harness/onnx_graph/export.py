@@ -7,7 +7,9 @@ models fail or differ, and no contract here looks at them.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+import json
 import logging
 import tempfile
 import warnings
@@ -25,6 +27,7 @@ from compressor.errors import HarnessError, UserInputError
 from compressor.model.load import load_model
 from compressor.model.sample_batches import Modality, sample_batches
 from harness.onnx_graph.graph import read_proto
+from harness.onnx_graph.passes import native_output
 
 EXPORTERS = ("dynamo", "torchscript")
 DEFAULT_OPSET = 18
@@ -134,10 +137,37 @@ def load_for_export(
         ModelError: it cannot be loaded, or there is no sample input for it.
     """
     module = load_model(folder, dtype="float32", device="cpu", model_class=model_class).model
+    return module, example_batch(module, modality, seed)
+
+
+def example_batch(module: nn.Module, modality: Modality | None = None, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Make inputs for a model of transformers.
+
+    Args:
+        module: with a config.
+        modality: of the inputs; None for what the model reads first.
+        seed: of the inputs.
+
+    Returns:
+        Inputs without padding, by name.
+
+    Raises:
+        ModelError: there is no sample input for it.
+    """
     batch = sample_batches(module, modality, seed).batches[0]
-    if "input_ids" in batch and "attention_mask" not in batch:
+    takes_mask = "attention_mask" in inspect.signature(module.forward).parameters
+    if "input_ids" in batch and takes_mask and "attention_mask" not in batch:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # else decoders look for packed sequences, which torchscript lacks
-    return module, batch
+    return batch
+
+
+def is_quantized(folder: str | Path) -> bool:
+    """Whether a folder holds a compressed checkpoint; False where it has no config, which loading then names."""
+    path = Path(folder) / "config.json"
+    try:
+        return path.is_file() and "quantization_config" in json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
 
 
 def _dynamo(wrapped: nn.Module, inputs: dict[str, torch.Tensor], path: Path, opset: int, dynamic: Dynamic) -> None:
@@ -181,7 +211,7 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), native_output(1, 2):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -22,7 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--modality", choices=("text", "vision", "audio"), help="of the example inputs; by default what the model reads first"
     )
     parser.add_argument("--exporter", choices=("dynamo", "torchscript"), default="dynamo", help="by default dynamo")
-    parser.add_argument("--opset", type=int, default=18, help="version of the standard operators; by default 18")
+    parser.add_argument(
+        "--opset",
+        type=int,
+        default=18,
+        help="version of the standard operators; by default 18; a compressed checkpoint is exported at 21, the first with 4-bit types",
+    )
     parser.add_argument(
         "--dynamic", action="append", default=[], metavar="INPUT:AXIS=NAME", help="a size that may change: input_ids:0=batch"
     )
@@ -37,13 +42,26 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0.
     """
-    from harness.onnx_graph.export import export, load_for_export
+    from harness.onnx_graph.export import example_batch, export, is_quantized, load_for_export
+    from harness.onnx_graph.quant_export import export_quantized, load_quantized_for_export
     from harness.onnx_graph.writing import write_graph
 
-    module, inputs = load_for_export(args.model, args.model_class, args.modality)
-    exported = export(module, inputs, exporter=args.exporter, opset=args.opset, dynamic=parse_dynamic(args.dynamic))
+    dynamic = parse_dynamic(args.dynamic)
+    if is_quantized(args.model):
+        module = load_quantized_for_export(args.model, args.model_class)
+        exported = export_quantized(module, example_batch(module, args.modality), exporter=args.exporter, dynamic=dynamic)
+    else:
+        module, inputs = load_for_export(args.model, args.model_class, args.modality)
+        exported = export(module, inputs, exporter=args.exporter, opset=args.opset, dynamic=dynamic)
     write_graph(exported.model, args.output)
-    print(f"{args.output}: {len(exported.model.graph.node)} nodes, opset {args.opset}, inputs {', '.join(inputs)}, checked")
+    num_codes = sum(
+        node.name.startswith("dequantize ") and not node.name.startswith("dequantize input") for node in exported.model.graph.node
+    )
+    codes = f", {num_codes} weights with the checkpoint's own codes" if num_codes else ""
+    opset = next(one.version for one in exported.model.opset_import if one.domain in ("", "ai.onnx"))
+    print(
+        f"{args.output}: {len(exported.model.graph.node)} nodes, opset {opset}, inputs {', '.join(exported.inputs or ())}{codes}, checked"
+    )
     return 0
 
 

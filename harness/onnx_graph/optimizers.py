@@ -20,7 +20,7 @@ import onnx
 
 from compressor.errors import HarnessError, UserInputError
 from harness.onnx_graph.intercept import INTERCEPTOR
-from harness.onnx_graph.passes import effective_passes, native_stderr, resolve_skips
+from harness.onnx_graph.passes import effective_passes, native_output, resolve_skips
 
 
 class OptimizerFailure(HarnessError):
@@ -183,7 +183,7 @@ def run_optimizer(model: onnx.ModelProto, name: str, skip: Sequence[str] = (), *
     copy.CopyFrom(model)
     begin = time.perf_counter()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), native_stderr() as text:
+        with contextlib.redirect_stdout(io.StringIO()), native_output(2) as text:
             optimized = chosen.call(copy, names, log)
             acted = tuple(dict.fromkeys(chosen.acted.findall(text()))) if log and chosen.acted is not None else None
     except Exception as error:  # whatever native code throws; it is told apart, and never taken for a pass

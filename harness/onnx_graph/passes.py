@@ -109,32 +109,34 @@ def _ort_log() -> str:
     probe = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.log_verbosity_level = 0, 1
-    with native_stderr() as text:
+    with native_output(2) as text:
         onnxruntime.InferenceSession(probe.SerializeToString(), options, providers=["CPUExecutionProvider"])
         return text()
 
 
 @contextlib.contextmanager
-def native_stderr() -> Iterator[Callable[[], str]]:
-    """Catch what native code writes to file descriptor 2.
+def native_output(*descriptors: int) -> Iterator[Callable[[], str]]:
+    """Catch what native code writes to file descriptors.
+
+    Args:
+        *descriptors: 1 for standard output, 2 for standard error.
 
     Yields:
         A function that returns the text so far.
     """
-    with tempfile.TemporaryFile() as file:
+    with tempfile.TemporaryFile() as file, contextlib.ExitStack() as stack:
 
         def text() -> str:
             file.seek(0)
             return file.read().decode(errors="replace")
 
-        sys.stderr.flush()
-        saved = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield text
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
+        for descriptor in descriptors:
+            (sys.stdout if descriptor == 1 else sys.stderr).flush()
+            saved = os.dup(descriptor)
+            stack.callback(os.close, saved)
+            stack.callback(os.dup2, saved, descriptor)
+            os.dup2(file.fileno(), descriptor)
+        yield text
 
 
 _READERS: Mapping[str, tuple[str, Callable[[], tuple[Sequence[str], Sequence[str]]]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -204,7 +205,8 @@ def onnx_roundtrip(
     """Start a round trip.
 
     Args:
-        model: a module with example inputs, the folder of a transformers checkpoint, an .onnx file, or a graph.
+        model: a module with example inputs, the folder of a transformers checkpoint (a compressed one goes with its codes), an .onnx file,
+            or a graph.
         inputs: by the names of the forward's arguments; needed for a module.
         exporters: `dynamo`, `torchscript`; of no account for a graph.
         opset: of the export.
@@ -217,11 +219,16 @@ def onnx_roundtrip(
     Raises:
         UserInputError: a module without inputs, or a file that is no model.
     """
-    from harness.onnx_graph.export import Exported, export, load_for_export
+    from harness.onnx_graph.export import Exported, example_batch, export, is_quantized, load_for_export
+    from harness.onnx_graph.quant_export import export_quantized, load_quantized_for_export
 
     if isinstance(model, onnx.ModelProto) or (isinstance(model, str | Path) and not Path(model).is_dir()):
         graph = model if isinstance(model, onnx.ModelProto) else read_proto(model)
         return RoundTrip({"file": lambda: Exported(graph, None, None, "file")})
+    if isinstance(model, str | Path) and is_quantized(model):
+        quantized = load_quantized_for_export(model, model_class)
+        batch = inputs or example_batch(quantized)
+        return RoundTrip({one: functools.partial(export_quantized, quantized, batch, exporter=one, dynamic=dynamic) for one in exporters})
     if isinstance(model, str | Path):
         module, examples = load_for_export(model, model_class)
         inputs = inputs or examples
@@ -229,12 +236,7 @@ def onnx_roundtrip(
         module = model
     if inputs is None:
         raise UserInputError("round trip: a module needs example inputs; give them by the names of its forward's arguments")
-    given = inputs
-
-    def make(exporter: str) -> Callable[[], Exported]:
-        return lambda: export(module, given, exporter=exporter, opset=opset, dynamic=dynamic)
-
-    return RoundTrip({exporter: make(exporter) for exporter in exporters})
+    return RoundTrip({one: functools.partial(export, module, inputs, exporter=one, opset=opset, dynamic=dynamic) for one in exporters})
 
 
 def _histogram(model: onnx.ModelProto) -> Counter[str]:

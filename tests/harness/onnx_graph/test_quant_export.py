@@ -1,0 +1,122 @@
+"""A quantized checkpoint goes into ONNX with its own codes, bit by bit, and its contracts survive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from compressor import oneshot
+from compressor.errors import HarnessError, UserInputError
+from compressor.nn import QuantizedLinear
+from harness import QDQPreserved, SeparateQKV
+from harness.cli import main
+from harness.onnx_graph import quant_export
+from harness.onnx_graph.census import census
+from harness.onnx_graph.export import example_batch
+from harness.onnx_graph.quant_export import export_quantized, load_quantized_for_export
+from harness.onnx_graph.roundtrip import onnx_roundtrip
+from harness.onnx_graph.running import POLICIES, run_graph
+from harness.onnx_graph.similarity import sqnr_db
+
+INT4 = {"num_bits": 4, "group_size": 32}
+STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+SCHEMES: dict[str, tuple[dict[str, Any], int]] = {
+    "int4 in groups": ({"weights": INT4}, TensorProto.INT4),
+    "int4 in groups, asymmetric": ({"weights": {**INT4, "symmetric": False}}, TensorProto.UINT4),
+    "int3 in groups": ({"weights": {**INT4, "num_bits": 3}}, TensorProto.INT4),
+    "int8 per channel, dynamic input": (
+        {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}},
+        TensorProto.INT8,
+    ),
+    "int8 per tensor, static input": ({"weights": {"num_bits": 8, "strategy": "tensor"}, "input_activations": STATIC}, TensorProto.INT8),
+    "fp8 per tensor, static input": (
+        {"weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}, "input_activations": {**STATIC, "type": "float"}},
+        TensorProto.FLOAT8E4M3FN,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, dtype="bfloat16")).to(torch.bfloat16)
+
+
+def _compress(model: LlamaForCausalLM, folder: Path, scheme: dict[str, Any]) -> Path:
+    model.save_pretrained(folder / "base")
+    group = {"targets": ["Linear"], **scheme}
+    recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"group_0": group}}}}}
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    oneshot(folder / "base", recipe=recipe, dataset=list(ids), output_dir=folder / "quantized", device="cpu")
+    return folder / "quantized"
+
+
+@pytest.mark.parametrize(("scheme", "element"), SCHEMES.values(), ids=SCHEMES.keys())
+def test_the_graph_holds_the_codes_of_the_checkpoint(llama: LlamaForCausalLM, tmp_path: Path, scheme: dict[str, Any], element: int) -> None:
+    model = load_quantized_for_export(_compress(llama, tmp_path, scheme))
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
+    inputs = example_batch(model)
+    exported = export_quantized(model, inputs)
+    onnx.checker.check_model(exported.model, full_check=True)
+    held = {tensor.name: tensor for tensor in exported.model.graph.initializer}
+    for name, layer in layers.items():
+        node = next(one for one in exported.model.graph.node if one.name == f"dequantize {name}")
+        assert held[node.input[0]].data_type == element
+        codes = onnx.numpy_helper.to_array(held[node.input[0]])
+        expected = layer.codes()
+        if element == TensorProto.FLOAT8E4M3FN:
+            found, wanted = codes.view(np.uint8), expected.view(torch.uint8).numpy()
+        else:
+            found, wanted = codes.astype(np.int32) - (8 if element == TensorProto.UINT4 else 0), expected.numpy().astype(np.int32)
+        assert np.array_equal(found, wanted) or np.array_equal(found.T, wanted), f"{name}: other codes"
+    found_census = census(exported.model)
+    assert found_census.counts == {"SEPARATE": 1} and found_census.blocks[0].projections["q"][0].stored == "codes"
+    with torch.no_grad():
+        logits = model(**inputs).logits.numpy()
+    assert sqnr_db(logits, run_graph(exported.model, exported.inputs or {}, POLICIES["golden"])[0]) > 100
+    assert {name for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)} == set(layers), (
+        "the export kept float layers"
+    )
+
+
+def test_codes_and_roles_survive_simplifying(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    trip = onnx_roundtrip(_compress(llama, tmp_path, SCHEMES["int4 in groups"][0]), exporters=["torchscript"])
+    trip.assert_holds(QDQPreserved() & SeparateQKV(), skip=["fuse_qkv", "fuse_attention"])
+
+
+def test_a_wrong_code_is_noticed_before_the_graph_leaves(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_quantized_for_export(_compress(llama, tmp_path, SCHEMES["int4 in groups"][0]))
+    stored = quant_export._stored
+
+    def off_by_one(name: str, layer: QuantizedLinear) -> Any:
+        weight = stored(name, layer)
+        weight.codes_RC[0, 0] ^= 1
+        return weight
+
+    monkeypatch.setattr(quant_export, "_stored", off_by_one)
+    with pytest.raises(HarnessError, match="the graph's weight is not the layer's, bit by bit"):
+        export_quantized(model, example_batch(model))
+
+
+def test_what_has_no_form_in_onnx_is_refused_by_name(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    model = load_quantized_for_export(_compress(llama, tmp_path, {"weights": weights}))
+    with pytest.raises(UserInputError, match=r"layers\.0\.self_attn\.q_proj: weights in float with strategy 'tensor_group'"):
+        export_quantized(model, example_batch(model))
+    with pytest.raises(UserInputError, match="it holds no quantized linear layer"):
+        export_quantized(llama, example_batch(llama))
+
+
+def test_the_command_exports_a_compressed_checkpoint(llama: LlamaForCausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _compress(llama, tmp_path, SCHEMES["int4 in groups"][0])
+    assert main(["onnx", "export", str(folder), str(tmp_path / "q.onnx")]) == 0
+    assert "7 weights with the checkpoint's own codes" in capsys.readouterr().out
+    assert onnx.load(tmp_path / "q.onnx").opset_import[0].version == 21
