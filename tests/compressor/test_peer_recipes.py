@@ -109,7 +109,7 @@ MISSPELT = {
         "quant_stage:\n  quant_modifiers:\n    GPTQModifier: {scheme: W4A61}",
         "recipe:3: .*'W4A61' does not exist; did you mean 'W4A16'",
     ),
-    "run type": ("quant_stage:\n  run_type: onshot\n  modifiers: {GPTQModifier: {scheme: W8A8}}", "recipe:2: run_type: 'onshot' .*'oneshot'"),
+    "run type": ("x_stage:\n  run_type: onshot\n  modifiers: {GPTQModifier: {scheme: W8A8}}", "recipe:2: run_type: 'onshot' .*'oneshot'"),
 }
 
 
