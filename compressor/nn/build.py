@@ -106,6 +106,7 @@ def quantized(module: nn.Module, scheme: QuantizationScheme, *, input_qparams: Q
     _check_kind(module, name)
     if scheme.weights is None:
         raise SchemeError(f"{name or type(module).__name__}: a scheme without weights was given; it needs weight arguments")
+    check_fit(module, scheme, name)
     weight_RC = weight_of(module)
     qparams = weight_qparams(weight_RC, scheme.weights, name or type(module).__name__)
     codes_RC = round_to_nearest(weight_RC, qparams, scheme.weights).codes_RC

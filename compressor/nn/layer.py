@@ -144,10 +144,14 @@ class QuantizedLayer(nn.Module):
     def _weight_buffers(self, codes_RC: Tensor, qparams: QParams, g_idx_C: Tensor | None) -> dict[str, Tensor]:
         raise NotImplementedError
 
+    def _is_fixed(self, key: str, dtype: torch.dtype) -> bool:
+        """Whether the format names a buffer's dtype, which may happen to be the model's."""
+        return dtype != self.dtype or key.endswith("_global_scale")
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `layer.to(torch.bfloat16)` would widen fp8 codes and scales, and cut float32 global scales down, which torch takes for ordinary
         # floats. What the format stores in a dtype of its own only changes its device.
-        fixed = {key: self._buffers[key] for key, (_, dtype) in self.specs().items() if dtype != self.dtype and key in self._buffers}
+        fixed = {key: self._buffers[key] for key, (_, dtype) in self.specs().items() if key in self._buffers and self._is_fixed(key, dtype)}
         super()._apply(fn, recurse)
         for key, before in fixed.items():
             after = self._buffers[key]

@@ -14,6 +14,7 @@ Shapes: n groups of S values each, whatever the strategy: n = 1 per tensor, n = 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -88,6 +89,22 @@ class Observer(ABC):
             NumericsError: no batch came.
         """
 
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Return what it has learnt so far.
+
+        Returns:
+            For `restore` of an equal observer; empty before the first batch.
+        """
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what another observer has learnt.
+
+        Args:
+            state: what `state` gave.
+        """
+
 
 class MinMaxObserver(Observer):
     """Keeps the extremes of everything that it saw."""
@@ -114,6 +131,14 @@ class MinMaxObserver(Observer):
         global_scale = calculate_global_scale(min_val, max_val) if self.args.has_global_scale else None
         return calculate_qparams(min_val, max_val, self.args, global_scale)
 
+    def state(self) -> dict[str, Tensor]:
+        """See Observer."""
+        return {} if self._range is None else {"min": self._range[0], "max": self._range[1]}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """See Observer."""
+        self._range = (state["min"], state["max"]) if state else None
+
     def _observed_range(self) -> tuple[Tensor, Tensor]:
         if self._range is None:
             raise NumericsError(f"{self.name}: the observer never saw a value; run calibration data through the module or ignore it")
@@ -137,6 +162,15 @@ class MSEObserver(MinMaxObserver):
         for start in range(0, flat.numel(), _CHUNK):
             bins = flat[start : start + _CHUNK].to(torch.bfloat16).view(torch.int16).to(torch.int64) + _NUM_BINS // 2
             self._counts += torch.bincount(bins, minlength=_NUM_BINS)
+
+    def state(self) -> dict[str, Tensor]:
+        """See Observer."""
+        return super().state() | ({} if self._counts is None else {"counts": self._counts})
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """See Observer."""
+        super().restore(state)
+        self._counts = state["counts"].clone() if state else None
 
     @torch.no_grad()
     def qparams(self) -> QParams:

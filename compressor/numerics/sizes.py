@@ -49,7 +49,7 @@ def quantized_weight_bytes(num_rows: int, num_columns: int, args: QuantizationAr
     code_bytes = num_rows * _words(num_columns, args.num_bits) * 4 if packed else num_rows * num_columns
     if args.symmetric:
         zero_bytes = 0
-    elif packed:
+    elif packed and args.strategy != "tensor":
         zero_bytes = _words(num_rows, args.num_bits) * (num_scales // num_rows) * 4
     else:
         zero_bytes = num_scales

@@ -40,7 +40,6 @@ def test_both_integer_paths_give_the_sum_of_products(tokens, columns, rows, seed
     x, weight = int8(tokens, columns, seed=seed), int8(rows, columns, seed=seed + 1)
     exact = x.long() @ weight.long().t()
     for path in {product_path(torch.int8, CPU, tokens, columns, rows), "int_exact"}:
-        assert path == ("int_exact" if columns == 1 else "int_mm") or path == "int_exact"
         product = code_product(x, weight, path)
         assert product.dtype == torch.int32 and torch.equal(product.long(), exact)
 
