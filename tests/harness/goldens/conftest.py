@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ class Shelf:
 
     @property
     def cache(self) -> Path:
-        return self.folder / "cache"
+        """Of the candidates; the record of what was used lies beside it."""
+        return self.folder / "cache" / "golden"
 
     def golden(self, update: Any = "", test: str = "test_it.py::test_it", reason: str = "") -> Golden:
         return Golden(GoldenSettings(self.root, self.cache, update, reason), test)
@@ -67,3 +69,9 @@ def no_ci(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     for name in CI_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return lambda: None
+
+
+@pytest.fixture(autouse=True)
+def _no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for the disk proves nothing here."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -264,6 +264,7 @@ def test_a_failed_check_keeps_its_tensors_and_a_passed_one_clears_them(shelf) ->
 
 
 def test_a_cache_that_cannot_be_written_does_not_hide_the_failure(shelf) -> None:
+    shelf.cache.parent.mkdir()
     shelf.cache.write_text("a file where the folder should be")
     found = shelf.check("x", torch.ones(2))
     assert found["verdict"] == "missing"
