@@ -6,6 +6,7 @@ from compressor.lifecycle.events import FOLLOWS, Call, Event, EventType
 from compressor.lifecycle.hooks import HooksMixin
 from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule
 from compressor.lifecycle.modifier import Modifier
+from compressor.lifecycle.resume import FinishedStage, StageValue
 from compressor.lifecycle.session import Session
 from compressor.lifecycle.state import Fallback, ModuleRecord, Report, State
 
@@ -18,6 +19,7 @@ __all__ = [
     "Event",
     "EventType",
     "Fallback",
+    "FinishedStage",
     "Flags",
     "HooksMixin",
     "Modifier",
@@ -26,5 +28,6 @@ __all__ = [
     "PlannedModule",
     "Report",
     "Session",
+    "StageValue",
     "State",
 ]

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Self
 
-import torch
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from torch import nn
 
@@ -20,9 +19,8 @@ from compressor.errors import LifecycleError
 from compressor.lifecycle.events import Event, EventType
 from compressor.lifecycle.hooks import HooksMixin
 from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule, Transition
-from compressor.lifecycle.state import Detail, State
-
-StageTensors = Mapping[str, Mapping[str, torch.Tensor]]
+from compressor.lifecycle.resume import FinishedStage, StageValue
+from compressor.lifecycle.state import State
 
 
 class Modifier(HooksMixin, ModifierInterface):
@@ -204,23 +202,27 @@ class Modifier(HooksMixin, ModifierInterface):
         del model
         return []
 
-    def stage_memory(self) -> dict[str, Detail] | None:
-        """Say what a resumed run must know of the finished stages, beside the model and the report.
+    def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue] | None:
+        """Say what a resumed run must know of a finished stage beside model and report.
+
+        None, the default: the modifier cannot resume. One that can promises that what its stages change of the model lies inside
+        them: quantized layers put in place, or tensors changed.
+
+        Args:
+            modules: dotted names of the stage's modules.
 
         Returns:
-            Numbers and texts for `skip_stage`; None (the default) where the modifier cannot resume. One that can promises that what
-            its stages change of the model lies inside them: quantized layers put in place, or tensors changed.
+            What `skip_stage` will need, or None.
         """
+        del modules
         return None
 
-    def skip_stage(self, state: State, modules: Sequence[str], memory: Mapping[str, Detail], tensors: StageTensors) -> None:
+    def skip_stage(self, state: State, stage: FinishedStage) -> None:
         """Take over a stage that an earlier run has finished: put back what replaced modules, and forget the work. Changes the model.
 
         Args:
             state: the session's state; tensors that were changed in place are put back by the caller.
-            modules: dotted names of the stage's modules.
-            memory: what `stage_memory` gave after the stage.
-            tensors: what the modules held after the stage, by module and name; at least for every claimed module.
+            stage: what it left.
         """
 
     @abstractmethod

@@ -7,9 +7,10 @@ once, so that no layer is calibrated behind a quantized cache and another in fro
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, PrivateAttr, field_validator
 from torch import Tensor, nn
 
@@ -99,6 +100,38 @@ class KVCacheTargets(BaseModel):
             return {}
         self._kv_observers = {name: {part: make_observer(args, f"{name}.{part}") for part in PARTS} for name in modules}
         return {name: _observing(self._kv_observers[name], state, name) for name in modules}
+
+    def kv_ranges(self, modules: Collection[str]) -> dict[str, Tensor]:
+        """Return what has been learnt of keys and values, for a run that goes on later.
+
+        Args:
+            modules: dotted names; others are left out.
+
+        Returns:
+            Tensors by "kv <name> <part> <key>".
+        """
+        return {
+            f"kv {name} {part} {key}": tensor
+            for name, observers in self._kv_observers.items()
+            if name in modules
+            for part, observer in observers.items()
+            for key, tensor in observer.state().items()
+        }
+
+    def restore_kv_ranges(self, kept: Mapping[str, Any], device: torch.device) -> None:
+        """Take over what `kv_ranges` gave.
+
+        Args:
+            kept: what it gave, and anything else.
+            device: of the run.
+        """
+        states: dict[tuple[str, str], dict[str, Tensor]] = {}
+        for text, tensor in kept.items():
+            if text.startswith("kv "):
+                _, name, part, key = text.split(" ")
+                states.setdefault((name, part), {})[key] = tensor.to(device)
+        for (name, part), state in states.items():
+            self._kv_observers[name][part].restore(state)
 
     def place_quantizers(self, state: State, modules: Mapping[str, nn.Module]) -> None:
         """Put attention modules with scales and quantizers in the places of those without. Changes the model; all modules, or none.

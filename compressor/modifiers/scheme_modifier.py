@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from pydantic import Field, PrivateAttr
@@ -11,9 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.costs import Cost, rounding_cost
 from compressor.errors import CalibrationError
-from compressor.lifecycle import Event, Modifier, ModuleRecord, State
-from compressor.lifecycle.modifier import StageTensors
-from compressor.lifecycle.state import Detail
+from compressor.lifecycle import Event, FinishedStage, Modifier, ModuleRecord, State
+from compressor.lifecycle.resume import StageValue
 from compressor.modifiers.fused import shared_global_scales
 from compressor.modifiers.inputs import InputHook, observing, static_input_qparams
 from compressor.modifiers.scheme_targets import SchemeTargets
@@ -83,23 +82,23 @@ class SchemeModifier(SchemeTargets, Modifier):
             raise CalibrationError(f"{type(self).__name__}: {sorted(self._pending)} are still uncompressed; run a calibration first")
         return True
 
-    def stage_memory(self) -> dict[str, Detail]:
-        """What counts over all stages: the fallbacks so far."""
-        return {"num_fallbacks": self._num_fallbacks}
+    def stage_memory(self, modules: Sequence[str]) -> dict[str, StageValue]:
+        """What outlives a stage: the fallbacks so far, and the ranges of keys and values, which are used when calibration ends."""
+        return {"num_fallbacks": self._num_fallbacks, **self.kv_ranges(modules)}
 
-    def skip_stage(self, state: State, modules: Sequence[str], memory: Mapping[str, Detail], tensors: StageTensors) -> None:
+    def skip_stage(self, state: State, stage: FinishedStage) -> None:
         """Put the quantized layers of an earlier run in place; their hooks, statistics and work are gone."""
-        if self.needs_kv and any(name in self._attention for name in modules):
-            raise CalibrationError(
-                f"{self.label}: kv_cache_scheme is static, and an earlier run left no ranges of keys and values; do not resume it"
-            )
-        for name in (name for name in modules if name in self._pending):
+        self._choose_global_scales()  # while the siblings that an earlier stage has compressed are still there
+        for name in (name for name in stage.modules if name in self._pending):
             self.remove_hooks(self._handles_of.pop(name, []))
             self._input_observers.pop(name, None)
-            linear = self._pending.pop(name)
-            buffers = {key: tensor for key, tensor in tensors[name].items() if key != "bias"}
-            state.replace_module(name, from_buffers(linear, self._schemes[name], buffers, name=name))
-        self._num_fallbacks = int(memory["num_fallbacks"])
+            module = self._pending.pop(name)
+            buffers = {key: tensor for key, tensor in stage.tensors[name].items() if key != "bias"}
+            state.replace_module(name, from_buffers(module, self._schemes[name], buffers, name=name))
+        self.restore_kv_ranges(stage.memory, state.device)
+        num_fallbacks = stage.memory["num_fallbacks"]
+        assert isinstance(num_fallbacks, int)
+        self._num_fallbacks = num_fallbacks
 
     def cost(self, scheme: QuantizationScheme, rows: Sequence[int], columns: int, element_bytes: int, num_tokens: int) -> Cost:
         """Say what compressing some weights would cost that read one input and get one scheme.
@@ -137,11 +136,15 @@ class SchemeModifier(SchemeTargets, Modifier):
         if not names:
             return
         self.remove_hooks([handle for name in names for handle in self._handles_of.pop(name, [])])
-        # Siblings of a module may wait for a later stage, but their weights count already.
-        missing = {name: weight_of(module) for name, module in self._pending.items() if name not in self._global_scales}
+        self._choose_global_scales()
         with torch.no_grad():
-            self._global_scales |= shared_global_scales(missing, self._schemes)
             self.compress(state, names)
+
+    @torch.no_grad()
+    def _choose_global_scales(self) -> None:
+        """Siblings of a module may wait for a later stage, but their weights count already."""
+        missing = {name: weight_of(module) for name, module in self._pending.items() if name not in self._global_scales}
+        self._global_scales |= shared_global_scales(missing, self._schemes)
 
     def watch(self, name: str, hook: InputHook) -> None:
         """Call `hook` before each forward of a targeted module, until the module is compressed.

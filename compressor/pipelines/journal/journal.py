@@ -12,8 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from torch import Tensor
+
 from compressor.errors import CheckpointError, ResumeError
-from compressor.lifecycle import EventType, Session
+from compressor.lifecycle import EventType, FinishedStage, Session
 from compressor.model.atomic_file import reason
 from compressor.pipelines.journal.fingerprint import file_hashes
 from compressor.pipelines.journal.lines import Lines
@@ -142,8 +144,8 @@ class Journal(NoJournal):
 
     def needs_no_data(self, watched: Collection[str]) -> bool:
         """See NoJournal."""
-        kept = {key.rpartition(".")[0] for entry in self._done for key in entry["tensors"]}
-        return self._end is not None and kept.issuperset(watched)
+        finished = {name for entry in self._done for name in entry["modules"]}
+        return self._end is not None and finished.issuperset(watched)
 
     def restore_all(self, session: Session) -> tuple[str, ...]:
         """See NoJournal."""
@@ -182,7 +184,7 @@ class Journal(NoJournal):
         """See NoJournal."""
         if self._end is None:
             path = self._folder.stage_file(None)
-            write_tensors(path, session.state, (), look_before(session.state, ()))
+            write_tensors(path, session.state, (), look_before(session.state, ()), ())
             sha256 = file_hashes(path.parent, [path.name])[path.name]
             self._append({"kind": "end", "uncalled": list(uncalled), "sha256": sha256})
 
@@ -227,22 +229,24 @@ class Journal(NoJournal):
         assert self._before is not None
         before, self._before = self._before, None
         path = self._folder.stage_file(self._stage["index"])
-        keys = write_tensors(path, session.state, modules, before)
+        memories = [modifier.stage_memory(modules) or {} for modifier in session.modifiers]
+        keys = write_tensors(path, session.state, modules, before, memories)
         entry = {
             **self._stage,
             "file": path.name,
             "sha256": file_hashes(path.parent, [path.name])[path.name],
             "tensors": keys,
             "report": report_since(session.state.report, before.report),
-            "memories": [modifier.stage_memory() for modifier in session.modifiers],
+            "memories": [{key: value for key, value in memory.items() if not isinstance(value, Tensor)} for memory in memories],
         }
         self._append(entry)
         self._done.append(entry)
 
     def _restore(self, session: Session, entry: Mapping[str, Any], modules: Sequence[str]) -> None:
         tensors = read_tensors(self.path / entry["file"], entry["tensors"])
-        for modifier, memory in zip(session.modifiers, entry["memories"], strict=True):
-            modifier.skip_stage(session.state, modules, memory, tensors.modules)
+        for number, (modifier, memory) in enumerate(zip(session.modifiers, entry["memories"], strict=True)):
+            kept = {**memory, **tensors.memories.get(number, {})}
+            modifier.skip_stage(session.state, FinishedStage(modules, kept, tensors.modules))
         copy_tensors(session.state.model, tensors.modules)
         add_report(session.state.report, entry["report"])
         restore_random(tensors.random)

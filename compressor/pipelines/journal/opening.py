@@ -49,7 +49,7 @@ def open_journal(
             a modifier cannot resume.
         CheckpointError: the folder cannot be written.
     """
-    unable = [modifier.label for modifier in modifiers if modifier.stage_memory() is None]
+    unable = [modifier.label for modifier in modifiers if modifier.stage_memory(()) is None]
     if unable and required:
         raise ResumeError(f"{unable[0]}: cannot resume (it has no stage_memory); leave --resume and --run-dir out")
     if path is None or unable:

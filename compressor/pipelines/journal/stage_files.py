@@ -7,7 +7,7 @@ where a stage has changed their bytes, and the state of the random generators.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,18 +19,20 @@ from torch import Tensor, nn
 
 from compressor.errors import ResumeError
 from compressor.lifecycle import Fallback, ModuleRecord, Report, State
+from compressor.lifecycle.resume import StageValue
 from compressor.model.atomic_file import whole_file
 
-_TENSOR, _RANDOM = "model:", "random:"
+_TENSOR, _RANDOM, _MEMORY = "model:", "random:", "modifier:"
 # What the report holds: each field, and what its items are made of.
 _REPORT_ITEMS: Mapping[str, Callable[..., Any]] = MappingProxyType({"modules": ModuleRecord, "fallbacks": Fallback, "notes": str})
 
 
 class StageTensors(NamedTuple):
-    """What a file holds: tensors by the name of their module and their own name, and generator states by device."""
+    """What a file holds: tensors by module and name, generator states by device, what modifiers remember by their number."""
 
     modules: dict[str, dict[str, Tensor]]
     random: dict[str, Tensor]
+    memories: dict[int, dict[str, Tensor]]
 
 
 class Before(NamedTuple):
@@ -40,7 +42,7 @@ class Before(NamedTuple):
     report: dict[str, dict[str, Any]]
 
 
-def look_before(state: State, names: Iterable[str]) -> Before:
+def look_before(state: State, names: Sequence[str]) -> Before:
     """Note what a stage must be compared with after it.
 
     Args:
@@ -54,7 +56,9 @@ def look_before(state: State, names: Iterable[str]) -> Before:
     return Before(hashes, _items(state.report))
 
 
-def write_tensors(path: Path, state: State, names: Iterable[str], before: Before) -> list[str]:
+def write_tensors(
+    path: Path, state: State, names: Sequence[str], before: Before, memories: Sequence[Mapping[str, StageValue]]
+) -> list[str]:
     """Write what a stage changed: all of the file, or nothing.
 
     Args:
@@ -62,6 +66,7 @@ def write_tensors(path: Path, state: State, names: Iterable[str], before: Before
         state: of the session, after the stage.
         names: dotted names of the stage's modules, as before it.
         before: what `look_before` gave.
+        memories: what each modifier remembers of the stage; tensors go into the file.
 
     Returns:
         The keys of the model's tensors, in the order of the model.
@@ -69,15 +74,14 @@ def write_tensors(path: Path, state: State, names: Iterable[str], before: Before
     Raises:
         CheckpointError: it cannot be written.
     """
-    names = list(names)
     kept = dict(_tensors(state, names, claimed=True))
     kept |= {key: tensor for key, tensor in _tensors(state, names, claimed=False) if before.hashes.get(key) != _hash(tensor)}
-    # A copy of each, because safetensors refuses tensors that share memory.
-    content = {_TENSOR + key: tensor.detach().cpu().contiguous() for key, tensor in kept.items()}
-    content = {key: tensor.clone() if tensor.data_ptr() in _shared(content) else tensor for key, tensor in content.items()}
+    content = {_TENSOR + key: tensor for key, tensor in kept.items()}
     content |= {_RANDOM + device: tensor for device, tensor in random_state().items()}
+    for number, memory in enumerate(memories):
+        content |= {f"{_MEMORY}{number}:{key}": value for key, value in memory.items() if isinstance(value, Tensor)}
     with whole_file(path) as partial:
-        save_file(content, partial)
+        save_file(_apart(content), partial)
     return list(kept)
 
 
@@ -97,7 +101,12 @@ def read_tensors(path: Path, keys: Sequence[str]) -> StageTensors:
         module, _, name = key.rpartition(".")
         modules.setdefault(module, {})[name] = content[_TENSOR + key].clone()
     random = {key.removeprefix(_RANDOM): tensor.clone() for key, tensor in content.items() if key.startswith(_RANDOM)}
-    return StageTensors(modules, random)
+    memories: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in content.items():
+        if key.startswith(_MEMORY):
+            number, _, name = key.removeprefix(_MEMORY).partition(":")
+            memories.setdefault(int(number), {})[name] = tensor.clone()
+    return StageTensors(modules, random, memories)
 
 
 def copy_tensors(model: nn.Module, modules: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -191,8 +200,9 @@ def _plain(item: Any) -> Any:
     return {field.name: dict(value) if isinstance(value := getattr(item, field.name), Mapping) else value for field in fields(item)}
 
 
-def _tensors(state: State, names: Iterable[str], *, claimed: bool) -> Iterator[tuple[str, Tensor]]:
-    """The stored tensors of modules that a modifier has claimed (with all below them), or of all others."""
+def _tensors(state: State, names: Sequence[str], *, claimed: bool) -> Iterator[tuple[str, Tensor]]:
+    """The stored tensors of modules that a modifier has claimed (and of what is new below them), or of all others."""
+    known = set(names)
     for name in names:
         if (name in state.claims) != claimed:
             continue
@@ -204,7 +214,8 @@ def _tensors(state: State, names: Iterable[str], *, claimed: bool) -> Iterator[t
             yield from _own_tensors(name, module)
             continue
         for below, part in module.named_modules(prefix=name):
-            yield from _own_tensors(below, part)
+            if below == name or below not in known:
+                yield from _own_tensors(below, part)
 
 
 def _own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -213,9 +224,16 @@ def _own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield (f"{name}.{key}" if name else key), tensor
 
 
-def _shared(tensors: Mapping[str, Tensor]) -> set[int]:
-    pointers = [tensor.data_ptr() for tensor in tensors.values()]
-    return {pointer for pointer in pointers if pointers.count(pointer) > 1}
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous on the CPU, and none sharing memory with another, which safetensors refuses."""
+    seen: set[int] = set()
+    result = {}
+    for key, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous()
+        pointer = flat.untyped_storage().data_ptr()
+        result[key] = flat.clone() if pointer in seen else flat
+        seen.add(pointer)
+    return result
 
 
 def _hash(tensor: Tensor) -> str:

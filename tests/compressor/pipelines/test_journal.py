@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 from compressor import oneshot
 from compressor.data import load_dataset_source
 from compressor.errors import CheckpointError, OutputError, ResumeError
-from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, Report, Session, State
-from compressor.lifecycle.modifier import StageTensors
+from compressor.lifecycle import Event, EventType, FinishedStage, Modifier, ModuleRecord, Report, Session, State
 from compressor.model.atomic_file import whole_file
 from compressor.pipelines import run_pipeline
 from compressor.pipelines.journal import Journal, NoJournal, check_places
@@ -143,12 +143,12 @@ class Scaler(Modifier):
             self._worked.append(self._num_stages)
             self._num_stages += 1
 
-    def stage_memory(self) -> dict[str, Any] | None:
-        return {"num_stages": self._num_stages} if self.can_resume else None
+    def stage_memory(self, modules: Sequence[str]) -> dict[str, Any] | None:
+        return {"num_stages": self._num_stages, "seen": torch.tensor([len(modules)])} if self.can_resume else None
 
-    def skip_stage(self, state: State, modules: Any, memory: Any, tensors: StageTensors) -> None:
-        del state, modules, tensors
-        self._num_stages = int(memory["num_stages"])
+    def skip_stage(self, state: State, stage: FinishedStage) -> None:
+        assert stage.memory["seen"].tolist() == [len(stage.modules)]  # type: ignore[union-attr]
+        self._num_stages = int(stage.memory["num_stages"])
 
 
 class Block(nn.Module):
