@@ -28,6 +28,7 @@ from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
 from compressor.nn.expert_layout import split_weights
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.kv_cache import attach_kv_quantizer, attention_modules
+from compressor.nn.quantized_linear import is_conv1d
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 _SCHEME_PARTS = ("weights", "input_activations")
@@ -158,10 +159,15 @@ def _place_layers(model: nn.Module, tensors: Mapping[str, Tensor], schemes: list
         on_disk = stored.get(name, name)
         if on_disk not in scaled:
             continue
-        scheme = next((one for one in schemes if any(matches(alias, module, t) for t in one.targets for alias in (name, on_disk))), None)
+        scheme = next((one for one in schemes if any(_is_meant(module, (name, on_disk), target) for target in one.targets)), None)
         if scheme is None:
             raise ModelError(f"{folder}: {on_disk} has a scale, but no group of the quantization_config targets it; restore config.json")
         model.set_submodule(name, empty_layer(module, scheme, name=name))
+
+
+def _is_meant(module: nn.Module, names: tuple[str, ...], target: str) -> bool:
+    """Whether a target of the config names a module; a quantized Conv1D is written as the linear layer that it is."""
+    return any(matches(name, module, target) for name in names) or (target == "Linear" and is_conv1d(module))
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tensor], folder: Path) -> None:

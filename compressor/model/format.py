@@ -77,7 +77,7 @@ def quantization_config(
         "transform_config": {},
         "version": FORMAT_VERSION,
     }
-    return config | {"dequantize": True} if _needs_dequantize(list(modules.values()), dtype) else config
+    return config | {"dequantize": True} if _needs_dequantize(modules, dtype, others) else config
 
 
 def config_of(
@@ -153,16 +153,26 @@ def stored_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     return {name: stored[name] for name in names if stored[name] != name}
 
 
-def _needs_dequantize(schemes: Sequence[QuantizationScheme], dtype: torch.dtype) -> bool:
+def _needs_dequantize(modules: Mapping[str, QuantizationScheme], dtype: torch.dtype, embeddings: Collection[str]) -> bool:
     """Whether transformers must unpack while it loads.
 
     By default it first builds empty layers with compressed-tensors, which (0.20) forgets that packed zero points are packed: it then
-    refuses its own files; and which unpacks fp4 and the MX formats to bfloat16, whatever the model computes in. Unpacking at once gives
-    the same weights in the model's dtype, but knows one scheme only, and leaves the inputs as they are; vLLM does not read the flag.
+    refuses its own files; which unpacks fp4 and the MX formats to bfloat16, whatever the model computes in; and which leaves an embedding
+    without the `weight` that transformers initializes. Unpacking at once gives the same weights in the model's dtype, but knows one scheme
+    only, and leaves the inputs as they are; vLLM does not read the flag.
     """
+    schemes = list(modules.values())
     if not schemes or any(scheme != schemes[0] for scheme in schemes):
         return False
-    return _has_packed_zero_points(schemes[0]) or (_unpacks_to_bfloat16(schemes[0], dtype) and schemes[0].input_activations is None)
+    if _has_packed_zero_points(schemes[0]):
+        return True
+    odd = _unpacks_to_bfloat16(schemes[0], dtype) or any(_hides_weight(modules[name]) for name in embeddings)
+    return odd and schemes[0].input_activations is None
+
+
+def _hides_weight(scheme: QuantizationScheme) -> bool:
+    """Whether the format has no tensor of the name `weight`."""
+    return scheme.compression_format.endswith("pack-quantized")
 
 
 def _unpacks_to_bfloat16(scheme: QuantizationScheme, dtype: torch.dtype) -> bool:
@@ -199,8 +209,8 @@ def check_readable(
             does not compute in bfloat16 and that cannot be unpacked at once, or layers that it has no quantized form for.
     """
     dtype = torch.bfloat16 if model is None else _float_dtype(model, schemes)
-    everything = list(schemes.values())
-    at_once = _needs_dequantize(everything, dtype)
+    embeddings = [] if model is None else _of_kind(model, schemes, nn.Embedding | QuantizedEmbedding)
+    at_once = _needs_dequantize(schemes, dtype, embeddings)
     faults = {
         "actorder='group' was given for a checkpoint, and compressed-tensors no longer reads such files; use actorder='static', or keep "
         "the model in memory (no output_dir)": [n for n, s in schemes.items() if s.weights is not None and s.weights.actorder == "group"],
@@ -208,6 +218,8 @@ def check_readable(
         "make these symmetric": [] if at_once else [n for n, s in schemes.items() if _has_packed_zero_points(s)],
         f"transformers unpacks this format to bfloat16, and the model computes in {dtype}; load it with dtype='bfloat16', or quantize all "
         "modules by one such scheme without inputs": [] if at_once else [n for n, s in schemes.items() if _unpacks_to_bfloat16(s, dtype)],
+        "transformers reads packed embeddings only where all modules have one scheme without inputs; give all one scheme, or ignore "
+        "these": [] if at_once else [name for name in embeddings if _hides_weight(schemes[name])],
         "transformers has no quantized form of Conv1D; keep the model in memory (no output_dir), or ignore these": _conv1ds(model, schemes),
         "transformers unpacks these weights while it loads, and then leaves keys and values as they are; leave kv_cache_scheme out, or use "
         "another scheme": list(schemes) if at_once and kv_cache_scheme is not None else [],
@@ -221,6 +233,10 @@ def _float_dtype(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) ->
     modules = (model.get_submodule(name) for name in schemes)
     found = next((module.dtype if isinstance(module, QuantizedLayer) else module.weight.dtype for module in modules), None)
     return found if isinstance(found, torch.dtype) else torch.bfloat16
+
+
+def _of_kind(model: nn.Module, schemes: Mapping[str, QuantizationScheme], kind: Any) -> list[str]:
+    return [name for name in schemes if isinstance(model.get_submodule(name), kind)]
 
 
 def _conv1ds(model: nn.Module | None, schemes: Mapping[str, QuantizationScheme]) -> list[str]:

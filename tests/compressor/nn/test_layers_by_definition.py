@@ -307,7 +307,7 @@ def test_a_product_of_codes_refuses_what_has_no_code(wrong, make_linear):
     layer.matmul = "native"
     x = torch.ones(1, 2, 256)
     x[0, 1, 3] = wrong
-    with pytest.raises(NumericsError, match="^up_proj: its input holds NaN or infinity"):
+    with pytest.raises(NumericsError, match=r"^up_proj: its input holds NaN or infinity"):
         layer(x)
 
 
