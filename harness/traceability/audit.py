@@ -98,15 +98,18 @@ class Auditor:
         model, batches = subject.build(), self.batches(subject)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with self.around(model):
-            self._check_runs(row, model, batches, subject)
+            reference = plain_records(model, batches)
+            hooks = _num_hooks(model)  # a model may install some of its own in its first forward
+            self._check_runs(row, model, batches, subject, reference)
         if not self.only_tensors:
             with _judged(row, "left_behind"):
-                row.checks["left_behind"] = _verdict(_left_behind(model, before))
+                row.checks["left_behind"] = _verdict(_left_behind(model, before, hooks))
         row.seconds = time.perf_counter() - start
         return row
 
-    def _check_runs(self, row: Row, model: nn.Module, batches: Mapping[str, Batch], subject: Subject) -> None:
-        reference = plain_records(model, batches)
+    def _check_runs(
+        self, row: Row, model: nn.Module, batches: Mapping[str, Batch], subject: Subject, reference: Mapping[str, Record]
+    ) -> None:
         patterns = target_patterns(model, subject, row.level, reference)
         with _judged(row, "trace"):
             flow = self.make(model, batches["same"], patterns)
@@ -275,7 +278,12 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _left_behind(model: nn.Module, before: Mapping[str, torch.Tensor]) -> str | None:
+def _num_hooks(model: nn.Module) -> dict[str, int]:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {name: sum(len(module.__dict__[kind]) for kind in kinds) for name, module in model.named_modules()}
+
+
+def _left_behind(model: nn.Module, before: Mapping[str, torch.Tensor], hooks: Mapping[str, int]) -> str | None:
     """Name what a run has left: patches of torch, hooks on the model, changed weights."""
     patched = [name for name in _PATCHABLE if nn.Module.__dict__[name] is not _PLAIN[name]]
     if patched:
@@ -283,6 +291,8 @@ def _left_behind(model: nn.Module, before: Mapping[str, torch.Tensor]) -> str | 
     for name, module in model.named_modules():
         if "__call__" in module.__dict__ or "forward" in module.__dict__:
             return f"{name}: a method stays replaced"
+    if hooked := [name for name, num in _num_hooks(model).items() if num != hooks[name]]:
+        return f"{hooked[0] or 'the model'}: a hook stays"
     after = model.state_dict()
     changed = [name for name, tensor in before.items() if name not in after or not same_bits(after[name], tensor)]
     return f"{changed[0]} is changed" if changed else None

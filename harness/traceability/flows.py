@@ -42,8 +42,13 @@ class FlowResult:
 class Flow(Protocol):
     """A model traced on one batch; may be run on others, and again."""
 
-    engine: str
-    targets: Sequence[str]
+    @property
+    def engine(self) -> str:
+        """The engine that runs."""
+
+    @property
+    def targets(self) -> Sequence[str]:
+        """Dotted names of the sequential targets."""
 
     def run(
         self,
@@ -61,8 +66,12 @@ class PlanFlow:
     def __init__(self, plan: Plan) -> None:
         """Take the plan."""
         self.plan = plan
-        self.engine: str = plan.engine
-        self.targets = list(plan.partition.targets)
+        self.targets: Sequence[str] = list(plan.partition.targets)
+
+    @property
+    def engine(self) -> str:
+        """The engine that the plan has chosen; a batch that the graph engine cannot follow may change it."""
+        return self.plan.engine
 
     def run(
         self,
@@ -87,7 +96,6 @@ class PlanFlow:
             for stage in run:
                 stages.append(stage.name)
                 on_stage(stage)
-        self.engine = self.plan.engine
         return FlowResult(run.outputs, stages)
 
 
