@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compressor import trace_command
 from compressor.errors import AlreadyDoneError, CompressorError
 
 if TYPE_CHECKING:
@@ -284,6 +285,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
 VERBS: dict[str, Verb] = {
     "oneshot": Verb("Compress a model with a recipe and calibration data, and save the checkpoint.", _oneshot_arguments, _run_oneshot),
     "plan": Verb("Say what each module would get, with estimates of memory and time; run nothing.", _model_arguments, _run_plan),
+    "trace": Verb(trace_command.HELP, trace_command.add_arguments, trace_command.run),
     "recipe": Verb("Check a recipe, or print the schema of recipes.", _recipe_arguments, _run_recipe),
 }
 

@@ -91,7 +91,7 @@ def load_model(
     with quiet_transformers():
         model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code)
         _check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
-        tokenizer = _load_tokenizer(folder, trust_remote_code)
+        tokenizer = load_tokenizer(folder, trust_remote_code)
     return LoadedModel(model.to(torch_device), tokenizer, folder, from_memory=False, unexpected_keys=tuple(sorted(info["unexpected_keys"])))
 
 
@@ -232,7 +232,19 @@ def _check_loading_info(folder: Path, info: Mapping[str, Any], config: Mapping[s
         )
 
 
-def _load_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a folder.
+
+    Args:
+        folder: of a model.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
+
+    Returns:
+        The tokenizer; None where the folder holds none.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     if not any((folder / name).exists() for name in _TOKENIZER_FILES):

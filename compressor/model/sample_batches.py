@@ -1,0 +1,289 @@
+"""Small random batches for any model, made from its config and the arguments of its forward: no processor, no tokenizer, no file.
+
+Two batches of different shape, the second one padded where the model takes a mask. A model that reads images or sound inside a text needs
+as many placeholder tokens as its tower gives features, and only the tower knows how many: so it is asked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import ModelError
+
+Modality = Literal["text", "vision", "audio"]
+MODALITIES: tuple[Modality, ...] = ("text", "vision", "audio")
+
+_OF_INPUT: Mapping[str, Modality] = MappingProxyType(
+    {"pixel_values": "vision", "pixel_values_videos": "vision", "input_features": "audio", "input_values": "audio"}
+)
+_SHAPES = ((2, 12), (1, 17))  # rows and tokens of the two batches
+_PLACEHOLDERS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
+    {
+        "vision": ("image_token_id", "image_token_index", "media_token_id"),
+        "audio": ("audio_token_id", "audio_token_index"),
+    }
+)
+_REMEDY = "give real inputs: --dataset inputs.safetensors, whose arrays have the names of the forward's arguments"
+
+
+@dataclass(frozen=True)
+class SampleBatches:
+    """Batches for one model.
+
+    Attributes:
+        batches: two, of different shapes.
+        modality: what they hold.
+        how: what they are, in one line.
+    """
+
+    batches: list[dict[str, Tensor]]
+    modality: Modality
+    how: str
+
+
+class _Maker:
+    """Draws the inputs of one model."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.model = model
+        self.config: Any = getattr(model, "config", None)
+        if self.config is None:
+            raise ModelError(f"{type(model).__name__}: has no config to make a batch from; {_REMEDY}")
+        self.arguments = inspect.signature(model.forward).parameters
+        self.generator = torch.Generator().manual_seed(seed)
+        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+        self.text: Any = text
+        parameter = next(model.parameters())
+        self.dtype = parameter.dtype
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(*size, generator=self.generator).to(self.dtype)
+
+    def takes(self, name: str) -> bool:
+        return name in self.arguments
+
+    def setting(self, *names: str, default: Any = None) -> Any:
+        """The first of these that the vision, audio or own config has."""
+        parts = [getattr(self.config, part, None) for part in ("vision_config", "audio_config", "thinker_config")] + [self.config]
+        found = (getattr(part, name, None) for part in parts if part is not None for name in names)
+        return next((value for value in found if value is not None), default)
+
+    def tokens(self, rows: int, length: int) -> Tensor:
+        """Ids that stand for nothing special: from the first part of the vocabulary."""
+        vocab = int(getattr(self.text, "vocab_size", 0) or getattr(self.config, "vocab_size", 0) or 0)
+        if vocab < 2:
+            raise ModelError(f"{type(self.model).__name__}: its config names no vocab_size; {_REMEDY}")
+        special = [
+            value for key, value in self.config.to_dict().items() if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+        ]
+        low = min(4, vocab - 1)
+        high = min([vocab, *(value for value in special if value > low + 8)])
+        return torch.randint(low, max(high, low + 1), (rows, length), generator=self.generator)
+
+    def placeholder(self, modality: Modality) -> int | None:
+        """The token that stands for an image or a sound."""
+        named = (getattr(self.config, name, None) for name in _PLACEHOLDERS[modality])
+        return next((value for value in named if isinstance(value, int)), None)
+
+    def text_batch(self, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
+        limit = getattr(self.text, "max_position_embeddings", None)
+        length = min(length, limit - 4) if isinstance(limit, int) and limit > 4 else length
+        batch = {"input_ids": self.tokens(rows, length)}
+        if padded and self.takes("attention_mask"):
+            mask = torch.ones(rows, length, dtype=torch.int64)
+            mask[-1, length - length // 4 :] = 0
+            batch["attention_mask"] = mask
+        if getattr(self.config, "is_encoder_decoder", False) and self.takes("decoder_input_ids"):
+            batch["decoder_input_ids"] = self.tokens(rows, length // 2 + 1)
+        return batch
+
+
+def sample_batches(model: nn.Module, modality: Modality | None = None, seed: int = 0) -> SampleBatches:
+    """Make two batches for a model of transformers and run the first one, so that what comes back works.
+
+    Args:
+        model: in eval mode, with weights; not modified.
+        modality: what to make; None means what the model reads first (images for a model that reads images inside a text only if asked).
+        seed: of all numbers.
+
+    Returns:
+        The batches.
+
+    Raises:
+        ModelError: the model has no such input, or it cannot run what could be made.
+    """
+    maker = _Maker(model, seed)
+    chosen = modality or _default_modality(maker)
+    batches = []
+    for index, (rows, length) in enumerate(_SHAPES):
+        batches.append(_MAKERS[chosen](maker, rows, length, index == 1))
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                model(**{name: value.clone() for name, value in batch.items()})
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{type(model).__name__}: cannot run a {chosen} batch made from its config ({reason}); {_REMEDY}") from error
+    return SampleBatches(batches, chosen, f"random, {describe_batch(batches[0])}; then {describe_batch(batches[1])}")
+
+
+def _default_modality(maker: _Maker) -> Modality:
+    """What the model reads first; images, where text without them means nothing to it (CLIP)."""
+    both = maker.takes("input_ids") and maker.takes("pixel_values")
+    if both and maker.placeholder("vision") is None:
+        return "vision"
+    return _OF_INPUT.get(getattr(maker.model, "main_input_name", "input_ids"), "text")
+
+
+def describe_batch(batch: Mapping[str, Tensor]) -> str:
+    """Say what is in a batch.
+
+    Args:
+        batch: named tensors.
+
+    Returns:
+        Names and shapes in one line.
+    """
+    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
+
+
+def _text(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
+    if not maker.takes("input_ids"):
+        raise ModelError(f"{type(maker.model).__name__}: reads no text; choose --modality {_own_modality(maker)}")
+    return maker.text_batch(rows, length, padded)
+
+
+def _own_modality(maker: _Maker) -> str:
+    return _OF_INPUT.get(getattr(maker.model, "main_input_name", ""), "vision")
+
+
+def _vision(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
+    if not any(maker.takes(name) for name in ("pixel_values", "flattened_patches")):
+        raise ModelError(f"{type(maker.model).__name__}: reads no images; choose another --modality")
+    inputs, num_tokens = _image_inputs(maker, rows)
+    if not maker.takes("input_ids"):
+        return inputs
+    token = maker.placeholder("vision")
+    if token is None:
+        return maker.text_batch(rows, length, padded) | inputs
+    per_row = num_tokens if num_tokens is not None else _count_features(maker, "get_image_features", inputs) // rows
+    return _with_placeholders(maker, rows, length, token, per_row, "image") | inputs
+
+
+def _image_inputs(maker: _Maker, rows: int) -> tuple[dict[str, Tensor], int | None]:
+    """Images in the form that the forward takes, told by its arguments; and how many tokens each needs where arithmetic knows."""
+    size = maker.setting("image_size", default=32)
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
+    channels = int(maker.setting("num_channels", "in_channels", "in_chans", default=3))
+    patch = maker.setting("patch_size", default=16)
+    patch = patch if isinstance(patch, int) else patch[0]
+    if maker.takes("image_grid_thw"):
+        return _grid(maker, rows, channels, patch)
+    if maker.takes("aspect_ratio_ids"):
+        return _tiles(maker, rows, channels, height, width)
+    if maker.takes("pixel_attention_mask"):
+        return {"pixel_values": maker.normal(rows, 1, channels, height, width)}, None
+    images = {"pixel_values": maker.normal(rows, channels, height, width)}
+    if maker.takes("image_sizes") and getattr(getattr(maker.config, "vision_config", None), "model_type", "") == "pixtral":
+        images["image_sizes"] = torch.tensor([[height, width]] * rows)
+    return images, None
+
+
+def _grid(maker: _Maker, rows: int, channels: int, patch: int) -> tuple[dict[str, Tensor], int | None]:
+    """Patches in rows, with a grid of time, height and width for each image (Qwen2-VL and its kin)."""
+    merge = int(maker.setting("spatial_merge_size", default=2))
+    values = channels * int(maker.setting("temporal_patch_size", default=1)) * patch**2
+    side = 2 * merge
+    grid = torch.tensor([[1, side, side]] * rows)
+    return {"pixel_values": maker.normal(rows * side * side, values), "image_grid_thw": grid}, side * side // merge**2
+
+
+def _tiles(maker: _Maker, rows: int, channels: int, height: int, width: int) -> tuple[dict[str, Tensor], int | None]:
+    """One image of one tile per row, seen by every token (Mllama)."""
+    tiles = int(maker.setting("max_num_tiles", default=1))
+    mask = torch.zeros(rows, 1, tiles, dtype=torch.int64)
+    mask[..., 0] = 1
+    ids = torch.ones(rows, 1, dtype=torch.int64)
+    return {"pixel_values": maker.normal(rows, 1, tiles, channels, height, width), "aspect_ratio_ids": ids, "aspect_ratio_mask": mask}, 1
+
+
+def _with_placeholders(maker: _Maker, rows: int, length: int, token: int, num: int, kind: str) -> dict[str, Tensor]:
+    ids = maker.tokens(rows, max(length, num + 6))
+    start, end = (getattr(maker.config, f"{word}_token_id", None) for word in ("vision_start", "vision_end"))
+    if isinstance(start, int) and kind == "image":
+        ids[:, 2] = start
+    ids[:, 3 : 3 + num] = token
+    if isinstance(end, int) and kind == "image":
+        ids[:, 3 + num] = end
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if maker.takes(name):
+            batch[name] = (ids == token).long()
+    if maker.takes("cross_attention_mask"):
+        tiles = int(maker.setting("max_num_tiles", default=1))
+        batch["cross_attention_mask"] = torch.ones(*ids.shape, 1, tiles, dtype=torch.int64)
+    return batch
+
+
+def _audio(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
+    if maker.takes("input_values"):
+        return {"input_values": _waveform(maker, rows)}
+    if not maker.takes("input_features"):
+        raise ModelError(f"{type(maker.model).__name__}: reads no sound; choose another --modality")
+    mels = int(maker.setting("num_mel_bins", "input_feat_per_channel", "feature_size", default=80))
+    frames = 2 * int(maker.setting("max_source_positions", default=8 * length))
+    inputs = {"input_features": maker.normal(rows, mels, frames)}
+    if maker.takes("feature_attention_mask"):
+        inputs["feature_attention_mask"] = torch.ones(rows, frames, dtype=torch.int64)
+    token = maker.placeholder("audio")
+    if token is not None and maker.takes("input_ids"):
+        per_row = _count_features(maker, "get_audio_features", inputs) // rows
+        return _with_placeholders(maker, rows, length, token, per_row, "audio") | inputs
+    if maker.takes("decoder_input_ids"):
+        inputs["decoder_input_ids"] = maker.tokens(rows, length // 2)
+    return inputs
+
+
+def _waveform(maker: _Maker, rows: int) -> Tensor:
+    """Samples enough for a dozen frames; a spectrogram for the models that take one under the same name."""
+    if maker.setting("max_length") and maker.setting("num_mel_bins"):
+        return maker.normal(rows, int(maker.setting("max_length")), int(maker.setting("num_mel_bins")))
+    stride = 1
+    for step in maker.setting("conv_stride", default=(320,)):
+        stride *= int(step)
+    return maker.normal(rows, 24 * stride)
+
+
+def _count_features(maker: _Maker, method: str, inputs: Mapping[str, Tensor]) -> int:
+    """Ask the tower how many features it makes of these inputs."""
+    ask = getattr(maker.model, method, None) or getattr(getattr(maker.model, "model", None), method, None)
+    if ask is None:
+        raise ModelError(f"{type(maker.model).__name__}: has no {method}() that says how many tokens its inputs need; {_REMEDY}")
+    known = inspect.signature(ask).parameters
+    with torch.no_grad():
+        given = ask(**{name: value for name, value in inputs.items() if name in known})
+    hidden = getattr(maker.text, "hidden_size", None)
+    return sum(value.numel() // value.shape[-1] for value in _features(given) if value.shape[-1] == hidden)
+
+
+def _features(given: Any) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    pooled = getattr(given, "pooler_output", None)
+    if pooled is None:
+        pooled = getattr(given, "last_hidden_state", None)
+    if pooled is not None:
+        return _features(pooled)
+    return [tensor for part in given for tensor in _features(part)] if isinstance(given, list | tuple) else []
+
+
+_MAKERS: Mapping[str, Callable[[_Maker, int, int, bool], dict[str, Tensor]]] = MappingProxyType(
+    {"text": _text, "vision": _vision, "audio": _audio}
+)
