@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -15,69 +16,19 @@ from harness.traceability.toys import TOYS
 from harness.traceability.zoo import choose, read_architectures, zoo
 
 DEMANDED = set(
-    [
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "mixtral",
-        "qwen3_moe",
-        "gemma2",
-        "gemma3",
-        "gemma3n",
-        "phi3",
-        "opt",
-        "gpt2",
-        "gpt_neox",
-        "bloom",
-        "falcon",
-        "olmo2",
-        "granite",
-        "cohere2",
-        "mamba2",
-        "deepseek_v3",
-        "jamba",
-        "starcoder2",
-        "gpt_oss",
-        "glm4",
-        "bert",
-        "roberta",
-        "deberta_v2",
-        "distilbert",
-        "albert",
-        "modernbert",
-        "vit",
-        "clip",
-        "siglip",
-        "dinov2",
-        "t5",
-        "bart",
-        "whisper",
-        "llava",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "mllama",
-        "gemma3_vision",
-        "idefics3",
-        "paligemma",
-        "pixtral",
-    ]
+    re.findall(
+        r"\w+",
+        """llama mistral qwen2 qwen3 mixtral qwen3_moe gemma2 gemma3 gemma3n phi3 opt gpt2 gpt_neox bloom falcon olmo2 granite cohere2 mamba2
+        deepseek_v3 jamba starcoder2 gpt_oss glm4 bert roberta deberta_v2 distilbert albert modernbert vit clip siglip dinov2 t5 bart
+        whisper llava qwen2_vl qwen2_5_vl mllama gemma3_vision idefics3 paligemma pixtral""",
+    )
 )
 DEMANDED_TOYS = set(
-    [
-        "in_place_across_layers",
-        "called_twice",
-        "early_exit",
-        "list_indexed_by_size",
-        "numpy_round_trip",
-        "shared_dictionary",
-        "autocast_around_targets",
-        "generator_output",
-        "exception_caught",
-        "closure_over_tensors",
-        "dropout_in_glue",
-        "unused_target",
-    ]
+    re.findall(
+        r"\w+",
+        """in_place_across_layers called_twice early_exit list_indexed_by_size numpy_round_trip shared_dictionary autocast_around_targets
+        generator_output exception_caught closure_over_tensors dropout_in_glue unused_target""",
+    )
 )
 FEW = ("llama", "bert", "t5", "vit", "qwen2_vl")
 
