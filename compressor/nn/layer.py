@@ -80,6 +80,12 @@ class QuantizedLayer(nn.Module):
         """Return shape and dtype of each buffer."""
         return {**self.weight_specs(), **self.input_specs()}
 
+    @property
+    def kept_dtypes(self) -> frozenset[str]:
+        """Names of the buffers whose dtype is part of the format, which may happen to be the model's: `.to(dtype)` leaves it."""
+        named = {key for key, (_, dtype) in self.specs().items() if dtype != self.dtype or key.endswith("_global_scale")}
+        return frozenset(named & self._buffers.keys())
+
     def codes(self) -> Tensor:
         """Return the weight's codes, [R, C] int8 or float8_e4m3fn."""
         raise NotImplementedError
@@ -144,14 +150,10 @@ class QuantizedLayer(nn.Module):
     def _weight_buffers(self, codes_RC: Tensor, qparams: QParams, g_idx_C: Tensor | None) -> dict[str, Tensor]:
         raise NotImplementedError
 
-    def _is_fixed(self, key: str, dtype: torch.dtype) -> bool:
-        """Whether the format names a buffer's dtype, which may happen to be the model's."""
-        return dtype != self.dtype or key.endswith("_global_scale")
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `layer.to(torch.bfloat16)` would widen fp8 codes and scales, and cut float32 global scales down, which torch takes for ordinary
         # floats. What the format stores in a dtype of its own only changes its device.
-        fixed = {key: self._buffers[key] for key, (_, dtype) in self.specs().items() if key in self._buffers and self._is_fixed(key, dtype)}
+        fixed = {key: self._buffers[key] for key in self.kept_dtypes}
         super()._apply(fn, recurse)
         for key, before in fixed.items():
             after = self._buffers[key]

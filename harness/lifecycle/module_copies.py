@@ -42,7 +42,8 @@ def _deepcopy(subject: Subject) -> list[str]:
 def _to_dtype(subject: Subject) -> list[str]:
     """`to(dtype)` converts floating-point parameters and buffers and no others, returns the module, and it runs in that dtype.
 
-    8-bit floats are codes rather than numbers to compute with: they may stay or be converted.
+    8-bit floats are codes rather than numbers to compute with: they may stay or be converted. So may what a module names in `kept_dtypes`:
+    buffers whose dtype is part of a file format.
     """
     module = subject.module
     known = [*known_tensors(module).values(), *(leaf for leaf in tree_leaves((subject.args, subject.kwargs)) if isinstance(leaf, Tensor))]
@@ -50,9 +51,11 @@ def _to_dtype(subject: Subject) -> list[str]:
     new = torch.bfloat16 if old is not torch.bfloat16 else torch.float32
     with untouched(module):
         before = {name: tensor.dtype for name, tensor in known_tensors(module).items()}
+        kept = {f"{where}.{name}".lstrip(".") for where, part in module.named_modules() for name in getattr(part, "kept_dtypes", ())}
         findings = [] if module.to(new) is module else ["to(dtype) did not return the module"]
         for name, tensor in known_tensors(module).items():
             allowed = {new} if before[name] in FLOATS else {before[name], new} if before[name].is_floating_point else {before[name]}
+            allowed |= {before[name]} if name in kept else set()
             findings += [] if tensor.dtype in allowed else [f"{name} went from {before[name]} to {tensor.dtype} where {new} was asked for"]
 
         def convert(tensor: Tensor) -> Tensor:
