@@ -13,9 +13,9 @@ own, so that a sample sees the same numbers whatever the other samples do, and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,58 +23,19 @@ from torch import nn
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.tracing.early_stop import Watched
+from compressor.tracing.graph.engine import GraphEngine
+from compressor.tracing.graph.planner import GraphPlanner, Variant
+from compressor.tracing.graph.run import GraphRun
+from compressor.tracing.graph.schedule import schedule
 from compressor.tracing.observe import Kind, kind_of, observe_trail, stages_of
 from compressor.tracing.order import Trail
 from compressor.tracing.partition import Partition, partition
 from compressor.tracing.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
+from compressor.tracing.running import Run, RunningStage
 from compressor.tracing.store import ValueStore
 from compressor.tracing.suspend import SuspendedRun
 
 __all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "Verify", "check_tracing_options", "trace"]
-
-
-class RunningStage(Protocol):
-    """One stop of a run; both engines give it: `calibrate`, then compress what lies inside, then `propagate`."""
-
-    index: int
-    name: str
-    num_samples: int
-
-    @property
-    def module(self) -> nn.Module:
-        """The target as it is now."""
-
-    @property
-    def module_names(self) -> tuple[str, ...]:
-        """Dotted names of the targets and of all modules inside them, as they are now."""
-
-    def calibrate(self, stop_early: bool = True) -> None:
-        """Call the targets for every sample without consequences."""
-
-    def skip_calibration(self) -> None:
-        """Take the statistics of the targets for complete, though nothing is called: an earlier run has compressed what lies inside."""
-
-    def propagate(self, only_first: bool = False) -> None:
-        """Let every sample run on to its next stage, or to its end."""
-
-
-class Run(Protocol):
-    """Batches on their way through the stages. A context manager; iterating over it without entering it enters it."""
-
-    outputs: list[Any]
-
-    @property
-    def uncalled(self) -> tuple[str, ...]:
-        """Targets that no sample has called so far."""
-
-    def __enter__(self) -> Self:
-        """Patch what must be patched."""
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Undo every patch."""
-
-    def __iter__(self) -> Iterator[RunningStage]:
-        """Give one stage after another."""
 
 
 def check_tracing_options(engine: str, verify: str, max_variants: int) -> None:
@@ -106,27 +67,30 @@ class Plan:
         stages: in the order in which the first batch reaches them.
     """
 
-    def __init__(
-        self, model: nn.Module, cut: Partition, engine: Engine, why: str, stages: tuple[Stage, ...], trails: dict[Kind, Trail]
-    ) -> None:
-        """Made by `trace`; `trails` hold what it saw one forward of each kind do."""
+    def __init__(self, model: nn.Module, cut: Partition, asked: Engine, graph: GraphEngine | None, device: torch.device | None) -> None:
+        """Made by `trace`."""
         self.model = model
         self.partition = cut
-        self.engine = engine
-        self.why = why
-        self.stages = stages
-        self.variants: tuple[Any, ...] = ()
-        self._trails = trails
+        self.engine: Engine = "suspend" if graph is None else "graph"
+        self.why = "asked for" if asked != "auto" else "all batches can be followed"
+        self.stages: tuple[Stage, ...] = ()
+        self._asked, self._graph, self._device = asked, graph, device
+        self._trails: dict[Kind, Trail] = {}
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The recorded forwards, each with its graphs: `variant.program.segments[k].graph`; empty for the suspend engine."""
+        return () if self._graph is None else tuple(self._graph.planner.variants)
 
     @property
     def guards(self) -> tuple[Guard, ...]:
         """What Python code looked at, of all variants; empty for the suspend engine, which looks again itself."""
-        return ()
+        return () if self._graph is None else self._graph.guards()
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """Functions that are recorded as one node."""
-        return ()
+        return () if self._graph is None else self._graph.planner.leaves
 
     def run(
         self,
@@ -139,7 +103,7 @@ class Plan:
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
     ) -> Run:
-        """Prepare to run batches stage by stage.
+        """Prepare to run batches stage by stage. Batches that were not traced are planned first, before any stage.
 
         Args:
             batches: one forward each; need not be those that were traced.
@@ -152,10 +116,27 @@ class Plan:
 
         Returns:
             The stages, one after another.
+
+        Raises:
+            TracingError: the engine that was asked for cannot follow these batches.
         """
-        del store  # values wait in the frames of the paused forwards
         with quiet():
-            self._observe(batches, device)
+            chosen = self._plan(batches)
+            if chosen is None:
+                self._observe(batches)
+        if chosen is not None and self._graph is not None:
+            return GraphRun(
+                self.model,
+                batches,
+                [variant.program for variant in chosen],
+                self._graph.planner.groups,
+                store,
+                device=device,
+                watched=watched,
+                on_sample=on_sample,
+                quiet=quiet,
+                keep_outputs=keep_outputs,
+            )
         return SuspendedRun(
             self.model,
             self.partition.targets,
@@ -168,16 +149,59 @@ class Plan:
             trails=tuple(self._trails.values()),
         )
 
-    def _observe(self, batches: Sequence[Batch], device: torch.device | None) -> None:
+    def verify(self, batches: Sequence[Batch]) -> int:
+        """Hold the recorded graphs, as they are now, against the plain model, bit for bit.
+
+        Args:
+            batches: those that no graph covers yet are planned first.
+
+        Returns:
+            How many batches were compared; none for the suspend engine, which runs the plain model itself.
+
+        Raises:
+            TracingError: the first difference: module, node and line.
+        """
+        chosen = self._plan(batches)
+        if chosen is None or self._graph is None:
+            return 0
+        for sample, (variant, batch) in enumerate(zip(chosen, batches, strict=True)):
+            self._graph.verify(variant.program, batch, sample)
+        return len(batches)
+
+    def _plan(self, batches: Sequence[Batch]) -> list[Variant] | None:
+        """Give each batch its variant; None where the suspend engine must run them."""
+        if self._graph is None:
+            return None
+        try:
+            chosen = self._graph.choose(batches)
+            schedule([variant.program for variant in chosen], self._graph.planner.groups)
+        except TracingError as error:
+            if self._asked == "graph":
+                raise
+            self.engine, self.why, self._graph = "suspend", f"the graph engine refused: {error}", None
+            return None
+        self.stages = self._graph.stages()
+        return chosen
+
+    def _observe(self, batches: Sequence[Batch]) -> None:
         """Run one plain forward of each kind of batch that has not been seen: which targets it calls, and in which order."""
         for batch in batches:
             kind = kind_of(batch)
             if kind not in self._trails:
-                self._trails[kind] = observe_trail(self.model, self.partition, batch if device is None else batch_to(batch, device))
+                here = batch if self._device is None else batch_to(batch, self._device)
+                self._trails[kind] = observe_trail(self.model, self.partition, here)
+        self.stages = stages_of(self.model, next(iter(self._trails.values())))
 
     def report(self) -> str:
         """Say in a few lines what was decided and why."""
-        lines = [f"engine: {self.engine} ({self.why})", f"targets: {self.partition.reason}", f"stages: {len(self.stages)}"]
+        lines = [f"engine: {self.engine} ({self.why})", f"targets: {self.partition.reason}"]
+        lines.append(f"stages: {len(self.stages)}, traced into {len(self.stages) + 1} subgraphs")
+        if self._graph is not None:
+            planner = self._graph.planner
+            lines.append(f"planning: {planner.num_forwards} forwards, {self._graph.num_verified} batches verified against the plain model")
+            lines += [f"variant {one.index}: {one.num_batches} batches, {len(one.program.guard_nodes)} guards" for one in planner.variants]
+        lines += [f"leaf {leaf.name}: {leaf.reason}" for leaf in self.leaves]
+        lines += [f"guard {guard}" for guard in self.guards if guard.is_value]
         return "\n".join(lines)
 
 
@@ -190,6 +214,7 @@ def trace(
     max_variants: int = 8,
     verify: Verify = "off",
     device: torch.device | None = None,
+    targets_per_stage: int = 1,
 ) -> Plan:
     """Find out how batches flow through the sequential targets of a model.
 
@@ -200,8 +225,10 @@ def trace(
         leaves: functions, or `package.module:qualified.name`, that are recorded as one node.
         engine: `graph`, `suspend`, or `auto`: the graph engine where it can follow the model, else the suspend engine.
         max_variants: recorded graphs at most.
-        verify: batches on which the plan is compared with the plain model, bit for bit.
+        verify: batches on which the plan is compared with the plain model, bit for bit: none, for each recorded graph the first one and
+            one of another shape or padding, or all. With `auto` a difference is a reason to take the suspend engine, and reported.
         device: of the model; None leaves batches where they are.
+        targets_per_stage: targets that follow each other and share a stage; more than 1 needs the graph engine.
 
     Returns:
         The plan.
@@ -213,7 +240,20 @@ def trace(
     check_tracing_options(engine, verify, max_variants)
     if not batches:
         raise TracingError("trace: no batch was given, and a plan is made by running one; give at least one")
+    if targets_per_stage != 1 and (engine == "suspend" or targets_per_stage < 1):
+        raise TracingError(
+            f"targets_per_stage: {targets_per_stage} is not possible with engine={engine!r}; give 1, or take the graph engine"
+        )
     cut = partition(model, targets)
-    first = observe_trail(model, cut, batches[0] if device is None else batch_to(batches[0], device))
-    why = "asked for" if engine == "suspend" else "the graph engine is not built yet"
-    return Plan(model, cut, "suspend", why, stages_of(model, first), {kind_of(batches[0]): first})
+    graph = None
+    if engine != "suspend":
+        planner = GraphPlanner(
+            model, cut.targets, leaves=leaves, max_variants=max_variants, targets_per_stage=targets_per_stage, device=device
+        )
+        graph = GraphEngine(model, planner, verify, device)
+    plan = Plan(model, cut, engine, graph, device)
+    if plan._plan(batches) is None:
+        if targets_per_stage != 1:
+            raise TracingError(f"targets_per_stage: {targets_per_stage} was given, but {plan.why}; give 1")
+        plan._observe(batches[:1])
+    return plan

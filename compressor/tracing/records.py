@@ -48,6 +48,7 @@ class Guard:
         expected: what it was.
         stage: index of the stage in whose graph it is checked; -1 before the first stage.
         variant: index of the recorded graph that it belongs to.
+        is_value: Python decided by a value; False for how a result is built, which is checked when it is there.
     """
 
     file: str
@@ -57,10 +58,11 @@ class Guard:
     expected: Any
     stage: int = -1
     variant: int = 0
+    is_value: bool = True
 
     def __str__(self) -> str:
         """Return `file:line: value == expected`."""
-        return f"{self.file}:{self.line}: {self.value} == {self.expected!r}"
+        return f"{short_file(self.file)}:{self.line}: {self.value} == {self.expected!r}"
 
 
 @dataclass(frozen=True)

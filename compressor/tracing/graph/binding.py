@@ -37,7 +37,7 @@ class Binder:
         Returns:
             What Python goes on with.
         """
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or node.op == "call_function":
             shape = self._recorder.emit("call_function", output_structure, (node,), size=True)
             self._recorder.guard(shape, output_structure(value), "structure")
         return self.bind(node, value)
@@ -84,7 +84,7 @@ class Binder:
 
     def _bind_sequence(self, node: fx.Node, value: Any) -> Any:
         recorder = self._recorder
-        is_size = type(value) is torch.Size
+        is_size = node.meta["number"] = type(value) is torch.Size
         if type(value) in (tuple, list) and not is_size:
             recorder.guard(recorder.emit("call_function", len, (node,), size=True), len(value))
         bound = [self.bind(self._item(node, index, True), item) for index, item in enumerate(value)]

@@ -40,9 +40,7 @@ _WRITING_OPERATORS = frozenset(("__setitem__", "__delitem__", *(f"__i{name}__" f
 # Modes are noted beside every node instead.
 _SETS_MODES = frozenset(("_set_grad_enabled", "set_autocast_enabled", "set_autocast_dtype", "set_autocast_cache_enabled"))
 # Their outputs' shapes depend on values.
-DATA_SIZED = frozenset(
-    ("nonzero", "masked_select", "unique", "unique_consecutive", "argwhere", "bincount", "repeat_interleave", "unique_dim")
-)
+DATA_SIZED = frozenset(("nonzero", "masked_select", "unique", "unique_consecutive", "argwhere", "bincount", "unique_dim"))
 
 
 def call_name(func: Any) -> str:

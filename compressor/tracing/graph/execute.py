@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,9 @@ def call_plainly(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs
     return module(*args, **kwargs)
 
 
-def run_segment(segment: Segment, values: dict[str, Any], model: nn.Module, call: CallModule = call_plainly) -> Any:
+def run_segment(
+    segment: Segment, values: dict[str, Any], model: nn.Module, call: CallModule = call_plainly, until: Collection[str] = ()
+) -> Any:
     """Run the graph of one segment.
 
     Args:
@@ -40,12 +42,14 @@ def run_segment(segment: Segment, values: dict[str, Any], model: nn.Module, call
         values: by name: what the graph needs, or the batch for the first one; values are let go as they die.
         model: whose modules are called.
         call: calls a module.
+        until: dotted names; stop after the last call of one of these modules, and return nothing.
 
     Returns:
         Values by name that later segments need; for the last segment, what the model returns.
     """
     env: dict[fx.Node, Any] = {}
     last_uses = _last_uses(segment.graph.nodes)
+    ends = [node for node in segment.graph.nodes if node.op == "call_module" and node.target in until][-1:]
     result: Any = None
     with torch.no_grad(), _ambient() as ambient:
         for node in segment.graph.nodes:
@@ -55,6 +59,8 @@ def run_segment(segment: Segment, values: dict[str, Any], model: nn.Module, call
                 env[node] = values[str(node.target)]
             else:
                 env[node] = run_node(node, env, model, call, ambient)
+            if node in ends:
+                break
             for dead in last_uses.get(node, ()):
                 env.pop(dead, None)
     return result

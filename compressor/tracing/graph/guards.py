@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from compressor.tracing.graph.calls import DATA_SIZED
@@ -21,7 +22,9 @@ from compressor.tracing.records import Guard
 
 # Answers of a tensor that depend on its shape and not on its values.
 _SHAPE_ATTRIBUTES = frozenset(("shape", "ndim", "nbytes"))
-_SHAPE_METHODS = frozenset(("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "is_contiguous", "__len__", "data_ptr"))
+_SHAPE_METHODS = frozenset(
+    ("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "is_contiguous", "__len__", "data_ptr")
+)
 
 
 @dataclass(frozen=True)
@@ -94,20 +97,21 @@ def _asks_shape(node: fx.Node) -> bool:
 
 
 def _carries_shape(node: fx.Node) -> bool:
-    """True for tensors; a number among the arguments of a shape-giving call is a value."""
-    return "tensor" in node.meta or node.op in ("call_module", "placeholder") or not node.meta.get("size")
+    """True for tensors and what holds them; a number among the arguments of a shape-giving call is a value."""
+    return not node.meta.get("number")
 
 
 def _is_data_sized(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name == "repeat_interleave":  # by a number of repeats, or by a tensor of them
+        repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
+        return isinstance(repeats, fx.Node) and "tensor" in repeats.meta and "output_size" not in node.kwargs
     if name in DATA_SIZED or (name == "where" and len(node.args) == 1):
         return True
     return node.target is operator.getitem and len(node.args) == 2 and isinstance(node.args[1], fx.Node | tuple) and _indexes_by_mask(node)
 
 
 def _indexes_by_mask(node: fx.Node) -> bool:
-    import torch
-
     index: Any = node.args[1]
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, fx.Node) and part.meta.get("tensor", (0, None))[1] is torch.bool for part in parts)
@@ -126,10 +130,24 @@ def describe_guard(node: fx.Node, segment: int, variant: int) -> Guard:
     """
     assert node.target is guard
     place: Place = node.meta["place"]
-    return Guard(place.file, place.line, place.function, expression(node.args[0]), node.args[1], segment - 1, variant)
+    return Guard(
+        place.file, place.line, place.function, expression(node.args[0]), node.args[1], segment - 1, variant, node.meta["guard"] == "value"
+    )
 
 
-_SYMBOLS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
+_SYMBOLS = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "floordiv": "//",
+    "mod": "%",
+}
 
 
 def expression(value: Any, depth: int = 0) -> str:

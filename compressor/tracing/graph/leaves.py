@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from compressor.errors import TracingError
 from compressor.tracing.graph.active import listening_recorder
@@ -125,7 +125,7 @@ def _find_owner(frame: Frame, reason: str) -> LeafFunction | None:
     return LeafFunction(frame.module_globals, name, function, reason) if _is_code_of(function, frame) else None
 
 
-def _is_code_of(function: Any, frame: Frame) -> bool:
+def _is_code_of(function: Any, frame: Frame) -> TypeGuard[Callable[..., Any]]:
     return isinstance(function, FunctionType) and getattr(inspect.unwrap(function), "__code__", None) is frame.code
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -61,26 +62,32 @@ def exclusive_patches() -> Iterator[None]:
 
 
 @contextmanager
-def noting_values(values: ModuleValues, hooked: Collection[nn.Module] = ()) -> Iterator[None]:
+def noting_values(
+    values: ModuleValues, modules: Collection[nn.Module] | None = None, is_active: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Note what is set on modules, so that each sample finds its own values again.
 
     Args:
         values: take the notes.
-        hooked: modules whose attributes belong to calibration hooks.
+        modules: notes are taken of these only; None takes them of all. What calibration hooks keep on modules is not a sample's.
+        is_active: says whether code of a forward runs.
 
     Yields:
         Nothing.
     """
-    thread, skipped = threading.get_ident(), {id(module) for module in hooked}
+    thread, noted = threading.get_ident(), None if modules is None else WeakSet(modules)
     plain_set, plain_buffer = nn.Module.__setattr__, nn.Module.register_buffer
 
+    def belongs(module: nn.Module) -> bool:
+        return threading.get_ident() == thread and is_active() and (noted is None or module in noted)
+
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        if threading.get_ident() == thread and id(module) not in skipped and not isinstance(value, nn.Module | nn.Parameter):
+        if belongs(module) and not isinstance(value, nn.Module | nn.Parameter):
             values.note(module, name)
         plain_set(module, name, value)
 
     def register_buffer(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
-        if threading.get_ident() == thread and id(module) not in skipped:
+        if belongs(module):
             values.note(module, name)
         plain_buffer(module, name, *args, **kwargs)
 

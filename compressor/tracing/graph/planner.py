@@ -7,7 +7,8 @@ lies inside it, and recording starts over; else the batch gets a program of its 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class GraphPlanner:
         variants: recorded so far.
         leaves: functions that are recorded as one node, with the reason.
         num_forwards: forwards that planning has run, recordings and dry runs.
+        groups: target to the number of the stage it shares.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class GraphPlanner:
         self.num_forwards = 0
         self._model, self._targets, self._device = model, targets, device
         self._max_variants, self._per_stage = max_variants, targets_per_stage
-        self._groups: dict[str, int] = dict(zip(targets, range(len(targets)), strict=True))
+        self.groups: dict[str, int] = dict(zip(targets, range(len(targets)), strict=True))
         self._banned: set[str] = set()
         self._chosen: dict[Any, Variant] = {}
         self._origins: list[Batch] = []  # the batches that programs were recorded from, to start over
@@ -119,16 +121,15 @@ class GraphPlanner:
                 failed.append((failure, variant))
             else:
                 return self._remember(key, batch, variant)
-        for failure, variant in failed:
-            if self._absorb(failure, variant):
-                return None
+        if any(self._absorb(failed_guard, tried) for failed_guard, tried in failed):
+            return None
         if len(self.variants) >= self._max_variants:
             raise TracingError(
                 f"{reasons[-1]}; {self._max_variants} recorded graphs do not cover the batches; raise max_variants, name a leaf around "
                 'this line, or use engine="suspend"'
             )
-        variant = self._record(batch)
-        return None if variant is None else self._remember(key, batch, variant)
+        made = self._record(batch)
+        return None if made is None else self._remember(key, batch, made)
 
     def _remember(self, key: Any, batch: Batch, variant: Variant) -> Variant:
         self._chosen[key if variant.guards.by_shape else (key, content_digest(batch))] = variant
@@ -141,27 +142,17 @@ class GraphPlanner:
             odd = next((pair for pair in zip(expected, found, strict=False) if pair[0] != pair[1]), (expected, found))
             raise GuardFailure(f"inputs: traced with {odd[0]!r}, this batch gives {odd[1]!r}")
         inputs = named_inputs(copy_batch(batch))
-        with self._undone():
-            if variant.guards.late_shapes:
-                self.num_forwards += 1
-                run_program(variant.program, inputs, self._model)
-            elif variant.guards.entry:
-                run_nodes(variant.guards.entry, inputs, self._model)
-
-    def _undone(self) -> Any:
-        from contextlib import contextmanager
-
-        @contextmanager
-        def undone() -> Any:
-            values, state = ModuleValues(), RandomState.current(foreign=True)
-            try:
-                with noting_values(values):
-                    yield
-            finally:
-                values.undo({})
-                state.restore()
-
-        return undone()
+        try:
+            with without_traces():
+                if variant.guards.late_shapes:
+                    self.num_forwards += 1
+                    run_program(variant.program, inputs, self._model)
+                elif variant.guards.entry:
+                    run_nodes(variant.guards.entry, inputs, self._model)
+        except GuardFailure:
+            raise
+        except Exception as error:  # the recorded operations do not fit this batch, which has not been run for real yet
+            raise GuardFailure(f"{getattr(error, '__notes__', ['graph'])[-1]}: {type(error).__name__}: {error}") from error
 
     def _absorb(self, failure: GuardFailure, variant: Variant) -> bool:
         """Make the function around a failing guard a leaf."""
@@ -187,7 +178,7 @@ class GraphPlanner:
         """Record a program; None where a new leaf makes everything start over."""
         self.num_forwards += 1
         try:
-            program = record(self._model, batch, self._targets, self._groups, self.functions)
+            program = record(self._model, batch, self._targets, self.groups, self.functions)
         except SwallowedTarget as refusal:
             self._ban(refusal)
             return None
@@ -197,8 +188,8 @@ class GraphPlanner:
             raise
         if self._per_stage > 1 and not self.variants:
             regrouped = _group(program.targets, self._targets, self._per_stage)
-            if regrouped != self._groups:
-                self._groups = regrouped
+            if regrouped != self.groups:
+                self.groups = regrouped
                 return None
         guards = plan_guards(program, tuple(self._targets))
         if guards.late_values:
@@ -220,6 +211,22 @@ class GraphPlanner:
         self._banned.add(refusal.leaf)
         self.functions = kept
         self._start_over()
+
+
+@contextmanager
+def without_traces() -> Iterator[None]:
+    """Run something and take back what it has set on modules and drawn from random generators.
+
+    Yields:
+        Nothing.
+    """
+    values, state = ModuleValues(), RandomState.current(foreign=True)
+    try:
+        with noting_values(values):
+            yield
+    finally:
+        values.undo({})
+        state.restore()
 
 
 def _group(order: Sequence[str], targets: Mapping[str, nn.Module], size: int) -> dict[str, int]:

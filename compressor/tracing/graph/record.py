@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import is_tensor, nn
 
 from compressor.data.collate import Batch, call_model
 from compressor.errors import TracingError
@@ -65,11 +65,10 @@ def _run(model: nn.Module, batch: Batch) -> Any:
 
 
 def _bind_inputs(recorder: Recorder, batch: Batch) -> Batch:
-    items = batch.items() if isinstance(batch, dict) else [(f"arg_{number}", item) for number, item in enumerate(batch)]
-    bound = {}
+    bound: dict[str, Any] = {}
     with recorder.opaque():
-        for name, item in items:
-            if isinstance(item, Tensor):
+        for name, item in named_inputs(batch).items():
+            if is_tensor(item):
                 node = recorder.emit("placeholder", str(name))
                 bound[name] = recorder.binder.bind(node, item)
             else:
@@ -86,10 +85,12 @@ def copy_batch(batch: Batch) -> Batch:
     Returns:
         A copy.
     """
+
+    def copied(item: Any) -> Any:  # what is no tensor is part of the signature
+        return item.clone() if is_tensor(item) else item
+
     with torch.no_grad():
-        if isinstance(batch, dict):
-            return {name: item.clone() if isinstance(item, Tensor) else item for name, item in batch.items()}
-        return tuple(item.clone() if isinstance(item, Tensor) else item for item in batch)
+        return {name: copied(item) for name, item in batch.items()} if isinstance(batch, dict) else tuple(map(copied, batch))
 
 
 def named_inputs(batch: Batch) -> dict[str, Any]:

@@ -165,7 +165,8 @@ class Recorder(TorchFunctionMode):
         Returns:
             A symbolic number; bools and complex numbers come back plain, under a guard.
         """
-        if (isinstance(value, bool | complex) and not isinstance(value, int | float)) or type(value) is bool:
+        node.meta["number"] = True
+        if type(value) in (bool, complex):
             self.guard(node, value)
             return value
         return SymbolicInt(value, node, self) if isinstance(value, int) else SymbolicFloat(value, node, self)

@@ -38,7 +38,7 @@ class Symbolic:
         self.source = node
         self.recorder = recorder
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The type of the plain number, for isinstance."""
         return type(self.value)
@@ -192,8 +192,8 @@ def _comparison(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _divmod(self: Symbolic, other: Any) -> Any:
-    return (self // other, self % other)  # type: ignore[operator]
+def _divmod(self: Any, other: Any) -> Any:
+    return self // other, self % other
 
 
 for _class in (SymbolicInt, SymbolicFloat):
@@ -204,4 +204,4 @@ for _class in (SymbolicInt, SymbolicFloat):
         setattr(_class, f"__{_name}__", _unary(_function))
     for _name, _function in _COMPARISONS.items():
         setattr(_class, f"__{_name}__", _comparison(_function))
-    _class.__divmod__ = _divmod  # type: ignore[attr-defined]
+    _class.__divmod__ = _divmod

@@ -1,0 +1,130 @@
+"""The graph engine as a plan sees it: which program each batch takes, the proof that it is right, and what there is to say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressor.data.collate import Batch, batch_to
+from compressor.tracing.graph.guards import describe_guard
+from compressor.tracing.graph.planner import GraphPlanner, Variant
+from compressor.tracing.graph.program import Program
+from compressor.tracing.graph.record import named_inputs
+from compressor.tracing.graph.verify import verify_program
+from compressor.tracing.partition import module_names
+from compressor.tracing.records import Guard, Stage, Verify
+
+_PROOFS = 2  # batches of different shape on which `verify="first"` proves each variant
+
+
+class GraphEngine:
+    """A planner, with the proofs of its programs.
+
+    Attributes:
+        planner: records programs and gives batches theirs.
+        num_verified: batches on which a program was held against the plain model.
+    """
+
+    def __init__(self, model: nn.Module, planner: GraphPlanner, verify: Verify, device: torch.device | None) -> None:
+        """Start without a program."""
+        self.planner = planner
+        self.num_verified = 0
+        self._model, self._verify, self._device = model, verify, device
+        self._proved: dict[int, list[Any]] = {}
+
+    def choose(self, batches: Sequence[Batch]) -> list[Variant]:
+        """Give each batch its variant, and prove those that are new.
+
+        Args:
+            batches: not modified.
+
+        Returns:
+            A variant for each batch.
+
+        Raises:
+            TracingError: the engine cannot follow the model, or a program computes something else than the plain model.
+        """
+        chosen = self.planner.choose(batches)
+        for variant in self.planner.variants:
+            variant.num_batches = sum(one is variant for one in chosen)
+        order = sorted(range(len(batches)), key=lambda sample: (sample > 0, not has_padding(batches[sample]), sample))
+        for sample in order if self._verify != "off" else ():
+            self._prove(chosen[sample], batches[sample], sample)
+        return chosen
+
+    def _prove(self, variant: Variant, batch: Batch, sample: int) -> None:
+        """Verify a batch if its program has not been proved on its shape, nor often enough."""
+        proved = self._proved.setdefault(id(variant), [])
+        kind = (_shape(batch), has_padding(batch))
+        if self._verify == "first" and (kind in proved or len(proved) == _PROOFS):
+            return
+        self.verify(variant.program, batch, sample)
+        proved.append(kind)
+
+    def verify(self, program: Program, batch: Batch, sample: int) -> None:
+        """Hold a program against the plain model on one batch.
+
+        Args:
+            program: as it is now.
+            batch: not modified.
+            sample: number of the batch, for the error.
+
+        Raises:
+            TracingError: the first difference.
+        """
+        here = batch if self._device is None else batch_to(batch, self._device)
+        verify_program(self._model, program, here, list(self.planner.groups), sample)
+        self.num_verified += 1
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Describe the stages of the first variant."""
+        segments = self.planner.variants[0].program.segments
+        made = []
+        for index, segment in enumerate(segments[1:]):
+            following = segments[index + 2].live_in if index + 2 < len(segments) else ()
+            modules = tuple(name for target in segment.targets for name in module_names(self._model, target))
+            calls = sum(
+                node.op == "call_module" and (str(node.target) if node.target != "_root" else "") in segment.targets
+                for node in self.planner.variants[0].program.flat.nodes
+            )
+            made.append(
+                Stage(
+                    index=index,
+                    target_names=segment.targets,
+                    modules=modules,
+                    live_in=segment.live_in,
+                    live_out=following,
+                    mutates=tuple(name for name in segment.live_in if name in segment.mutates),
+                    live_bytes=segment.live_bytes,
+                    num_calls=calls,
+                )
+            )
+        return tuple(made)
+
+    def guards(self) -> tuple[Guard, ...]:
+        """Describe the guards of all variants."""
+        made = []
+        for variant in self.planner.variants:
+            place = {node.name: index for index, segment in enumerate(variant.program.segments) for node in segment.graph.nodes}
+            made += [describe_guard(node, place.get(node.name, 0), variant.index) for node in variant.program.guard_nodes]
+        return tuple(made)
+
+
+def has_padding(batch: Batch) -> bool:
+    """Say whether some of a batch is masked.
+
+    Args:
+        batch: not modified.
+
+    Returns:
+        True if a value whose name ends in `mask` holds a zero.
+    """
+    masks = [item for name, item in named_inputs(batch).items() if name.endswith("mask") and isinstance(item, torch.Tensor)]
+    return any(bool((mask == 0).any()) for mask in masks)
+
+
+def _shape(batch: Batch) -> Any:
+    return tuple(tuple(item.shape) if isinstance(item, torch.Tensor) else repr(item) for item in named_inputs(batch).values())

@@ -1,0 +1,278 @@
+"""Batches on their way through recorded graphs, stage by stage: calibrate on copies, then propagate for real.
+
+Every sample has its own state of the random generators and its own view of what forwards set on modules; both start as they are when
+the run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+
+from compressor.data.collate import Batch, batch_to
+from compressor.errors import TracingError
+from compressor.tracing.early_stop import Enough, Watched
+from compressor.tracing.graph.execute import CallModule, call_plainly, next_values, run_segment
+from compressor.tracing.graph.lending import check_untouched, copy_live, versions_of
+from compressor.tracing.graph.patches import noting_values
+from compressor.tracing.graph.program import ROOT, Program
+from compressor.tracing.graph.record import copy_batch, named_inputs
+from compressor.tracing.graph.schedule import Stop, schedule
+from compressor.tracing.graph.watching import StageWatch, check_inside
+from compressor.tracing.isolation import ModuleValues, RandomState, View
+from compressor.tracing.partition import module_names
+from compressor.tracing.store import MemoryStore, ValueStore
+
+
+class GraphRun:
+    """Batches of one model on their way through recorded graphs. A context manager and an iterator over stages.
+
+    Attributes:
+        model: the model; its modules may be replaced between the two passes of a stage.
+        outputs: what each forward returned, when kept; None for a forward that was ended early.
+        uncalled: targets that no sample calls.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        programs: Sequence[Program],
+        groups: Mapping[str, int],
+        store: ValueStore | None,
+        *,
+        device: torch.device | None,
+        watched: Callable[[], Watched],
+        on_sample: Callable[[int], None],
+        quiet: Callable[[], AbstractContextManager[None]],
+        keep_outputs: bool,
+    ) -> None:
+        """Schedule the stages; nothing runs yet."""
+        self.model = model
+        self.outputs: list[Any] = [None] * len(batches)
+        self._batches: list[Batch | None] = list(batches)
+        self._programs = list(programs)
+        self._stops = schedule(programs, groups)
+        called = {name for stop in self._stops for name in stop.targets}
+        self.uncalled = tuple(name for name in groups if name not in called)
+        self._store = MemoryStore() if store is None else store
+        self._device, self._watched, self._on_sample, self._quiet, self._keep = device, watched, on_sample, quiet, keep_outputs
+        self._values = ModuleValues()
+        self._views: dict[int, View] = {}
+        self._random: dict[int, RandomState] = {}
+        self._ended: set[int] = set()
+        self._calibrated: set[str] = set()
+        self._closed: set[int] = set()
+        self._cleanup = ExitStack()
+        self._is_open = False
+        self._is_running = False
+
+    def __enter__(self) -> Self:
+        """Patch nn.Module, so that what samples set on modules is kept apart."""
+        hooked = {below for name in self._watched() for below in self.model.get_submodule(name).modules()}
+        others = [module for module in self.model.modules() if module not in hooked]
+        self._is_open = True
+        self._cleanup.enter_context(noting_values(self._values, others, lambda: self._is_running))
+        self._cleanup.callback(self._values.undo, {})
+        self._cleanup.callback(self._forget)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Forget all live values, then undo the patches."""
+        self._is_open = False
+        self._cleanup.close()
+
+    def __iter__(self) -> Iterator[GraphStage]:
+        """Give the stages; enters the run where nobody has."""
+        with nullcontext() if self._is_open else self:
+            yield from self._stages()
+
+    def _stages(self) -> Iterator[GraphStage]:
+        start = RandomState.current(foreign=False)
+        for sample, batch in enumerate(self._batches):
+            assert batch is not None
+            self._batches[sample] = None
+            self._random[sample], self._views[sample] = start, {}
+            self._on_sample(sample)
+            values = named_inputs(copy_batch(batch if self._device is None else batch_to(batch, self._device)))
+            with self._as_sample(sample):
+                self._advance(sample, 0, values, self._call_propagating())
+        for index, stop in enumerate(self._stops):
+            samples = {sample: segment for sample, segment in stop.samples.items() if sample not in self._ended}
+            if not samples:
+                continue
+            yield GraphStage(self, index, Stop(stop.targets, samples))
+            if index not in self._closed:
+                raise TracingError(f"{stop.targets[0]}: its stage was left without propagate(), so no sample can run on; call it")
+
+    @contextmanager
+    def _as_sample(self, sample: int, keep: bool = True) -> Iterator[None]:
+        """Exchange what belongs to the process for what belongs to a sample; without `keep`, all that happens is taken back."""
+        outside = RandomState.current(foreign=False)
+        self._values.restore(self._views[sample])
+        before = self._values.view()
+        self._random[sample].restore()
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+            if keep:
+                self._random[sample], self._views[sample] = RandomState.current(foreign=False), self._values.view()
+            else:
+                self._values.undo(before)
+            outside.restore()
+
+    def _advance(self, sample: int, segment: int, values: dict[str, Any], call: CallModule) -> None:
+        """Run one segment for real, and keep what lives on."""
+        program = self._programs[sample]
+        result = run_segment(program.segments[segment], values, self.model, call)
+        if program.segments[segment].is_last:
+            self._store.drop(sample)
+            self._ended.add(sample)
+            self.outputs[sample] = result if self._keep else None
+        else:
+            self._store.put(sample, next_values(program, segment, values, result))
+
+    def _call_propagating(self) -> CallModule:
+        """Hooks are awake, but inside targets that have been calibrated."""
+
+        def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with self._quiet() if _name(node) in self._calibrated else nullcontext():
+                return call_plainly(node, module, args, kwargs)
+
+        return call
+
+    def _call_calibrating(self, targets: Sequence[str]) -> CallModule:
+        """Hooks are awake inside the targets of the stage only."""
+
+        def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with nullcontext() if _name(node) in targets else self._quiet():
+                return call_plainly(node, module, args, kwargs)
+
+        return call
+
+    def _calibrate_sample(self, sample: int, segment: int, stop: Stop) -> None:
+        program = self._programs[sample]
+        span = range(segment, program.spans[segment] + 1)
+        mutated = {name for index in span for name in program.segments[index].mutates}
+        live = self._store.get(sample)
+        before = versions_of(live)
+        values = copy_live(live, mutated, self.model)
+        call = self._call_calibrating(stop.targets)
+        self._on_sample(sample)
+        with self._as_sample(sample, keep=False):
+            try:
+                for index in span[:-1]:
+                    values = next_values(program, index, values, run_segment(program.segments[index], values, self.model, call))
+                run_segment(program.segments[span[-1]], values, self.model, call, {name or ROOT for name in stop.targets})
+            except Enough:
+                pass  # every watched module has been seen
+        check_untouched(live, before, mutated, stop.targets[0], sample)
+
+    def _propagate_sample(self, sample: int, segment: int) -> None:
+        self._on_sample(sample)
+        values = self._store.get(sample)
+        with self._as_sample(sample):
+            self._advance(sample, segment, values, self._call_propagating())
+
+    def _forget(self) -> None:
+        for sample in range(len(self._batches)):
+            self._store.drop(sample)
+
+    def _end(self, sample: int) -> None:
+        self._store.drop(sample)
+        self._ended.add(sample)
+
+
+class GraphStage:
+    """All samples that wait at one stage: `calibrate`, then compress what lies inside, then `propagate`.
+
+    Attributes:
+        index: position among the stages.
+        name: dotted name of the target; several are joined by commas.
+        num_samples: how many samples wait at it.
+    """
+
+    def __init__(self, run: GraphRun, index: int, stop: Stop) -> None:
+        """Made by GraphRun."""
+        self.index = index
+        self.name = ", ".join(stop.targets)
+        self.num_samples = len(stop.samples)
+        self._run, self._stop = run, stop
+        self._watch: StageWatch | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The (first) target as it is now; a modifier may have replaced it."""
+        return self._run.model.get_submodule(self._stop.targets[0])
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Dotted names of the targets and of all modules inside them, as they are now."""
+        return tuple(name for target in self._stop.targets for name in module_names(self._run.model, target))
+
+    def calibrate(self, stop_early: bool = True) -> None:
+        """Call the targets for every sample, on copies of their inputs, so that the hooks inside see them.
+
+        The first sample runs in full. When it called every watched module exactly once, the others stop as soon as the last of them
+        has been seen; `propagate` checks that this missed nothing. A target without watched modules is not called.
+
+        Args:
+            stop_early: False runs every sample in full.
+
+        Raises:
+            CalibrationError: a watched module is called outside of the stage later on, too.
+        """
+        run, names = self._run, set(self.module_names)
+        inside = {name: needs_output for name, needs_output in run._watched().items() if name in names}
+        if not inside:
+            return
+        for sample, segment in self._stop.samples.items():
+            check_inside(run._programs[sample], segment, self._stop.targets, inside, sample)
+        run._calibrated |= set(self._stop.targets)
+        self._watch = StageWatch(self.name, inside)
+        first, *others = self._stop.samples
+        with self._watch.calibrating(run.model):
+            run._calibrate_sample(first, self._stop.samples[first], self._stop)
+            self._watch.first_seen(stop_early)
+            for position, sample in enumerate(others):
+                run._store.prefetch(others[min(position + 1, len(others) - 1)])
+                self._watch.begin()
+                run._calibrate_sample(sample, self._stop.samples[sample], self._stop)
+
+    def skip_calibration(self) -> None:
+        """Take the statistics of the targets for complete, though nothing is called: an earlier run has compressed what lies inside."""
+        self._run._calibrated |= set(self._stop.targets)
+
+    def propagate(self, only_first: bool = False) -> None:
+        """Call the targets for real and let every sample run on to its next stage, or to its end.
+
+        Args:
+            only_first: end all samples but the first where they stand: for when nothing that comes later is watched.
+
+        Raises:
+            CalibrationError: the calibration pass missed a call.
+        """
+        run = self._run
+        torch.clear_autocast_cache()  # it would serve casts of weights that have been replaced
+        run._closed.add(self.index)
+        first, *others = self._stop.samples
+        if only_first:
+            for sample in range(len(run.outputs)):
+                if sample != first:
+                    run._end(sample)
+            others = []
+        samples = [first, *others]
+        for position, sample in enumerate(samples):
+            run._store.prefetch(samples[min(position + 1, len(samples) - 1)])
+            with self._watch.propagating(run.model, sample) if self._watch is not None else nullcontext():
+                run._propagate_sample(sample, self._stop.samples[sample])
+
+
+def _name(node: fx.Node) -> str:
+    return "" if node.target == ROOT else str(node.target)

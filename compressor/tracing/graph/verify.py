@@ -1,0 +1,197 @@
+"""The proof: a recorded graph is run beside the plain model, and what every module is given and gives back is compared, bit for bit.
+
+Values are compared by their digests as the graph runs, so nothing is kept of a large model but a few bytes for each call, and the first
+difference stops the graph where it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from compressor.data.collate import Batch, call_model
+from compressor.errors import TracingError
+from compressor.tracing.graph.execute import run_program
+from compressor.tracing.graph.planner import without_traces
+from compressor.tracing.graph.program import Program
+from compressor.tracing.graph.record import copy_batch, named_inputs
+from compressor.tracing.graph.trees import parts_of
+
+_MAX_DEPTH = 6
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Seen(NamedTuple):
+    """What one module call was given, or gave back.
+
+    Attributes:
+        name: of the module; None for the result of the whole forward.
+        side: `input` or `output`.
+        parts: path to the digest of a tensor, or to a plain value in words.
+    """
+
+    name: str | None
+    side: str
+    parts: tuple[tuple[str, str], ...]
+
+
+class Mismatch(TracingError):
+    """A recorded graph computes something else than the plain model."""
+
+
+@torch.no_grad()
+def verify_program(model: nn.Module, program: Program, batch: Batch, targets: Collection[str], sample: int = 0) -> None:
+    """Run a recorded graph and the plain model on one batch, and compare all that modules are given and give back.
+
+    Args:
+        model: as it was afterwards.
+        program: the recorded graph, read as it is now.
+        batch: on the device of the model; not modified.
+        targets: dotted names of the sequential targets.
+        sample: number of the batch, for the error.
+
+    Raises:
+        Mismatch: the first difference: module, value, node and line.
+    """
+    skipped = _taken_apart(targets)
+    expected: list[Seen] = []
+    with without_traces(), _watching(model, skipped, expected.append):
+        result = call_model(model, copy_batch(batch))
+        expected.append(Seen(None, "output", tuple(digests(result))))
+    _Comparison(model, program, expected, sample).run(batch, skipped)
+
+
+class _Comparison:
+    """A run of the graph that is held against what the plain model did."""
+
+    def __init__(self, model: nn.Module, program: Program, expected: list[Seen], sample: int) -> None:
+        self._model, self._program, self._expected, self._sample = model, program, expected, sample
+        self._position = 0
+        self._node: fx.Node | None = None
+
+    def run(self, batch: Batch, skipped: Collection[str]) -> None:
+        def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._node = node
+            return module(*args, **kwargs)
+
+        try:
+            with without_traces(), _watching(self._model, skipped, self._compare):
+                result = run_program(self._program, named_inputs(copy_batch(batch)), self._model, call)
+                self._node = None
+                self._compare(Seen(None, "output", tuple(digests(result))))
+        except TracingError:
+            raise
+        except Exception as error:
+            where = "; ".join(getattr(error, "__notes__", [])) or "the recorded graph"
+            raise Mismatch(
+                f"verify: batch {self._sample}: {type(error).__name__}: {error} ({where}), which the plain model does not raise; {_REMEDY}"
+            ) from error
+
+    def _compare(self, got: Seen) -> None:
+        expected = self._expected[self._position]
+        self._position += 1
+        if (got.name, got.side) != (expected.name, expected.side):
+            self._raise(f"{_call(got)} comes where the plain model has {_call(expected)}", "")
+        if got.parts == expected.parts:
+            return
+        paths = [path for path, _ in expected.parts]
+        if paths != [path for path, _ in got.parts]:
+            odd = sorted(set(paths) ^ {path for path, _ in got.parts}) or ["their order"]
+            self._raise(f"{_call(got)} has other parts than in the plain model: {', '.join(odd[:4])}", odd[0])
+        path, value, plain = next(
+            (path, value, plain) for (path, plain), (_, value) in zip(expected.parts, got.parts, strict=True) if value != plain
+        )
+        self._raise(f"{_call(got)}{path} is {_without_digest(value)}, in the plain model {_without_digest(plain)}", path)
+
+    def _raise(self, what: str, path: str) -> None:
+        node = self._node or self._program.segments[-1].graph.output_node()
+        source = _argument(node, path) or node
+        place = source.meta.get("place") or node.meta.get("place") or "the end of forward"
+        raise Mismatch(f"{place}: verify: batch {self._sample}: {what} (node {source.name}); {_REMEDY}")
+
+
+_REMEDY = 'use engine="suspend", or wrap the function at this line with leaf(fn)'
+
+
+def _call(seen: Seen) -> str:
+    return "the result of the forward" if seen.name is None else f"{seen.side} of {seen.name or 'the model'}"
+
+
+def _without_digest(text: str) -> str:
+    """Say a value without the digest, which tells people nothing."""
+    head, separator, _ = text.partition(" #")
+    return f"another {head}" if separator else head
+
+
+def _argument(node: fx.Node, path: str) -> fx.Node | None:
+    """Find the node that made the argument in which a difference was found."""
+    keys = [key for key in path.replace("]", "").split("[") if key]
+    value: Any = (node.args, node.kwargs) if node.op != "output" else (node.args,)
+    for key in keys if node.op != "output" else ["0", "0", *keys]:
+        if isinstance(value, fx.Node):
+            return value
+        value = (
+            value.get(key) if isinstance(value, dict) else value[int(key)] if isinstance(value, tuple | list) and key.isdigit() else None
+        )
+    return value if isinstance(value, fx.Node) else None
+
+
+def _taken_apart(targets: Collection[str]) -> set[str]:
+    """Name the modules that hold a target; a graph does not call them."""
+    found = {""} if any(targets) else set()
+    for target in targets:
+        parts = target.split(".")
+        found |= {".".join(parts[:number]) for number in range(1, len(parts))}
+    return found - set(targets)
+
+
+@contextmanager
+def _watching(model: nn.Module, skipped: Collection[str], tell: Callable[[Seen], None]) -> Iterator[None]:
+    """Tell of every module call, for the duration."""
+
+    def before(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: tell(Seen(name, "input", tuple(digests((args, kwargs)))))
+
+    def after(name: str) -> Callable[..., None]:
+        return lambda module, args, output: tell(Seen(name, "output", tuple(digests(output))))
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name not in skipped and not isinstance(module, torch.jit.ScriptModule):
+                hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(after(name)).remove)
+        yield
+
+
+def digests(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Take a value apart into its tensors and plain values.
+
+    Args:
+        value: anything.
+        path: of the value.
+        depth: how deep this already is.
+
+    Yields:
+        Path, and dtype, shape and digest of a tensor or the text of a plain value.
+    """
+    if isinstance(value, Tensor):
+        yield path, f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} #{_digest(value)}"
+    elif isinstance(value, _PLAIN):
+        yield path, repr(value)
+    elif depth == _MAX_DEPTH or isinstance(value, nn.Module | type) or callable(value) or type(value).__name__.endswith("Config"):
+        yield path, type(value).__name__
+    else:
+        yield path, type(value).__name__
+        for key, part in parts_of(value):
+            yield from digests(part, f"{path}[{key}]", depth + 1)
+
+
+def _digest(tensor: Tensor) -> str:
+    with torch._C.DisableTorchFunction():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=12).hexdigest()

@@ -1,0 +1,52 @@
+"""What a run looks like from outside, whichever engine runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, Self
+
+from torch import nn
+
+
+class RunningStage(Protocol):
+    """One stop of a run; both engines give it: `calibrate`, then compress what lies inside, then `propagate`."""
+
+    index: int
+    name: str
+    num_samples: int
+
+    @property
+    def module(self) -> nn.Module:
+        """The target as it is now."""
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Dotted names of the targets and of all modules inside them, as they are now."""
+
+    def calibrate(self, stop_early: bool = True) -> None:
+        """Call the targets for every sample without consequences."""
+
+    def skip_calibration(self) -> None:
+        """Take the statistics of the targets for complete, though nothing is called: an earlier run has compressed what lies inside."""
+
+    def propagate(self, only_first: bool = False) -> None:
+        """Let every sample run on to its next stage, or to its end."""
+
+
+class Run(Protocol):
+    """Batches on their way through the stages. A context manager; iterating over it without entering it enters it."""
+
+    outputs: list[Any]
+
+    @property
+    def uncalled(self) -> tuple[str, ...]:
+        """Targets that no sample has called so far."""
+
+    def __enter__(self) -> Self:
+        """Patch what must be patched."""
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Undo every patch."""
+
+    def __iter__(self) -> Iterator[RunningStage]:
+        """Give one stage after another."""
