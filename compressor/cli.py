@@ -95,8 +95,23 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
 
 
-def _tracing_arguments(parser: argparse.ArgumentParser) -> None:
+def _size_arguments(parser: argparse.ArgumentParser) -> None:
+    """What memory and time depend on, in a run and in the plan of one."""
     parser.add_argument("--engine", choices=("auto", "graph", "suspend"), default="auto", help="how layers are followed one by one (auto)")
+    parser.add_argument("--batch-size", type=_positive, metavar="B", help="sequences in one forward (equally long ones, up to 2048 tokens)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (auto)")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="dtype to load in (the checkpoint's own)"
+    )
+    parser.add_argument("--activation-memory", metavar="SIZE", help="main memory for activations, such as 4GB (3/4 of what is free)")
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser)
+    _size_arguments(parser)
+
+
+def _tracing_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-variants", type=_positive, default=8, metavar="N", help="recorded graphs at most (8)")
     parser.add_argument("--leaf", action="append", default=[], metavar="MODULE:FUNCTION", help="function recorded as one node")
     parser.add_argument(
@@ -106,8 +121,8 @@ def _tracing_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
     _model_arguments(parser)
+    _size_arguments(parser)
     _tracing_arguments(parser)
-    parser.add_argument("--activation-memory", metavar="SIZE", help="main memory for activations, such as 4GB (3/4 of what is free)")
     parser.add_argument("--activation-device-memory", metavar="SIZE", help="GPU memory for activations, filled first (2/5 of what is free)")
     parser.add_argument("--offload-dir", metavar="DIR", help="folder for activations that fit in neither (none: an error)")
     parser.add_argument("--calibrate-all-experts", action="store_true", help="every expert learns from all tokens; routing stays as it is")
@@ -117,12 +132,7 @@ def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", metavar="R", help="folder that keeps finished stages until the end (O.partial-run)")
     parser.add_argument("--resume", action="store_true", help="go on where an earlier run of the same command stopped")
     parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the dataset that holds the text (text)")
-    parser.add_argument("--batch-size", type=_positive, metavar="B", help="sequences in one forward (equally long ones, up to 2048 tokens)")
     parser.add_argument("--shuffle", action="store_true", help="choose calibration sequences at random by --seed, not the first ones")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (auto)")
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="dtype to load in (the checkpoint's own)"
-    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of everything random (0)")
     parser.add_argument("--quiet", action="store_true", help="show no progress bars")
 
@@ -212,8 +222,13 @@ def _run_plan(args: argparse.Namespace) -> int:
         recipe_args=dict(args.recipe_arg),
         num_calibration_samples=args.num_calibration_samples,
         max_seq_length=args.max_seq_length,
+        batch_size=args.batch_size,
         pipeline=args.pipeline,
         sequential_targets=args.sequential_targets,
+        engine=args.engine,
+        activation_memory=args.activation_memory,
+        device=args.device,
+        dtype=args.dtype,
         model_class=args.model_class,
         trust_remote_code_model=args.trust_remote_code,
     )
@@ -226,27 +241,10 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 def _print_plan(made: Plan) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=f"Plan: {made.pipeline} pipeline")
-    for column, justify in (
-        ("module", "left"),
-        ("shape", "left"),
-        ("modifier", "left"),
-        ("scheme", "left"),
-        ("MB before", "right"),
-        ("after", "right"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for module in made.modules:
-        before, after = (f"{float(module.details[key]) / 1e6:.2f}" for key in ("bytes_before", "bytes_after"))
-        table.add_row(module.name, str(module.details["shape"]), module.modifier, module.scheme or "", before, after)
-    console = Console()
-    console.print(table)
-    for module in made.skipped:
-        console.print(f"stays as it is: {module.name}: {module.reason}")
-    for label, value in made.estimate_lines():
-        console.print(f"{label}: {value}")
+    from compressor.planning.show import show_plan
+
+    show_plan(made, Console())
 
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,7 +282,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
 
 VERBS: dict[str, Verb] = {
     "oneshot": Verb("Compress a model with a recipe and calibration data, and save the checkpoint.", _oneshot_arguments, _run_oneshot),
-    "plan": Verb("Say what each module would get, with estimates of memory and time; run nothing.", _model_arguments, _run_plan),
+    "plan": Verb("Say what each module would get, with estimates of memory and time; run nothing.", _plan_arguments, _run_plan),
     "trace": Verb(trace_command.HELP, trace_command.add_arguments, trace_command.run),
     "recipe": Verb("Check a recipe, or print the schema of recipes.", _recipe_arguments, _run_recipe),
 }

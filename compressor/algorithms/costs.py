@@ -24,12 +24,14 @@ class Cost(NamedTuple):
         statistics_bytes: kept from the first calibration batch until the stack is solved.
         working_bytes: beyond statistics and weights, while it is solved.
         flops: in matrix products and factorizations.
-        num_roundings: elements that are rounded one column at a time, where the speed of matrix products says nothing.
+        num_columns: columns that are rounded one after the other, where the speed of matrix products says nothing.
+        num_roundings: elements in all of these columns.
     """
 
     statistics_bytes: int
     working_bytes: int
     flops: float
+    num_columns: int
     num_roundings: int
 
 
@@ -45,7 +47,7 @@ def rounding_cost(rows: Sequence[int], columns: int, element_bytes: int) -> Cost
         The cost: a float32 copy, quotient, values and codes of the largest weight.
     """
     copies = 2 * FLOAT32_BYTES + 1 + (FLOAT32_BYTES if element_bytes < FLOAT32_BYTES else 0)
-    return Cost(0, copies * max(rows) * columns, 0.0, 0)
+    return Cost(0, copies * max(rows) * columns, 0.0, 0, sum(rows) * columns)
 
 
 def gptq_cost(
@@ -93,5 +95,6 @@ def gptq_cost(
         statistics_bytes=square,
         working_bytes=max(2 * square, solving, searching),  # at first the two triangles of which the Hessian is made
         flops=float(num_tokens) * columns * columns + factoring + sweeps,
+        num_columns=columns * (2 if searched else 1),
         num_roundings=num_rows * columns * (1 + (NUM_CANDIDATES if searched else 0)),
     )

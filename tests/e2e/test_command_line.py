@@ -164,13 +164,15 @@ def test_plan_needs_no_weights_and_promises_the_size(run: Runner, tmp_path: Path
         "4096",
         "--max-seq-length",
         "64",
-        "--pipeline",
-        "basic",
         "--json",
     ]
     assert main(more) == 0
+    larger = json.loads(capsys.readouterr().out)
+    assert larger["estimate"]["peak_extra_bytes"] > planned["estimate"]["peak_extra_bytes"]
+    assert main([*more, "--pipeline", "basic"]) == 0
     basic = json.loads(capsys.readouterr().out)
-    assert basic["estimate"]["peak_extra_bytes"] > planned["estimate"]["peak_extra_bytes"]
+    assert (basic["pipeline"], basic["sequential_targets"]) == ("basic", [])
+    assert basic["estimate"]["peak_extra_bytes"] < larger["estimate"]["peak_extra_bytes"]  # nothing waits between layers
 
 
 def test_the_plan_for_people(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:

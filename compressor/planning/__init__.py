@@ -1,0 +1,7 @@
+"""What a recipe would do to a model, and what the run would cost, before anything runs."""
+
+from __future__ import annotations
+
+from compressor.planning.planner import Plan, plan
+
+__all__ = ["Plan", "plan"]

@@ -1,0 +1,250 @@
+"""How much memory a forward takes and where: the model's own forward with weights on the meta device, which have shapes and no bytes.
+
+Every operation is seen as it runs; a tensor counts from the moment it is made until Python lets it go. What kernels take for themselves is
+not seen, which for attention would be wrong by a whole score matrix: `scaled_dot_product_attention` counts as the fused kernels do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from compressor.planning.mixed import run_mixed, tensors_in
+
+_FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a watched module.
+
+    Attributes:
+        name: dotted name of the module.
+        source: number of the tensor that it reads; calls that read one tensor in a row share it.
+        num_tokens: rows of its input.
+        columns: features of its input.
+        element_bytes: of one input element.
+        extra_bytes: memory in use beyond what was there when the target was entered.
+    """
+
+    name: str
+    source: int
+    num_tokens: int
+    columns: int
+    element_bytes: int
+    extra_bytes: int
+
+
+@dataclass
+class Footprint:
+    """What one forward takes in one stretch: inside a sequential target, or between two of them.
+
+    Attributes:
+        name: dotted name of the target; "" for a stretch between targets.
+        own_bytes: live when it begins, different for each sample; what a paused forward holds.
+        shared_bytes: live when it begins, equal for all samples of one shape: masks, rotary tables.
+        needed_bytes: the part of own_bytes that is read later on; what a recorded graph keeps.
+        needed_shared_bytes: the part of shared_bytes that is read later on.
+        peak_bytes: the most that is in use beyond what was live when it began.
+        flops: in matrix products, convolutions and attention.
+        calls: of watched modules.
+        output_bytes: of what the forward returns; in the last stretch only.
+    """
+
+    name: str
+    own_bytes: int = 0
+    shared_bytes: int = 0
+    needed_bytes: int = 0
+    needed_shared_bytes: int = 0
+    peak_bytes: int = 0
+    flops: float = 0.0
+    calls: list[Call] = field(default_factory=list)
+    output_bytes: int = 0
+
+
+@dataclass
+class _Storage:
+    """One storage in use. `varies` is True where its bytes depend on the batch."""
+
+    num_bytes: int
+    varies: bool
+    num_tensors: int = 0
+    last_use: int = 0
+
+
+def measure_footprints(model: nn.Module, batch: dict[str, Tensor], targets: Sequence[str], watched: Sequence[str]) -> list[Footprint]:
+    """Run one forward on the meta device and see what it takes.
+
+    Args:
+        model: on the meta device, in eval mode, without caches that grow; not modified.
+        batch: keyword arguments of its forward, on the CPU.
+        targets: dotted names of the sequential targets.
+        watched: dotted names of the modules whose inputs matter.
+
+    Returns:
+        Stretches in the order in which the forward passes them, beginning and ending between targets.
+
+    Raises:
+        NotImplementedError: an operation gives a result whose shape depends on values.
+        RuntimeError: the forward asks for a value.
+    """
+    ledger = _Ledger(model, batch)
+    with ExitStack() as stack:
+        for name in targets:
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(ledger.entering(name)).remove)
+            stack.callback(module.register_forward_hook(ledger.leaving()).remove)
+        for name in watched:
+            stack.callback(model.get_submodule(name).register_forward_pre_hook(ledger.calling(name), with_kwargs=True).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(ledger)
+        stack.enter_context(_FusedAttention(ledger))
+        output = model(**batch)
+    footprints = ledger.finish()
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_in(output)}
+    footprints[-1].output_bytes = sum(storages.values())
+    return footprints
+
+
+class _Ledger(TorchDispatchMode):
+    """Keeps the books: which storages are in use, and what each stretch has seen at most."""
+
+    def __init__(self, model: nn.Module, batch: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self._in_use: dict[int, _Storage] = {}
+        self._now = self._clock = 0
+        self._depth = 0
+        self._stretches = [Footprint("")]
+        self._live_at: list[list[_Storage]] = [[]]
+        self._began_at = [0]
+        self._base = 0
+        self._last_input: tuple[weakref.ref[Tensor], int] | None = None
+        self._batch = {tensor.untyped_storage()._cdata for tensor in batch.values()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = run_mixed(func, args, kwargs)
+        self._clock += 1
+        varies = False
+        for tensor in tensors_in((args, kwargs)):
+            storage = self._in_use.get(tensor.untyped_storage()._cdata)
+            varies |= storage.varies if storage is not None else tensor.untyped_storage()._cdata in self._batch
+            if storage is not None:
+                storage.last_use = self._clock
+        for tensor in tensors_in(out):
+            self._note(tensor, varies)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self._stretches[-1].flops += count(*args, **kwargs, out_val=out)
+        return out
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return what attention gives, in the layout of the fused kernels, with its log-sum-exp beside it for a moment."""
+        heads, queries = query.shape[:-2], query.shape[-2]
+        self._stretches[-1].flops += 2.0 * query[..., 0, 0].numel() * queries * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        sums = torch.empty(*heads, queries, dtype=torch.float32, device="meta")
+        del sums
+        return query.new_empty(*heads[:-1], queries, heads[-1], value.shape[-1]).transpose(-2, -3)
+
+    def entering(self, name: str) -> Callable[..., None]:
+        """A pre-hook that begins the stretch of a target."""
+
+        def hook(*args: object) -> None:
+            del args
+            self._depth += 1
+            if self._depth == 1:
+                self._begin(name)
+
+        return hook
+
+    def leaving(self) -> Callable[..., None]:
+        """A hook that begins the stretch after a target."""
+
+        def hook(*args: object) -> None:
+            del args
+            self._depth -= 1
+            if self._depth == 0:
+                self._begin("")
+
+        return hook
+
+    def calling(self, name: str) -> Callable[..., None]:
+        """A pre-hook that notes a call of a watched module."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            del module
+            x = next(iter(tensors_in((args, kwargs))), None)
+            if x is None or x.dim() == 0:
+                return
+            same = self._last_input is not None and self._last_input[0]() is x
+            source = self._last_input[1] if same and self._last_input is not None else self._clock
+            self._last_input = (weakref.ref(x), source)
+            columns = x.shape[-1]
+            call = Call(name, source, x.numel() // max(1, columns), columns, x.element_size(), self._now - self._base)
+            self._stretches[-1].calls.append(call)
+
+        return hook
+
+    def finish(self) -> list[Footprint]:
+        """Say of each stretch what was live when it began, now that it is known what was read later."""
+        for stretch, began, live in zip(self._stretches, self._began_at, self._live_at, strict=True):
+            stretch.own_bytes = sum(storage.num_bytes for storage in live if storage.varies)
+            stretch.shared_bytes = sum(storage.num_bytes for storage in live if not storage.varies)
+            needed = [storage for storage in live if storage.last_use > began]
+            stretch.needed_bytes = sum(storage.num_bytes for storage in needed if storage.varies)
+            stretch.needed_shared_bytes = sum(storage.num_bytes for storage in needed if not storage.varies)
+        return self._stretches
+
+    def _begin(self, name: str) -> None:
+        self._stretches.append(Footprint(name))
+        self._live_at.append(list(self._in_use.values()))
+        self._began_at.append(self._clock)
+        self._base = self._now
+
+    def _note(self, tensor: Tensor, varies: bool) -> None:
+        """Count a tensor that an operation gave, and with the first one on a storage the storage."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._batch or key in self._weights:
+            return
+        storage = self._in_use.get(key)
+        if storage is None:
+            storage = self._in_use[key] = _Storage(tensor.untyped_storage().nbytes(), varies)
+            self._now += storage.num_bytes
+            self._stretches[-1].peak_bytes = max(self._stretches[-1].peak_bytes, self._now - self._base)
+        storage.varies |= varies
+        storage.num_tensors += 1
+        weakref.finalize(tensor, self._let_go, key, storage)
+
+    def _let_go(self, key: int, storage: _Storage) -> None:
+        storage.num_tensors -= 1
+        if not storage.num_tensors:
+            self._now -= storage.num_bytes
+            if self._in_use.get(key) is storage:
+                del self._in_use[key]
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Keeps attention in one piece: on the meta device torch would write out its score matrix."""
+
+    def __init__(self, ledger: _Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            return self._ledger.attended(named["query"], named["key"], named["value"])
+        kwargs = dict(kwargs or {})
+        if func in _FROM_VALUES and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+            kwargs["device"] = "cpu"  # made from values that Python has
+        return func(*args, **kwargs)

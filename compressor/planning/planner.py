@@ -1,0 +1,210 @@
+"""What a recipe would do to a model, and what it would cost, without loading a weight or running a batch.
+
+Shapes come from the config alone, so a plan for a model of any size answers in seconds. Bytes on disk are exact. Memory and time are
+estimates: memory from the model's own forward on shapes and from the formulas of the algorithms, time from arithmetic and from small
+pieces of it timed on this machine.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from compressor.lifecycle import Modifier, PlannedModule, State
+from compressor.model.experts import unfused_experts
+from compressor.model.experts_stages import expert_targets
+from compressor.model.load import resolve_device
+from compressor.model.skeleton import load_skeleton
+from compressor.numerics import QuantizationScheme
+from compressor.pipelines import choose_pipeline
+from compressor.pipelines.calibration_mode import calibration_mode
+from compressor.pipelines.offload import parse_bytes
+from compressor.planning.estimate import Estimate
+from compressor.planning.footprint import Footprint, measure_footprints
+from compressor.planning.process import resident_bytes
+from compressor.planning.speed import measure_speed
+from compressor.planning.stages import Setting, lay_out
+from compressor.planning.workload import Batches, Target, bytes_of, guess_footprints, stages_of
+from compressor.recipe import load_recipe
+from compressor.tracing import partition
+
+DEFAULT_SEQ_LENGTH = 2048
+# What a forward raises that asks for a value nobody has here, or that needs other inputs than token ids.
+_CANNOT_FOLLOW = (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+
+
+@runtime_checkable
+class _Resolving(Protocol):
+    def resolve(self, model: nn.Module) -> dict[str, QuantizationScheme]:
+        """Decide which module gets which scheme."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The resolved recipe: modules that change, linear layers that stay and why, and the cost.
+
+    Attributes:
+        modules: what each targeted module gets.
+        skipped: linear layers that stay as they are, with the reason.
+        pipeline: `data_free`, `basic` or `sequential`.
+        sequential_targets: names of the layers that would be calibrated one after another.
+        estimate: what the run would cost.
+    """
+
+    modules: list[PlannedModule]
+    skipped: list[PlannedModule]
+    pipeline: str
+    sequential_targets: list[str]
+    estimate: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+
+        def plain(module: PlannedModule) -> dict[str, Any]:
+            return {**asdict(module), "details": dict(module.details)}
+
+        return {
+            "modules": [plain(module) for module in self.modules],
+            "skipped": [plain(module) for module in self.skipped],
+            "pipeline": self.pipeline,
+            "sequential_targets": self.sequential_targets,
+            "estimate": self.estimate.to_dict(),
+        }
+
+
+def plan(
+    model: str | Path | nn.Module,
+    *,
+    recipe: Any,
+    recipe_args: dict[str, Any] | None = None,
+    num_calibration_samples: int = 512,
+    max_seq_length: int | None = None,
+    batch_size: int | None = None,
+    pipeline: str | None = None,
+    sequential_targets: list[str] | None = None,
+    engine: str = "auto",
+    activation_memory: int | str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    model_class: str | None = None,
+    trust_remote_code_model: bool = False,
+) -> Plan:
+    """Resolve a recipe against a model and estimate the run; nothing is run and nothing is changed.
+
+    Args:
+        model: folder with a config.json (weights are not needed), or a model in memory.
+        recipe: as for `oneshot`.
+        recipe_args: values for `${name}` in the recipe.
+        num_calibration_samples: sequences that would be taken.
+        max_seq_length: tokens of each; by default what the model takes, at most 2048.
+        batch_size: sequences in one forward; by default as many as make 2048 tokens.
+        pipeline: `data_free`, `basic` or `sequential`; by default what the modifiers need.
+        sequential_targets: layers that would be calibrated one after another; by default inferred.
+        engine: `suspend` keeps whole forwards waiting between layers; any other choice only what they still need.
+        activation_memory: memory for activations between layers; what does not fit is counted as disk. By default all is in memory.
+        device: where the run would be.
+        dtype: to load in; `auto` is the checkpoint's own.
+        model_class: transformers class; by default AutoModelForCausalLM.
+        trust_remote_code_model: run Python code that lies in the model's folder.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UserInputError: whatever `oneshot` would refuse of recipe and model.
+    """
+    granted = None if activation_memory is None else parse_bytes(activation_memory, "activation_memory")
+    parsed = load_recipe(recipe, args=recipe_args)
+    chosen = choose_pipeline(parsed.modifiers, pipeline)
+    skeleton = load_skeleton(model, trust_remote_code=trust_remote_code_model, model_class=model_class)
+    if isinstance(model, nn.Module):
+        skeleton = _without_values(model)
+    elif dtype != "auto":
+        skeleton = skeleton.to(getattr(torch, dtype))
+    batches = Batches.of(num_calibration_samples, max_seq_length or _default_length(skeleton), batch_size)
+    run_device = resolve_device(device)
+    with unfused_experts(skeleton, hold=True) as experts:
+        try:
+            targets, skipped = _targets(skeleton, parsed.modifiers)
+            patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, sequential_targets)
+            layers = list(partition(skeleton, patterns).targets) if chosen == "sequential" else []
+            speed = measure_speed(run_device, next((p.dtype for p in skeleton.parameters()), torch.float32))
+            keeps_float = run_device.type == "cpu" or isinstance(model, nn.Module)
+            setting = Setting(bytes_of(skeleton), keeps_float, engine == "suspend", granted, batches, speed)
+            estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()))
+        finally:
+            experts.restore()
+    return Plan([target.module for target in targets.values()], skipped, chosen, layers, estimate)
+
+
+def _targets(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[dict[str, Target], list[PlannedModule]]:
+    """What each module would get, by name, and what stays."""
+    planned: dict[str, Target] = {}
+    state = State(model=skeleton)
+    for modifier in modifiers:
+        modules = modifier.plan(skeleton)
+        schemes = modifier.resolve(skeleton) if isinstance(modifier, _Resolving) else {}
+        state.claim([module.name for module in modules if module.reason is None], modifier.label)
+        for module in modules:
+            # A module that one modifier changes is not "skipped" because another leaves it.
+            if module.reason is None or module.name not in planned:
+                planned[module.name] = Target(module, schemes.get(module.name), modifier)
+    changed = {name: target for name, target in planned.items() if target.module.reason is None}
+    return changed, [target.module for target in planned.values() if target.module.reason is not None]
+
+
+def _estimate(skeleton: nn.Module, setting: Setting, pipeline: str, layers: Sequence[str], targets: Sequence[Target]) -> Estimate:
+    stages = stages_of(layers, targets)
+    footprints, basis = _footprints(skeleton, setting.batches, pipeline, stages)
+    timeline = lay_out(setting, pipeline, footprints, stages)
+    made = sum(target.number("bytes_after") for target in targets)
+    saved = sum(target.number("bytes_before") for target in targets) - made
+    return Estimate(
+        checkpoint_bytes=setting.model_bytes - saved,
+        journal_bytes=made if pipeline == "sequential" else 0,
+        offload_bytes=timeline.offload_bytes,
+        model_bytes=setting.model_bytes,
+        process_bytes=resident_bytes(),
+        stages=timeline.stages,
+        seconds=sum(stage.seconds for stage in timeline.stages),
+        flops_per_second=setting.speed.model_flops,
+        column_seconds=setting.speed.column_seconds,
+        rounding_seconds=setting.speed.rounding_seconds,
+        basis=basis,
+    )
+
+
+def _footprints(
+    skeleton: nn.Module, batches: Batches, pipeline: str, stages: Mapping[str, Sequence[Target]]
+) -> tuple[list[Footprint], str]:
+    """Follow one forward, or guess where that cannot be done, and say which."""
+    if pipeline == "data_free":
+        return [], "shapes of the weights; no data flows"
+    watched = [target.module.name for targets in stages.values() for target in targets]
+    layers = [layer for layer in stages if layer]
+    try:
+        with calibration_mode(State(model=skeleton)):
+            return measure_footprints(skeleton, batches.example(), layers, watched), "one forward followed on shapes"
+    except _CANNOT_FOLLOW as error:
+        reason = " ".join(str(error).split())[:160]
+        return guess_footprints(stages, batches), f"a guess from the shapes of the weights: the forward needs more than shapes ({reason})"
+
+
+def _default_length(model: nn.Module) -> int:
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return min(DEFAULT_SEQ_LENGTH, positions or DEFAULT_SEQ_LENGTH)
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """Copy a model, with tensors that have shapes and no bytes."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo).eval()

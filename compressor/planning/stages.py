@@ -1,0 +1,205 @@
+"""From workload and footprints to estimates, stage by stage, as the pipelines run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from compressor.algorithms.costs import FLOAT32_BYTES
+from compressor.planning.estimate import Phase, StageEstimate
+from compressor.planning.footprint import Footprint
+from compressor.planning.speed import Speed
+from compressor.planning.workload import Batches, Stack, Target, group_stacks
+
+_UNPACKING_BYTES = 9  # of one weight element while a compressed layer is made or made float again: codes, words, float32 values
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all stages have in common.
+
+    Attributes:
+        model_bytes: of all weights.
+        keeps_float: float weights stay in memory: mapped from their file on a CPU, or the caller's own.
+        in_frames: the engine keeps whole forwards waiting, not only what they still need.
+        memory_bytes: granted to activations; None for no limit.
+        batches: calibration data.
+        speed: of the machine.
+    """
+
+    model_bytes: int
+    keeps_float: bool
+    in_frames: bool
+    memory_bytes: int | None
+    batches: Batches
+    speed: Speed
+
+
+class Timeline:
+    """Puts one stage after the other, and carries on what stays: compressed layers, and activations.
+
+    Attributes:
+        stages: made so far.
+        offload_bytes: the most that activations need beyond the memory granted to them.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        """Start with the float model."""
+        self.stages: list[StageEstimate] = []
+        self.offload_bytes = 0
+        self._setting = setting
+        self._weights = setting.model_bytes
+
+    def add_stage(self, inside: Footprint, between: Footprint, following: Footprint, targets: Sequence[Target]) -> None:
+        """Add a stage of the sequential pipeline.
+
+        Args:
+            inside: what a forward takes in its target.
+            between: what a forward takes behind it, up to the next target.
+            following: what a forward takes in the next target; nothing where it was the last.
+            targets: modules that change in it.
+        """
+        batches = self._setting.batches
+        stacks = group_stacks(targets, inside.calls, batches.total_tokens, batches.batch_size * batches.num_tokens)
+        waiting, passed_on = self._in_memory(self._live(inside)), self._in_memory(max(self._live(inside), self._live(following)))
+        made = sum(target.number("bytes_after") for target in targets)
+        floats = sum(target.number("bytes_before") for target in targets)
+        replaced = made - (0 if self._setting.keeps_float else floats)
+        statistics = sum(stack.cost.statistics_bytes for stack in stacks)
+        forward = max(inside.peak_bytes, between.peak_bytes if following.name else 0) + inside.needed_shared_bytes
+        self._add_worst(
+            inside.name,
+            [
+                ("calibrate", self._weights, statistics, waiting, max(forward, _observing(inside, batches.num_tokens))),
+                ("compress", self._weights + made, *_compressing(stacks, waiting)),
+                ("propagate", self._weights + replaced + floats, 0, passed_on, max(forward, _unpacking(targets))),
+            ],
+            flops=2 * inside.flops * batches.num_batches + sum(stack.cost.flops for stack in stacks),
+            seconds=self._seconds(2 * inside.flops * batches.num_batches, stacks),
+        )
+        self._weights += replaced
+
+    def add_whole(self, name: str, stretches: Sequence[Footprint], targets: Sequence[Target], num_forwards: float) -> None:
+        """Add forwards of the whole model, and the compression of modules that saw them: the pipeline `basic`, or what lies in no stage.
+
+        Args:
+            name: what happens.
+            stretches: what a forward takes, from its beginning to its end.
+            targets: modules that change.
+            num_forwards: of a full batch.
+        """
+        batches = self._setting.batches
+        calls = [call for stretch in stretches for call in stretch.calls]
+        stacks = group_stacks(targets, calls, batches.total_tokens if num_forwards else 0, batches.batch_size * batches.num_tokens)
+        statistics = sum(stack.cost.statistics_bytes for stack in stacks)
+        made = sum(target.number("bytes_after") for target in targets)
+        floats = 0 if self._setting.keeps_float else sum(target.number("bytes_before") for target in targets)
+        peaks = [stretch.own_bytes + stretch.shared_bytes + stretch.peak_bytes + stretch.output_bytes for stretch in stretches]
+        flops = sum(stretch.flops for stretch in stretches) * num_forwards
+        self._add_worst(
+            name,
+            [
+                ("calibrate", self._weights, statistics, batches.num_bytes if stretches else 0, max(peaks, default=0)),
+                ("compress", self._weights + made, *_compressing(stacks, batches.num_bytes if stretches else 0)),
+            ],
+            flops=flops + sum(stack.cost.flops for stack in stacks),
+            seconds=self._seconds(flops, stacks),
+        )
+        self._weights += made - floats
+
+    def add_fixed(self, name: str, phase: Phase, temporaries: int) -> None:
+        """Add a stage that has the weights in memory and little else.
+
+        Args:
+            name: what happens.
+            phase: what it counts as.
+            temporaries: beyond the weights.
+        """
+        self.stages.append(StageEstimate(name, phase, self._weights, 0, 0, temporaries))
+
+    def _add_worst(self, name: str, phases: Sequence[tuple[Phase, int, int, int, int]], *, flops: float, seconds: float) -> None:
+        worst = max((StageEstimate(name, *phase) for phase in phases), key=lambda stage: stage.peak_bytes)
+        self.stages.append(replace(worst, flops=flops, seconds=seconds))
+
+    def _live(self, stretch: Footprint) -> int:
+        """What waits of all samples while one stage is at work."""
+        batches = self._setting.batches
+        if self._setting.in_frames:
+            return round(batches.num_batches * (stretch.own_bytes + stretch.shared_bytes))
+        return round(batches.num_batches * stretch.needed_bytes) + stretch.needed_shared_bytes
+
+    def _in_memory(self, live: int) -> int:
+        granted = self._setting.memory_bytes
+        kept = live if granted is None else min(live, granted)
+        self.offload_bytes = max(self.offload_bytes, live - kept)
+        return kept + self._setting.batches.num_bytes
+
+    def _seconds(self, forward_flops: float, stacks: Sequence[Stack]) -> float:
+        speed = self._setting.speed
+        own = sum(stack.cost.flops for stack in stacks) / speed.flops
+        columns = sum(stack.cost.num_columns for stack in stacks) * speed.column_seconds
+        return (
+            forward_flops / speed.model_flops + own + columns + sum(stack.cost.num_roundings for stack in stacks) * speed.rounding_seconds
+        )
+
+
+def _observing(inside: Footprint, sequence_tokens: int) -> int:
+    """Where a hook takes a float32 copy of one sequence of a module's input."""
+    return max(
+        (
+            call.extra_bytes
+            + (FLOAT32_BYTES * min(sequence_tokens, call.num_tokens) * call.columns if call.element_bytes < FLOAT32_BYTES else 0)
+            for call in inside.calls
+        ),
+        default=0,
+    )
+
+
+def _compressing(stacks: Sequence[Stack], activations: int) -> tuple[int, int, int]:
+    """Statistics, activations and working memory at the worst of all solves: statistics go as their stacks are solved."""
+    waiting = sum(stack.cost.statistics_bytes for stack in stacks)
+    worst = (waiting, 0)
+    for stack in stacks:
+        worst = max(worst, (waiting, max(stack.cost.working_bytes, _unpacking(stack.targets))), key=sum)
+        waiting -= stack.cost.statistics_bytes
+    return worst[0], activations, worst[1]
+
+
+def _unpacking(targets: Sequence[Target]) -> int:
+    return max((_UNPACKING_BYTES * target.number("rows") * target.number("columns") for target in targets), default=0)
+
+
+def _add_layers(timeline: Timeline, footprints: Sequence[Footprint], layers: dict[str, Sequence[Target]]) -> None:
+    """Add a stage for each call of a target; what lies in it changes in the first one. Changes `layers`."""
+    nothing = Footprint("")
+    places = [at for at, stretch in enumerate(footprints) if stretch.name]
+    for at, after in zip(places, [*places[1:], None], strict=True):
+        between = footprints[at + 1] if at + 1 < len(footprints) and not footprints[at + 1].name else nothing
+        following = nothing if after is None else footprints[after]
+        timeline.add_stage(footprints[at], between, following, layers.pop(footprints[at].name, ()))
+
+
+def lay_out(setting: Setting, pipeline: str, footprints: Sequence[Footprint], layers: Mapping[str, Sequence[Target]]) -> Timeline:
+    """Put the stages of a pipeline in their order.
+
+    Args:
+        setting: what they have in common.
+        pipeline: `data_free`, `basic` or `sequential`.
+        footprints: of one forward, stretch by stretch.
+        layers: modules that change, by stage; "" for those in none.
+
+    Returns:
+        All stages.
+    """
+    timeline = Timeline(setting)
+    everything = [target for targets in layers.values() for target in targets]
+    if pipeline == "data_free":
+        timeline.add_whole("compress", [], everything, 0)
+    elif pipeline == "basic":
+        timeline.add_whole("calibrate", footprints, everything, setting.batches.num_batches)
+    else:
+        timeline.add_whole("trace", footprints, [], 3)  # recorded, run, and held against the plain model
+        _add_layers(timeline, footprints, dict(layers))
+        timeline.add_whole("rest", [footprints[-1]], layers.get("", ()), setting.batches.num_batches if layers.get("") else 1)
+    timeline.add_fixed("save", "save", max((target.number("bytes_after") for target in everything), default=0))
+    return timeline

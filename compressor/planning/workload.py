@@ -1,0 +1,199 @@
+"""What a run works on, in numbers: batches and their lengths, stacks of weights that read one input, layers and their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from compressor.algorithms.costs import Cost, rounding_cost
+from compressor.data.collate import TOKENS_AT_ONCE
+from compressor.lifecycle import PlannedModule
+from compressor.numerics import QuantizationScheme
+from compressor.planning.footprint import Call, Footprint
+
+TOKEN_BYTES = 8  # int64 ids
+
+
+@runtime_checkable
+class Costed(Protocol):
+    """A modifier that can say what it costs."""
+
+    def cost(self, scheme: QuantizationScheme, rows: Sequence[int], columns: int, element_bytes: int, num_tokens: int) -> Cost:
+        """Say what compressing some weights would cost that read one input and get one scheme."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Calibration batches, all of one length.
+
+    Attributes:
+        num_samples: sequences.
+        num_tokens: of each sequence.
+        batch_size: sequences in one forward.
+    """
+
+    num_samples: int
+    num_tokens: int
+    batch_size: int
+
+    @staticmethod
+    def of(num_samples: int, num_tokens: int, batch_size: int | None) -> Batches:
+        """Take as many sequences into a batch as a run would.
+
+        Args:
+            num_samples: sequences.
+            num_tokens: of each.
+            batch_size: what the user asked for; None leaves it to the run.
+
+        Returns:
+            The batches.
+        """
+        size = batch_size or max(1, TOKENS_AT_ONCE // num_tokens)
+        return Batches(num_samples, num_tokens, min(size, num_samples))
+
+    @property
+    def total_tokens(self) -> int:
+        """Of all sequences."""
+        return self.num_samples * self.num_tokens
+
+    @property
+    def num_batches(self) -> float:
+        """How many forwards of a full batch all samples are worth."""
+        return self.num_samples / self.batch_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all token ids."""
+        return TOKEN_BYTES * self.total_tokens
+
+    def example(self) -> dict[str, Tensor]:
+        """Return one full batch of zeros, on the CPU."""
+        return {"input_ids": torch.zeros(self.batch_size, self.num_tokens, dtype=torch.int64)}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One module that the recipe changes: what its modifier planned, its scheme, and how to ask for its cost."""
+
+    module: PlannedModule
+    scheme: QuantizationScheme | None
+    modifier: object
+
+    def number(self, key: str) -> int:
+        """Return one of the numbers that the modifier planned with."""
+        return int(self.module.details[key])
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Weights that read one input and get one scheme, and what they cost together."""
+
+    targets: tuple[Target, ...]
+    cost: Cost
+
+
+def group_stacks(targets: Sequence[Target], calls: Sequence[Call], total_tokens: int, batch_tokens: int) -> list[Stack]:
+    """Group weights by the input that they read, as the modifiers will.
+
+    Args:
+        targets: modules of one stage.
+        calls: of the modules in one forward; a module without a call stands alone.
+        total_tokens: of all samples; 0 for a run without data.
+        batch_tokens: of the forward that was looked at.
+
+    Returns:
+        Stacks in the order of their first module; a Hessian belongs to the first stack that reads its input.
+    """
+    called: Mapping[str, Call] = {call.name: call for call in calls}
+    groups: dict[object, list[Target]] = {}
+    for target in targets:
+        call = called.get(target.module.name)
+        key = target.module.name if call is None else call.source
+        groups.setdefault((key, target.module.modifier, target.module.scheme, target.number("columns")), []).append(target)
+    stacks = []
+    for members in groups.values():
+        call = called.get(members[0].module.name)
+        share = 1.0 if call is None else call.num_tokens / batch_tokens
+        stacks.append(Stack(tuple(members), _cost(members, round(share * total_tokens))))
+    return stacks
+
+
+def _cost(members: Sequence[Target], num_tokens: int) -> Cost:
+    first = members[0]
+    rows, columns = [member.number("rows") for member in members], first.number("columns")
+    element_bytes = first.number("bytes_before") // max(1, rows[0] * columns)
+    if isinstance(first.modifier, Costed) and first.scheme is not None:
+        return first.modifier.cost(first.scheme, rows, columns, element_bytes, num_tokens)
+    return rounding_cost(rows, columns, element_bytes)
+
+
+def guess_footprints(layers: Mapping[str, Sequence[Target]], batches: Batches) -> list[Footprint]:
+    """Guess what forwards take, from the shapes of the weights alone: for models whose forward cannot be followed without weights.
+
+    Args:
+        layers: modules that change, by stage.
+        batches: of the run.
+
+    Returns:
+        A stretch per stage: hidden states cross it, and inside it inputs and outputs of its widest modules are in use together.
+    """
+    tokens = batches.batch_size * batches.num_tokens
+    footprints = []
+    for name, targets in layers.items():
+        shapes = [(target.number("rows"), target.number("columns"), target.number("bytes_before")) for target in targets]
+        if not shapes:
+            continue
+        width = max(1, shapes[0][2] // max(1, shapes[0][0] * shapes[0][1]))
+        hidden = tokens * min(columns for _, columns, _ in shapes) * width
+        widest = max(rows + columns for rows, columns, _ in shapes)
+        flops = 2.0 * tokens * sum(rows * columns for rows, columns, _ in shapes)
+        footprints.append(Footprint(name, 2 * hidden, 0, hidden, 0, 2 * tokens * widest * width, flops))
+    return footprints
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Return the bytes of all parameters and buffers, shared ones once.
+
+    Args:
+        model: on any device.
+
+    Returns:
+        Bytes.
+    """
+    return sum(tensor.numel() * tensor.element_size() for tensor in _unique([*model.parameters(), *model.buffers()]))
+
+
+def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def stages_of(layers: Sequence[str], targets: Sequence[Target]) -> dict[str, list[Target]]:
+    """Sort the modules that change into the layers that hold them.
+
+    Args:
+        layers: dotted names of the sequential targets.
+        targets: modules that change.
+
+    Returns:
+        By layer; the key "" holds what lies in none.
+    """
+    owner: Callable[[str], str] = _finder(layers)
+    found: dict[str, list[Target]] = {layer: [] for layer in (*layers, "")}
+    for target in targets:
+        found[owner(target.module.name)].append(target)
+    return found
+
+
+def _finder(layers: Sequence[str]) -> Callable[[str], str]:
+    known = set(layers)
+
+    def owner(name: str) -> str:
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        return name if name in known else ""
+
+    return owner
