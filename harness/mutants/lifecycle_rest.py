@@ -9,7 +9,6 @@ _STATE = "compressor.lifecycle.state:State."
 _RECIPE = "compressor.recipe.recipe:"
 _BUILD = "compressor.recipe.build:Builder."
 _SESSIONS = "machine.session"
-_MACHINE = "machine.modifier"
 
 HOOK_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -45,14 +44,14 @@ HOOK_MUTANTS: tuple[Mutant, ...] = (
             Edit(_HOOKS + "disable_hooks", "self._num_disabled -= 1", "globals()['_asleep'].pop()"),
             Edit(_HOOKS + "register_hook", "if self._num_disabled else", "if globals().get('_asleep') else"),
         ),
-        _SESSIONS,
+        "lifecycle.hooks",
     ),
     Mutant(
         "hooks_never_sleep",
         "hooks",
         "disable_hooks() has no effect",
         (Edit(_HOOKS + "register_hook", "return None if self._num_disabled else", "return"),),
-        "lifecycle.nested_contexts",
+        "lifecycle.hooks",
     ),
     Mutant(
         "removed_in_the_books_only",
@@ -66,28 +65,28 @@ HOOK_MUTANTS: tuple[Mutant, ...] = (
         "hooks",
         "removing one hook removes all of the modifier",
         (Edit(_HOOKS + "remove_hooks", "self._hook_handles if handles is None else handles", "self._hook_handles"),),
-        _MACHINE,
+        "lifecycle.hooks",
     ),
     Mutant(
         "no_kwargs",
         "hooks",
         "with_kwargs is ignored",
         (Edit(_HOOKS + "register_hook", '"with_kwargs": with_kwargs', '"with_kwargs": False'),),
-        _MACHINE,
+        "lifecycle.hooks",
     ),
     Mutant(
         "not_always",
         "hooks",
         "always_call is ignored",
         (Edit(_HOOKS + "register_hook", '"always_call": always_call', '"always_call": False'),),
-        _MACHINE,
+        "lifecycle.hooks",
     ),
     Mutant(
         "latest_first",
         "hooks",
         "a new hook runs before those that are there",
         (Edit(_HOOKS + "register_hook", "register(call_unless_disabled,", "register(call_unless_disabled, prepend=True,"),),
-        _MACHINE,
+        "lifecycle.hooks",
     ),
 )
 

@@ -22,7 +22,7 @@ ONLY_MACHINES = (
     "hooks_after_failed_initialize",
     "calibrates_twice",
     "earlier_ones_stay_initialized",
-    "everybody_sleeps",
+    "earlier_ones_keep_hooks",
 )
 
 
