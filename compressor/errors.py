@@ -13,6 +13,7 @@
     |   `-- ResumeError                   a run folder that is in use, damaged, or of another run
     |-- LifecycleError (RuntimeError)     a call at a moment when the lifecycle does not allow it
     |-- CalibrationError (RuntimeError)   statistics that are missing, or more fallbacks than the recipe allows
+    |-- OutOfMemoryError (MemoryError)    memory that ran out in a stage: a smaller batch may do
     |-- TracingError (RuntimeError)       a model whose data flow cannot be followed
     |-- NumericsError (ArithmeticError)   NaN, infinity, a matrix that is not positive definite
     |-- CheckpointError (OSError)         a checkpoint that cannot be written whole or does not read back
@@ -75,6 +76,10 @@ class LifecycleError(CompressorError, RuntimeError):
 
 class CalibrationError(CompressorError, RuntimeError):
     """Statistics are missing, or more fallbacks happened than the recipe allows."""
+
+
+class OutOfMemoryError(CompressorError, MemoryError):
+    """Memory ran out in a stage of the run."""
 
 
 class TracingError(CompressorError, RuntimeError):

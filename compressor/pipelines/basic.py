@@ -8,6 +8,7 @@ from compressor.data import CalibrationData, batch_to, call_model
 from compressor.lifecycle import EventType, Session, State
 from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
 from compressor.pipelines.journal import NoJournal
+from compressor.pipelines.out_of_memory import memory_explained
 from compressor.progress import Progress
 
 
@@ -24,8 +25,10 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
     session.send(EventType.CALIBRATION_START)
     names = tuple(name for name, _ in state.model.named_modules())
     if not journal.open_stage(session, 0, "", names, 1):
-        _forward_all(state, data, progress)
-    journal.compress(session, names)
+        with memory_explained(state.model, "the model", "calibrated", names):
+            _forward_all(state, data, progress)
+    with memory_explained(state.model, "the model", "compressed", names):
+        journal.compress(session, names)
     session.send(EventType.CALIBRATION_END)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compressor.lifecycle import EventType, Session
+from compressor.pipelines.out_of_memory import memory_explained
 from compressor.progress import Progress
 
 
@@ -15,5 +16,7 @@ def run(session: Session, *, progress: Progress) -> None:
     """
     with progress.task("compress", total=1) as task:
         session.send(EventType.CALIBRATION_START)
-        session.send(EventType.CALIBRATION_END)
+        model = session.state.model
+        with memory_explained(model, "the model", "compressed", [name for name, _ in model.named_modules()]):
+            session.send(EventType.CALIBRATION_END)
         task.advance()

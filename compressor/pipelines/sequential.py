@@ -19,6 +19,7 @@ from compressor.lifecycle import EventType, Session, State
 from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
 from compressor.pipelines.journal import NoJournal
 from compressor.pipelines.offload import open_store
+from compressor.pipelines.out_of_memory import memory_explained
 from compressor.pipelines.settings import SequentialSettings
 from compressor.pipelines.watched import watched_modules
 from compressor.progress import Progress, Task
@@ -74,7 +75,7 @@ def _run_stages(
     """Take all samples through all stages; return the targets, and those that no sample has called."""
     state = session.state
     with calibration_mode(state):
-        with session.hooks_disabled():
+        with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
             plan = _trace(state, data, settings)
         cut = plan.partition
         total = len(data.batches) * (1 + 2 * len(cut.targets))
@@ -131,22 +132,25 @@ def _open_store(state: State, plan: Plan, settings: SequentialSettings) -> Abstr
 
 
 def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error: bool, journal: NoJournal, num_stages: int) -> None:
-    names = stage.module_names
+    names, model = stage.module_names, session.state.model
     is_last = not _watched_elsewhere(session, names)
     if journal.open_stage(session, stage.index, stage.name, names, num_stages):
         stage.skip_calibration()
         bar.skip(stage.num_samples, f"forwards through {stage.name}")
     else:
-        stage.calibrate(stop_early=not is_last)  # without a propagation of all samples nothing could check an early stop
+        with memory_explained(model, stage.name, "calibrated", names):
+            stage.calibrate(stop_early=not is_last)  # without a propagation of all samples nothing could check an early stop
     if not propagate_error:
-        stage.propagate(only_first=is_last)
-    journal.compress(session, names)
+        with memory_explained(model, stage.name, "propagated", names):
+            stage.propagate(only_first=is_last)
+    with memory_explained(model, stage.name, "compressed", names):
+        journal.compress(session, names)
     if stage.index >= journal.num_resumed:
         bar.note(_describe(session.state, stage.name, names))
     if propagate_error:
-        with ExitStack() as weights:
+        with memory_explained(model, stage.name, "propagated", names), ExitStack() as weights:
             for name in stage.module_names:
-                module = session.state.model.get_submodule(name)
+                module = model.get_submodule(name)
                 if isinstance(module, Materializable):
                     weights.enter_context(module.materialize())
             stage.propagate(only_first=is_last and not _watched_elsewhere(session, names))
