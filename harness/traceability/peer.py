@@ -7,7 +7,9 @@ without the optional ones are left out.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import multiprocessing
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +21,7 @@ from compressor.tracing import Watched
 from harness.traceability.audit import Auditor
 from harness.traceability.batches import Batch, copies
 from harness.traceability.flows import FlowResult, StagePasses
-from harness.traceability.verdicts import Finding, Subject
+from harness.traceability.verdicts import Finding, Row, Subject
 
 
 class PeerAuditor(Auditor):
@@ -38,6 +40,29 @@ class PeerAuditor(Auditor):
         if importlib.util.find_spec("llmcompressor") is None:
             raise HarnessError("--peer: llmcompressor is not installed here; run with the interpreter of an environment that has it")
         super().__init__("peer")
+
+    def audit(self, subject: Subject, level: str) -> Row:
+        """Audit in a process of its own: a trace that fails leaves patches of torch behind, under which the next one would suffer.
+
+        Args:
+            subject: what to audit.
+            level: layer, inferred or linear.
+
+        Returns:
+            The verdict.
+        """
+        importlib.import_module("llmcompressor")  # once, for all children
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=lambda: sender.send(super(PeerAuditor, self).audit(subject, level)))
+        child.start()
+        sender.close()
+        try:
+            row: Row = receiver.recv()
+        except EOFError:
+            row = Row(subject.name, level, self.engine, checks={"trace": (Finding.CRASH, "the process died")})
+        child.join()
+        return row
 
     def batches(self, subject: Subject) -> dict[str, Batch]:
         """Choose the batches that have the same arguments as the traced one.

@@ -18,8 +18,8 @@ from harness.traceability.zoo import choose, read_architectures, zoo
 DEMANDED = set(
     re.findall(
         r"\w+",
-        """llama mistral qwen2 qwen3 mixtral qwen3_moe gemma2 gemma3 gemma3n phi3 opt gpt2 gpt_neox bloom falcon olmo2 granite cohere2 mamba2
-        deepseek_v3 jamba starcoder2 gpt_oss glm4 bert roberta deberta_v2 distilbert albert modernbert vit clip siglip dinov2 t5 bart
+        """llama mistral qwen2 qwen3 mixtral qwen3_moe gemma2 gemma3 gemma3n phi3 opt gpt2 gpt_neox bloom falcon olmo2 granite cohere2
+        mamba2 deepseek_v3 jamba starcoder2 gpt_oss glm4 bert roberta deberta_v2 distilbert albert modernbert vit clip siglip dinov2 t5 bart
         whisper llava qwen2_vl qwen2_5_vl mllama gemma3_vision idefics3 paligemma pixtral""",
     )
 )

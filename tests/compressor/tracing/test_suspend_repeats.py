@@ -1,0 +1,318 @@
+"""Paused forwards and what they share: targets called repeatedly, batches of different kinds, random numbers, errors, threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from compressor.data import Batch, call_model
+from compressor.errors import NumericsError, TracingError
+from compressor.tracing import SuspendedRun, trace
+from compressor.tracing.isolation import RandomState
+from compressor.tracing.order import Trail, merged_rank, repeated
+
+
+class Model(nn.Module):
+    """Three layers; a subclass says how they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))
+
+
+class Again(Model):
+    """The first layer comes again at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1  # a batch that is written to must be whole when it runs again
+        for layer in [*self.layers, self.layers[0]]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+TARGETS = ["layers.0", "layers.1", "layers.2"]
+WATCHED = {f"layers.{index}.0": False for index in range(3)}
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+def batches(num: int = 3) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(2, 4, generator=generator)} for _ in range(num)]
+
+
+def fresh(batch: Batch) -> Batch:
+    assert isinstance(batch, dict)
+    return {name: value.clone() for name, value in batch.items()}
+
+
+@contextmanager
+def seen_by(model: nn.Module, name: str, seen: dict[str, list[Tensor]]) -> Iterator[None]:
+    handle = model.get_submodule(name).register_forward_pre_hook(
+        lambda module, args: seen.setdefault(name, []).append(args[0].clone())  # type: ignore[func-returns-value]
+    )
+    yield
+    handle.remove()
+
+
+def halve(model: nn.Module, name: str) -> None:
+    with torch.no_grad():
+        model.get_submodule(name).weight.div_(2)  # type: ignore[operator,union-attr]
+
+
+@torch.no_grad()
+def naive(model: nn.Module, data: list[Batch], stages: list[str]) -> tuple[dict[str, list[Tensor]], list[Any]]:
+    seen: dict[str, list[Tensor]] = {}
+    for stage in stages:
+        with seen_by(model, f"{stage}.0", seen):
+            for batch in data:
+                call_model(model, fresh(batch))
+        halve(model, f"{stage}.0")
+    return seen, [call_model(model, fresh(batch)) for batch in data]
+
+
+def planned(model: nn.Module, data: list[Batch], *, propagate_first: bool = False) -> tuple[dict[str, list[Tensor]], list[Any], list[str]]:
+    plan = trace(model, [fresh(data[0])], TARGETS, engine="suspend")
+    seen: dict[str, list[Tensor]] = {}
+    watched: dict[str, bool] = {}
+    stages = []
+    with plan.run([fresh(batch) for batch in data], watched=lambda: watched, keep_outputs=True) as run:
+        for stage in run:
+            stages.append(stage.name)
+            watched = {f"{stage.name}.0": False}
+            with seen_by(model, f"{stage.name}.0", seen):
+                stage.calibrate()
+            if propagate_first:
+                stage.propagate()
+            watched = {}
+            halve(model, f"{stage.name}.0")
+            if not propagate_first:
+                stage.propagate()
+    return seen, run.outputs, stages
+
+
+def assert_same(left: dict[str, list[Tensor]], right: dict[str, list[Tensor]]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert len(left[name]) == len(right[name]), name
+        assert all(torch.equal(a, b) for a, b in zip(left[name], right[name], strict=True)), name
+
+
+def test_a_target_that_is_called_again_is_calibrated_with_all_its_calls() -> None:
+    seen, outputs, stages = planned(made(Again), batches())
+    expected, results = naive(made(Again), batches(), TARGETS)
+    assert stages == TARGETS and len(seen["layers.0.0"]) == 6
+    assert_same(seen, expected)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, results, strict=True))
+
+
+def test_a_repeated_target_wants_the_weights_that_the_samples_met() -> None:
+    with pytest.raises(TracingError, match=r"^layers.0: its weights changed after the samples had run on"):
+        planned(made(Again), batches(), propagate_first=True)
+
+
+def test_a_call_that_no_forward_announced_is_still_refused() -> None:
+    class Sometimes(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.layers[0](x) if x.shape[0] == 5 else x
+
+    data = [*batches(), {"x": torch.ones(5, 4)}]
+    with pytest.raises(TracingError, match=r"^layers.0: batch 3 calls this sequential target again after its stage"):
+        planned(made(Sometimes), data)
+
+
+class ByMask(Model):
+    """With a mask the last layer comes first."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            x = self.layers[2](x * mask)
+        return self.layers[1](self.layers[0](x))
+
+
+def test_batches_of_different_kinds_meet_at_each_target() -> None:
+    data: list[Batch] = [batches(1)[0], {"x": torch.ones(2, 4), "mask": torch.ones(2, 1)}]
+    seen, outputs, stages = planned(made(ByMask), data)
+    assert stages == ["layers.2", "layers.0", "layers.1"]
+    expected, results = naive(made(ByMask), data, stages)
+    assert_same(seen, expected)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("trails", "expected"),
+    [
+        ([], "abc"),
+        (["cab", "ab"], "cab"),
+        (["bc", "ab"], "abc"),
+        (["ab", "ba"], "cab"),
+        (["ca", "b"], "bca"),
+        (["caac"], "bca"),
+    ],
+)
+def test_orders_of_calls_are_merged(trails: list[str], expected: str) -> None:
+    rank = merged_rank([Trail(tuple(trail)) for trail in trails], {"a": 0, "b": 1, "c": 2})
+    assert "".join(sorted(rank, key=rank.__getitem__)) == expected
+
+
+def test_repeated_targets_are_those_that_one_forward_calls_twice() -> None:
+    assert repeated([Trail(tuple("aba")), Trail(tuple("bc"))]) == {"a"}
+    assert repeated([]) == frozenset()
+
+
+class Dropping(Model):
+    """Random numbers of torch, in glue and in layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = functional.dropout(layer(functional.dropout(x, 0.5, training=True)), 0.5, training=True)
+        return x
+
+
+class Seeding(Model):
+    """Random numbers of Python and numpy, from a seed of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        random.seed(1)
+        np.random.seed(2)
+        for layer in self.layers:
+            x = layer(x * random.random()) + float(np.random.rand())
+        return x
+
+
+class Drawing(Model):
+    """Random numbers of Python, from whatever state there is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x * random.random())
+        return x
+
+
+@pytest.mark.parametrize("kind", [Dropping, Seeding, Drawing])
+def test_every_sample_draws_the_numbers_that_it_draws_alone(kind: type[nn.Module]) -> None:
+    model, data = made(kind), batches()
+    torch.manual_seed(5), random.seed(6), np.random.seed(7)
+    start = RandomState.current(foreign=True)
+    expected = []
+    for batch in data:
+        start.restore()
+        with torch.no_grad():
+            expected.append(call_model(model, fresh(batch)))
+    start.restore()
+    plan = trace(model, [data[0]], TARGETS, engine="suspend")
+    assert RandomState.current(foreign=True)[1:] == start[1:] and torch.equal(torch.get_rng_state(), start.cpu)
+    with plan.run(data, watched=lambda: WATCHED, keep_outputs=True) as run:
+        for stage in run:
+            stage.calibrate()
+            stage.propagate()
+    assert all(torch.equal(a, b) for a, b in zip(run.outputs, expected, strict=True))
+    assert RandomState.current(foreign=True)[1:] == start[1:] and torch.equal(torch.get_rng_state(), start.cpu)
+
+
+def test_numbers_that_were_drawn_unforeseen_are_an_error() -> None:
+    with (
+        pytest.raises(TracingError, match="draws random numbers from Python or numpy, unlike those"),
+        SuspendedRun(made(Drawing), TARGETS, batches()) as run,
+    ):
+        for stage in run.stages():
+            stage.propagate()
+
+
+class Handling(Model):
+    """Handles every error of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            try:
+                x = layer(x)
+            except (RuntimeError, ValueError, ArithmeticError, KeyError):
+                x = x - 1
+        return x
+
+
+class Picky(nn.Sequential):
+    """Raises for some data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = super().forward(x)
+        if inner[0, 0] > 0:
+            raise ValueError("not this one")
+        return inner
+
+
+def test_what_a_layer_raises_is_handled_where_the_plain_forward_handles_it() -> None:
+    model = made(Handling)
+    for index in range(3):
+        model.get_submodule("layers")[index] = Picky(nn.Linear(4, 4))  # type: ignore[index]
+    data = batches(6)
+    with torch.no_grad():
+        expected = [call_model(model, batch) for batch in data]
+    with SuspendedRun(model, TARGETS, data, watched=lambda: WATCHED, keep_outputs=True) as run:
+        groups = []
+        for stage in run.stages():
+            groups.append(stage.num_samples)
+            stage.calibrate()
+            stage.propagate()
+    assert groups == [6, 6, 6] and all(torch.equal(a, b) for a, b in zip(run.outputs, expected, strict=True))
+
+
+def sleepy(failing: Callable[..., None]) -> Callable[[], Any]:
+    """A context in which a hook does nothing."""
+
+    @contextmanager
+    def quiet() -> Iterator[None]:
+        failing.asleep = True  # type: ignore[attr-defined]
+        yield
+        failing.asleep = False  # type: ignore[attr-defined]
+
+    return quiet
+
+
+@pytest.mark.parametrize("error", [NumericsError("layers.1.0: bad"), KeyError("bad"), RuntimeError("bad")])
+def test_what_a_hook_raises_passes_every_handler_of_the_model(error: Exception) -> None:
+    model = made(Handling)
+
+    def fail(module: nn.Module, args: Any) -> None:
+        if not getattr(fail, "asleep", False):
+            raise error
+
+    handle = model.get_submodule("layers.1.0").register_forward_pre_hook(fail)
+    with (
+        pytest.raises(type(error), match="bad"),
+        SuspendedRun(model, TARGETS, batches(), watched=lambda: WATCHED, quiet=sleepy(fail)) as run,
+    ):
+        for stage in run.stages():
+            stage.calibrate()
+            stage.propagate()
+    handle.remove()
+
+
+def test_a_target_that_is_called_in_another_thread_is_refused() -> None:
+    class Threading(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            worker = threading.Thread(target=lambda: self.layers[1](x))
+            worker.start()
+            worker.join()
+            return self.layers[0](x)
+
+    with (
+        pytest.raises(TracingError, match=r"^layers.1: batch 0 calls this sequential target from a thread of its own"),
+        SuspendedRun(made(Threading), TARGETS, batches()) as run,
+    ):
+        for stage in run.stages():
+            stage.propagate()
