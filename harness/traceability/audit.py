@@ -1,8 +1,8 @@
-"""The audit: traced on one batch, a model runs on that batch, a padded one, another shape, one without what is optional, and on all of them
-layer by layer; every module's inputs and outputs are compared with the plain model's, bit for bit.
+"""The audit: traced runs of a model against its plain forwards, bit for bit, for the inputs and outputs of every module.
 
-The two-pass check calibrates, compresses and propagates stage by stage, and compares what the calibration saw with a naive reference that
-runs all plain forwards again from the start for every stage.
+Traced on one batch, a model runs on that batch, a padded one, another shape, one without what is optional, and on all of them layer by
+layer. The two-pass check calibrates, compresses and propagates stage by stage, and compares what the calibration saw with a naive
+reference that runs all plain forwards again from the start for every stage.
 """
 
 from __future__ import annotations
