@@ -85,9 +85,12 @@ def attach_kv_quantizer(
     check_kv_args(args, where)
     if kv_args(attention) is not None:
         raise SchemeError(f"{where}: its keys and values are quantized already; detach that quantizer first")
-    if not args.dynamic:
-        for part in PARTS:
-            _register_scales(attention, part, args, None if empty or qparams is None else qparams.get(part), where, empty=empty)
+    buffers: dict[str, Tensor] = {}
+    for part in () if args.dynamic else PARTS:
+        found = _empty_scales(attention, args, where) if empty else (qparams or {}).get(part)
+        buffers |= _scale_buffers(part, args, found, where, check=not empty)
+    for key, value in buffers.items():
+        attention.register_buffer(key, value)
     setattr(attention, _ARGS_ATTRIBUTE, args)
     setattr(attention, _HANDLE_ATTRIBUTE, attention.register_forward_pre_hook(_quantize_on_the_way, with_kwargs=True))
 
@@ -223,16 +226,13 @@ def _quantize_on_the_way(attention: nn.Module, args: tuple[Any, ...], kwargs: di
     return with_view(attention, args, kwargs, quantized)
 
 
-def _register_scales(attention: nn.Module, part: str, args: QuantizationArgs, qparams: QParams | None, where: str, *, empty: bool) -> None:
-    if empty:
-        qparams = _empty_scales(attention, args, where)
+def _scale_buffers(part: str, args: QuantizationArgs, qparams: QParams | None, where: str, *, check: bool) -> dict[str, Tensor]:
     if qparams is None:
         raise SchemeError(f"{where}: {part}_scale is missing, and kv_cache_scheme is static; calibrate it, or give dynamic=true")
-    if not empty:
+    if check:
         check_qparams(qparams, f"{where}.{part}", args)
-    attention.register_buffer(f"{part}_scale", qparams.scale.clone())
-    if qparams.zero_point is not None:
-        attention.register_buffer(f"{part}_zero_point", qparams.zero_point.clone())
+    buffers = {f"{part}_scale": qparams.scale.clone()}
+    return buffers if qparams.zero_point is None else buffers | {f"{part}_zero_point": qparams.zero_point.clone()}
 
 
 def _empty_scales(attention: nn.Module, args: QuantizationArgs, where: str) -> QParams:

@@ -41,8 +41,9 @@ def scheme_of(weights: dict, inputs: dict | QuantizationArgs | None = None) -> Q
     return QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights, "input_activations": inputs})
 
 
+ONE_OF_MANY = {f"W{bits}A{inputs}" for bits in (2, 3, 5, 6, 7) for inputs in (4, 8, 16)}  # their bits come below
 SCHEMES = {
-    **{name: preset_scheme(name) for name in PRESETS if name != "INT8"},
+    **{name: preset_scheme(name) for name in PRESETS if name not in {"INT8", *ONE_OF_MANY}},
     **{f"int{bits} channel": scheme_of({"num_bits": bits, "strategy": "channel"}) for bits in range(2, 9)},
     **{f"int{bits} channel asymmetric": scheme_of({"num_bits": bits, "strategy": "channel", "symmetric": False}) for bits in (2, 3, 7, 8)},
     **{f"int{bits} groups asymmetric": scheme_of({"num_bits": bits, "group_size": 16, "symmetric": False}) for bits in (3, 5, 8)},

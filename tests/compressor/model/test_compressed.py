@@ -1,0 +1,284 @@
+"""load_compressed gives back what was compressed: the same logits as transformers, in a quarter of the memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from compressor import load_compressed, oneshot
+from compressor.errors import ModelError, SchemeError
+from compressor.model.checkpoint import save_checkpoint
+from compressor.model.load import quiet_transformers
+from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+
+BF16_ONLY = {"NVFP4", "MXFP4", "MXFP4XFP8", "MXFP8"}
+# test_roundtrip.py writes and reads the other presets, module by module.
+RUNS = [
+    *(
+        (name, torch.bfloat16)
+        for name in ("W4A16", "W4A8", "W4A4", "W4AFP8", "FP8_BLOCK", "NVFP4A16", "MXFP4A16", "MXFP8A16", *sorted(BF16_ONLY))
+    ),
+    *((name, torch.float16) for name in ("FP8_BLOCK", "NVFP4A16", "MXFP4A16", "MXFP8A16", *sorted(BF16_ONLY))),
+]
+
+
+def recipe(scheme: str | None, targets: tuple[str, ...] = ("Linear",), **settings: Any) -> dict[str, Any]:
+    schemes = {} if scheme is None else {"scheme": scheme, "targets": list(targets), "ignore": ["lm_head"]}
+    return {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {**schemes, **settings}}}}
+
+
+def transformers_logits(folder, ids: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with quiet_transformers(), torch.inference_mode(), contextlib.redirect_stderr(io.StringIO()):
+        model, info = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+        assert not any(info.values()), info
+        return model.eval()(ids).logits
+
+
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize(("preset", "dtype"), RUNS)
+def test_a_recipe_gives_a_checkpoint_that_all_read_alike(preset, dtype, make_model, token_ids, tmp_path):
+    model = make_model("llama", dtype=dtype, intermediate_size=256)
+    data = [row for row in token_ids]
+    if dtype == torch.float16 and preset in BF16_ONLY:
+        with pytest.raises(SchemeError, match="transformers unpacks this format to bfloat16"):
+            oneshot(model, recipe=recipe(preset), dataset=data, output_dir=tmp_path / "out")
+        return
+    oneshot(model, recipe=recipe(preset), dataset=data, output_dir=tmp_path / "out")
+    ours = logits(model, token_ids)
+    loaded = load_compressed(tmp_path / "out")
+    assert torch.equal(logits(loaded, token_ids), ours)
+    assert torch.equal(transformers_logits(tmp_path / "out", token_ids), ours)
+    assert {name: layer.scheme.compression_format for name, layer in loaded.named_modules() if isinstance(layer, QuantizedLayer)} == {
+        name: layer.scheme.compression_format for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)
+    }
+
+
+def test_siblings_share_their_global_scale(make_model, token_ids, tmp_path):
+    model = make_model("llama", intermediate_size=256)
+    oneshot(model, recipe=recipe("NVFP4"), dataset=list(token_ids), output_dir=tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    for layer in range(model.config.num_hidden_layers):
+        for group in (("self_attn", "q_proj", "k_proj", "v_proj"), ("mlp", "gate_proj", "up_proj")):
+            for key in ("weight_global_scale", "input_global_scale"):
+                values = {float(stored[f"model.layers.{layer}.{group[0]}.{name}.{key}"]) for name in group[1:]}
+                assert len(values) == 1
+    down, up = (float(stored[f"model.layers.0.mlp.{name}_proj.weight_global_scale"]) for name in ("down", "up"))
+    assert down != up
+
+
+@pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "NVFP4A16", "MXFP8A16"])
+@pytest.mark.parametrize("targets", [("Embedding",), ("Linear", "Embedding")])
+def test_quantized_embeddings_are_read_alike(preset, targets, make_model, token_ids, tmp_path):
+    model = make_model("llama", intermediate_size=256)
+    oneshot(model, recipe=recipe(preset, targets), output_dir=tmp_path / "out")
+    loaded = load_compressed(tmp_path / "out")
+    assert isinstance(loaded.model.embed_tokens, QuantizedEmbedding)
+    assert torch.equal(logits(loaded, token_ids), logits(model, token_ids))
+    assert torch.equal(transformers_logits(tmp_path / "out", token_ids), logits(model, token_ids))
+
+
+def test_packed_embeddings_beside_quantized_inputs_are_refused_before_the_run(make_model, tmp_path):
+    settings = {"scheme": {"W4A16": ["Embedding"], "W8A8": ["Linear"]}, "ignore": ["lm_head"]}
+    mixed = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": settings}}}
+    with pytest.raises(SchemeError, match=r"embed_tokens: transformers reads packed embeddings only where all modules have one scheme"):
+        oneshot(make_model("llama"), recipe=mixed, output_dir=tmp_path / "out")
+
+
+def test_gpt2_is_compressed_in_memory_and_not_for_transformers(token_ids, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=128, n_layer=1, n_head=4, vocab_size=128, bos_token_id=None, eos_token_id=None)
+    model = GPT2LMHeadModel(config).eval()
+    plain = logits(model, token_ids % 128)
+    with pytest.raises(SchemeError, match="no quantized form of Conv1D"):
+        oneshot(model, recipe=recipe("W4A16", ("Conv1D",), ignore=[]), output_dir=tmp_path / "refused")
+    oneshot(model, recipe=recipe("W4A16", ("Conv1D",), ignore=[]))
+    schemes = {name: layer.scheme for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
+    assert len(schemes) == 4 and not torch.equal(logits(model, token_ids % 128), plain)
+    folder = save_checkpoint(model, tmp_path / "out", schemes=schemes, record={})
+    assert torch.equal(logits(load_compressed(folder), token_ids % 128), logits(model, token_ids % 128))
+
+
+KV = {
+    "fp8": {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True},
+    "int8 heads": {"num_bits": 8, "strategy": "attn_head", "symmetric": False},
+    "fp8 tokens": {"type": "float", "strategy": "token", "dynamic": True},
+}
+
+
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("scheme", [None, "W4A16", "FP8"])
+def test_a_kv_cache_scheme_is_calibrated_written_and_read_alike(kv, scheme, make_model, token_ids, tmp_path):
+    model = make_model("llama")
+    before = logits(model, token_ids)
+    modules = dict(model.named_modules())
+    oneshot(model, recipe=recipe(scheme, kv_cache_scheme=KV[kv]), dataset=list(token_ids), output_dir=tmp_path / "out")
+    ours = logits(model, token_ids)
+    assert not torch.equal(ours, before)
+    assert torch.equal(transformers_logits(tmp_path / "out", token_ids), ours)
+    assert torch.equal(logits(load_compressed(tmp_path / "out"), token_ids), ours)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
+    assert written["strategy"] == KV[kv]["strategy"] and written["num_bits"] == 8
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    scales = {key: value for key, value in stored.items() if key.endswith(("k_scale", "v_scale"))}
+    assert len(scales) == (0 if KV[kv].get("dynamic") else 2 * model.config.num_hidden_layers)
+    assert dict(model.named_modules()).keys() == modules.keys()
+
+
+def test_the_calibrated_scale_is_that_of_the_keys_without_padding(make_model):
+    model = make_model("llama", dtype=torch.float32)
+    seen = {}
+
+    def keep(module, args, output):
+        seen["k"] = output
+
+    ids = torch.arange(12).reshape(2, 6)
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[1, 3:] = 0
+    handle = model.model.layers[0].self_attn.v_proj.register_forward_hook(keep)
+    with torch.inference_mode():
+        model(ids, attention_mask=mask)
+    handle.remove()
+    values = seen["k"][mask.bool()]
+    oneshot(
+        model,
+        recipe=recipe(None, kv_cache_scheme={"num_bits": 8, "strategy": "tensor"}),
+        dataset=[ids[0], ids[1, :3]],
+        batch_size=2,
+    )
+    found = model.model.layers[0].self_attn.v_scale
+    assert torch.allclose(found, values.abs().max() / 127.5, rtol=1e-5)
+
+
+def test_kv_cache_schemes_that_cannot_work_are_refused_by_name(make_model, tmp_path):
+    with pytest.raises(ValueError, match="kv_cache_scheme: strategy='channel'"):
+        oneshot(make_model("llama"), recipe=recipe(None, kv_cache_scheme={"strategy": "channel"}))
+    with pytest.raises(ValueError, match="no attention module of Sequential keeps keys and values"):
+        oneshot(nn.Sequential(nn.Linear(8, 8)), recipe=recipe(None, kv_cache_scheme={"strategy": "tensor", "dynamic": True}))
+    with pytest.raises(SchemeError, match="leaves keys and values as they are"):
+        asymmetric = recipe("W4A16_ASYM", kv_cache_scheme={"strategy": "tensor", "dynamic": True})
+        oneshot(make_model("llama"), recipe=asymmetric, output_dir=tmp_path / "out")
+
+
+def tensor_bytes(*modules: nn.Module) -> int:
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def test_a_loaded_model_is_a_quarter_in_memory_and_stays_so(make_model, token_ids, peak_bytes, tmp_path):
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+    model = make_model("llama", **shape)
+    linears = [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    floats, whole = tensor_bytes(*linears), tensor_bytes(model)
+    oneshot(model, recipe=recipe("W4A16", ("Linear", "Embedding")), output_dir=tmp_path / "out")
+    del model, linears
+    kept: list[nn.Module] = []
+    building = peak_bytes(lambda: kept.append(load_compressed(tmp_path / "out", device="cpu")))
+    loaded = kept[0]
+    layers = [module for module in loaded.modules() if isinstance(module, QuantizedLinear)]
+    assert 0.25 < tensor_bytes(*layers) / floats < 0.27
+    # Built without its float weights: beside the files there was never as much as one of them whole.
+    assert building < tensor_bytes(loaded) + 0.05 * floats
+    largest = max(layer.in_features * layer.out_features * 2 for layer in layers)
+    forward = peak_bytes(lambda: loaded(token_ids[:1, :4]))
+    assert largest < forward < 6 * largest < 0.5 * floats
+    assert tensor_bytes(loaded) < 0.4 * whole
+
+
+def test_native_products_are_asked_for_and_shown(make_model, token_ids, tmp_path):
+    model = make_model("llama")
+    oneshot(model, recipe=recipe("W8A8"), output_dir=tmp_path / "out")
+    reference, native = load_compressed(tmp_path / "out"), load_compressed(tmp_path / "out", matmul="native")
+    layer = native.model.layers[0].mlp.up_proj
+    assert layer.matmul_path(torch.zeros(1, 3, layer.in_features)) == "int_mm" and "matmul=native" in repr(layer)
+    first, second = logits(reference, token_ids), logits(native, token_ids)
+    assert not torch.equal(first, second) and (first - second).abs().max() < 0.1 * first.std()
+    with pytest.raises(SchemeError, match="matmul: 'fastest' does not exist"):
+        load_compressed(tmp_path / "out", matmul="fastest")
+
+
+def test_what_compressed_tensors_itself_wrote_is_read(make_model, token_ids, tmp_path):
+    """A folder that owes nothing to this project's writer, with settings of observers and dtypes of zero points in its config."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+
+    model = make_model("llama")
+    scheme = preset_name_to_scheme("W4A16_ASYM", ["Linear"])
+    scheme.weights.observer = "memoryless_minmax"
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], quantization_status="frozen")
+    with contextlib.redirect_stderr(io.StringIO()):
+        apply_quantization_config(model, config, show_progress=False)
+        for linear in (module for module in model.modules() if hasattr(module, "quantization_scheme")):
+            groups = linear.weight.detach().unflatten(1, (-1, 128))
+            span = (groups.amax(-1) - groups.amin(-1)) / 15
+            linear.weight_scale.data.copy_(span)
+            linear.weight_zero_point.data.copy_((-8 - groups.amin(-1) / span).round().clamp(-8, 7))
+        compressor = ModelCompressor.from_pretrained_model(model)
+        compressor.compress_model(model)
+        with quiet_transformers():
+            model.save_pretrained(tmp_path / "out")
+        compressor.update_config(tmp_path / "out")
+        expected = logits(model, token_ids)  # unpacks it
+    assert torch.equal(logits(load_compressed(tmp_path / "out"), token_ids), expected)
+
+
+DAMAGE = {
+    "a tensor is missing": (lambda stored: stored.pop("model.layers.0.mlp.up_proj.weight_packed"), "1 tensors are missing .*weight_packed"),
+    "a tensor is left over": (lambda stored: stored.update({"model.other": torch.ones(1)}), "1 tensors are left over .*model.other"),
+    "another shape": (
+        lambda stored: stored.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(3, 1)}),
+        "of another shape or dtype .*weight_scale",
+    ),
+    "another dtype": (
+        lambda stored: stored.update({k: v.to(torch.int64) for k, v in stored.items() if k.endswith("layers.1.mlp.up_proj.weight_packed")}),
+        "of another shape or dtype .*weight_packed",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_folders_are_refused(damage, make_model, tmp_path):
+    oneshot(make_model("llama"), recipe=recipe("W4A16"), output_dir=tmp_path / "out")
+    harm, message = DAMAGE[damage]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    harm(stored)
+    save_file(stored, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=message):
+        load_compressed(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config_groups": {}}, "names no compressed-tensors groups"),
+        ({"quant_method": "gptq"}, "names no compressed-tensors groups"),
+        (
+            {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 12}}}},
+            "cannot be used here .*num_bits|cannot be used",
+        ),
+        ({"kv_cache_scheme": {"strategy": "nothing"}}, "cannot be used here"),
+        ({"config_groups": {"group_0": {"targets": ["re:x"], "weights": {"num_bits": 4, "group_size": 128}}}}, "no group of the"),
+    ],
+)
+def test_configs_that_say_something_else_are_refused(change, message, make_model, tmp_path):
+    oneshot(make_model("llama", num_hidden_layers=1), recipe=recipe("W4A16"), output_dir=tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= change
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        load_compressed(tmp_path / "out")
