@@ -212,7 +212,7 @@ def trace(
     leaves: Sequence[str | Callable[..., Any]] = (),
     engine: Engine = "auto",
     max_variants: int = 8,
-    verify: Verify = "off",
+    verify: Verify = "first",
     device: torch.device | None = None,
     targets_per_stage: int = 1,
 ) -> Plan:

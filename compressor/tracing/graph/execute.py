@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -153,6 +154,19 @@ def run_node(node: fx.Node, env: dict[fx.Node, Any], model: nn.Module, call: Cal
 
 
 def _dispatch(node: fx.Node, args: Any, kwargs: Any, model: nn.Module, call: CallModule) -> Any:
+    if node.meta.get("context"):
+        return copy_context().run(_with_context, node, lambda: _plain_dispatch(node, args, kwargs, model, call))
+    return _plain_dispatch(node, args, kwargs, model, call)
+
+
+def _with_context(node: fx.Node, function: Callable[[], Any]) -> Any:
+    """Set the context variables that the forward had set around a call."""
+    for variable, value in node.meta["context"]:
+        variable.set(value)
+    return function()
+
+
+def _plain_dispatch(node: fx.Node, args: Any, kwargs: Any, model: nn.Module, call: CallModule) -> Any:
     target: Any = node.target
     if node.op == "call_module":
         return call(node, find_module(model, target), args, kwargs)

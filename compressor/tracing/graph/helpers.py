@@ -74,7 +74,7 @@ class Helpers:
             True if there is a new one, so that the call must refer to it.
         """
         found = False
-        for value, earlier in self._containers:
+        for value, earlier in reversed(self._containers):  # the inner ones first, so that the outer ones refer to them
             if _outline(value) != _outline(earlier):
                 node = self._recorder.emit("call_function", type(value), (self._recorder.encoder.encode(earlier),))
                 self._register(value, node, _parts(earlier))
@@ -157,10 +157,16 @@ class Helpers:
     def _bind_part(self, shared: _Shared, key: Any, part: Any) -> None:
         """Give nodes to the tensors that a call has put into an object; deeper objects are covered by the guard on its structure."""
         recorder = self._recorder
-        if not isinstance(part, Tensor | tuple | list) or not all(isinstance(one, Tensor) for one in tree_leaves(part)):
-            return
         reader = operator.getitem if isinstance(shared.value, list | dict) else getattr
-        recorder.binder.bind(recorder.emit("call_function", reader, (shared.node, key), size=True), part)
+        if type(part) in (list, dict):  # the object's own container, which later calls may change through it
+            if id(part) not in self._shared:
+                self._register(part, recorder.emit("call_function", reader, (shared.node, key), size=True), _parts(part))
+            inner = self._shared[id(part)]
+            for name, item in _parts(part).items():
+                self._bind_part(inner, name, item)
+            inner.parts = _known(_parts(part))
+        elif isinstance(part, Tensor | tuple) and all(isinstance(one, Tensor) for one in tree_leaves(part)):
+            recorder.binder.bind(recorder.emit("call_function", reader, (shared.node, key), size=True), part)
 
 
 def _collect(value: Any, found: list[Any]) -> None:

@@ -45,7 +45,7 @@ def record(
         with recording(recorder, leaves, values):
             output = _run(model, given)
             with recorder.opaque():
-                recorder.check_end()
+                recorder.surroundings.check()
                 encoded = recorder.encoder.encode(output)
             reassigned = {f"{recorder.names.get(id(module), '?')}.{name}".lstrip(".") for module, name in values.noted()}
     finally:

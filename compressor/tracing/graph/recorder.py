@@ -21,13 +21,14 @@ from compressor.tracing.graph.encoding import Encoder
 from compressor.tracing.graph.helpers import Helpers
 from compressor.tracing.graph.modes import Modes
 from compressor.tracing.graph.nodes import guard, set_attribute, set_buffer
+from compressor.tracing.graph.numbers import Numbers
 from compressor.tracing.graph.refusal import Refusal, SwallowedTarget, current_frames, current_place
-from compressor.tracing.graph.symbolic import SymbolicFloat, SymbolicInt, is_symbolic, plain
+from compressor.tracing.graph.surroundings import Surroundings, modules_around
+from compressor.tracing.graph.symbolic import is_symbolic, plain
 from compressor.tracing.graph.trees import plain_tree, tree_leaves
-from compressor.tracing.isolation import foreign_random
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(Numbers, TorchFunctionMode):
     """Records one forward.
 
     Attributes:
@@ -36,6 +37,7 @@ class Recorder(TorchFunctionMode):
         calls: every module call inside a node: module name, target or "" around it, number of nodes before it.
         busy: code of the functions that called a target; none of them can become a leaf.
         written: storages that recorded calls have written to.
+        surroundings: what the forward does besides calling torch and modules.
     """
 
     def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module]) -> None:
@@ -54,14 +56,12 @@ class Recorder(TorchFunctionMode):
         self.encoder = Encoder(self)
         self.binder = Binder(self)
         self.helpers = Helpers(self)
-        self._taken_apart = _ancestors(model, self.targets)
+        self._taken_apart = modules_around(model, self.targets)
         self._owner: str | None = None
         self._leaf = ""
         self._pinned: set[tuple[fx.Node, str]] = set()
-        self._caught: str | None = None
         self._ambient = Modes.current()
-        self._python_random, self._seed = foreign_random(), torch.initial_seed()
-        self._versions = {name: (tensor, tensor._version) for name, tensor in _state(model)}
+        self.surroundings = Surroundings(model)
 
     # Making nodes
 
@@ -110,66 +110,6 @@ class Recorder(TorchFunctionMode):
             self._pinned.add(key)
             made = self.emit("call_function", guard, (node, expected, str(current_place())))
             made.meta["guard"], made.meta["frames"] = kind, current_frames()
-
-    def compute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Compute with symbolic numbers.
-
-        Args:
-            function: of the operator module, or one like it.
-            args: numbers, one of them symbolic.
-
-        Returns:
-            A symbolic number where this is recorded.
-        """
-        value = function(*map(plain, args))
-        if self.inside:
-            return value
-        with self.opaque():
-            node = self.emit("call_function", function, self.encoder.encode(args), size=True)
-        return self.number(value, node)
-
-    def decide(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Compare symbolic numbers, under a guard on the outcome.
-
-        Args:
-            function: of the operator module, or one like it.
-            args: numbers, one of them symbolic.
-
-        Returns:
-            The plain outcome.
-        """
-        value = function(*map(plain, args))
-        if not self.inside:
-            with self.opaque():
-                self.guard(self.emit("call_function", function, self.encoder.encode(args), size=True), value)
-        return value
-
-    def pin(self, node: fx.Node, value: Any) -> None:
-        """Put a guard on a number that Python is about to use.
-
-        Args:
-            node: that computes it.
-            value: of it.
-        """
-        if not self.inside:
-            with self.opaque():
-                self.guard(node, value)
-
-    def number(self, value: Any, node: fx.Node) -> Any:
-        """Make a number symbolic.
-
-        Args:
-            value: plain.
-            node: that computes it.
-
-        Returns:
-            A symbolic number; bools and complex numbers come back plain, under a guard.
-        """
-        node.meta["number"] = True
-        if type(value) in (bool, complex):
-            self.guard(node, value)
-            return value
-        return SymbolicInt(value, node, self) if isinstance(value, int) else SymbolicFloat(value, node, self)
 
     @contextmanager
     def opaque(self) -> Iterator[None]:
@@ -253,7 +193,7 @@ class Recorder(TorchFunctionMode):
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            self._caught = f"{current_place()}: {type(error).__name__} ({error}) was raised and caught"
+            self.surroundings.caught = f"{current_place()}: {type(error).__name__} ({error}) was raised and caught"
             raise
         finally:
             self._owner = outer
@@ -319,12 +259,14 @@ class Recorder(TorchFunctionMode):
         with self.opaque():
             plain_args, plain_kwargs = plain_tree(args), plain_tree(kwargs)
             self.helpers.before((args, kwargs), (plain_args, plain_kwargs))
+            context = self.surroundings.context(self)
             encoded = self.encoder.encode(args), self.encoder.encode(kwargs)
             before = self.versions((plain_args, plain_kwargs))
             output = self._run(run, plain_args, plain_kwargs, owner)
             if self.helpers.found_shared():
                 encoded = self.encoder.encode(args), self.encoder.encode(kwargs)
             node = emit(*encoded, self.note_writes(before))
+            node.meta["context"] = context
             self.helpers.after()
             return self.binder.bind_checked(node, output)
 
@@ -346,45 +288,3 @@ class Recorder(TorchFunctionMode):
                 )
             target, args = (set_attribute, ()) if persistent is None else (set_buffer, (persistent,))
             self.emit("call_function", target, (self.encoder.constant(module), name, self.encoder.encode(value), *args), effect=True)
-
-    def check_end(self) -> None:
-        """Refuse a forward that did what a graph cannot repeat.
-
-        Raises:
-            Refusal: it caught an exception, drew from Python's or numpy's generators, or wrote to parameters or buffers in place.
-        """
-        if self._caught is not None:
-            raise Refusal(f'{self._caught}: whether it is raised depends on the batch; use engine="suspend"')
-        if foreign_random() != self._python_random:
-            raise Refusal(
-                "forward: it draws from the random generators of Python or numpy, whose numbers would be frozen in a graph; draw with "
-                'torch, or use engine="suspend"'
-            )
-        if torch.initial_seed() != self._seed:
-            raise Refusal('forward: it seeds torch\'s random generator, which is not a call that a graph can repeat; use engine="suspend"')
-        written = [name for name, (tensor, version) in self._versions.items() if tensor._version != version]
-        if written:
-            raise Refusal(
-                f"{written[0]}: forward writes to it in place, and all samples share it; put a new tensor in its place, or use "
-                'pipeline="basic"'
-            )
-
-
-def _ancestors(model: nn.Module, targets: dict[int, str]) -> set[nn.Module]:
-    """Find the modules that hold a target, and are none themselves."""
-    found: set[nn.Module] = set()
-
-    def holds(module: nn.Module) -> bool:
-        below = [holds(child) for child in module.children()]
-        if any(below):
-            found.add(module)
-        return any(below) or id(module) in targets
-
-    holds(model)
-    return {module for module in found if id(module) not in targets}
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.is_inference():
-            yield name, tensor

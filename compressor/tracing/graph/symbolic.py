@@ -84,6 +84,11 @@ class Symbolic:
         """Format the plain number, under a guard."""
         return format(self.pinned(), spec)
 
+    def __divmod__(self, other: Any) -> Any:
+        """Divide with a rest; both stay symbolic."""
+        number: Any = self
+        return number // other, number % other
+
     def __copy__(self) -> Symbolic:
         """Return itself: numbers do not change."""
         return self
@@ -192,10 +197,6 @@ def _comparison(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _divmod(self: Any, other: Any) -> Any:
-    return self // other, self % other
-
-
 for _class in (SymbolicInt, SymbolicFloat):
     for _name, _function in _BINARY.items():
         setattr(_class, f"__{_name}__", _forward(_function))
@@ -204,4 +205,3 @@ for _class in (SymbolicInt, SymbolicFloat):
         setattr(_class, f"__{_name}__", _unary(_function))
     for _name, _function in _COMPARISONS.items():
         setattr(_class, f"__{_name}__", _comparison(_function))
-    _class.__divmod__ = _divmod
