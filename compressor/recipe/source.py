@@ -214,12 +214,11 @@ def _lines(node: yaml.Node | None, name: str) -> dict[EntryPath, int]:
 def _walk(node: yaml.Node | None, path: EntryPath, lines: dict[EntryPath, int], name: str, open_nodes: tuple[int, ...]) -> None:
     if node is not None and (id(node) in open_nodes or len(lines) > MAX_ENTRIES):
         raise RecipeError(f"{name}:{node.start_mark.line + 1}: the aliases in this text expand without bounds; write the entries out")
-    seen: set[str] = set()
+    seen: set[Key] = set()
     for key, mark_node, child in _children(node):
-        if isinstance(key, str):
-            if key in seen:
-                raise RecipeError(f"{name}:{mark_node.start_mark.line + 1}: {_twice(key)}")
-            seen.add(key)
+        if key in seen:
+            raise RecipeError(f"{name}:{mark_node.start_mark.line + 1}: {_twice(str(key))}")
+        seen.add(key)
         lines[(*path, key)] = mark_node.start_mark.line + 1
         _walk(child, (*path, key), lines, name, (*open_nodes, id(node)))
 
@@ -227,7 +226,7 @@ def _walk(node: yaml.Node | None, path: EntryPath, lines: dict[EntryPath, int], 
 def _children(node: yaml.Node | None) -> list[tuple[Key, yaml.Node, yaml.Node]]:
     """Key, the node that has its line, and the value of each entry."""
     if isinstance(node, yaml.MappingNode):
-        pairs = [(key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE_TAG]
+        pairs = [(key, value) for key, value in node.value if key.tag != _MERGE_TAG]
         return [(str(key.value), key, value) for key, value in pairs]
     if isinstance(node, yaml.SequenceNode):
         return [(number, item, item) for number, item in enumerate(node.value)]

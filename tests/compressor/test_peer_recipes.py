@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import field_validator
 
 from compressor.errors import RecipeError
@@ -147,6 +149,40 @@ def test_a_long_value_is_shown_by_its_beginning(length: int) -> None:
         load_recipe(f"x_stage: {'a' * length}")
     shown = "a" * length + "'" if length <= 58 else "a" * 56 + "..."
     assert f"holds '{shown}; give" in str(error.value)
+
+
+def test_a_file_of_another_kind_is_read_as_what_it_looks_like(tmp_path: Path) -> None:
+    for name in ("front matter", "a flat list"):
+        (tmp_path / "recipe.txt").write_text(LOADS[name])
+        assert load_recipe(tmp_path / "recipe.txt").modifiers == load_recipe(LOADS[name]).modifiers
+
+
+def test_a_missing_file_is_advised_with_recipes_only(tmp_path: Path) -> None:
+    (tmp_path / "recipe.txt").write_text("")
+    (tmp_path / "other_recipe.yaml").write_text("")
+    with pytest.raises(RecipeError, match="other_recipe.yaml"):
+        load_recipe(tmp_path / "recipe.yaml")
+
+
+def test_the_key_that_stands_twice_in_json_is_named() -> None:
+    with pytest.raises(RecipeError, match="'b' stands twice"):
+        load_recipe('{"a": 1, "b": 2, "b": 3}')
+
+
+def test_a_mapping_may_merge_twice() -> None:
+    args = "args: {a: &a {scheme: W8A16}, b: &b {targets: [Linear]}}"
+    text = f"x_stage:\n  {args}\n  modifiers:\n    QuantizationModifier:\n      <<: *a\n      <<: *b\n"
+    (modifier,) = load_recipe(text).modifiers
+    assert modifier == load_recipe("x_stage: {modifiers: {QuantizationModifier: {scheme: W8A16, targets: [Linear]}}}").modifiers[0]
+
+
+def test_an_error_of_yaml_without_a_place_is_still_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise yaml.MarkedYAMLError(problem="it is odd")
+
+    monkeypatch.setattr("compressor.recipe.source.RecipeLoader.get_single_node", fail)
+    with pytest.raises(RecipeError, match=r"^recipe: this is not safe YAML \(it is odd\)"):
+        load_recipe("x_stage: {}")
 
 
 def test_an_empty_text_is_no_recipe() -> None:
