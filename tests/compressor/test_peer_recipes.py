@@ -160,7 +160,7 @@ def test_a_file_of_another_kind_is_read_as_what_it_looks_like(tmp_path: Path) ->
 def test_a_missing_file_is_advised_with_recipes_only(tmp_path: Path) -> None:
     (tmp_path / "recipe.txt").write_text("")
     (tmp_path / "other_recipe.yaml").write_text("")
-    with pytest.raises(RecipeError, match="other_recipe.yaml"):
+    with pytest.raises(RecipeError, match=r"other_recipe\.yaml"):
         load_recipe(tmp_path / "recipe.yaml")
 
 
