@@ -16,8 +16,9 @@ from typing import Any
 
 import onnx_ir as ir
 
+from harness.onnx_graph.constants import Constants
 from harness.onnx_graph.graph import GraphView, domain, label, load_graph
-from harness.onnx_graph.projections import Constants, Projection, find_projection
+from harness.onnx_graph.projections import Projection, find_projection
 
 ROLES = ("q", "k", "v")
 

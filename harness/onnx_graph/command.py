@@ -30,6 +30,8 @@ ACTIONS: Mapping[str, Action] = {
     "census": Action("list the attention blocks of a graph, and where their Q, K and V come from", "harness.onnx_graph.census_command"),
     "check": Action("hold an optimized graph against the exported one", "harness.onnx_graph.check_command"),
     "explain": Action("find the passes that break a contract, and the smallest set of skips", "harness.onnx_graph.explain_command"),
+    "passes": Action("compare the passes in force with those on record, and try new ones", "harness.onnx_graph.passes_command"),
+    "fusing-cost": Action("measure what one scale over fused Q, K and V costs a quantizer", "harness.onnx_graph.cost_command"),
     "run": Action("run a command whose code cannot be edited, and keep passes from running in it", "harness.onnx_graph.run_command"),
 }
 

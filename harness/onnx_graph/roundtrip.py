@@ -37,6 +37,7 @@ class RoundTripRow:
         op_changes: operator to change of its count.
         numbers: by policy, the worst output; missing where the graph could not be run.
         seconds: of the optimizer.
+        optimized: the graph after; None where there is none.
     """
 
     exporter: str
@@ -47,6 +48,7 @@ class RoundTripRow:
     op_changes: Mapping[str, int] = field(default_factory=dict)
     numbers: Mapping[str, OutputRow] = field(default_factory=dict)
     seconds: float = 0.0
+    optimized: onnx.ModelProto | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON types."""
@@ -127,7 +129,7 @@ class RoundTrip:
         changes = {name: after[name] - before[name] for name in sorted(before | after) if after[name] != before[name]}
         counts = (before.total(), after.total())
         numbers = _numbers(exported, optimized.model)
-        return RoundTripRow(exporter, optimizer, tuple(skip), result, counts, changes, numbers, optimized.seconds)
+        return RoundTripRow(exporter, optimizer, tuple(skip), result, counts, changes, numbers, optimized.seconds, optimized.model)
 
     def matrix(
         self,

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor.errors import UserInputError
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_contract(parser)
     parser.add_argument("--opset", type=int, default=18, help="of the export; by default 18")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write report.html (with pictures), report.json, junit.xml")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
     print(json.dumps([row.to_dict() for row in rows], indent=1, sort_keys=True) if args.json else "", end="")
     if not args.json:
         _print(rows)
+    if args.output_dir is not None:
+        from harness.onnx_graph.roundtrip_report import write_roundtrip_report
+
+        page = write_roundtrip_report(trip, rows, args.output_dir, Path(args.model).name)
+        print(f"report: {page}", file=sys.stderr)
     return _exit_code(rows)
 
 
