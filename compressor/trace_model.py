@@ -40,8 +40,7 @@ class TraceReport:
         plan: how batches flow.
         reason: why these targets.
         stops: the stages, with what crosses into them.
-        before: modules with parameters outside of the stages that lie before the first one, in the order of the model.
-        after: those that lie behind.
+        after: modules with weights of their own that run behind the last stage.
         ignored: names of the modules that `ignore` matches.
         num_left_out: layers that the model lacks because they repeat others.
     """
@@ -52,7 +51,6 @@ class TraceReport:
     plan: Plan
     reason: str
     stops: list[Stop]
-    before: list[str]
     after: list[str]
     ignored: list[str]
     num_left_out: int
@@ -80,7 +78,6 @@ class TraceReport:
             "guards": [{**asdict(guard), "expected": repr(guard.expected)} for guard in plan.guards if guard.is_value],
             "leaves": [asdict(leaf) for leaf in plan.leaves],
             "stages": [{**asdict(stop), "live_in": list(stage.live_in)} for stop, stage in zip(self.stops, plan.stages, strict=True)],
-            "before": self.before,
             "after": self.after,
             "ignored": self.ignored,
         }
@@ -90,7 +87,7 @@ class TraceReport:
         plan = self.plan
         facts = f"engine {plan.engine}, {len(plan.variants) or 'no'} recorded graphs, {sum(guard.is_value for guard in plan.guards)} guards"
         title = (f"{self.model_class}: {self.headline}", f"{facts}; targets: {self.reason}", f"weights: {self.weights}")
-        return make_picture(title, self.batches.partition("; then")[0], self.stops, self.before, self.after, self.ignored)
+        return make_picture(title, self.batches.partition("; then")[0], self.stops, self.after, self.ignored)
 
     def lines(self) -> list[str]:
         """Return the report for people, a line per fact."""
@@ -118,6 +115,7 @@ class TraceReport:
         segments = self.plan.variants[0].program.segments[1:] if self.plan.variants else []
         for place, stop in enumerate(self.stops):
             lines.append(f"subgraph {stop.index + 1}: {', '.join(stop.targets) or 'the model'} ({', '.join(dict.fromkeys(stop.classes))})")
+            lines += [f"  runs before it: {shortened(stop.between)}"] if stop.between else []
             lines.append(f"  live when it begins: {size(stop.live_bytes)}")
             lines += [f"  in:  {value}, {size(value.num_bytes)}, {_origin(value.source, value.since, stop.index)}" for value in stop.inputs]
             lines += [f"  out: {value}, {size(value.num_bytes)}" for value in stop.outputs]
@@ -184,8 +182,7 @@ def trace_model(
             verify=verify,
             targets_per_stage=targets_per_subgraph,
         )
-        stops = measure_flow(stood.model, plan.stages, given.batches[0])
-    before, after = _around(stood.model, stops, ignored)
+        stops, after = measure_flow(stood.model, plan.stages, given.batches[0])
     return TraceReport(
         model_class=type(stood.model).__name__,
         weights=stood.how,
@@ -193,8 +190,7 @@ def trace_model(
         plan=plan,
         reason=reason,
         stops=stops,
-        before=before,
-        after=after,
+        after=list(after),
         ignored=ignored,
         num_left_out=stood.num_left_out,
     )
@@ -216,16 +212,6 @@ def _targets(model: nn.Module, named: Sequence[str] | None, ignored: list[str]) 
 
 def _is_in(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
-
-
-def _around(model: nn.Module, stops: list[Stop], ignored: list[str]) -> tuple[list[str], list[str]]:
-    """Modules with parameters of their own that lie in no stage and are not ignored, before and behind the first stage's place."""
-    staged = [target for stop in stops for target in stop.targets]
-    own = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
-    outside = [name for name in own if not any(_is_in(name, outer) for outer in (*staged, *ignored)) and "" not in staged]
-    first = min((order[target] for target in staged), default=0)
-    return [name for name in outside if order[name] < first], [name for name in outside if order[name] >= first]
 
 
 def _real_batches(stood: StandIn, dataset: Any, modality: Modality | None) -> SampleBatches:

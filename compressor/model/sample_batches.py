@@ -122,12 +122,13 @@ def sample_batches(model: nn.Module, modality: Modality | None = None, seed: int
     maker = _Maker(model, seed)
     chosen = modality or _default_modality(maker)
     batches = []
-    for index, (rows, length) in enumerate(_SHAPES):
-        batches.append(_MAKERS[chosen](maker, rows, length, index == 1))
     try:
         with torch.no_grad():
-            for batch in batches:
-                model(**{name: value.clone() for name, value in batch.items()})
+            for index, (rows, length) in enumerate(_SHAPES):
+                batches.append(_MAKERS[chosen](maker, rows, length, index == 1))
+                model(**{name: value.clone() for name, value in batches[-1].items()})
+    except ModelError:
+        raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{type(model).__name__}: cannot run a {chosen} batch made from its config ({reason}); {_REMEDY}") from error
@@ -191,6 +192,8 @@ def _image_inputs(maker: _Maker, rows: int) -> tuple[dict[str, Tensor], int | No
     if maker.takes("pixel_attention_mask"):
         return {"pixel_values": maker.normal(rows, 1, channels, height, width)}, None
     images = {"pixel_values": maker.normal(rows, channels, height, width)}
+    if maker.takes("qformer_input_ids"):
+        images["qformer_input_ids"] = torch.ones(rows, 6, dtype=torch.int64)
     if maker.takes("image_sizes") and getattr(getattr(maker.config, "vision_config", None), "model_type", "") == "pixtral":
         images["image_sizes"] = torch.tensor([[height, width]] * rows)
     return images, None
@@ -234,7 +237,9 @@ def _with_placeholders(maker: _Maker, rows: int, length: int, token: int, num: i
 
 def _audio(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
     if maker.takes("input_values"):
-        return {"input_values": _waveform(maker, rows)}
+        sound = {"input_values": _waveform(maker, rows)}
+        has_decoder = getattr(maker.config, "is_encoder_decoder", False) and maker.takes("decoder_input_ids")
+        return sound | ({"decoder_input_ids": maker.tokens(rows, length // 2)} if has_decoder else {})
     if not maker.takes("input_features"):
         raise ModelError(f"{type(maker.model).__name__}: reads no sound; choose another --modality")
     mels = int(maker.setting("num_mel_bins", "input_feat_per_channel", "feature_size", default=80))

@@ -64,6 +64,7 @@ class Stop:
         outputs: what they give.
         live_bytes: of all values that exist when the stage begins and that it or a later one is handed.
         num_calls: how often the first batch calls the targets.
+        between: names of modules with weights of their own that run after the stage before, and before this one.
     """
 
     index: int
@@ -75,6 +76,7 @@ class Stop:
     outputs: tuple[Value, ...]
     live_bytes: int
     num_calls: int = 1
+    between: tuple[str, ...] = ()
 
 
 class _Watch:
@@ -86,6 +88,8 @@ class _Watch:
         self.inputs: dict[int, dict[str, int]] = {}
         self.outputs: dict[int, dict[str, int]] = {}
         self.tensors: dict[int, Tensor] = {}
+        self.outside: dict[str, int] = {}  # module outside of the stages -> the stage that begins next
+        self.begun = BEFORE
 
     def note(self, tensor: Tensor) -> int:
         key = id(tensor)
@@ -94,6 +98,7 @@ class _Watch:
         return key
 
     def take(self, stage: int, named: Mapping[str, Tensor]) -> None:
+        self.begun = max(self.begun, stage)
         for name, tensor in named.items():
             key = self.note(tensor)
             if self.source.get(key) == stage:  # from one target of the stage to the next, or back to the same
@@ -125,7 +130,7 @@ class _Watch:
         return sum(storages.values())
 
 
-def measure_flow(model: nn.Module, stages: Sequence[Stage], batch: Batch) -> list[Stop]:
+def measure_flow(model: nn.Module, stages: Sequence[Stage], batch: Batch) -> tuple[list[Stop], tuple[str, ...]]:
     """Run one plain forward and look at what the targets are handed and give.
 
     Args:
@@ -134,7 +139,7 @@ def measure_flow(model: nn.Module, stages: Sequence[Stage], batch: Batch) -> lis
         batch: on the device of the model; not modified.
 
     Returns:
-        One entry per stage, in their order.
+        One entry per stage, in their order; and the names of modules with weights of their own that run behind the last stage.
     """
     watch, state = _Watch(), TorchState.current()
     try:
@@ -144,10 +149,27 @@ def measure_flow(model: nn.Module, stages: Sequence[Stage], batch: Batch) -> lis
                     module = model.get_submodule(name)
                     hooks.callback(module.register_forward_pre_hook(_taking(watch, stage.index, module), with_kwargs=True).remove)
                     hooks.callback(module.register_forward_hook(_giving(watch, stage.index)).remove)
+            for name in _outside(model, stages):
+                hooks.callback(model.get_submodule(name).register_forward_pre_hook(_noting(watch, name)).remove)
             call_model(model, copied_batch(batch))
     finally:
         state.restore()
-    return [_stop(model, stage, watch, len(stages) - 1) for stage in stages]
+    stops = [_stop(model, stage, watch, len(stages) - 1) for stage in stages]
+    return stops, tuple(name for name, place in watch.outside.items() if place == len(stages))
+
+
+def _outside(model: nn.Module, stages: Sequence[Stage]) -> list[str]:
+    """Modules with parameters of their own in no stage."""
+    inside = {name for stage in stages for name in stage.modules}
+    return [name for name, module in model.named_modules() if name not in inside and any(True for _ in module.parameters(recurse=False))]
+
+
+def _noting(watch: _Watch, name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        del module, args
+        watch.outside.setdefault(name, watch.begun + 1)
+
+    return hook
 
 
 def _taking(watch: _Watch, stage: int, module: nn.Module) -> Callable[..., None]:
@@ -195,4 +217,5 @@ def _stop(model: nn.Module, stage: Stage, watch: _Watch, last: int) -> Stop:
         outputs=tuple(watch.value(name, key, stage.index) for name, key in watch.outputs.get(stage.index, {}).items()),
         live_bytes=watch.live_bytes(stage.index, last),
         num_calls=stage.num_calls,
+        between=tuple(name for name, place in watch.outside.items() if place == stage.index),
     )

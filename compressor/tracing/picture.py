@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from compressor.tracing.flow import Stop, Value
 
 _ALONE = 3  # so many alike are drawn one by one
+_LONGEST_TURN = 16  # stages of different kinds that take turns
 _SHOWN_NAMES = 4
 _SHOWN_LINES = 6
 _TITLE_WIDTH = 90
+_WIDTH = 70  # characters of a line in a box
 
 
 @dataclass(frozen=True)
@@ -51,27 +53,25 @@ class Picture:
     ignored: Box | None = None
 
 
-def make_picture(
-    title: Sequence[str], batch: str, stops: Sequence[Stop], before: Sequence[str], after: Sequence[str], ignored: Sequence[str]
-) -> Picture:
+def make_picture(title: Sequence[str], batch: str, stops: Sequence[Stop], after: Sequence[str], ignored: Sequence[str]) -> Picture:
     """Decide what is drawn.
 
     Args:
         title: lines above the picture.
         batch: what goes in, in one line.
         stops: the stages.
-        before: names of modules that run before the first stage.
-        after: names of those behind the last one.
+        after: names of modules that run behind the last one.
         ignored: names of modules that stay as they are.
 
     Returns:
         The picture.
     """
-    boxes = [Box("before the first target", (batch, *_modules(before)), "outside")]
-    for run in _runs(stops):
-        boxes += [_stage(run[0])] if len(run) == 1 else [_stages(run)]
+    skipped = set(ignored)
+    boxes = [Box("before the first target", (*textwrap.wrap(batch, _WIDTH), *_modules(stops[0].between)), "outside")]
+    for run, period in _runs(stops):
+        boxes.append(_stage(run[0]) if len(run) == 1 else _stages(run, period))
     last = stops[-1]
-    ends = tuple(_modules(after)) or ("nothing with weights",)
+    ends = tuple(_modules([name for name in after if name not in skipped])) or ("nothing with weights",)
     boxes.append(Box(f"subgraph {len(stops) + 1}: after the last target", ends, "outside", _crossing(last.outputs, None)))
     left_out = Box("ignored: stays as it is", tuple(_few(ignored)), "ignored") if ignored else None
     lines = [part for line in title for part in textwrap.wrap(line, _TITLE_WIDTH)]
@@ -106,28 +106,44 @@ def shortened(names: Sequence[str], shown: int = _SHOWN_NAMES) -> str:
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-def _modules(names: Sequence[str]) -> Iterator[str]:
-    if names:
-        yield f"runs {shortened(names)}"
+def _modules(names: Sequence[str]) -> list[str]:
+    return textwrap.wrap(f"runs {shortened(names)}", _WIDTH, break_long_words=False) if names else []
 
 
 def _few(names: Sequence[str]) -> list[str]:
     return [*names[:_SHOWN_LINES], *([f"and {len(names) - _SHOWN_LINES} more"] if len(names) > _SHOWN_LINES else [])]
 
 
-def _runs(stops: Sequence[Stop]) -> Iterator[list[Stop]]:
-    """Stages that are drawn as one box each: of a long row of equal ones the first, those between, the last."""
-    rows: list[list[Stop]] = []
-    for stop in stops:
-        if rows and _kind(rows[-1][0]) == _kind(stop):
-            rows[-1].append(stop)
+def _runs(stops: Sequence[Stop]) -> Iterator[tuple[list[Stop], int]]:
+    """Stages that are drawn as one box each, with how many of them take turns there.
+
+    Of a long row of equal ones the first, those between, and the last; where several kinds take turns, the first turn and all others.
+    """
+    kinds = [_kind(stop) for stop in stops]
+    start = 0
+    while start < len(stops):
+        period, turns = _repetition(kinds[start:])
+        row = list(stops[start : start + period * turns])
+        start += len(row)
+        if len(row) <= _ALONE or turns < _ALONE:
+            yield from (([stop], 1) for stop in row)
+        elif period == 1:
+            yield from (([row[0]], 1), (row[1:-1], 1), ([row[-1]], 1))
         else:
-            rows.append([stop])
-    for row in rows:
-        if len(row) <= _ALONE:
-            yield from ([stop] for stop in row)
-        else:
-            yield from ([row[0]], row[1:-1], [row[-1]])
+            yield from (([stop], 1) for stop in row[:period])
+            yield row[period:], period
+
+
+def _repetition(kinds: Sequence[object]) -> tuple[int, int]:
+    """How many stages at the beginning take turns, and how often: what covers most, and of those the shortest."""
+    found = (1, 1)
+    for period in range(1, min(_LONGEST_TURN, len(kinds) // 2) + 1):
+        turns = 1
+        while kinds[period * turns : period * (turns + 1)] == kinds[:period]:
+            turns += 1
+        if turns >= (2 if period == 1 else _ALONE) and period * turns > found[0] * found[1]:
+            found = (period, turns)
+    return found
 
 
 def _kind(stop: Stop) -> tuple[object, ...]:
@@ -137,15 +153,18 @@ def _kind(stop: Stop) -> tuple[object, ...]:
 def _stage(stop: Stop) -> Box:
     title = f"subgraph {stop.index + 1}: {_targets(stop)}"
     calls = (f"called {stop.num_calls} times",) if stop.num_calls > len(stop.targets) else ()
-    return Box(title, (_content(stop), f"live here: {size(stop.live_bytes)}", *calls), "stage", _crossing(stop.inputs, stop.index))
+    return Box(title, (_content(stop), f"live here: {size(stop.live_bytes)}", *calls), "stage", _arrow(stop))
 
 
-def _stages(run: list[Stop]) -> Box:
+def _stages(run: list[Stop], period: int) -> Box:
     first, last = run[0], run[-1]
-    title = f"subgraphs {first.index + 1} to {last.index + 1}: {len(run)} alike"
+    alike = f"{len(run)} alike" if period == 1 else f"the {period} above, {len(run) // period} times more"
     names = f"{_targets(first)} to {_targets(last)}"
-    lines = (names, f"each {_content(first)}", f"live at each: {size(max(stop.live_bytes for stop in run))}")
-    return Box(title, lines, "stages", _crossing(first.inputs, first.index))
+    content = (
+        f"each {_content(first)}" if period == 1 else "in turn " + ", ".join(dict.fromkeys(" and ".join(s.classes) for s in run[:period]))
+    )
+    lines = (names, *textwrap.wrap(content, _WIDTH), f"live at each: up to {size(max(stop.live_bytes for stop in run))}")
+    return Box(f"subgraphs {first.index + 1} to {last.index + 1}: {alike}", lines, "stages", _arrow(first))
 
 
 def _targets(stop: Stop) -> str:
@@ -164,6 +183,12 @@ def _number(count: int) -> str:
         if count >= scale:
             return f"{count / scale:,.1f} {word}"
     return str(count)
+
+
+def _arrow(stop: Stop) -> tuple[str, ...]:
+    """What runs and what crosses between the stage before and this one."""
+    runs = _modules(stop.between) if stop.index else []
+    return (*runs, *_crossing(stop.inputs, stop.index))
 
 
 def _crossing(values: Sequence[Value], stage: int | None) -> tuple[str, ...]:
