@@ -45,7 +45,7 @@ def compress_stage(model: nn.Module, names: Collection[str]) -> None:
         for own, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_floating_point():
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{name}.{own}".encode()))
-                moved = parameter.detach() * (1 + 0.2 * torch.rand(parameter.shape, generator=generator))
+                moved = parameter.detach() * (1 + 0.2 * torch.rand(parameter.shape, generator=generator)).to(parameter)
                 if parameter.dim() > 1 or owners[id(parameter)] > 1:
                     setattr(module, own, nn.Parameter((moved * 64).round() / 64))
                 else:
