@@ -27,6 +27,8 @@ TEXTS = {
     ".github/LICENSE": "Apache-2.0",
     "compressor/py.typed": "Tells type checkers that the package is annotated",
     "harness/py.typed": "Tells type checkers that the package is annotated",
+    "golden/onnx_passes.json": "Passes in force per release of each ONNX optimizer",
+    "golden/figures/fusing-cost-minilm.svg": "What one scale over Q, K and V costs on MiniLM",
     "golden/reference/README.md": "What the reference model is and how it was made",
     "golden/reference/model.safetensors": "Its weights, bf16",
     "golden/reference/config.json": "Its architecture",
