@@ -182,9 +182,9 @@ def tensor_bytes(*modules: nn.Module) -> int:
 def test_a_loaded_model_is_a_quarter_in_memory_and_stays_so(make_model, token_ids, peak_bytes, tmp_path):
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
     model = make_model("llama", **shape)
-    linears = [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     floats, whole = tensor_bytes(*linears), tensor_bytes(model)
-    oneshot(model, recipe=recipe("W4A16", ("Linear", "Embedding")), output_dir=tmp_path / "out")
+    oneshot(model, recipe=recipe("W4A16", ("Linear", "Embedding"), ignore=[]), output_dir=tmp_path / "out")
     del model, linears
     kept: list[nn.Module] = []
     building = peak_bytes(lambda: kept.append(load_compressed(tmp_path / "out", device="cpu")))
@@ -196,7 +196,7 @@ def test_a_loaded_model_is_a_quarter_in_memory_and_stays_so(make_model, token_id
     largest = max(layer.in_features * layer.out_features * 2 for layer in layers)
     forward = peak_bytes(lambda: loaded(token_ids[:1, :4]))
     assert largest < forward < 6 * largest < 0.5 * floats
-    assert tensor_bytes(loaded) < 0.4 * whole
+    assert tensor_bytes(loaded) < 0.27 * whole
 
 
 def test_native_products_are_asked_for_and_shown(make_model, token_ids, tmp_path):
