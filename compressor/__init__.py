@@ -24,6 +24,7 @@ _PUBLIC = {
     "QuantizationScheme": "compressor.numerics",
     "QuantizedLinear": "compressor.nn",
     "QuantizedKVCache": "compressor.nn.kv_storage",
+    "leaf": "compressor.tracing.graph.leaves",
     "load_compressed": "compressor.model.compressed",
     "load_recipe": "compressor.recipe",
     "CompressorError": "compressor.errors",

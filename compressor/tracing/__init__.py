@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from compressor.tracing.early_stop import Watched
+from compressor.tracing.graph.leaves import leaf
 from compressor.tracing.partition import Partition, infer_targets, module_names, partition
 from compressor.tracing.plan import Engine, Guard, Leaf, Plan, Run, RunningStage, Stage, Verify, trace
 from compressor.tracing.store import MemoryStore, ValueStore
@@ -23,6 +24,7 @@ __all__ = [
     "Verify",
     "Watched",
     "infer_targets",
+    "leaf",
     "module_names",
     "partition",
     "trace",

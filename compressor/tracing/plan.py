@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """The recorded forwards, each with its graphs: `variant.program.segments[k].graph`; empty for the suspend engine."""
+        """The recorded forwards, each with its graphs: `variant.segments[k].graph`; empty for the suspend engine."""
         return () if self._graph is None else tuple(self._graph.planner.variants)
 
     @property
@@ -164,8 +164,7 @@ class Plan:
         chosen = self._plan(batches)
         if chosen is None or self._graph is None:
             return 0
-        for sample, (variant, batch) in enumerate(zip(chosen, batches, strict=True)):
-            self._graph.verify(variant.program, batch, sample)
+        self._graph.verify(chosen, batches, range(len(batches)))
         return len(batches)
 
     def _plan(self, batches: Sequence[Batch]) -> list[Variant] | None:

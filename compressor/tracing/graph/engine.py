@@ -11,9 +11,8 @@ from torch import nn
 from compressor.data.collate import Batch, batch_to
 from compressor.tracing.graph.guards import describe_guard
 from compressor.tracing.graph.planner import GraphPlanner, Variant
-from compressor.tracing.graph.program import Program
 from compressor.tracing.graph.record import named_inputs
-from compressor.tracing.graph.verify import verify_program
+from compressor.tracing.graph.verify import Case, verify_programs
 from compressor.tracing.partition import module_names
 from compressor.tracing.records import Guard, Stage, Verify
 
@@ -51,33 +50,37 @@ class GraphEngine:
         for variant in self.planner.variants:
             variant.num_batches = sum(one is variant for one in chosen)
         order = sorted(range(len(batches)), key=lambda sample: (sample > 0, not has_padding(batches[sample]), sample))
-        for sample in order if self._verify != "off" else ():
-            self._prove(chosen[sample], batches[sample], sample)
+        self.verify(chosen, batches, [sample for sample in order if self._needs_proof(chosen[sample], batches[sample])])
         return chosen
 
-    def _prove(self, variant: Variant, batch: Batch, sample: int) -> None:
-        """Verify a batch if its program has not been proved on its shape, nor often enough."""
+    def _needs_proof(self, variant: Variant, batch: Batch) -> bool:
+        """True for a batch if its program has not been proved on its shape, nor often enough; takes it for proved from now on."""
+        if self._verify == "off":
+            return False
         proved = self._proved.setdefault(id(variant), [])
         kind = (_shape(batch), has_padding(batch))
         if self._verify == "first" and (kind in proved or len(proved) == _PROOFS):
-            return
-        self.verify(variant.program, batch, sample)
+            return False
         proved.append(kind)
+        return True
 
-    def verify(self, program: Program, batch: Batch, sample: int) -> None:
-        """Hold a program against the plain model on one batch.
+    def verify(self, chosen: Sequence[Variant], batches: Sequence[Batch], samples: Sequence[int]) -> None:
+        """Hold programs, as they are now, against the plain model.
 
         Args:
-            program: as it is now.
-            batch: not modified.
-            sample: number of the batch, for the error.
+            chosen: variant of each batch.
+            batches: not modified.
+            samples: numbers of the batches to compare.
 
         Raises:
             TracingError: the first difference.
         """
-        here = batch if self._device is None else batch_to(batch, self._device)
-        verify_program(self._model, program, here, list(self.planner.groups), sample)
-        self.num_verified += 1
+        cases = []
+        for sample in samples:
+            batch = batches[sample] if self._device is None else batch_to(batches[sample], self._device)
+            cases.append(Case(chosen[sample].program, batch, sample))
+        verify_programs(self._model, cases, list(self.planner.groups))
+        self.num_verified += len(samples)
 
     def stages(self) -> tuple[Stage, ...]:
         """Describe the stages of the first variant."""

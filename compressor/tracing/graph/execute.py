@@ -149,7 +149,7 @@ def run_node(node: fx.Node, env: dict[fx.Node, Any], model: nn.Module, call: Cal
         failure.node_name = node.name
         raise
     except Exception as error:
-        error.add_note(f"in node {node.name} of the recorded graph, {node.meta.get('place', 'unknown place')}")
+        error.add_note(f"node {node.name} of the recorded graph, {node.meta.get('place', 'unknown place')}")
         raise
 
 

@@ -21,7 +21,7 @@ from compressor.tracing.graph.guards import GuardPlan, plan_guards
 from compressor.tracing.graph.leaves import LeafFunction, function_around, resolve_leaf
 from compressor.tracing.graph.nodes import GuardFailure
 from compressor.tracing.graph.patches import noting_values
-from compressor.tracing.graph.program import Program, signature_of
+from compressor.tracing.graph.program import Program, Segment, signature_of
 from compressor.tracing.graph.record import copy_batch, named_inputs, record
 from compressor.tracing.graph.refusal import Frame, Refusal, SwallowedTarget
 from compressor.tracing.isolation import ModuleValues, RandomState
@@ -46,6 +46,11 @@ class Variant:
         self.program = program
         self.guards = guards
         self.num_batches = 0
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What runs before the first stage, then one segment for each stage; each has a torch.fx `graph`."""
+        return self.program.segments
 
 
 class GraphPlanner:

@@ -15,6 +15,7 @@ from compressor.tracing.records import short_file
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
+_OUTERMOST = (str(Path(__file__).with_name("record.py")), "_run")  # the frame that calls the model
 
 
 class Place(NamedTuple):
@@ -56,10 +57,12 @@ class SwallowedTarget(Refusal):
 
 
 def _model_frames() -> Iterator[FrameType]:
-    """Give the running frames that belong neither to torch nor to the recorder, innermost first."""
+    """Give the running frames of the forward that belong neither to torch nor to the recorder, innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
+        if (file, frame.f_code.co_name) == _OUTERMOST:
+            return
         if not file.startswith((_TORCH, _OURS)):
             yield frame
         frame = frame.f_back

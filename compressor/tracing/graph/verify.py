@@ -7,7 +7,7 @@ difference stops the graph where it is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -45,25 +45,40 @@ class Mismatch(TracingError):
 
 
 @torch.no_grad()
-def verify_program(model: nn.Module, program: Program, batch: Batch, targets: Collection[str], sample: int = 0) -> None:
-    """Run a recorded graph and the plain model on one batch, and compare all that modules are given and give back.
+def verify_programs(model: nn.Module, cases: Sequence[Case], targets: Collection[str]) -> None:
+    """Run recorded graphs and the plain model on the same batches, and compare all that modules are given and give back.
+
+    All plain forwards come first: a graph that depends on what the forward of its own batch left behind then meets what another left.
 
     Args:
         model: as it was afterwards.
-        program: the recorded graph, read as it is now.
-        batch: on the device of the model; not modified.
+        cases: what to compare; the graphs are read as they are now.
         targets: dotted names of the sequential targets.
-        sample: number of the batch, for the error.
 
     Raises:
         Mismatch: the first difference: module, value, node and line.
     """
     skipped = _taken_apart(targets)
-    expected: list[Seen] = []
-    with without_traces(), _watching(model, skipped, expected.append):
+    expected = [_observe(model, case.batch, skipped) for case in cases]
+    for case, seen in zip(cases, expected, strict=True):
+        _Comparison(model, case.program, seen, case.sample).run(case.batch, skipped)
+
+
+class Case(NamedTuple):
+    """A batch, the recorded graph that it takes, and its number, for errors."""
+
+    program: Program
+    batch: Batch
+    sample: int
+
+
+def _observe(model: nn.Module, batch: Batch, skipped: Collection[str]) -> list[Seen]:
+    """Run a plain forward, and note all that modules are given and give back."""
+    seen: list[Seen] = []
+    with without_traces(), _watching(model, skipped, seen.append):
         result = call_model(model, copy_batch(batch))
-        expected.append(Seen(None, "output", tuple(digests(result))))
-    _Comparison(model, program, expected, sample).run(batch, skipped)
+        seen.append(Seen(None, "output", tuple(digests(result))))
+    return seen
 
 
 class _Comparison:
@@ -87,9 +102,10 @@ class _Comparison:
         except TracingError:
             raise
         except Exception as error:
-            where = "; ".join(getattr(error, "__notes__", [])) or "the recorded graph"
+            name, _, place = getattr(error, "__notes__", ["the recorded graph, "])[-1].rpartition(", ")
             raise Mismatch(
-                f"verify: batch {self._sample}: {type(error).__name__}: {error} ({where}), which the plain model does not raise; {_REMEDY}"
+                f"{place or 'forward'}: verify: batch {self._sample}: {type(error).__name__}: {error} ({name}), which the plain model does "
+                f"not raise; {_REMEDY}"
             ) from error
 
     def _compare(self, got: Seen) -> None:
