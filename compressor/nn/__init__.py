@@ -2,6 +2,7 @@
 
 layer.py    what all of them share      storage.py  how a weight lies in memory and in the file
 quantized_linear.py  quantized_embedding.py         build.py    float module -> layer
+sharding.py where tensor parallelism may cut
 kv_cache.py keys and values in 8 bits   experts.py  experts one by one
 """
 
@@ -23,6 +24,7 @@ from compressor.nn.quantized_linear import (
     PackQuantizedLinear,
     QuantizedLinear,
 )
+from compressor.nn.sharding import check_shards, shard_problems
 
 __all__ = [
     "Fp4QuantizedEmbedding",
@@ -37,11 +39,13 @@ __all__ = [
     "QuantizedLayer",
     "QuantizedLinear",
     "check_fit",
+    "check_shards",
     "empty_layer",
     "from_buffers",
     "is_quantizable",
     "quantized",
     "replacement",
     "set_matmul",
+    "shard_problems",
     "weight_of",
 ]
