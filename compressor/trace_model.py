@@ -75,12 +75,19 @@ class TraceReport:
             "targets": list(plan.partition.targets),
             "reason": self.reason,
             "num_variants": len(plan.variants),
+            "planning": self.planning,
             "guards": [{**asdict(guard), "expected": repr(guard.expected)} for guard in plan.guards if guard.is_value],
             "leaves": [asdict(leaf) for leaf in plan.leaves],
             "stages": [{**asdict(stop), "live_in": list(stage.live_in)} for stop, stage in zip(self.stops, plan.stages, strict=True)],
             "after": self.after,
             "ignored": self.ignored,
         }
+
+    @property
+    def planning(self) -> str:
+        """How many forwards planning ran, and how many batches were verified; empty for the suspend engine."""
+        said = (line.removeprefix("planning: ") for line in self.plan.report().splitlines() if line.startswith("planning: "))
+        return next(said, "")
 
     def picture(self) -> Picture:
         """Return what is drawn of it."""
@@ -99,7 +106,7 @@ class TraceReport:
             f"batches:  {self.batches}",
             f"engine:   {plan.engine} ({plan.why})",
             f"targets:  {self.reason}",
-            f"variants: {len(plan.variants) or '-'}",
+            f"variants: {len(plan.variants) or '-'}{self.planning and '; '}{self.planning}",
             f"between:  up to {size(peak.live_bytes)} of one batch live at subgraph {peak.index + 1} ({peak.targets[0] or 'the model'})",
         ]
         if self.ignored:

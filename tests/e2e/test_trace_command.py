@@ -1,0 +1,116 @@
+"""`compressor trace`: every flag changes what it says, a config alone is enough, and mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from compressor.cli import main
+
+
+@pytest.fixture(scope="module")
+def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nothing but the config of a Llama of 28 layers."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("config")
+    LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=28, num_attention_heads=2, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(folder)
+    return folder
+
+
+class Trace:
+    """Runs the verb."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys = folder, capsys
+
+    def text(self, *flags: str) -> str:
+        assert main(["trace", str(self.folder), *flags]) == 0
+        return self.capsys.readouterr().out
+
+    def json(self, *flags: str) -> dict[str, Any]:
+        return dict(json.loads(self.text("--json", *flags)))
+
+    def error(self, *flags: str) -> str:
+        assert main(["trace", str(self.folder), *flags]) == 1
+        lines = self.capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        return lines[0]
+
+
+@pytest.fixture
+def trace(config_dir: Path, capsys: pytest.CaptureFixture[str]) -> Trace:
+    return Trace(config_dir, capsys)
+
+
+def test_a_config_alone_gives_29_subgraphs(trace: Trace) -> None:
+    text = trace.text("--engine", "graph")
+    assert text.startswith("traced into 29 subgraphs\n")
+    assert "weights: random (the folder holds no weights)" in text
+    assert "model.layers repeats LlamaDecoderLayer 28x" in text
+    assert "masking_utils.py:" in text and "of one batch live at subgraph 1 (model.layers.0)" in text
+
+
+def test_engine_and_print(trace: Trace) -> None:
+    graph, suspend = trace.text("--engine", "graph", "--print"), trace.text("--engine", "suspend", "--print")
+    assert "| graph():" in graph and "| graph():" not in suspend
+    for text in (graph, suspend):
+        assert "subgraph 28: model.layers.27 (LlamaDecoderLayer)" in text
+        assert "in:  hidden_states [2, 12, 16] float32, 1.5 kB, given out by subgraph 27" in text
+    assert "--print" not in graph
+
+
+def test_targets(trace: Trace) -> None:
+    named = trace.json("--sequential-targets", "LlamaMLP")
+    assert named["num_subgraphs"] == 29 and named["targets"][0] == "model.layers.0.mlp"
+    grouped = trace.json("--targets-per-subgraph", "4")
+    assert grouped["num_subgraphs"] == 8 and len(grouped["stages"][0]["targets"]) == 4
+    ignored = trace.json("--ignore", r"re:model\.layers\.\d$", "lm_head")
+    assert ignored["num_subgraphs"] == 19 and "lm_head" in ignored["ignored"] and "10 of these are ignored" in ignored["reason"]
+
+
+def test_variants_leaves_and_verification(trace: Trace) -> None:
+    few = ("--sequential-targets", "model.layers.0")
+    plain = trace.json(*few, "--verify", "off")
+    assert plain["num_variants"] == 2 and "0 batches verified" in plain["planning"]
+    assert "2 batches verified" in trace.json(*few, "--verify", "all")["planning"]
+    assert trace.json(*few, "--max-variants", "1")["engine"] == "suspend"
+    leaf = trace.json(*few, "--leaf", "transformers.masking_utils:create_causal_mask")
+    assert any("create_causal_mask" in one["name"] for one in leaf["leaves"])
+    assert len(leaf["guards"]) < len(plain["guards"])
+
+
+def test_class_modality_and_dataset(trace: Trace, tmp_path: Path) -> None:
+    assert trace.json()["model_class"] == "LlamaForCausalLM"
+    assert trace.json("--model-class", "LlamaModel", "--modality", "text")["model_class"] == "LlamaModel"
+    assert "reads no images" in trace.error("--modality", "vision")
+    arrays = {"input_ids": torch.arange(30).reshape(5, 6), "attention_mask": torch.ones(5, 6, dtype=torch.int64)}
+    save_file(arrays, tmp_path / "in.safetensors")
+    assert "attention_mask (5, 6), input_ids (5, 6)" in trace.json("--dataset", str(tmp_path / "in.safetensors"))["batches"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4, 5]}\n')
+    assert "2 samples of the dataset: input_ids (1, 3)" in trace.json("--dataset", str(rows))["batches"]
+    assert "holds text" in trace.error("--dataset", str(rows), "--modality", "audio")
+
+
+def test_a_picture_is_drawn(trace: Trace, tmp_path: Path) -> None:
+    text = trace.text("--draw", str(tmp_path / "out.svg"), "--ignore", "lm_head")
+    assert f"picture:  {tmp_path / 'out.svg'} (drawn by " in text
+    picture = (tmp_path / "out.svg").read_text()
+    assert "subgraphs 2 to 27: 26 alike" in picture and "ignored: stays as it is" in picture
+    assert "no .svg file" in trace.error("--draw", str(tmp_path / "out.png"))
+
+
+def test_mistakes_are_one_line(trace: Trace, tmp_path: Path) -> None:
+    assert "matches no module" in trace.error("--ignore", "lm_haed")
+    assert "every layer that could be a target is ignored" in trace.error("--ignore", "LlamaDecoderLayer")
+    assert "are ignored as well" in trace.error("--ignore", "LlamaDecoderLayer", "--sequential-targets", "LlamaDecoderLayer")
+    trace.folder = tmp_path / "nothing"
+    assert "is not a folder" in trace.error("--trust-remote-code")
