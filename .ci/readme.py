@@ -40,13 +40,21 @@ TEXTS = {
     "golden/reference/heldout.safetensors": "Token sequences to judge by",
     "golden/reference/arrays.json": "Which files the sequences were cut from",
     "golden/reference/quality.json": "What 4-bit quantization does to it, with intervals",
+    "golden/graphs/manifest.json": "What the stages of the graph engine put out; the goldens lie beside their manifests",
+    "golden/layers/manifest.json": "Every runtime layer x scheme x odd shapes: buffers, codes, outputs",
+    "golden/logits/manifest.json": "Logits of the reference model, rounded to nearest, per scheme",
+    "golden/packers/manifest.json": "Packed words of every width",
+    "golden/solvers/manifest.json": "GPTQ and round-to-nearest on stored inputs",
 }
+# `harness golden list` lists these.
+SINGLE_GOLDENS = re.compile(r"golden/(?!reference/).*\.safetensors")
 
 
 def tracked_files(root: Path = ROOT) -> list[str]:
-    """Return what git tracks and the disk holds, folders before the files beside them."""
+    """Return what git tracks and the disk holds, without single goldens, folders before the files beside them."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
-    return sorted((path for path in listing.split("\0") if path and (root / path).is_file()), key=_tree_order)
+    paths = (path for path in listing.split("\0") if path and (root / path).is_file() and not SINGLE_GOLDENS.fullmatch(path))
+    return sorted(paths, key=_tree_order)
 
 
 def own_line(path: str, root: Path = ROOT) -> str:

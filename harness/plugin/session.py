@@ -123,6 +123,8 @@ class GoldenSession:
             writing = [outcome for outcome in outcomes if outcome["candidate"]]
             tests = sorted({outcome["test"] for outcome in outcomes if outcome["kind"] == "outputs"})
             failed = [outcome["test"] for outcome in writing if outcome["test"] in self.failed_tests]
+            if not tests and len(failed) < len(writing):  # stored inputs: one test that passed is enough
+                writing, failed = [outcome for outcome in writing if outcome["test"] not in self.failed_tests], []
             if not writing:
                 continue
             if len(tests) > 1:

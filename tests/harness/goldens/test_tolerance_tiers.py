@@ -54,6 +54,14 @@ def test_bitwise_sees_element_2500_of_5000() -> None:
     assert "1 of 5,000" in found.summary
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.complex64, torch.bfloat16], ids=dtype_name)
+def test_a_single_element_may_have_any_stride(dtype: torch.dtype) -> None:
+    column = torch.ones(3, 5).to(dtype)[1:2, 4:5].t()
+    strange = column.as_strided((1, 1), (7, 3))
+    assert compare(strange, torch.ones(1, 1, dtype=dtype)).ok
+    assert not compare(strange, torch.zeros(1, 1, dtype=dtype), T1(4)).ok
+
+
 @pytest.mark.parametrize(
     ("actual", "expected"),
     [

@@ -281,3 +281,31 @@ def test_a_run_that_left_something_out_is_not_complete(project, arguments: list[
     assert (usage["complete"], usage["used"]) == (True, ["a", "b"])
     project.run(*arguments)
     assert json.loads((project.path / ".harness_cache" / "golden-usage.json").read_text()) == usage, "a partial run takes nothing away"
+
+
+INPUTS = """
+import torch
+def make(): return {"x": torch.full((3,), VALUE)}
+VALUE = 1.0
+def test_a(golden): golden.inputs("in", make)
+def test_b(golden):
+    golden.inputs("in", make)
+    assert False
+def test_c(golden):
+    golden.check("out", golden.inputs("in", make)["x"] * 2)
+"""
+
+
+def test_stored_inputs_may_serve_many_tests(project) -> None:
+    project.tests(test_it=INPUTS)
+    project.run("--golden-update=new").assert_outcomes(passed=2, failed=1)
+    assert set(project.manifest()) == {"in", "out"}
+    project.tests(test_it=INPUTS.replace("VALUE = 1.0", "VALUE = 5.0"))
+    project.run().assert_outcomes(passed=2, failed=1)
+
+
+def test_stored_inputs_that_differ_from_test_to_test_are_refused(project) -> None:
+    project.tests(test_it=INPUTS.replace("VALUE)", "next(NUMBERS))").replace("VALUE = 1.0", "NUMBERS = iter([1.0, 2.0, 3.0])"))
+    result = project.run("--golden-update=new")
+    result.stdout.fnmatch_lines(["stored inputs 'in': differ from test to test; they were not written; make them depend on a seed"])
+    assert set(project.manifest()) == {"out"}
