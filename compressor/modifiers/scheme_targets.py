@@ -143,6 +143,7 @@ class SchemeTargets(KVCacheTargets):
             One entry per linear layer, in the order of the model.
         """
         schemes = self.resolve(model)
+        self.kv_targets(model)
         shown = {name: module for name, module in model.named_modules() if name in schemes or isinstance(module, nn.Linear)}
         return [self._planned(name, module, schemes.get(name)) for name, module in shown.items()]
 
