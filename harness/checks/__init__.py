@@ -1,0 +1,45 @@
+"""The numeric catalogue: numbered checks for anybody's quantizer, packer, solver, transform, layer or observer.
+
+    import harness
+
+    print(harness.check(my_quantizer))      # a report: text, JSON, JUnit
+
+protocols.py   what a subject has to offer, per kind       catalogue.py  the registry: a check is a decorated function
+adapt.py       from objects that people have to subjects   run.py        subject -> report
+elsewhere.py   checks of the catalogue that other parts of the harness hold
+
+Names are imported on first use, so that listing the catalogue needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.checks.catalogue import Broken, Check, NothingToCheckError, register
+    from harness.checks.parametrize import parametrize_with_catalogue
+    from harness.checks.report import CheckReport
+    from harness.checks.run import check
+
+_PUBLIC = {
+    "Broken": "harness.checks.catalogue",
+    "Check": "harness.checks.catalogue",
+    "CheckReport": "harness.checks.report",
+    "NothingToCheckError": "harness.checks.catalogue",
+    "check": "harness.checks.run",
+    "parametrize_with_catalogue": "harness.checks.parametrize",
+    "register": "harness.checks.catalogue",
+}
+
+__all__ = ["Broken", "Check", "CheckReport", "NothingToCheckError", "check", "parametrize_with_catalogue", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'harness.checks' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,199 @@
+"""The registry: a check is a function over a subject of one kind, with its number, its statement and the bugs that it would have caught.
+
+A new file of checks is a line of MODULES and functions that are decorated with `register`:
+
+    @register(5, "zero", "0 becomes 0 exactly", kind="quantizer", needs=("zero",), caught_by=("some/repo#1",))
+    def zero_is_zero(subject: Quantizer, look: Look) -> str:
+        ...
+        raise Broken("what is wrong")       # a failure
+        raise NothingToCheckError("why")    # a skip
+        return "what was seen, in one line" # a pass
+
+No torch is needed to read the table; the modules of the checks import it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from compressor.errors import UserInputError
+from harness.checks.tags import TAGS
+from harness.profiles import PROFILES, Profile
+from harness.verdict import CheckRecord, Claim, Outcome
+
+# Every file that registers checks, in the order in which they run: cheap ones first.
+MODULES: tuple[str, ...] = ()
+
+# Kinds of subjects, and the protocol of harness/checks/protocols.py that each offers.
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "quantizer": "Quantizer",
+        "packer": "Packer",
+        "solver": "Solver",
+        "observer": "Observer",
+        "layer": "Layer",
+    }
+)
+
+
+class Broken(AssertionError):
+    """A subject breaks the statement of a check.
+
+    Attributes:
+        findings: the single offenders, one line each.
+    """
+
+    def __init__(self, message: str, findings: Iterable[str] = ()) -> None:
+        """Say what is wrong, in one line, and list the offenders."""
+        super().__init__(message)
+        self.findings = tuple(findings)
+
+
+class NothingToCheckError(Exception):
+    """The check has nothing to look at in this subject; the message says why."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How closely a check looks.
+
+    Attributes:
+        profile: what random draws it may spend.
+        draws: whether it draws at all; without, only the fixed inputs are looked at, which takes milliseconds.
+        seed: of inputs that are drawn once.
+    """
+
+    profile: Profile = PROFILES["pr"]
+    draws: bool = True
+    seed: int = 0
+
+
+CheckFunction = Callable[[Any, Look], str]
+"""Looks into a subject and returns what it saw, in one line; Broken is a failure."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        name: dotted, the kind of its subjects first: `quantizer.zero`.
+        title: the statement, as a sentence.
+        kind: of its subjects, a key of KINDS.
+        function: looks into a subject.
+        number: in the catalogue; None for those that it does not list. Statements about several kinds have one check for each.
+        needs: contract tags that a subject must promise, else the check is skipped.
+        caught_by: public bugs that it would have caught, as repository#issue.
+    """
+
+    name: str
+    title: str
+    kind: str
+    function: CheckFunction
+    number: int | None = None
+    needs: frozenset[str] = frozenset()
+    caught_by: tuple[str, ...] = field(default=())
+
+    @property
+    def claim(self) -> Claim:
+        """What the records are about."""
+        return Claim(self.name, self.title if self.number is None else f"{self.title} (check {self.number})")
+
+    def run(self, subject: Any, look: Look) -> CheckRecord:
+        """Look into a subject.
+
+        Args:
+            subject: of the kind of this check.
+            look: how closely.
+
+        Returns:
+            The record; a subject that breaks the check, or breaks under it, is a failed one.
+        """
+        missing = sorted(self.needs - frozenset(subject.tags))
+        if missing:
+            return self.claim.skipped(f"the subject does not promise {missing[0]!r}")
+        try:
+            summary = self.function(subject, look)
+        except NothingToCheckError as reason:
+            return self.claim.skipped(str(reason))
+        except Broken as broken:
+            text = str(broken)
+            return self.claim.record(Outcome.FAIL, text, findings=[text, *broken.findings])
+        except Exception as error:  # noqa: BLE001 - a subject may raise anything; that it did is the finding
+            text = f"the check could not be completed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return self.claim.record(Outcome.FAIL, text, findings=[text])
+        return self.claim.record(Outcome.PASS, summary)
+
+
+_CHECKS: dict[str, Check] = {}
+
+
+def register(
+    number: int | None, name: str, title: str, *, kind: str, needs: Iterable[str] = (), caught_by: Iterable[str] = ()
+) -> Callable[[CheckFunction], CheckFunction]:
+    """Return a decorator that puts a function into the catalogue.
+
+    Args:
+        number: in the catalogue; None for a statement that it does not list.
+        name: without the kind.
+        title: the statement, as a sentence.
+        kind: of the subjects, a key of KINDS.
+        needs: contract tags without which the check does not apply, keys of TAGS.
+        caught_by: public bugs that it would have caught, as repository#issue.
+
+    Returns:
+        The decorator; it gives the function back unchanged.
+    """
+    wanted = frozenset(needs)
+    assert kind in KINDS, f"{name}: there is no kind {kind}"
+    assert wanted <= TAGS.keys(), f"{name}: {wanted - TAGS.keys()} are no tags"
+
+    def put(function: CheckFunction) -> CheckFunction:
+        full = f"{kind}.{name}"
+        assert full not in _CHECKS, f"two checks are called {full}"
+        _CHECKS[full] = Check(full, title, kind, function, number, wanted, tuple(caught_by))
+        return function
+
+    return put
+
+
+@cache
+def all_checks() -> Mapping[str, Check]:
+    """Import every file of checks.
+
+    Returns:
+        The checks by name, in the order in which they run.
+    """
+    for module in MODULES:
+        importlib.import_module(module)
+    return MappingProxyType(_CHECKS)
+
+
+def find_checks(wanted: Iterable[str | int] | None, kind: str | None = None) -> list[Check]:
+    """Return checks by name or number.
+
+    Args:
+        wanted: names such as `quantizer.zero`, or numbers; None for all.
+        kind: only those for subjects of this kind.
+
+    Returns:
+        The checks, in the order in which they run.
+
+    Raises:
+        UserInputError: a name or number that no check of this kind has.
+    """
+    from compressor.modifiers.registry import suggest
+
+    known = [check for check in all_checks().values() if kind in (None, check.kind)]
+    if wanted is None:
+        return known
+    keys = [str(key) for key in wanted]
+    for key in keys:
+        if not any(key in (check.name, str(check.number)) for check in known):
+            raise UserInputError(f"check: there is no check {key!r} of a {kind or 'subject'}; {suggest(key, [one.name for one in known])}")
+    return [check for check in known if check.name in keys or str(check.number) in keys]

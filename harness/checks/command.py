@@ -1,0 +1,69 @@
+"""The verb `harness check`: a quantizer, packer, solver, observer or layer by its name in, a report and an exit code out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from harness.profiles import PROFILES
+
+EPILOG = """exit codes: 0 every check passed or did not apply, 1 a check failed, 2 no check applied,
+3 no verdict: bad input or a failure of the harness itself"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb.
+
+    Args:
+        parser: of the verb; changed.
+    """
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "subject", metavar="PACKAGE.MODULE:NAME", help="an object that offers a protocol of harness.checks.protocols, or a list of them"
+    )
+    parser.add_argument(
+        "--check", action="append", metavar="NAME", help="run only this check, by name or number; may be given several times"
+    )
+    parser.add_argument("--expect-failure", action="append", default=[], metavar="NAME=REASON", help="a check that fails today, and must")
+    parser.add_argument("--profile", choices=tuple(PROFILES), default="pr", help="how many random inputs are drawn (default: pr)")
+    parser.add_argument("--no-draws", action="store_true", help="only the fixed inputs, no random ones")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    shown.add_argument("--junit", action="store_true", help="print JUnit documents instead of the tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, and print the reports.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        The exit code of the worst verdict.
+
+    Raises:
+        UserInputError: an expected failure without a reason, or no subject.
+    """
+    from compressor.errors import UserInputError
+    from harness.checks.adapt import find_subject
+    from harness.checks.run import check
+    from harness.verdict import EXIT_CODES, Verdict, decide, to_json
+
+    sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
+    found = find_subject(args.subject)
+    subjects = list(found) if isinstance(found, list | tuple) else [found]
+    reasons = dict(text.partition("=")[::2] for text in args.expect_failure)
+    if not all(reasons.values()):
+        raise UserInputError("--expect-failure: a check without a reason was given; write NAME=REASON")
+    if not subjects:
+        raise UserInputError(f"{args.subject}: an empty list was given; name at least one subject")
+    reports = [check(one, checks=args.check, expected_failures=reasons, profile=args.profile, draws=not args.no_draws) for one in subjects]
+    if args.json:
+        print(to_json([report.to_dict() for report in reports]), end="")
+    else:
+        for report in reports:
+            print(report.to_junit() if args.junit else report.to_text(), end="")
+    verdicts = [decide(report.records) for report in reports]
+    worst = next((verdict for verdict in (Verdict.REGRESSION, Verdict.INCONCLUSIVE) if verdict in verdicts), Verdict.PASS)
+    return EXIT_CODES[worst]

@@ -1,0 +1,72 @@
+"""`@parametrize_with_catalogue([...])`: a pytest test per subject and check, with strict expected failures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.checks.adapt import adapt
+from harness.checks.catalogue import find_checks
+from harness.checks.run import check
+from harness.verdict import Outcome
+
+
+class CatalogueCheckFailedError(AssertionError):
+    """A check of `parametrize_with_catalogue` has failed."""
+
+
+@dataclass(frozen=True)
+class BoundCheck:
+    """One check by its name; call it in a test."""
+
+    name: str
+
+    def __call__(self, subject: object) -> None:
+        """Check a subject.
+
+        Args:
+            subject: as for `harness.check`.
+
+        Raises:
+            CatalogueCheckFailedError: the check fails.
+        """
+        import pytest
+
+        record = check(subject, checks=[self.name]).records[0]
+        if record.outcome is Outcome.SKIP:
+            pytest.skip(record.summary)
+        if record.outcome is not Outcome.PASS:
+            raise CatalogueCheckFailedError("\n".join([f"{record.name}: {record.title}", record.summary, *record.findings]))
+
+
+def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures: Mapping[str, str] | None = None) -> Any:
+    """Return a pytest decorator that makes a test per subject and check of its kind.
+
+    Args:
+        subjects: as for `harness.check`.
+        expected_failures: reason by name of a check that fails today, for all subjects; strict.
+
+    Returns:
+        The decorator; the test takes `subject` and `check`, and calls `check(subject)`.
+
+    Raises:
+        UserInputError: a subject that cannot be checked, or an expected failure that is no check.
+
+    Example:
+        >>> from compressor.numerics import QuantizationArgs
+        >>> @parametrize_with_catalogue([QuantizationArgs(num_bits=4, group_size=32)])
+        ... def test_quantizer(subject, check):
+        ...     check(subject)
+    """
+    import pytest
+
+    reasons = dict(expected_failures or {})
+    parameters = []
+    for subject in map(adapt, subjects):
+        find_checks(reasons, subject.kind)
+        for one in find_checks(None, subject.kind):
+            failing = pytest.mark.xfail(reason=reasons.get(one.name, ""), strict=True, raises=CatalogueCheckFailedError)
+            marks = [failing] if one.name in reasons else []
+            parameters.append(pytest.param(subject, BoundCheck(one.name), id=f"{subject.name}-{one.name}", marks=marks))
+    return pytest.mark.parametrize(("subject", "check"), parameters)

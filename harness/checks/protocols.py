@@ -1,0 +1,219 @@
+"""What a subject has to offer, per kind: small protocols, so that a check runs on anybody's code.
+
+A subject is any object with these members; no base class is needed. Every one has a `kind`, a `name` for reports, and `tags`, what it
+promises (see tags.py). Errors with which a subject turns down bad input may be of any class.
+
+Shapes: R rows (out features), C columns (in features), G groups, N tokens. Codes are *values*: an int8 code 3 is the number 3, an fp4 code
+1.5 is the number 1.5 in whatever dtype holds it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """One quantized tensor: value = (code - zero_point) * scale / global_scale.
+
+    Attributes:
+        codes: [R, C], the numbers of the codes in any dtype that holds them.
+        scale: [1], [R, 1], [R, G] or one per block, in the dtype in which values are computed.
+        zero_point: shaped like scale; None where there is none.
+        global_scale: one number by which every scale is divided; None where there is none.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None = None
+    global_scale: Tensor | None = None
+
+
+@runtime_checkable
+class Quantizer(Protocol):
+    """Turns a weight, or the rows of an activation, into codes.
+
+    Attributes:
+        kind: "quantizer".
+        name: for reports.
+        tags: what it promises: odd, zero, half_even, homogeneous, local, covers, refuses_nonfinite, per_token.
+        code_values: all code values in rising order, float64 [K].
+        dtypes: dtypes of the weights that it takes.
+        scale_rule: how a scale follows from the largest |w| or from the range of its unit; a key of harness.checks.scale_rules.RULES, or
+            None where it is searched.
+        stored_scale: dtype in which scales are stored; None: that of the weight.
+        column_multiple: columns must be a multiple of this.
+    """
+
+    kind: str
+    name: str
+    tags: frozenset[str]
+    code_values: Tensor
+    dtypes: Sequence[torch.dtype]
+    scale_rule: str | None
+    stored_scale: torch.dtype | None
+    column_multiple: int
+
+    def unit(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return how many rows and columns of a weight of this shape share a scale."""
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        """Choose scales and codes of [R, C]; must not change the weight."""
+
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        """Return the codes of [R, C] under the scales of `like`."""
+
+    def dequantize(self, quantized: Quantized) -> Tensor:
+        """Return the values [R, C] of the codes, in the dtype of the scale."""
+
+
+@runtime_checkable
+class Packer(Protocol):
+    """Puts codes into words, and takes them out again.
+
+    Attributes:
+        kind: "packer".
+        name: for reports.
+        tags: none are defined.
+        code_values: all code values in rising order, float64 [K].
+        code_dtype: of the codes.
+        ranks: ranks of the tensors that it takes.
+        column_multiple: columns must be a multiple of this.
+        bits: of a code in the packed words; the packed tensor holds no more than a word for each begun word of a row.
+    """
+
+    kind: str
+    name: str
+    tags: frozenset[str]
+    code_values: Tensor
+    code_dtype: torch.dtype
+    ranks: Sequence[int]
+    column_multiple: int
+    bits: int
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Return the words of [..., C]."""
+
+    def unpack(self, packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the codes of this shape."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """One weight as a solver has quantized it.
+
+    Attributes:
+        quantized: codes in the original order of the columns, and scales.
+        values: [R, C], what a loader will read.
+        group_C: group of each column where groups are not runs of columns, else None.
+        loss: what the solver says that its error is: 1/2 tr(E H' E^T) with H' the damped Hessian; None where it says nothing.
+    """
+
+    quantized: Quantized
+    values: Tensor
+    group_C: Tensor | None = None
+    loss: float | None = None
+
+
+@runtime_checkable
+class Solver(Protocol):
+    """Quantizes weights against the second-order statistic of their input, column after column.
+
+    Attributes:
+        kind: "solver".
+        name: for reports.
+        tags: what it promises: act_order, fixed_scales, searches_scales.
+        code_values: all code values in rising order, float64 [K].
+        group_size: columns that share a scale; None for whole rows.
+        damp_frac: share of the mean diagonal that it adds to the diagonal.
+        dead_value: what the weights of a column that is always zero become; None: they are rounded as they are.
+    """
+
+    kind: str
+    name: str
+    tags: frozenset[str]
+    code_values: Tensor
+    group_size: int | None
+    damp_frac: float
+    dead_value: float | None
+
+    def hessian(self, batches: Sequence[Tensor]) -> Tensor:
+        """Return 2 * mean(x x^T) over all rows of all [N, C] batches."""
+
+    def solve(self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None) -> list[Solved]:
+        """Quantize weights [R_i, C] that read one input; changes neither them nor the Hessian."""
+
+    def order(self, hessian: Tensor) -> Tensor:
+        """Return the order in which columns are rounded, [C] long."""
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Finds scale and zero point of a static activation from its batches.
+
+    Attributes:
+        kind: "observer".
+        name: for reports.
+        tags: what it promises: covers, refuses_nonfinite.
+        code_values: all code values in rising order, float64 [K].
+        scale_rule: as for a quantizer.
+    """
+
+    kind: str
+    name: str
+    tags: frozenset[str]
+    code_values: Tensor
+    scale_rule: str | None
+
+    def observe(self, batches: Sequence[Tensor]) -> Quantized:
+        """Return scale and zero point after these batches, in this order; the codes are empty."""
+
+
+@runtime_checkable
+class Layer(Protocol):
+    """Builds a runtime layer from a float one.
+
+    Attributes:
+        kind: "layer".
+        name: for reports.
+        tags: none are defined.
+        dtypes: dtypes of the float layers that it takes.
+        column_multiple: columns must be a multiple of this.
+    """
+
+    kind: str
+    name: str
+    tags: frozenset[str]
+    dtypes: Sequence[torch.dtype]
+    column_multiple: int
+
+    def build(self, linear: nn.Linear) -> nn.Module:
+        """Return the quantized layer that stands in for a float one."""
+
+    def weight(self, layer: nn.Module) -> Tensor:
+        """Return the values [R, C] with which the layer multiplies."""
+
+    def expected_weight(self, linear: nn.Linear) -> Tensor:
+        """Return what calibration computed for the values [R, C], before anything was stored."""
+
+    def expected_input(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Return x as the layer's input quantizer leaves it; x itself where there is none."""
+
+
+def members(protocol: type[Any]) -> list[str]:
+    """Return the names that a protocol asks for.
+
+    Args:
+        protocol: a class of this module.
+
+    Returns:
+        Attributes first, then methods.
+    """
+    methods = [name for name, value in vars(protocol).items() if inspect.isfunction(value) and not name.startswith("_")]
+    return [*protocol.__annotations__, *methods]
