@@ -1,6 +1,6 @@
 """Mixture-of-experts layers: finding those with fused weights, and taking them apart into one linear layer per expert and projection.
 
-Any module with the interface of transformers' `use_experts_implementation` (58 classes in 5.23) is taken apart by what it says of itself;
+Any module with the interface of transformers' `use_experts_implementation` (65 classes in 5.23) is taken apart by what it says of itself;
 `_UNTOLD` adds classes that have the interface and do not say so. The projections are called what the files of the architecture call them,
 as transformers' own conversion table has it; where its files keep experts fused, by the names that vLLM and llm-compressor use. Each module
 is proven on the spot: fused and unfused forward run on the same random tokens through every expert, and anything but rounding is an error.
