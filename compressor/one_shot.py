@@ -155,9 +155,7 @@ def oneshot(
     place = check_places(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
     parsed = load_recipe(recipe, args=recipe_args)
     chosen = choose_pipeline(parsed.modifiers, pipeline)
-    settings.refuse_without_use(chosen)
-    if chosen != "data_free" and dataset is None:
-        raise DatasetError(f"oneshot: no dataset was given, and the {chosen} pipeline needs one; pass dataset=")
+    _check_use(chosen, settings, dataset)
     loaded = load_model(
         model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
     )
@@ -197,12 +195,17 @@ def oneshot(
             session.finalize()
         clock.lap("compress")
         record = run_record(parsed.dump(), base, data, state.report, choices, seed, run)
-        folder = None
-        if output_dir is not None:
-            folder = _save(loaded, tokenizer, output_dir, record, journal.token)
-            clock.lap("save")
+        folder = None if output_dir is None else _save(loaded, tokenizer, output_dir, record, journal.token)
+        clock.lap("save")
         journal.finish()
     return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, state.report, record, folder, clock.seconds, journal.summary)
+
+
+def _check_use(pipeline: str, settings: SequentialSettings, dataset: Any) -> None:
+    """Refuse a pipeline without the data that it needs, and settings that it does not use."""
+    settings.refuse_without_use(pipeline)
+    if pipeline != "data_free" and dataset is None:
+        raise DatasetError(f"oneshot: no dataset was given, and the {pipeline} pipeline needs one; pass dataset=")
 
 
 def _settle_experts(experts: UnfusedModel, session: Session, calibrate_all: bool, *, to_disk: bool) -> None:
