@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from harness.validation.container import Checkpoint
-from harness.validation.loading import LOADER_ERRORS, first_line, load_compressed
+from harness.validation.loading import LOADER_ERRORS, first_line, load_compressed, load_with_our_reader
+from harness.validation.record import read_record
 from harness.validation.subject import Subject
 from harness.verdict import CheckRecord, Claim, Outcome
 
@@ -67,11 +68,22 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
             outcome = Outcome.PASS if allow_dequantize_load else Outcome.FAIL
             summary = f"loads with dequantize=True only; plain from_pretrained says {_first(attempt.problems)}"
             return LOADS.record(outcome, summary, limit=limit, evidence=evidence, findings=attempt.problems), second.model
+    if attempt.model is None and _is_announced(subject):
+        own = load_with_our_reader(subject.compressed.folder)
+        if own.model is not None:
+            summary = f"transformers does not load it, as the run said beforehand; compressor.load_compressed does: {_first(attempt.problems)}"
+            return LOADS.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=attempt.problems), own.model
     if attempt.model is None:
         summary = f"transformers does not load it: {_first(attempt.problems)}"
         return LOADS.record(Outcome.FAIL, summary, limit=limit, evidence=evidence, findings=attempt.problems), None
     findings = [*attempt.problems, *_changed_by_loader(subject.compressed, attempt.model.state_dict(), plain)]
     return LOADS.found(findings, f"whole; {len(plain)} unquantized tensors are in memory as in the file", evidence=evidence), attempt.model
+
+
+def _is_announced(subject: Subject) -> bool:
+    """Whether the compressor wrote down, before it began, that transformers would not load the experts of this checkpoint."""
+    record = read_record(subject.compressed.folder) or {}
+    return any("will not load these experts" in str(note) for note in record.get("notes") or [])
 
 
 def _is_weight_only(subject: Subject) -> bool:

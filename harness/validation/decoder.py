@@ -14,106 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
+from harness.validation.float_formats import acting_scales, fp4_as_fp8
+from harness.validation.scheme import WeightScheme
+
 _ELEMENTS_AT_ONCE = 1 << 22  # bounds the float64 working copies
-
-
-@dataclass(frozen=True)
-class WeightScheme:
-    """What quantization_config says about the weights of one config group."""
-
-    format: str
-    num_bits: int
-    type: str
-    symmetric: bool
-    strategy: str
-    group_size: int | None
-    has_static_input: bool
-    input_symmetric: bool = True
-
-    @property
-    def label(self) -> str:
-        """The scheme in a few words."""
-        group = f" of {self.group_size}" if self.strategy == "group" else ""
-        symmetry = "symmetric" if self.symmetric else "asymmetric"
-        return f"{self.type}{self.num_bits}, {symmetry}, per {self.strategy}{group}, {self.format}"
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the codes lie in a bit stream."""
-        return self.format == "pack-quantized"
-
-    @property
-    def code_range(self) -> tuple[int, int]:
-        """The least and the greatest integer code."""
-        return -(1 << (self.num_bits - 1)), (1 << (self.num_bits - 1)) - 1
-
-    def num_groups(self, num_columns: int) -> int:
-        """Return how many scales a row has."""
-        return num_columns // self.group_size if self.strategy == "group" and self.group_size else 1
-
-    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape that the scale of a weight of `shape` must have."""
-        return (1,) if self.strategy == "tensor" else (shape[0], self.num_groups(shape[1]))
-
-
-@dataclass(frozen=True)
-class ConfigGroup:
-    """One entry of config_groups; `reason` says why this decoder does not read it, None where it does."""
-
-    name: str
-    targets: tuple[str, ...]
-    scheme: WeightScheme | None
-    reason: str | None
-
-
-_FORMATS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
-
-
-def read_config_groups(config: Mapping[str, Any]) -> list[ConfigGroup]:
-    """Read the config groups of a quantization_config.
-
-    Args:
-        config: the value of quantization_config in config.json.
-    Returns:
-        The groups in the order of the file.
-    Raises:
-        ValueError: there are none, or one is not a mapping with targets and weights.
-    """
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise ValueError("quantization_config holds no config_groups")
-    return [_config_group(name, group, str(config.get("format"))) for name, group in groups.items()]
-
-
-def _config_group(name: str, group: Any, default_format: str) -> ConfigGroup:
-    if not isinstance(group, Mapping) or not group.get("targets") or not isinstance(group.get("weights"), Mapping):
-        raise ValueError(f"config_groups.{name}: needs targets and weights")
-    weights, inputs = group["weights"], group.get("input_activations")
-    group_size = weights.get("group_size")
-    inferred = "group" if (group_size or 0) > 0 else "channel" if group_size == -1 else "tensor"
-    scheme = WeightScheme(
-        format=str(group.get("format") or default_format),
-        num_bits=int(weights.get("num_bits", 8)),
-        type=str(weights.get("type", "int")),
-        symmetric=bool(weights.get("symmetric", True)),
-        strategy=str(weights.get("strategy") or inferred),
-        group_size=group_size,
-        has_static_input=inputs is not None and not inputs.get("dynamic", False),
-        input_symmetric=inputs is None or bool(inputs.get("symmetric", True)),
-    )
-    reason = None
-    if scheme.strategy not in ("tensor", "channel", "group"):
-        reason = f"strategy {scheme.strategy}"
-    elif _FORMATS.get(scheme.format) != scheme.type:
-        reason = f"format {scheme.format} with {scheme.type} weights"
-    elif not (2 <= scheme.num_bits <= 8 if scheme.type == "int" else scheme.num_bits == 8):
-        reason = f"{scheme.type} weights of {scheme.num_bits} bits"
-    return ConfigGroup(name, tuple(group["targets"]), None if reason else scheme, reason and f"this decoder does not read {reason}")
 
 
 def expected_parts(scheme: WeightScheme, shape: Sequence[int], *, has_g_idx: bool = False) -> dict[str, tuple[int, ...]]:
@@ -132,6 +40,9 @@ def expected_parts(scheme: WeightScheme, shape: Sequence[int], *, has_g_idx: boo
     if scheme.is_packed:
         parts["weight_packed"] = (rows, math.ceil(columns * scheme.num_bits / 32))
         parts["weight_shape"] = (2,)
+    elif scheme.is_fp4:
+        parts["weight_packed"] = (rows, columns // 2)
+        parts |= {"weight_global_scale": (1,)} if scheme.strategy == "tensor_group" else {}
     else:
         parts["weight"] = (rows, columns)
     if not scheme.symmetric:
@@ -143,6 +54,8 @@ def expected_parts(scheme: WeightScheme, shape: Sequence[int], *, has_g_idx: boo
         parts["input_scale"] = (1,)
         if not scheme.input_symmetric:
             parts["input_zero_point"] = (1,)
+    if scheme.has_global_input:
+        parts["input_global_scale"] = (1,)
     return parts
 
 
@@ -213,22 +126,28 @@ def decode_module(parts: Mapping[str, torch.Tensor], scheme: WeightScheme) -> De
             raise ValueError(f"{name} is missing")
         if tuple(parts[name].shape) != expected:
             raise ValueError(f"{name} has the shape {list(parts[name].shape)}, not {list(expected)}")
-    if scheme.strategy == "group" and (not scheme.group_size or shape[1] % scheme.group_size):
+    if scheme.has_groups and (not scheme.group_size or shape[1] % scheme.group_size):
         raise ValueError(f"{shape[1]} columns do not divide into groups of {scheme.group_size}")
     codes, is_clean = _codes(parts, scheme, shape)
-    scale = parts["weight_scale"].to(torch.float64).numpy()
+    acting = acting_scales(parts, scheme.format)
+    scale = acting.values
     zero_point, is_clean_zero = _zero_point(parts, scheme, shape)
-    groups = parts["weight_g_idx"].numpy() if has_g_idx else np.arange(shape[1]) // (scheme.group_size or shape[1])
+    width = scheme.group_size or shape[1] if scheme.block is None else scheme.block[1]
+    groups = parts["weight_g_idx"].numpy() if has_g_idx else np.arange(shape[1]) // width
     if has_g_idx and (groups.min() < 0 or groups.max() >= scale.shape[-1]):
         raise ValueError(f"weight_g_idx names groups outside 0..{scale.shape[-1] - 1}")
-    weight = _dequantize(codes, scale, zero_point, groups if scheme.strategy == "group" else None, parts["weight_scale"].dtype)
+    spread = scale if scheme.block is None else np.repeat(scale, scheme.block[0], axis=0)[: shape[0]]
+    is_grouped = scheme.has_groups or scheme.block is not None
+    weight = _dequantize(codes, spread, zero_point, groups if is_grouped else None, acting.roundings)
     return DecodedModule(weight, codes, scale, zero_point, is_clean and is_clean_zero)
 
 
 def _weight_shape(parts: Mapping[str, torch.Tensor], scheme: WeightScheme) -> tuple[int, int]:
-    source = "weight_shape" if scheme.is_packed else "weight"
+    source = "weight_shape" if scheme.is_packed else "weight_packed" if scheme.is_fp4 else "weight"
     if source not in parts:
         raise ValueError(f"{source} is missing")
+    if scheme.is_fp4 and parts[source].ndim == 2:
+        return parts[source].shape[0], 2 * parts[source].shape[1]
     shape = tuple(int(size) for size in parts[source]) if scheme.is_packed else tuple(parts[source].shape)
     if len(shape) != 2 or min(shape) < 1:
         raise ValueError(f"{source} gives the shape {list(shape)}, which is no matrix")
@@ -239,6 +158,9 @@ def _codes(parts: Mapping[str, torch.Tensor], scheme: WeightScheme, shape: tuple
     if scheme.is_packed:
         _require_dtype("weight_packed", parts["weight_packed"], torch.int32)
         return unpack_bits(parts["weight_packed"].numpy(), scheme.num_bits, shape[1])
+    if scheme.is_fp4:
+        _require_dtype("weight_packed", parts["weight_packed"], torch.uint8)
+        return fp4_as_fp8(parts["weight_packed"].numpy()), True
     if scheme.type == "float":
         _require_dtype("weight", parts["weight"], torch.float8_e4m3fn)
         return parts["weight"].view(torch.uint8).numpy(), True
@@ -263,9 +185,9 @@ def _zero_point(parts: Mapping[str, torch.Tensor], scheme: WeightScheme, shape: 
 
 
 def _dequantize(
-    codes: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None, groups: np.ndarray | None, dtype: torch.dtype
+    codes: np.ndarray, scale: np.ndarray, zero_point: np.ndarray | None, groups: np.ndarray | None, roundings: tuple[torch.dtype, ...]
 ) -> torch.Tensor:
-    """Compute (code - zero point) * scale in float64 by blocks of rows and round once; `groups` is None where a row has one scale."""
+    """Compute (code - zero point) * scale in float64 by blocks of rows, then round; `groups` is None where a row has one scale."""
     values = float8_values() if codes.dtype == np.uint8 else None
     step = max(1, _ELEMENTS_AT_ONCE // codes.shape[1])
     blocks = []
@@ -275,7 +197,10 @@ def _dequantize(
         if zero_point is not None:
             block = block - _spread(zero_point, rows, groups)
         with np.errstate(all="ignore"):  # a broken scale is a finding of the audit, not a warning here
-            blocks.append(torch.from_numpy(block * _spread(scale, rows, groups)).to(dtype))
+            product = torch.from_numpy(block * _spread(scale, rows, groups))
+        for dtype in roundings:
+            product = product.to(dtype)
+        blocks.append(product)
     return torch.cat(blocks)
 
 

@@ -13,8 +13,11 @@ import numpy as np
 import torch
 
 from compressor.progress import Progress, SilentProgress
-from harness.validation.decoder import DecodedModule, WeightScheme, decode_module, float8_values
+from harness.validation.decoder import DecodedModule, decode_module, float8_values
+from harness.validation.float_formats import FP4_LARGEST, FP8_LARGEST
+from harness.validation.loading import modules_as_stored
 from harness.validation.metrics import Closeness, compare_weights
+from harness.validation.scheme import WeightScheme
 from harness.validation.subject import Subject
 
 
@@ -62,7 +65,7 @@ def inspect_modules(subject: Subject, loaded: torch.nn.Module | None, *, progres
     Returns:
         One inspection per module, in the order of the base's tensors.
     """
-    loaded_modules = dict(loaded.named_modules()) if loaded is not None else {}
+    loaded_modules = modules_as_stored(loaded) if loaded is not None else {}
     neighbours = _neighbours(subject)
     inspections = []
     with (progress or SilentProgress()).task("weights", len(subject.readable_modules)) as task:
@@ -96,14 +99,14 @@ def _inspect(subject: Subject, name: str, scheme: WeightScheme, loaded: torch.nn
     found.num_weights = base.numel()
     found.problems += _qparam_problems(decoded, parts, scheme)
     found.clipped_frac = _clipped_frac(decoded, scheme)
-    has_blocks = scheme.strategy == "group" and "weight_g_idx" not in parts
+    has_blocks = scheme.has_groups and "weight_g_idx" not in parts
     groups = None if scheme.strategy == "tensor" else scheme.num_groups(base.shape[1]) if has_blocks else 1
     found.closeness = compare_weights(base, decoded.weight, groups)
     found.is_unchanged = found.closeness.sqnr_db == math.inf and bool(base.any())
     wrong = _decoys(decoded.weight, subject.base.tensor(f"{neighbour}.weight") if neighbour else None)
     found.decoys = {kind: compare_weights(base, weight, groups) for kind, weight in wrong.items()}
     if loaded is not None:
-        found.num_different = _num_different(decoded.weight, loaded)
+        found.num_different = _num_different(decoded.weight, loaded, scheme)
     return found
 
 
@@ -122,6 +125,8 @@ def _qparam_problems(decoded: DecodedModule, parts: Mapping[str, torch.Tensor], 
         problems.append("the bits behind the last packed value are not zero")
     if scheme.has_static_input:
         problems += _scale_problems("input_scale", parts["input_scale"].to(torch.float64).numpy())
+    for key in ("weight_global_scale", "input_global_scale"):
+        problems += _scale_problems(key, parts[key].to(torch.float64).numpy()) if key in parts else []
     return problems
 
 
@@ -137,7 +142,7 @@ def _scale_problems(name: str, scale: np.ndarray) -> list[str]:
 
 def _clipped_frac(decoded: DecodedModule, scheme: WeightScheme) -> float:
     if scheme.type == "float":
-        return float(np.mean((decoded.codes & 127) == 126))
+        return float(np.mean((decoded.codes & 127) == (FP4_LARGEST if scheme.is_fp4 else FP8_LARGEST)))
     low, high = scheme.code_range
     return float(np.mean((decoded.codes == low) | (decoded.codes == high)))
 
@@ -149,10 +154,12 @@ def _decoys(decoded: torch.Tensor, neighbour: torch.Tensor | None) -> dict[str, 
     return wrong
 
 
-def _num_different(decoded: torch.Tensor, loaded: torch.nn.Module) -> int | None:
+def _num_different(decoded: torch.Tensor, loaded: torch.nn.Module, scheme: WeightScheme) -> int | None:
     weight = getattr(loaded, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return None
+    if scheme.is_unpacked_to_bfloat16:
+        decoded = decoded.to(weight.dtype)  # a loader of a float16 or float32 model goes the same way
     if weight.shape != decoded.shape or weight.dtype != decoded.dtype:
         return decoded.numel()
     size = decoded.dtype.itemsize

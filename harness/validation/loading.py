@@ -69,6 +69,50 @@ def _from_pretrained(folder: Path, dequantize: bool) -> tuple[torch.nn.Module, M
     return model, info
 
 
+def load_with_our_reader(folder: Path) -> LoadAttempt:
+    """Load a checkpoint that transformers cannot load, with the runtime layers that it was written from.
+
+    Args:
+        folder: the checkpoint.
+    Returns:
+        The model, or why there is none.
+    """
+    from compressor.model.compressed import load_compressed as load_own
+
+    try:
+        with _quiet(), torch.no_grad():
+            model = load_own(folder, device="cpu")
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+    except LOADER_ERRORS as error:
+        return LoadAttempt(None, [first_line(error)])
+    return LoadAttempt(model)
+
+
+def modules_as_stored(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules of a loaded model, fused experts one by one and also under the names that the files have for them.
+
+    Args:
+        model: as it was loaded; the same afterwards.
+    Returns:
+        Name to module; the weights of experts are views of what the loader made.
+    """
+    from compressor.model.experts import UnfusedModel, unfuse_into
+    from compressor.model.format import stored_names
+    from compressor.nn.experts import Expert
+
+    found = dict(model.named_modules())
+    unfused = UnfusedModel(model)
+    unfuse_into(unfused, prove=False)
+    try:
+        names = [
+            f"{name}.{child}" for name, module in model.named_modules() if isinstance(module, Expert) for child, _ in module.named_children()
+        ]
+        stored = stored_names(model, names) if names else {}
+        return found | {stored.get(name, name): model.get_submodule(name) for name in names}
+    finally:
+        unfused.restore()
+
+
 def _shown(item: Any) -> str:
     """A mismatched key comes with the shape in the file and the shape in the model."""
     if isinstance(item, tuple) and len(item) == 3:

@@ -1,0 +1,108 @@
+"""The independent decoder reads fp4, the MX formats, NVFP4 and blocks of fp8 as the layers that wrote them, and sees what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor.model.format import quantization_config
+from compressor.nn import QuantizedLayer, quantized
+from compressor.numerics import make_observer, preset_scheme
+from harness.validation.decoder import decode_module, expected_parts, float8_values
+from harness.validation.float_formats import fp4_as_fp8
+from harness.validation.scheme import WeightScheme, read_config_groups
+
+PRESETS = ("FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16")
+
+
+def stored(preset: str, rows: int = 7, columns: int = 384, dtype: torch.dtype = torch.bfloat16) -> tuple[QuantizedLayer, WeightScheme]:
+    linear, scheme, inputs = nn.Linear(columns, rows, bias=False, dtype=dtype), preset_scheme(preset), None
+    with torch.no_grad():
+        linear.weight.copy_(torch.rand(linear.weight.shape, generator=torch.Generator().manual_seed(rows)) * 4 - 2)
+        linear.weight[0] = 0
+    args = scheme.input_activations
+    if args is not None and args.dynamic is not True:
+        observer = make_observer(args)
+        observer.update(torch.ones(3))
+        inputs = observer.qparams()
+    layer = quantized(linear, scheme, input_qparams=inputs)
+    group = read_config_groups(quantization_config({"proj": scheme}, []))[0]
+    assert group.scheme is not None, group.reason
+    return layer, group.scheme
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("rows", [1, 7, 131])
+def test_the_decoder_reads_what_the_layer_computes_with(preset: str, rows: int) -> None:
+    layer, scheme = stored(preset, rows)
+    parts = dict(layer.state_dict())
+    assert expected_parts(scheme, layer.weight_size) == {key: tuple(value.shape) for key, value in parts.items()}
+    decoded = decode_module(parts, scheme)
+    weight = layer.dequantized_weight()
+    assert decoded.weight.dtype == weight.dtype and torch.equal(decoded.weight, weight)
+    assert torch.equal(torch.from_numpy(float8_values()[decoded.codes]), layer.codes().double())
+
+
+def test_every_byte_of_fp4_is_two_codes() -> None:
+    from compressor.numerics import unpack_fp4
+
+    packed = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    assert torch.equal(torch.from_numpy(fp4_as_fp8(packed.numpy())), unpack_fp4(packed).view(torch.uint8))
+
+
+def _shifted(scale: Tensor) -> Tensor:
+    return scale.view(torch.uint8).roll(1, -1).view(scale.dtype)
+
+
+DAMAGE = {
+    "nibbles swapped": lambda parts: parts.update(weight_packed=(parts["weight_packed"] << 4) | (parts["weight_packed"] >> 4)),
+    "scales of the next group": lambda parts: parts.update(weight_scale=_shifted(parts["weight_scale"])),
+    "global scale halved": lambda parts: parts.update(weight_global_scale=parts["weight_global_scale"] / 2),
+    "exponents off by one": lambda parts: parts.update(
+        weight_scale=(parts["weight_scale"].view(torch.uint8) + 1).view(parts["weight_scale"].dtype)
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_planted_fault_changes_what_is_read(damage: str) -> None:
+    layer, scheme = stored("NVFP4A16")
+    parts = dict(layer.state_dict())
+    DAMAGE[damage](parts)
+    assert not torch.equal(decode_module(parts, scheme).weight, layer.dequantized_weight())
+
+
+@pytest.mark.parametrize(
+    ("preset", "key", "value", "message"),
+    [
+        ("NVFP4A16", "weight_global_scale", None, "weight_global_scale is missing"),
+        ("NVFP4A16", "weight_scale", torch.ones(7, 24), "weight_scale has the dtype torch.float32"),
+        ("MXFP4A16", "weight_scale", torch.ones(7, 12).to(torch.float8_e4m3fn), "weight_scale has the dtype torch.float8_e4m3fn"),
+        ("MXFP4A16", "weight_packed", torch.ones(7, 192, dtype=torch.int8), "weight_packed has the dtype torch.int8"),
+        ("FP8_BLOCK", "weight_scale", torch.ones(2, 3), r"weight_scale has the shape \[2, 3\]"),
+        ("NVFP4", "input_global_scale", None, "input_global_scale is missing"),
+    ],
+)
+def test_what_does_not_fit_is_named(preset: str, key: str, value: Tensor | None, message: str) -> None:
+    layer, scheme = stored(preset)
+    parts = dict(layer.state_dict())
+    parts.pop(key)
+    if value is not None:
+        parts[key] = value
+    with pytest.raises(ValueError, match=message):
+        decode_module(parts, scheme)
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}, "strategy group"),
+        ({"num_bits": 8, "type": "float", "strategy": "tensor_group", "group_size": 16}, "float weights of 8 bits"),
+        ({"num_bits": 4, "type": "int", "strategy": "tensor_group", "group_size": 16}, "with int weights"),
+    ],
+)
+def test_formats_that_contradict_themselves_are_not_read(weights: dict[str, object], reason: str) -> None:
+    config = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}}}
+    group = read_config_groups(config)[0]
+    assert group.scheme is None and reason in str(group.reason)
