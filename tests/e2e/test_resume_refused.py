@@ -303,6 +303,17 @@ def test_a_finished_run_has_nothing_to_resume(unfinished: Unfinished, whole: dic
     assert digest(unfinished.out) == whole
 
 
+def test_a_finished_run_discards_no_other_run(unfinished: Unfinished) -> None:
+    unfinished.resume()
+    with stopping_at(6), pytest.raises(KeyboardInterrupt):
+        unfinished.go(seed=1, output_dir=unfinished.out.with_name("second"))
+    other = unfinished.out.with_name("second.partial-run")
+    with pytest.raises(AlreadyDoneError):
+        unfinished.resume(run_dir=other)
+    result = unfinished.resume(seed=1, output_dir=unfinished.out.with_name("second"))
+    assert result.resumed == "resumed after stage 1 of 4"
+
+
 def test_a_model_in_memory_is_resumed_by_an_equal_model(unfinished: Unfinished) -> None:
     from transformers import AutoModelForCausalLM
 

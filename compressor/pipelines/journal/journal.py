@@ -210,7 +210,8 @@ class Journal(NoJournal):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Let go of the folder; after an error it stays where it holds a finished stage, and the error says so."""
-        if self._is_finished:
+        if self._is_finished or not self._folder.journal.exists():
+            self._folder.unlock()
             return
         # What lies on the disk counts: ctrl-C may have come right behind the write.
         kept = [entry for entry in Lines.read(self._folder.journal).entries if entry["kind"] == "stage"]

@@ -76,11 +76,12 @@ def open_journal(
         raise
 
 
-def discard_finished(path: Path) -> None:
-    """Remove the run folder of a run whose checkpoint is complete; nothing happens where there is none.
+def discard_finished(path: Path, run: Fingerprint) -> None:
+    """Remove the run folder of a run whose checkpoint is complete; nothing happens where there is none, or that of another run.
 
     Args:
         path: of the folder.
+        run: what the result depends on.
 
     Raises:
         ResumeError: another run works in it.
@@ -93,7 +94,9 @@ def discard_finished(path: Path) -> None:
     folder = RunFolder(path)
     folder.create()
     try:
-        folder.remove()
+        found = read_journal(path)
+        if found is None or not changes(found.entries[0]["fingerprint"], run):
+            folder.remove()
     finally:
         folder.unlock()
 

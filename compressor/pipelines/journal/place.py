@@ -76,7 +76,7 @@ class RunPlace:
                 f"{self.output_dir}: holds the result of another run, which nothing may overwrite; name a new folder, or give what was "
                 "given before"
             )
-        discard_finished(self.run_dir)
+        discard_finished(self.run_dir, run)
         raise AlreadyDoneError(f"{self.output_dir}: holds the result of this very run already; nothing is left to resume")
 
 
