@@ -25,12 +25,3 @@ def pytest_configure(config: pytest.Config) -> None:
 def repo_root() -> Path:
     """The folder that holds pyproject.toml."""
     return _ROOT
-
-
-@pytest.fixture(scope="session")
-def reference_model() -> Path:
-    """The folder of the reference model, golden/reference."""
-    folder = _ROOT / "golden" / "reference"
-    if not (folder / "model.safetensors").is_file():
-        pytest.skip("golden/reference holds no model yet; train it with python -m harness.goldens.reference_model")
-    return folder

@@ -55,7 +55,7 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor
     """Draw values with heavy tails between -1 and 1, the same on every machine.
 
     Args:
-        shape: of the tensor.
+        *shape: of the tensor.
         seed: of the values.
         dtype: to round them to.
 
@@ -181,7 +181,8 @@ def packer_cases() -> Iterator[tuple[str, Callable[[], Result]]]:
 
 
 def _packed_integers(bits: int) -> Result:
-    inputs, tensors = {}, {}
+    inputs: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for rows, columns in ((1, 1), (3, 31), (2, 33), (5, 131)):
         codes = torch.randint(-(1 << bits - 1), 1 << bits - 1, (rows, columns), generator=torch.Generator().manual_seed(bits)).to(
             torch.int8

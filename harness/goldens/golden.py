@@ -210,7 +210,8 @@ class Golden:
 
     def _record(self, name: str, answer: Answer, candidate: Candidate | None, kind: str = "outputs") -> None:
         rows = [comparison.to_dict() for comparison in answer.comparisons]
-        self._outcome(name, answer.verdict.value, answer.summary, answer.note, rows, candidate.path if candidate else "", kind)
+        note = answer.note if answer.replaces_tier or not answer.ok else ""
+        self._outcome(name, answer.verdict.value, answer.summary, note, rows, candidate.path if candidate else "", kind)
 
     def _outcome(
         self, name: str, verdict: str, summary: str, note: str = "", rows: Any = (), candidate: str = "", kind: str = "outputs"

@@ -72,13 +72,15 @@ class Answer:
         verdict: in one word.
         summary: the decisive fact.
         comparisons: one per tensor that was compared.
-        note: what was done differently than asked, such as the tier of another platform; empty if nothing.
+        note: that the golden is another platform's, and which tier applied; empty for its own.
+        replaces_tier: the tier for elsewhere took the place of the tier.
     """
 
     verdict: GoldenVerdict
     summary: str
     comparisons: tuple[Comparison, ...] = ()
     note: str = ""
+    replaces_tier: bool = False
 
     @property
     def ok(self) -> bool:
@@ -247,7 +249,8 @@ def _judge(asked: Question, expected: Mapping[str, Tensor], tier: TierMap, note:
     vacuous = _vacuous(asked, expected, [tier])
     if vacuous:
         return Answer(vacuous.verdict, vacuous.summary, found, note)
-    return Answer(GoldenVerdict.PASS, f"{len(found)} tensors within {tier}", found, note)
+    replaced = tier is not asked.tier
+    return Answer(GoldenVerdict.PASS, f"{len(found)} tensors within {tier}", found, note, replaced)
 
 
 def _vacuous(asked: Question, expected: Mapping[str, Tensor], tiers: list[TierMap | None]) -> Answer | None:

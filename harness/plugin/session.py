@@ -140,18 +140,17 @@ class GoldenSession:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Show every golden that does not hold, what was written, and what was held to another platform's tier."""
         bad = [outcome for outcome in self.outcomes if outcome["verdict"] != "pass" and not outcome["candidate"]]
-        notes: dict[str, list[str]] = {}
-        for outcome in self.outcomes:
-            if outcome["note"] and outcome["verdict"] == "pass":
-                notes.setdefault(outcome["note"], []).append(outcome["name"])
+        notes = [f"{outcome['name']}: {outcome['note']}" for outcome in self.outcomes if outcome["note"] and outcome["verdict"] == "pass"]
         if not (bad or notes or self.written or self.refused or self.usage.trouble):
             return
         terminalreporter.section("goldens")
         for outcome in bad:
             for line in self._lines(outcome):
                 terminalreporter.write_line(line)
-        for note, names in list(notes.items())[:_MAX_NOTES]:
-            terminalreporter.write_line(f"{len(names)} passed: {note} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
+        for note in notes[:_MAX_NOTES]:
+            terminalreporter.write_line(f"passed: {note}")
+        if len(notes) > _MAX_NOTES:
+            terminalreporter.write_line(f"and {len(notes) - _MAX_NOTES} more passed by their tier for elsewhere")
         for line in self.written:
             terminalreporter.write_line(f"written: {line}", green=True)
         for line in [*self.refused, *self.usage.trouble]:

@@ -45,8 +45,14 @@ def dtype_of(name: str) -> torch.dtype:
 
 def to_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of every element, uint8 [N, B]; a view where the tensor is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = _flat(tensor)
     return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements in memory order; a single one may carry any stride, which no view as another dtype takes."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat if flat.numel() > 1 else flat.as_strided((flat.numel(),), (1,))
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -80,7 +86,7 @@ def widen(tensor: Tensor) -> Tensor:
     """Return the values as float64 [N, K]; exact but for integers beyond 2^53."""
     dtype = tensor.dtype
     if dtype in _PARTS:
-        return tensor.detach().contiguous().reshape(-1).view(_PARTS[dtype]).to(torch.float64).reshape(-1, 2)
+        return _flat(tensor).view(_PARTS[dtype]).to(torch.float64).reshape(-1, 2)
     data = to_bytes(tensor)
     if dtype == torch.float4_e2m1fn_x2:
         nibbles = torch.cat([data & 0xF, data >> 4], dim=1).long()
@@ -103,7 +109,7 @@ def ordered(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """
     part = _PARTS.get(tensor.dtype, tensor.dtype)
     width = torch.empty(0, dtype=part).element_size()
-    raw = tensor.detach().contiguous().reshape(-1).view(_SIGN_MAGNITUDE[width]).reshape(tensor.numel(), -1)
+    raw = _flat(tensor).view(_SIGN_MAGNITUDE[width]).reshape(tensor.numel(), -1)
     if part == torch.float8_e8m0fnu:  # an exponent and nothing else
         return torch.zeros_like(raw, dtype=torch.bool), raw.long()
     top = 1 << (8 * width - 1)

@@ -35,8 +35,13 @@ class Tier:
     directions: ClassVar[Mapping[str, Direction]] = {}
 
     def __str__(self) -> str:
-        """The tier as it would be written in a test; fields at their defaults are left out."""
-        given = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if getattr(self, field.name) != field.default)
+        """The tier as it would be written in a test; after the first field, those at their defaults are left out."""
+        values = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        given = [
+            f"{name}={value!r}"
+            for place, (name, value, default) in enumerate(values)
+            if value is not None and (not place or value != default)
+        ]
         return f"{self.code}({', '.join(given)})"
 
     def to_dict(self) -> dict[str, Any]:
