@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from compressor.planning.mixed import run_mixed, tensors_in
+from compressor.planning.mixed import FROM_SHAPES, run_mixed, tensors_in
 
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 
@@ -142,7 +142,7 @@ class _Ledger(TorchDispatchMode):
             if storage is not None:
                 storage.last_use = self._clock
         for tensor in tensors_in(out):
-            self._note(tensor, varies)
+            self._note(tensor, varies and func._overloadpacket not in FROM_SHAPES)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self._stretches[-1].flops += count(*args, **kwargs, out_val=out)

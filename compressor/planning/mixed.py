@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _SMALL = 1 << 22  # elements of a tensor made from nothing, up to which its values are at hand
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._unsafe_index)
 
+_MADE = ("ones_like", "zeros_like", "empty_like", "full_like", "new_ones", "new_zeros", "new_empty", "new_full")
+FROM_SHAPES = frozenset(getattr(torch.ops.aten, name) for name in _MADE)  # what they give depends on no value of what they are given
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Collect the tensors in a value.

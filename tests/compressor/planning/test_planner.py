@@ -1,0 +1,150 @@
+"""A plan follows what the run would do: dtype, batch size, engine, memory for activations; and where it cannot know, it says so."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor.cli import main
+from compressor.errors import UserInputError
+from compressor.planning import Plan, plan, planner
+from compressor.planning.speed import Speed, measure_speed
+
+RECIPE = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}}}
+NO_HEAD = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "scheme": "W4A16"}}}}
+SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 3}
+
+
+@pytest.fixture(autouse=True)
+def speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan of this file times anything: 1 GFLOP/s, a microsecond for a column."""
+    monkeypatch.setattr(planner, "measure_speed", lambda device, dtype: Speed(1e9, 1e9, 1e-6, 1e-9))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig
+
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        **SIZES, num_key_value_heads=2, max_position_embeddings=64, dtype="bfloat16", architectures=["LlamaForCausalLM"]
+    ).save_pretrained(path)
+    return path
+
+
+def make(folder: Path | nn.Module, **options: Any) -> Plan:
+    return plan(folder, recipe=RECIPE, **{"num_calibration_samples": 64, **options})
+
+
+def layer(made: Plan, index: int = 1) -> Any:
+    return next(stage for stage in made.estimate.stages if stage.name == f"model.layers.{index}")
+
+
+def test_statistics_and_activations_are_what_they_must_be(folder: Path) -> None:
+    made = make(folder)
+    stage = layer(made)
+    assert stage.statistics_bytes == 4 * (128**2 + 256**2)  # gate/up and down: those of attention are gone at the worst moment
+    rotary, ids = 2 * 64 * 32 * 2, 64 * 64 * 8
+    assert stage.activations_bytes == 64 * 64 * 128 * 2 + rotary + ids
+    assert stage.phase == "compress"
+    assert made.estimate.basis == "one forward followed on shapes"
+    assert [one.name for one in made.estimate.stages] == ["trace", *(f"model.layers.{i}" for i in range(3)), "rest", "save"]
+    assert made.estimate.journal_bytes == sum(int(module.details["bytes_after"]) for module in made.modules)
+
+
+def test_the_number_of_layers_does_not_matter_beyond_the_weights(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 12}))
+    few, many = make(folder).estimate, make(tmp_path).estimate
+    assert many.worst.peak_bytes - many.worst.weights_bytes == few.worst.peak_bytes - few.worst.weights_bytes
+
+
+def test_options_show(folder: Path) -> None:
+    plain = make(folder, batch_size=8)
+    assert make(folder, dtype="float32").estimate.model_bytes == pytest.approx(2 * plain.estimate.model_bytes, rel=1e-3)
+    assert layer(make(folder, engine="suspend")).activations_bytes > layer(plain).activations_bytes
+    assert make(folder, num_calibration_samples=128).estimate.seconds > plain.estimate.seconds
+    assert make(folder, num_calibration_samples=128).estimate.peak_bytes > plain.estimate.peak_bytes
+    small, large = make(folder, batch_size=1), make(folder, batch_size=64)
+    assert small.estimate.stages[0].temporaries_bytes < large.estimate.stages[0].temporaries_bytes
+    granted = make(folder, activation_memory="200kB").estimate
+    assert granted.offload_bytes == layer(plain).activations_bytes - 64 * 64 * 8 - 200_000
+    assert granted.peak_bytes < plain.estimate.peak_bytes and plain.estimate.offload_bytes == 0
+    with pytest.raises(UserInputError, match="activation_memory: 'x' is no size"):
+        make(folder, activation_memory="x")
+
+
+def test_a_model_in_memory_is_planned_without_a_copy_of_its_weights(folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).bfloat16()
+    before = copy.deepcopy(model.state_dict())
+    made = make(model)
+    assert made.estimate.model_bytes == pytest.approx(make(folder).estimate.model_bytes, rel=1e-3)
+    assert layer(made).statistics_bytes == layer(make(folder)).statistics_bytes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class Asking(nn.Module):
+    """Its forward looks at what its weights make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 128)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.layers:
+            x = block(x) if float(x.sum()) > 0 else x
+        return x
+
+
+def test_what_cannot_be_followed_is_guessed_and_said(folder: Path) -> None:
+    made = plan(Asking(), recipe=NO_HEAD, num_calibration_samples=8, max_seq_length=32, sequential_targets=["Sequential"])
+    assert made.estimate.basis.startswith("a guess from the shapes of the weights")
+    stage = next(stage for stage in made.estimate.stages if stage.name == "layers.1")
+    assert stage.statistics_bytes == 4 * (128**2 + 256**2)
+    assert stage.activations_bytes == 8 * 32 * (128 * 4 + 8)
+
+
+def test_without_data_only_weights_and_rounding_count(folder: Path) -> None:
+    recipe = {
+        "quant_stage": {
+            "quant_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "FP8_DYNAMIC"}}
+        }
+    }
+    made = plan(folder, recipe=recipe)
+    assert [stage.name for stage in made.estimate.stages] == ["compress", "save"]
+    assert made.estimate.stages[0].statistics_bytes == made.estimate.journal_bytes == 0
+
+
+def test_the_command_prints_stages_and_takes_the_options_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(folder), "--recipe", json.dumps(RECIPE), "--num-calibration-samples", "64", "--device", "cpu"]
+    assert main([*command, "--batch-size", "4", "--engine", "suspend", "--dtype", "float32", "--activation-memory", "100kB"]) == 0
+    printed = capsys.readouterr().out
+    for words in (
+        "Peak memory by stage",
+        "model.layers.2",
+        "compress",
+        "disk for activations (estimate)",
+        "GFLOP/s",
+        "one forward followed on shapes",
+    ):
+        assert words in printed
+    assert main([*command, "--json"]) == 0
+    estimate = json.loads(capsys.readouterr().out)["estimate"]
+    assert estimate["peak_bytes"] == max(stage["peak_bytes"] for stage in estimate["stages"])
+    assert {"checkpoint_bytes", "journal_bytes", "seconds", "flops_per_second", "process_bytes"} <= estimate.keys()
+
+
+def test_speed_is_timed_on_this_machine() -> None:
+    speed = measure_speed(torch.device("cpu"), torch.bfloat16)
+    assert speed.flops > 1e6 and speed.model_flops > 1e6
+    assert 0 < speed.column_seconds < 10 and 0 <= speed.rounding_seconds < 1
