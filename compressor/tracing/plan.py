@@ -25,6 +25,7 @@ from compressor.errors import TracingError
 from compressor.tracing.early_stop import Watched
 from compressor.tracing.graph.engine import GraphEngine
 from compressor.tracing.graph.planner import GraphPlanner, Variant
+from compressor.tracing.graph.refusal import Unrepeatable
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.schedule import schedule
 from compressor.tracing.observe import Kind, kind_of, observe_trail, stages_of
@@ -175,7 +176,7 @@ class Plan:
             chosen = self._graph.choose(batches)
             schedule([variant.program for variant in chosen], self._graph.planner.groups)
         except TracingError as error:
-            if self._asked == "graph":
+            if self._asked == "graph" or isinstance(error, Unrepeatable):
                 raise
             self.engine, self.why, self._graph = "suspend", f"the graph engine refused: {error}", None
             return None

@@ -65,14 +65,23 @@ def plan_guards(program: Program, groups: Sequence[str]) -> GuardPlan:
         if not behind:
             early.append(node)
             by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
+        elif node.meta["guard"] == "structure" and _is_of_module(node):
+            continue  # how a module builds its result is checked when it is there
         elif node.meta["guard"] == "structure":
-            continue  # how a result is built is checked when it is there
+            late_shapes.append(node)  # a leaf's choice between a tensor and None: taken from the inputs, of which each batch has its own
+            by_shape = False
         elif any(one.op == "call_module" and one.target in targets for one in sources):
             late_values.append(node)
         else:
             late_shapes.append(node)
             by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
     return GuardPlan(tuple(needed_for(early, nodes)) if early else (), by_shape, tuple(late_shapes), tuple(late_values))
+
+
+def _is_of_module(node: fx.Node) -> bool:
+    """True for the guard on the structure of a module's result, False for that of a leaf's."""
+    asked: Any = node.args[0]
+    return isinstance(asked.args[0], fx.Node) and asked.args[0].op == "call_module"
 
 
 def _value_sources(goal: fx.Node) -> set[fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from typing import Any
 
@@ -43,34 +44,54 @@ def _copy_in_storage(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) 
     return made.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def versions_of(values: dict[str, Any]) -> dict[str, int]:
-    """Note how often each live tensor has been written to.
+def state_of(values: dict[str, Any], by_content: bool) -> dict[str, Any]:
+    """Note what tells whether the live tensors have been written to.
 
     Args:
         values: live values by name.
+        by_content: hash their contents, too: a write through `.data` leaves no other trace.
 
     Returns:
-        Name to version.
+        Name to version and digest.
     """
-    return {name: value._version for name, value in values.items() if isinstance(value, Tensor) and not value.is_inference()}
+
+    def state(tensor: Tensor) -> Any:
+        return (None if tensor.is_inference() else tensor._version, digest(tensor) if by_content else None)
+
+    return {name: state(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def check_untouched(values: dict[str, Any], before: dict[str, int], copied: Collection[str], target: str, sample: int) -> None:
+def check_untouched(values: dict[str, Any], before: dict[str, Any], by_content: bool, copied: Collection[str], where: str) -> None:
     """Make sure that a calibration pass wrote to its copies only.
 
     Args:
         values: live values by name.
-        before: their versions before the pass.
+        before: their state before the pass.
+        by_content: whether that holds digests.
         copied: names of those that were copied.
-        target: dotted name, for the error.
-        sample: number of the batch, for the error.
+        where: stage and sample, for the error.
 
     Raises:
         TracingError: it wrote to another one.
     """
-    touched = [name for name, version in versions_of(values).items() if name not in copied and version != before[name]]
+    after = state_of(values, by_content)
+    touched = [name for name in after if name not in copied and after[name] != before[name]]
     if touched:
         raise TracingError(
-            f'{target}: batch {sample} writes in place to {touched[0]}, which the recorded forward did not; use engine="suspend" for data '
-            "that decides what is written"
+            f"{where} writes in place to {touched[0]}, past what was recorded; what is written must not depend on the data nor go through "
+            '`.data`, or use engine="suspend"'
         )
+
+
+def digest(tensor: Tensor) -> str:
+    """Hash the contents of a tensor.
+
+    Args:
+        tensor: on any device.
+
+    Returns:
+        A digest of its bytes.
+    """
+    with torch._C.DisableTorchFunction():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=12).hexdigest()

@@ -47,6 +47,10 @@ class Refusal(TracingError):
         self.frames = frames
 
 
+class Unrepeatable(TracingError):
+    """The forward changes what all samples share, so that no engine can call a target twice."""
+
+
 class SwallowedTarget(Refusal):
     """A function that is recorded as one node calls a sequential target."""
 

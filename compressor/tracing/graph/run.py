@@ -17,7 +17,7 @@ from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.tracing.early_stop import Enough, Watched
 from compressor.tracing.graph.execute import CallModule, call_plainly, next_values, run_segment
-from compressor.tracing.graph.lending import check_untouched, copy_live, versions_of
+from compressor.tracing.graph.lending import check_untouched, copy_live, state_of
 from compressor.tracing.graph.patches import noting_values
 from compressor.tracing.graph.program import ROOT, Program
 from compressor.tracing.graph.record import copy_batch, named_inputs
@@ -156,12 +156,12 @@ class GraphRun:
 
         return call
 
-    def _calibrate_sample(self, sample: int, segment: int, stop: Stop) -> None:
+    def _calibrate_sample(self, sample: int, segment: int, stop: Stop, is_first: bool) -> None:
         program = self._programs[sample]
         span = range(segment, program.spans[segment] + 1)
         mutated = {name for index in span for name in program.segments[index].mutates}
         live = self._store.get(sample)
-        before = versions_of(live)
+        before = state_of(live, is_first)
         values = copy_live(live, mutated, self.model)
         call = self._call_calibrating(stop.targets)
         self._on_sample(sample)
@@ -172,7 +172,7 @@ class GraphRun:
                 run_segment(program.segments[span[-1]], values, self.model, call, {name or ROOT for name in stop.targets})
             except Enough:
                 pass  # every watched module has been seen
-        check_untouched(live, before, mutated, stop.targets[0], sample)
+        check_untouched(live, before, is_first, mutated, f"{stop.targets[0] or 'the model'}: batch {sample}")
 
     def _propagate_sample(self, sample: int, segment: int) -> None:
         self._on_sample(sample)
@@ -238,12 +238,12 @@ class GraphStage:
         self._watch = StageWatch(self.name, inside)
         first, *others = self._stop.samples
         with self._watch.calibrating(run.model):
-            run._calibrate_sample(first, self._stop.samples[first], self._stop)
+            run._calibrate_sample(first, self._stop.samples[first], self._stop, True)
             self._watch.first_seen(stop_early)
             for position, sample in enumerate(others):
                 run._store.prefetch(others[min(position + 1, len(others) - 1)])
                 self._watch.begin()
-                run._calibrate_sample(sample, self._stop.samples[sample], self._stop)
+                run._calibrate_sample(sample, self._stop.samples[sample], self._stop, False)
 
     def skip_calibration(self) -> None:
         """Take the statistics of the targets for complete, though nothing is called: an earlier run has compressed what lies inside."""

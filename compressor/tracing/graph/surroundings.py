@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compressor.tracing.graph.refusal import Refusal
+from compressor.tracing.graph.refusal import Refusal, Unrepeatable
 from compressor.tracing.graph.trees import find_tensor
 from compressor.tracing.isolation import foreign_random
 
@@ -38,8 +38,8 @@ class Surroundings:
         """Refuse a forward that did what a graph cannot repeat.
 
         Raises:
-            Refusal: it caught an exception, drew from Python's or numpy's generators, seeded torch's, or wrote to parameters or buffers
-                in place.
+            Refusal: it caught an exception, drew from Python's or numpy's generators, or seeded torch's.
+            Unrepeatable: it wrote to parameters or buffers in place.
         """
         if self.caught is not None:
             raise Refusal(f'{self.caught}: whether it is raised depends on the batch; use engine="suspend"')
@@ -52,7 +52,7 @@ class Surroundings:
             raise Refusal('forward: it seeds torch\'s random generator, which a graph cannot repeat; use engine="suspend"')
         written = [name for name, (tensor, version) in self._versions.items() if tensor._version != version]
         if written:
-            raise Refusal(
+            raise Unrepeatable(
                 f"{written[0]}: forward writes to it in place, and all samples share it; put a new tensor in its place, or use "
                 'pipeline="basic"'
             )

@@ -6,7 +6,6 @@ difference stops the graph where it is.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor, fx, nn
 from compressor.data.collate import Batch, call_model
 from compressor.errors import TracingError
 from compressor.tracing.graph.execute import run_program
+from compressor.tracing.graph.lending import digest
 from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.graph.program import Program
 from compressor.tracing.graph.record import copy_batch, named_inputs
@@ -196,7 +196,7 @@ def digests(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, s
         Path, and dtype, shape and digest of a tensor or the text of a plain value.
     """
     if isinstance(value, Tensor):
-        yield path, f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} #{_digest(value)}"
+        yield path, f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} #{digest(value)}"
     elif isinstance(value, _PLAIN):
         yield path, repr(value)
     elif depth == _MAX_DEPTH or isinstance(value, nn.Module | type) or callable(value) or type(value).__name__.endswith("Config"):
@@ -205,9 +205,3 @@ def digests(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, s
         yield path, type(value).__name__
         for key, part in parts_of(value):
             yield from digests(part, f"{path}[{key}]", depth + 1)
-
-
-def _digest(tensor: Tensor) -> str:
-    with torch._C.DisableTorchFunction():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=12).hexdigest()

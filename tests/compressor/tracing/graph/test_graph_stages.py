@@ -194,3 +194,49 @@ def test_a_failed_recording_leaves_nothing_on_the_model() -> None:
         trace(model, batches, engine="graph")
     assert vars(model).keys() == before.keys() and not model._forward_hooks
     assert trace(model, batches).engine == "suspend"
+
+
+class WritingPast(nn.Linear):
+    """Writes to its input where no version counter sees it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = super().forward(x)
+        x.data.mul_(2)
+        return made
+
+
+class Sharing(Stacked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].up = WritingPast(8, 16)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def test_a_write_that_leaves_no_trace_is_found_in_the_calibration_pass() -> None:
+    model, batches = build(Sharing), toy_batches()
+    with trace(model, batches, engine="graph").run(batches, watched=lambda: {"layers.1.down": True}) as run:
+        stages = iter(run)
+        next(stages).propagate()
+        with pytest.raises(TracingError, match=r"layers.1: batch 0 writes in place to layers_0, past what was recorded"):
+            next(stages).calibrate()
+
+
+class Tallying(Stacked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tally", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.tally.add_(1)
+        return super().forward(ids, mask)
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph"])
+def test_state_that_all_samples_write_to_is_refused(engine: Any) -> None:
+    with pytest.raises(TracingError, match=r'tally: forward writes to it in place, and all samples share it.*pipeline="basic"'):
+        trace(build(Tallying), toy_batches(), engine=engine)
