@@ -30,6 +30,10 @@ from harness.onnx_graph.session_graphs import SessionGraphs
 Judge = Callable[[OptimizerCall, Any, Any], OptimizerCall]
 
 
+def _nothing(call: OptimizerCall) -> None:
+    """A policy without a contract has nothing to raise."""
+
+
 @dataclass(eq=False)
 class Policy:
     """One forced_skips context.
@@ -45,7 +49,7 @@ class Policy:
     skips: Mapping[str, tuple[str, ...]]
     record: Callable[[OptimizerCall], None]
     judge: Judge | None = None
-    raise_broken: Callable[[OptimizerCall], None] = field(default=lambda call: None)
+    raise_broken: Callable[[OptimizerCall], None] = field(default_factory=lambda: _nothing)
     thread: int | None = None
 
     def applies(self) -> bool:
