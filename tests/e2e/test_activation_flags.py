@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from compressor.cli import main
+from compressor.pipelines.scratch import ScratchFile
 
 
 def run(model: Path, tokens: Path, recipe: dict[str, Any], output: Path, *flags: str) -> int:
@@ -41,3 +42,35 @@ def test_what_cannot_be_kept_to_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_activations_on_disk_change_no_byte_of_the_checkpoint(
+    llama_dir: Path, tokens_file: Path, w4a16: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    plain_write = ScratchFile.write
+
+    def write(self: ScratchFile, data: Any, label: str) -> Any:
+        written.append(data.numel())
+        return plain_write(self, data, label)
+
+    monkeypatch.setattr(ScratchFile, "write", write)
+    offload = tmp_path / "offload"
+    offload.mkdir()
+    small = ["--engine", "graph", "--batch-size", "2", "--activation-memory", "30kB"]
+    assert run(llama_dir, tokens_file, w4a16, tmp_path / "disk", *small, "--offload-dir", str(offload)) == 0
+    assert len(written) >= 8 and list(offload.iterdir()) == []
+    written.clear()
+    assert run(llama_dir, tokens_file, w4a16, tmp_path / "memory", "--engine", "graph", "--batch-size", "2") == 0
+    assert not written
+    weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("disk", "memory")]
+    assert weights[0] == weights[1]
+
+
+def test_too_little_memory_and_no_folder_is_refused_with_the_remedies(
+    llama_dir: Path, tokens_file: Path, w4a16: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--engine", "graph", "--batch-size", "2", "--activation-memory", "30kB"]
+    assert run(llama_dir, tokens_file, w4a16, tmp_path / "out", *flags) == 1
+    error = capsys.readouterr().err
+    assert "sample 1 needs" in error and "30,000 bytes" in error and "name an offload_dir" in error
