@@ -71,7 +71,9 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
     if attempt.model is None and _is_announced(subject):
         own = load_with_our_reader(subject.compressed.folder)
         if own.model is not None:
-            summary = f"transformers does not load it, as the run said beforehand; compressor.load_compressed does: {_first(attempt.problems)}"
+            summary = (
+                f"transformers does not load it, as the run said beforehand; compressor.load_compressed does: {_first(attempt.problems)}"
+            )
             return LOADS.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=attempt.problems), own.model
     if attempt.model is None:
         summary = f"transformers does not load it: {_first(attempt.problems)}"

@@ -16,6 +16,7 @@ from compressor.progress import Progress, SilentProgress
 from harness.validation.decoder import DecodedModule, decode_module, float8_values
 from harness.validation.float_formats import FP4_LARGEST, FP8_LARGEST
 from harness.validation.loading import modules_as_stored
+from harness.validation.loading import modules_as_stored
 from harness.validation.metrics import Closeness, compare_weights
 from harness.validation.scheme import WeightScheme
 from harness.validation.subject import Subject
@@ -155,7 +156,8 @@ def _decoys(decoded: torch.Tensor, neighbour: torch.Tensor | None) -> dict[str, 
 
 
 def _num_different(decoded: torch.Tensor, loaded: torch.nn.Module, scheme: WeightScheme) -> int | None:
-    weight = getattr(loaded, "weight", None)
+    unpack = getattr(loaded, "dequantized_weight", None)  # a runtime layer of ours, whose `weight` may hold codes
+    weight = getattr(loaded, "weight", None) if unpack is None else unpack()
     if not isinstance(weight, torch.Tensor):
         return None
     if scheme.is_unpacked_to_bfloat16:

@@ -105,7 +105,10 @@ def modules_as_stored(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     unfuse_into(unfused, prove=False)
     try:
         names = [
-            f"{name}.{child}" for name, module in model.named_modules() if isinstance(module, Expert) for child, _ in module.named_children()
+            f"{name}.{child}"
+            for name, module in model.named_modules()
+            if isinstance(module, Expert)
+            for child, _ in module.named_children()
         ]
         stored = stored_names(model, names) if names else {}
         return found | {stored.get(name, name): model.get_submodule(name) for name in names}
