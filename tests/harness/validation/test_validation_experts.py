@@ -1,4 +1,4 @@
-"""Checkpoints with experts: weights are compared expert by expert in what transformers fuses; what it cannot load is judged with our reader."""
+"""Experts are compared one by one in what transformers fuses; what transformers cannot load is judged with our reader."""
 
 from __future__ import annotations
 
