@@ -20,6 +20,8 @@ GENERATION_CONFIG = Claim("files.generation_config", "generation_config.json equ
 TOKENIZER = Claim("files.tokenizer", "The tokenizer files equal the base's byte for byte")
 SHARDS = Claim("files.shards", "The safetensors files are well formed and the index tells the truth")
 TENSORS = Claim("files.tensors", "Every base tensor is there, unchanged or as the parts of its quantized form, and no other")
+# Weights whose owner keeps keys and values in a cache.
+_KV_PROJECTIONS = (".k_proj.weight", ".qkv_proj.weight", ".kv_b_proj.weight")
 
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -202,7 +204,17 @@ def _expected_names(subject: Subject) -> tuple[set[str], set[str], set[str]]:
         shape = subject.base.entries[f"{module}.weight"].shape
         has_g_idx = f"{module}.weight_g_idx" in subject.compressed.entries
         parts |= {f"{module}.{part}" for part in expected_parts(group.scheme, shape, has_g_idx=has_g_idx)}
-    return plain, parts, subject.modules.keys() - subject.readable_modules.keys()
+    return plain, parts | _kv_names(subject), subject.modules.keys() - subject.readable_modules.keys()
+
+
+def _kv_names(subject: Subject) -> set[str]:
+    """Return the scales (and zero points) that static quantization of keys and values adds to every attention module."""
+    scheme = (subject.quantization_config or {}).get("kv_cache_scheme")
+    if not isinstance(scheme, Mapping) or scheme.get("dynamic"):
+        return set()
+    kinds = ("scale",) if scheme.get("symmetric", True) else ("scale", "zero_point")
+    owners = {name.rpartition(".")[0].rpartition(".")[0] for name in subject.base.entries if name.endswith(_KV_PROJECTIONS)}
+    return {f"{owner}.{part}_{kind}" for owner in owners for part in ("k", "v") for kind in kinds}
 
 
 def _is_tied_copy(subject: Subject, name: str) -> bool:

@@ -35,6 +35,7 @@ class SqnrLimits(BaseModel):
     int6: float = 20.0
     int7: float = 26.0
     int8: float = 32.0
+    float4: float = 14.0
     float8: float = 22.0
 
 

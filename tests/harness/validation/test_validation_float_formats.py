@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from compressor import oneshot
 from compressor.model.format import quantization_config
 from compressor.nn import QuantizedLayer, quantized
 from compressor.numerics import make_observer, preset_scheme
 from harness.validation.decoder import decode_module, expected_parts, float8_values
+from harness.validation.files import check_tensors
 from harness.validation.float_formats import fp4_as_fp8
 from harness.validation.scheme import WeightScheme, read_config_groups
+from harness.validation.subject import read_subject
+from harness.verdict import Outcome
 
 PRESETS = ("FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16")
 
@@ -106,3 +113,21 @@ def test_formats_that_contradict_themselves_are_not_read(weights: dict[str, obje
     config = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}}}
     group = read_config_groups(config)[0]
     assert group.scheme is None and reason in str(group.reason)
+
+
+@pytest.mark.parametrize(
+    "kv", [{"strategy": "tensor"}, {"strategy": "attn_head", "symmetric": False}, {"strategy": "token", "dynamic": True}]
+)
+def test_scales_of_keys_and_values_belong_to_the_folder(kv: dict[str, object], reference_model: Path, tmp_path: Path) -> None:
+    settings = {"scheme": "NVFP4A16", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8, "type": "float", **kv}}
+    if kv.get("symmetric") is False:
+        settings["kv_cache_scheme"] = {"num_bits": 8, **kv}
+    recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": settings}}}
+    data = {"dataset": reference_model / "calibration.safetensors", "num_calibration_samples": 2}
+    oneshot(reference_model, recipe=recipe, output_dir=tmp_path / "out", **data)
+    assert check_tensors(read_subject(reference_model, tmp_path / "out")).outcome is Outcome.PASS
+    stored_tensors = load_file(tmp_path / "out" / "model.safetensors")
+    planted = {"model.layers.0.mlp.k_scale": torch.ones(1)}
+    save_file(stored_tensors | planted, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    record = check_tensors(read_subject(reference_model, tmp_path / "out"))
+    assert record.outcome is Outcome.FAIL and "mlp.k_scale: is unexpected" in record.findings[0]
