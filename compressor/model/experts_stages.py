@@ -18,7 +18,7 @@ HESSIAN_BYTES = 1 << 31  # of the experts of one layer; beyond, they are calibra
 
 
 def expert_targets(
-    model: nn.Module, claimed: Collection[str], pipeline: str, named: Sequence[str] | None = None, limit: int = HESSIAN_BYTES
+    model: nn.Module, claimed: Collection[str], pipeline: str, named: Sequence[str] | None = None, limit: int | None = None
 ) -> Sequence[str] | None:
     """Choose sequential targets for a model with large layers of experts.
 
@@ -27,13 +27,13 @@ def expert_targets(
         claimed: dotted names of the modules that will be compressed.
         pipeline: only `sequential` has targets.
         named: patterns of the user, which are not touched.
-        limit: bytes of Hessians that one layer of experts may need in one stage.
+        limit: bytes of Hessians that one layer of experts may need in one stage; HESSIAN_BYTES by default.
 
     Returns:
         Dotted names in the order of the model; `named` where the usual targets will do.
     """
     sizes = [_hessian_bytes(module) for module in model.modules() if isinstance(module, UnfusedExperts)]
-    if named is not None or pipeline != "sequential" or max(sizes, default=0) <= limit:
+    if named is not None or pipeline != "sequential" or max(sizes, default=0) <= (HESSIAN_BYTES if limit is None else limit):
         return named
     names = [piece for layer, module in infer_targets(model).targets.items() for piece in _pieces(layer, module)]
     return [name for name in names if any(other == name or other.startswith(f"{name}.") for other in claimed)]

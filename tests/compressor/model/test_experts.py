@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from compressor import GPTQModifier, oneshot, plan
+from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, ModelError
+from compressor.model import experts_stages
 from compressor.model.experts import UnfusedModel, check_no_unknown_experts, unfuse_into, unfused_experts, unknown_experts
 from compressor.model.experts_stages import expert_targets
 from compressor.nn.experts import Expert, UnfusedExperts, fused_weights
@@ -155,6 +158,27 @@ def test_experts_of_large_layers_are_stages_of_their_own(tiny_moe: MoE) -> None:
         assert {f"{prefix}mlp.experts.{index}" for index in range(8)} | {f"{prefix}mlp.shared_experts"} == set(targets[2:])
     result = oneshot(model, recipe=_group4(fallback_budget=100), dataset=[IDS[0].tolist()] * 3, sequential_targets=targets)
     assert len(result.report.modules) == len(claimed)
+
+
+def test_hessians_of_few_experts_live_at_a_time(tiny_moe: MoE, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Hessian] = weakref.WeakSet()
+    most: list[int] = []
+    plain = Hessian.__init__
+
+    def counted(self: Hessian, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        alive.add(self)
+        most.append(len(alive))
+
+    monkeypatch.setattr(Hessian, "__init__", counted)
+    peaks = {}
+    for limit in (experts_stages.HESSIAN_BYTES, 0):
+        monkeypatch.setattr(experts_stages, "HESSIAN_BYTES", limit)
+        most.clear()
+        oneshot(tiny_moe("qwen3_moe"), recipe=_group4(fallback_budget=100), dataset=[IDS[0].tolist()] * 3)
+        peaks[limit] = max(most)
+    assert peaks[experts_stages.HESSIAN_BYTES] <= 3  # the module's limit is 0 now: attention has 2, an expert 2
+    assert max(peaks.values()) >= 12  # a layer at once: attention, and two for each of at least five experts
 
 
 class _StrangeExperts(nn.Module):
