@@ -195,8 +195,8 @@ def lay_out(setting: Setting, pipeline: str, footprints: Sequence[Footprint], la
     everything = [target for targets in layers.values() for target in targets]
     if pipeline == "data_free":
         timeline.add_whole("compress", [], everything, 0)
-    elif pipeline == "basic":
-        timeline.add_whole("calibrate", footprints, everything, setting.batches.num_batches)
+    elif pipeline == "basic" or not any(stretch.name for stretch in footprints):  # no layers: the whole model is one stage
+        timeline.add_whole("the model", footprints, everything, setting.batches.num_batches)
     else:
         timeline.add_whole("trace", footprints, [], 3)  # recorded, run, and held against the plain model
         _add_layers(timeline, footprints, dict(layers))

@@ -37,13 +37,13 @@ _LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-_QWEN = {**_LLAMA, "hidden_size": 384, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 3, "vocab_size": 2048}
+_QWEN = {**_LLAMA, "hidden_size": 384, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 2, "vocab_size": 2048}
 _OPT = {
     "vocab_size": 1024,
     "hidden_size": 256,
     "ffn_dim": 1024,
     "num_attention_heads": 4,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "word_embed_proj_dim": 256,
     "activation_function": "gelu",
     "max_position_embeddings": 128,

@@ -114,6 +114,14 @@ def test_what_cannot_be_followed_is_guessed_and_said(folder: Path) -> None:
     assert stage.activations_bytes == 8 * 32 * (128 * 4 + 8)
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_model_without_a_stack_of_layers_is_one_stage(num_layers: int, folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
+    names = [stage.name for stage in make(tmp_path).estimate.stages]
+    assert names == (["the model", "save"] if num_layers == 1 else ["trace", "model.layers.0", "model.layers.1", "rest", "save"])
+
+
 def test_without_data_only_weights_and_rounding_count(folder: Path) -> None:
     recipe = {
         "quant_stage": {
