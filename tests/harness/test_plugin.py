@@ -50,7 +50,7 @@ def _run_apart(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
 def test_markers_are_known_and_explained(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_nothing(): pass")
     result = _run(pytester, "--markers")
-    for name in ("gpu", "nightly", "peer"):
+    for name in ("gpu", "nightly", "release", "peer", "check(id)"):
         result.stdout.fnmatch_lines([f"@pytest.mark.{name}: *"])
 
 
@@ -116,6 +116,77 @@ def test_without_the_option_hypothesis_keeps_its_own_settings(pytester: pytest.P
     assert "examples=7" in _report(pytester)
 
 
-def test_loading_the_plugin_does_not_import_torch(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile("import sys\ndef test_light(): assert 'torch' not in sys.modules")
-    _run_apart(pytester, "--harness-profile=dev").assert_outcomes(passed=1)
+def test_release_tests_run_only_in_the_release_profile(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import pytest
+        @pytest.mark.release
+        def test_release(): pass
+        @pytest.mark.nightly
+        def test_nightly(): pass
+    """)
+    _run(pytester).assert_outcomes(skipped=2)
+    _run_apart(pytester, "--harness-profile=release").assert_outcomes(passed=2)
+
+
+CHECKS = """
+import pytest
+@pytest.mark.check(20)
+def test_twenty(): pass
+@pytest.mark.check(3, 20)
+def test_both(): pass
+@pytest.mark.check(4)
+def test_four(): pass
+def test_none(): pass
+"""
+
+
+@pytest.mark.parametrize(("arguments", "passed"), [([], 4), (["--harness-check=20"], 2), (["--harness-check=3", "--harness-check=4"], 2)])
+def test_only_the_checks_that_are_asked_for_run(pytester: pytest.Pytester, arguments: list[str], passed: int) -> None:
+    pytester.makepyfile(CHECKS)
+    _run(pytester, "--strict-markers", *arguments).assert_outcomes(passed=passed, deselected=4 - passed)
+
+
+@pytest.mark.parametrize("marker", ["check", "check()", "check('20')", "check(id=20)"])
+def test_a_check_without_a_number_is_refused(pytester: pytest.Pytester, marker: str) -> None:
+    pytester.makepyfile(f"import pytest\n@pytest.mark.{marker}\ndef test_it(): pass\n")
+    result = _run(pytester)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "names no number; write pytest.mark.check(20)" in result.stderr.str()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "outcome", "message"),
+    [
+        (["--harness-device=auto"], {"passed": 1}, ""),
+        (["--harness-device=cpu"], {"passed": 1}, ""),
+        (["--harness-device=cuda:1"], {"errors": 1}, "torch sees no CUDA device"),
+        (["--harness-device=abacus"], {"errors": 1}, "say auto, cpu, cuda or cuda:1"),
+    ],
+)
+def test_the_device_is_the_one_that_is_asked_for(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: list[str], outcome: dict[str, int], message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pytester.makepyfile("def test_it(device): assert device.type == 'cpu'")
+    result = _run(pytester, *arguments)
+    result.assert_outcomes(**outcome)
+    assert message in result.stdout.str()
+
+
+def test_the_ini_file_may_name_profile_and_device(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nharness_profile = nightly\nharness_device = cpu\n")
+    assert "examples=250" in _report(pytester)
+    pytester.makeini("[pytest]\nharness_profile = never\n")
+    result = _run(pytester)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "harness_profile=never: does not exist" in result.stderr.str()
+
+
+def test_help_explains_every_option_and_ini_value(pytester: pytest.Pytester) -> None:
+    text = _run(pytester, "--help").stdout.str()
+    for name in ("profile", "device", "golden-dir", "cache-dir", "reference-model", "check"):
+        assert f"--harness-{name}" in text
+    for name in ("harness_profile", "harness_device", "harness_golden_dir", "harness_cache_dir", "harness_reference_model"):
+        assert f"{name} (string):" in text
+    for name in ("--golden-update", "--golden-reason", "--golden-variant"):
+        assert name in text
