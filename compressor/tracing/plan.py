@@ -22,6 +22,7 @@ from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
+from compressor.tracing.apart import check_apart
 from compressor.tracing.early_stop import Watched
 from compressor.tracing.graph.engine import GraphEngine
 from compressor.tracing.graph.planner import GraphPlanner, Variant
@@ -68,15 +69,18 @@ class Plan:
         stages: in the order in which the first batch reaches them.
     """
 
-    def __init__(self, model: nn.Module, cut: Partition, asked: Engine, graph: GraphEngine | None, device: torch.device | None) -> None:
+    def __init__(
+        self, model: nn.Module, cut: Partition, asked: Engine, graph: GraphEngine | None, verify: Verify, device: torch.device | None
+    ) -> None:
         """Made by `trace`."""
         self.model = model
         self.partition = cut
         self.engine: Engine = "suspend" if graph is None else "graph"
         self.why = "asked for" if asked != "auto" else "all batches can be followed"
         self.stages: tuple[Stage, ...] = ()
-        self._asked, self._graph, self._device = asked, graph, device
+        self._asked, self._graph, self._verify, self._device = asked, graph, verify, device
         self._trails: dict[Kind, Trail] = {}
+        self._is_apart = False
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -125,6 +129,7 @@ class Plan:
             chosen = self._plan(batches)
             if chosen is None:
                 self._observe(batches)
+                self._check_apart(batches)
         if chosen is not None and self._graph is not None:
             return GraphRun(
                 self.model,
@@ -192,6 +197,12 @@ class Plan:
                 self._trails[kind] = observe_trail(self.model, self.partition, here)
         self.stages = stages_of(self.model, next(iter(self._trails.values())))
 
+    def _check_apart(self, batches: Sequence[Batch]) -> None:
+        """Show once that forwards which take turns do not notice each other."""
+        if not self._is_apart and len(batches) > 1 and self._verify != "off":
+            check_apart(self.model, self.partition.targets, batches, self._device, tuple(self._trails.values()))
+            self._is_apart = True
+
     def report(self) -> str:
         """Say in a few lines what was decided and why."""
         lines = [f"engine: {self.engine} ({self.why})", f"targets: {self.partition.reason}"]
@@ -226,7 +237,8 @@ def trace(
         engine: `graph`, `suspend`, or `auto`: the graph engine where it can follow the model, else the suspend engine.
         max_variants: recorded graphs at most.
         verify: batches on which the plan is compared with the plain model, bit for bit: none, for each recorded graph the first one and
-            one of another shape or padding, or all. With `auto` a difference is a reason to take the suspend engine, and reported.
+            one of another shape or padding, or all. With `auto` a difference is a reason to take the suspend engine, and reported. The
+            suspend engine, but for `off`, runs two batches alone and in turns, to show that they do not notice each other.
         device: of the model; None leaves batches where they are.
         targets_per_stage: targets that follow each other and share a stage; more than 1 needs the graph engine.
 
@@ -251,7 +263,7 @@ def trace(
             model, cut.targets, leaves=leaves, max_variants=max_variants, targets_per_stage=targets_per_stage, device=device
         )
         graph = GraphEngine(model, planner, verify, device)
-    plan = Plan(model, cut, engine, graph, device)
+    plan = Plan(model, cut, engine, graph, verify, device)
     if plan._plan(batches) is None:
         if targets_per_stage != 1:
             raise TracingError(f"targets_per_stage: {targets_per_stage} was given, but {plan.why}; give 1")

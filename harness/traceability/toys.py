@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from harness.traceability import toys_flow, toys_scope, toys_state, toys_values
+from harness.traceability import toys_flow, toys_outside, toys_scope, toys_state, toys_values
 from harness.traceability.batches import Batch
 from harness.traceability.toy_parts import WIDTH, Toy
 from harness.traceability.verdicts import Subject
@@ -91,7 +91,7 @@ def _snake(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-_MODULES = (toys_values, toys_flow, toys_state, toys_scope)
+_MODULES = (toys_values, toys_flow, toys_state, toys_scope, toys_outside)
 TOYS = MappingProxyType(
     {
         _snake(kind.__name__): ToyCase(_snake(kind.__name__), kind)

@@ -316,3 +316,61 @@ def test_a_target_that_is_called_in_another_thread_is_refused() -> None:
     ):
         for stage in run.stages():
             stage.propagate()
+
+
+OUTSIDE: dict[str, Tensor] = {}
+
+
+class Reading(nn.Sequential):
+    """Reads a global."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * OUTSIDE["scale"]
+
+
+class Global(Model):
+    """Hands a tensor to its layers through a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Reading(nn.Linear(4, 4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            OUTSIDE["scale"] = x.mean()
+            x = layer(x)
+        return x
+
+
+class Swapping(Model):
+    """Calls its layers with other parameters than their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.func.functional_call(layer, {name: value * 2 for name, value in layer.named_parameters()}, (x,))
+        return x
+
+
+@pytest.mark.parametrize("kind", [Global, Swapping])
+def test_forwards_that_notice_each_other_are_refused_before_the_first_stage(kind: type[nn.Module]) -> None:
+    model = made(kind)
+    before = {name: (value, value.clone()) for name, value in model.named_parameters()}
+    plan = trace(model, batches(1), TARGETS, engine="suspend")
+    with pytest.raises(TracingError, match="two forwards that take turns do not give what each gives alone"):
+        plan.run(batches())
+    assert all(value is before[name][0] and torch.equal(value, before[name][1]) for name, value in model.named_parameters())
+    alone = plan.run(batches(1), keep_outputs=True)
+    with alone as run:
+        for stage in run:
+            stage.propagate()
+    with torch.no_grad():
+        assert torch.equal(run.outputs[0], call_model(model, batches(1)[0]))
+
+
+@pytest.mark.parametrize("verify", ["off", "first"])
+def test_two_batches_are_run_alone_and_in_turns_unless_nothing_is_verified(verify: Any) -> None:
+    model, calls = made(Again), []
+    plan = trace(model, batches(1), TARGETS, engine="suspend", verify=verify)
+    model.register_forward_pre_hook(lambda module, args: calls.append(1))  # type: ignore[func-returns-value]
+    plan.run(batches()), plan.run(batches())
+    assert len(calls) == (0 if verify == "off" else 4), "once for a plan"
