@@ -27,7 +27,10 @@ from harness.profiles import PROFILES, Profile
 from harness.verdict import CheckRecord, Claim, Outcome
 
 # Every file that registers checks, in the order in which they run: cheap ones first.
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = (
+    "harness.checks.quantizer_scales",
+    "harness.checks.quantizer_codes",
+)
 
 # Kinds of subjects, and the protocol of harness/checks/protocols.py that each offers.
 KINDS: Mapping[str, str] = MappingProxyType(

@@ -45,7 +45,7 @@ class Quantizer(Protocol):
         tags: what it promises: odd, zero, half_even, homogeneous, local, covers, refuses_nonfinite, per_token.
         code_values: all code values in rising order, float64 [K].
         dtypes: dtypes of the weights that it takes.
-        scale_rule: how a scale follows from the largest |w| or from the range of its unit; a key of harness.checks.scale_rules.RULES, or
+        scale_rule: how a scale follows from the largest |w| or from the range of its unit; a key of harness.checks.nearest.RULES, or
             None where it is searched.
         stored_scale: dtype in which scales are stored; None: that of the weight.
         column_multiple: columns must be a multiple of this.
