@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from compressor.nn import quantized, replacement, set_matmul
 from compressor.nn.quantized_linear import QuantizedLinear
-from compressor.numerics import PRESETS, QParams, QuantizationScheme, make_observer, preset_scheme, quantize, weight_qparams
+from compressor.numerics import (
+    PRESETS,
+    QParams,
+    QuantizationArgs,
+    QuantizationScheme,
+    make_observer,
+    preset_scheme,
+    quantize,
+    weight_qparams,
+)
 from compressor.numerics.packing import pack_int32, unpack_int32
 from compressor.numerics.packing_fp4 import pack_fp4, unpack_fp4
 from harness.tolerance import T0, T1, Tier
@@ -203,5 +212,44 @@ def _packed_fp4() -> Result:
     return Result({"packed": packed, "unpacked": unpack_fp4(packed)}, {"codes": codes})
 
 
-ALONE: dict[str, Callable[[], Result]] = {**dict(layer_cases()), **dict(packer_cases())}
+KV_SCHEMES: dict[str, QuantizationArgs] = {
+    "int8": QuantizationArgs(),
+    "int8 asymmetric": QuantizationArgs(symmetric=False),
+    "int8 per head": QuantizationArgs(strategy="attn_head"),
+    "fp8": QuantizationArgs(type="float"),
+    "fp8 per head": QuantizationArgs(type="float", strategy="attn_head"),
+    "int8 dynamic": QuantizationArgs(strategy="tensor", dynamic=True),
+    "int8 tokens asymmetric": QuantizationArgs(strategy="token", dynamic=True, symmetric=False),
+    "fp8 tokens": QuantizationArgs(type="float", strategy="token", dynamic=True),
+}
+_HEADS, _HEAD_SIZE = 2, 16  # of the tiny model
+
+
+def kv_cases() -> Iterator[tuple[str, Callable[[], Result]]]:
+    """Yield a case for each format of keys and values: the codes in the cache, and what attention reads, over two steps."""
+    yield from ((f"layers/kv {name}", partial(_kv_cache, args)) for name, args in KV_SCHEMES.items())
+
+
+def _kv_cache(args: QuantizationArgs) -> Result:
+    from compressor.nn.kv_cache import attach_kv_quantizer, attention_modules
+    from compressor.nn.kv_storage import CodesLayer
+    from harness.plugin.tiny_model import build_tiny_model
+
+    shape = (1,) if args.strategy == "tensor" else (_HEADS, 1, 1)
+    steps = torch.arange(1, 1 + len(torch.ones(shape).flatten())).reshape(shape) / 128
+    zero = None if args.symmetric else torch.full(shape, 3, dtype=torch.int8)
+    scales = None if args.dynamic else {"k": QParams(steps, zero), "v": QParams(steps / 2, zero)}
+    attention = next(iter(attention_modules(build_tiny_model()).values()))
+    attach_kv_quantizer(attention, args, scales)
+    layer, inputs, tensors = CodesLayer(attention), dict[str, Tensor](), dict[str, Tensor]()
+    for step, num_tokens in enumerate((3, 1)):
+        keys, values = (drawn(2, _HEADS, num_tokens, _HEAD_SIZE, seed=step + place, dtype=torch.float32) for place in (10, 20))
+        found = layer.update(keys, values)
+        inputs |= {f"step {step}/keys": keys, f"step {step}/values": values}
+        tensors |= {f"step {step}/keys": found[0].clone(), f"step {step}/values": found[1].clone()}
+    assert layer.values is not None
+    return Result({**tensors, "codes of keys": layer.keys, "codes of values": layer.values}, inputs)
+
+
+ALONE: dict[str, Callable[[], Result]] = {**dict(layer_cases()), **dict(kv_cases()), **dict(packer_cases())}
 """The cases that need nothing but this package, by name of the golden."""

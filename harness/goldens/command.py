@@ -29,6 +29,9 @@ _HELP = {
     "list": "list every golden, and hold its file against the manifest",
 }
 
+_MAX_TIER = 50
+"""Characters of the column of tiers."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb.
@@ -175,6 +178,11 @@ def _list(args: argparse.Namespace) -> int:
     table = aligned([headings, *cells]) if cells else []
     _print(args, rows, [*table, f"{len(rows)} goldens, {total:,} bytes"])
     return 0 if all(row["state"] == "ok" for row in rows) else 1
+
+
+def _short(tier: str) -> str:
+    """The tiers of many tensors would push the other columns out of sight; --json and `why` have them all."""
+    return tier if len(tier) <= _MAX_TIER else tier[: _MAX_TIER - 3] + "..."
 
 
 def _print(args: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
