@@ -131,7 +131,10 @@ def _empty_model(folder: Path, config: Mapping[str, Any], model_class: str | typ
             parsed = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
             del parsed.quantization_config
             dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
-            model: nn.Module = loader.from_config(parsed, trust_remote_code=trust_remote_code, dtype=dtype)
+            if hasattr(loader, "from_config"):
+                model: nn.Module = loader.from_config(parsed, trust_remote_code=trust_remote_code, dtype=dtype)
+            else:
+                model = loader._from_config(parsed, dtype=dtype)
     except LOAD_ERRORS as error:
         raise ModelError(f"{folder}: its config gives no model ({one_line(error)}); check config.json or name model_class") from error
     return model

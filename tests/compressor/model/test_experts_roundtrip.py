@@ -78,6 +78,7 @@ def test_transformers_reads_packed_experts_back_bit_for_bit(tiny_moe: MoE, tmp_p
     assert complaints == {}
     assert _same(model, result.model)
     assert _same(load_compressed(tmp_path / "out"), result.model)
+    assert _same(load_compressed(tmp_path / "out", model_class=type(model).__name__), result.model)
 
 
 @pytest.mark.parametrize(
