@@ -1,0 +1,109 @@
+"""Error propagation: off, every layer learns from the uncompressed flow; on, from the flow through all compressed layers before it.
+
+Both are held against plain forwards of plain models, with either engine; each reference is also held against the other setting, which it
+must not fit.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor.data import CalibrationData, load_dataset_source
+from compressor.lifecycle import Session, State
+from compressor.modifiers.gptq import GPTQModifier
+from compressor.pipelines import SequentialSettings, run_pipeline
+from compressor.progress import SilentProgress
+from compressor.tracing import Engine
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 32}
+WEIGHTS = {"num_bits": 2, "type": "int", "strategy": "channel", "symmetric": True}
+BOUND, APART = 1e-6, 1e-3
+
+
+class Noting(GPTQModifier):
+    """Remembers every Hessian that it solves with."""
+
+    def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int) -> None:
+        found: dict[str, Tensor] = self.__dict__.setdefault("found", {})
+        found.update(dict.fromkeys(names, hessian_CC.double().clone()))
+        super()._solve(state, names, hessian_CC, num_tokens)
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1)).double().eval()
+
+
+def tokens() -> CalibrationData:
+    generator = torch.Generator().manual_seed(0)
+    return load_dataset_source([torch.randint(1, 64, (length,), generator=generator) for length in (9, 12, 12, 5)], batch_size=2)
+
+
+def run(model: Any, engine: Engine, propagate_error: bool) -> dict[str, Tensor]:
+    groups: Any = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
+    modifier = Noting(config_groups=groups, ignore=["lm_head"])
+    with Session(State(model), [modifier]) as session:
+        session.initialize()
+        settings = SequentialSettings(propagate_error=propagate_error, engine=engine)
+        run_pipeline("sequential", session, tokens(), progress=SilentProgress(), settings=settings)
+        session.finalize()
+    return dict(modifier.__dict__["found"])
+
+
+@torch.no_grad()
+def plain_hessians(model: nn.Module, layer: int) -> dict[str, Tensor]:
+    """Sums over plain forwards of whole batches, without padding."""
+    sums: dict[str, Tensor] = {}
+    data = tokens()
+    masks: list[Tensor | None] = []  # that of the running batch comes last
+    with ExitStack() as hooks:
+        for name, module in model.get_submodule(f"model.layers.{layer}").named_modules():
+            if isinstance(module, nn.Linear):
+
+                def add(_: nn.Module, args: tuple[Tensor], name: str = f"model.layers.{layer}.{name}") -> None:
+                    x = args[0] if masks[-1] is None else args[0][masks[-1]]
+                    x = x.reshape(-1, x.shape[-1])
+                    sums[name] = sums.get(name, torch.tensor(0.0)) + 2 * x.t() @ x / data.num_tokens
+
+                hooks.callback(module.register_forward_pre_hook(add).remove)
+        for batch, mask in zip(data.batches, data.token_masks, strict=True):
+            assert isinstance(batch, dict)
+            masks.append(mask)
+            model(**batch, use_cache=False)
+    return sums
+
+
+def references(compressed: Any) -> dict[bool, dict[str, Tensor]]:
+    """By setting: what each layer must have learned from."""
+    floating, mixed = llama(), llama()
+    off, on = {}, {}
+    for layer in range(3):
+        off |= plain_hessians(floating, layer)
+        on |= plain_hessians(mixed, layer)
+        mixed.model.layers[layer] = copy.deepcopy(compressed.model.layers[layer])
+    return {False: off, True: on}
+
+
+def distances(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == expected.keys() and len(found) == 21
+    return {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+@pytest.mark.parametrize("propagate_error", [False, True])
+def test_statistics_come_from_the_flow_that_was_asked_for(engine: Engine, propagate_error: bool) -> None:
+    model = llama()
+    found = run(model, engine, propagate_error)
+    expected = references(model)
+    assert max(distances(found, expected[propagate_error]).values()) <= BOUND
+    other = distances(found, expected[not propagate_error])
+    assert all(distance <= BOUND for name, distance in other.items() if "layers.0." in name)
+    assert all(distance > APART for name, distance in other.items() if "layers.0." not in name)
