@@ -88,7 +88,22 @@ class GoldenSession:
             if self.refused and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = _UPDATE_REFUSED
         if self.outcomes or self._root.is_dir():
-            self.usage.save(session, exitstatus, self.outcomes)
+            is_complete = self.usage.save(session, exitstatus, self.outcomes)
+            if is_complete:
+                self._drop_stale_candidates()
+
+    def _drop_stale_candidates(self) -> None:
+        """After a complete run, forget what tests left that no longer exist or no longer ask for that golden."""
+        from harness.goldens.candidates import CandidateFolder
+
+        folder = CandidateFolder(folder_setting(self.config, "cache_dir") / "golden")
+        asked = {(outcome["name"], outcome["test"]) for outcome in self.outcomes}
+        try:
+            for candidate in list(folder.all()):
+                if (candidate.name, candidate.test) not in asked and candidate.test not in self.usage.unknown_tests:
+                    folder.drop(candidate.name, candidate.test)
+        except GoldenError as error:
+            self.refused.append(str(error))
 
     @property
     def _root(self) -> Path:
@@ -98,17 +113,15 @@ class GoldenSession:
         from harness.goldens.candidates import CandidateFolder, read_candidate
         from harness.goldens.writer import accept
 
-        wanted = self._free_of_conflicts()
-        if not wanted:
-            return
         try:
+            wanted = self._free_of_conflicts()
             candidates = [read_candidate(Path(outcome["candidate"])) for outcome in wanted.values()]
             reason, variant = setting(self.config, "reason"), bool(setting(self.config, "variant"))
-            done = accept(self._root, candidates, reason=reason, add_variant=variant)
+            done = accept(self._root, candidates, reason=reason, add_variant=variant) if candidates else None
         except GoldenError as error:
             self.refused.append(str(error))
             return
-        self.written += done.written
+        self.written += done.written if done else ()
         folder = CandidateFolder(folder_setting(self.config, "cache_dir") / "golden")
         for candidate in candidates:
             folder.drop(candidate.name, candidate.test)

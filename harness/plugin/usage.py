@@ -55,7 +55,7 @@ class Usage:
         if error:
             self.gaps.append("a worker process crashed")
 
-    def save(self, session: pytest.Session, exitstatus: int, outcomes: Iterable[Mapping[str, Any]]) -> None:
+    def save(self, session: pytest.Session, exitstatus: int, outcomes: Iterable[Mapping[str, Any]]) -> bool:
         """Write down which goldens were used.
 
         A complete run replaces the record. Any other adds what it used to it, so that a golden that was written after the last complete
@@ -65,6 +65,9 @@ class Usage:
             session: of pytest.
             exitstatus: of the session.
             outcomes: of all checks.
+
+        Returns:
+            Whether the run was complete.
         """
         path = folder_setting(self.config, "cache_dir") / USAGE_FILE
         used = {outcome["name"] for outcome in outcomes}
@@ -81,6 +84,7 @@ class Usage:
             write_whole(path, (json.dumps(record, sort_keys=True, indent=1) + "\n").encode())
         except OSError as error:
             self.trouble.append(f"{path}: cannot be written ({error.strerror}); harness golden prune will not know which goldens are used")
+        return not gaps
 
     def _why_incomplete(self, session: pytest.Session, exitstatus: int) -> list[str]:
         option = self.config.option

@@ -309,3 +309,26 @@ def test_stored_inputs_that_differ_from_test_to_test_are_refused(project) -> Non
     result = project.run("--golden-update=new")
     result.stdout.fnmatch_lines(["stored inputs 'in': differ from test to test; they were not written; make them depend on a seed"])
     assert set(project.manifest()) == {"out"}
+
+
+def test_a_complete_run_forgets_what_tests_left_that_are_gone(filled) -> None:
+    _write(filled, "1.5")
+    filled.run().assert_outcomes(passed=1, failed=1)
+    left = filled.path / ".harness_cache" / "golden"
+    assert [path.name[:4] for path in left.rglob("*.json")] == ["one@"]
+    (filled.path / "test_it.py").rename(filled.path / "test_other.py")
+    filled.run("-k", "two").assert_outcomes(passed=1, deselected=1)
+    assert len(list(left.rglob("*.json"))) == 1
+    filled.run("--golden-update=failed")
+    assert not list(left.rglob("*.json"))
+
+
+def test_a_damaged_cache_does_not_break_the_run(filled) -> None:
+    _write(filled, "1.5")
+    filled.run()
+    (record,) = (filled.path / ".harness_cache" / "golden").rglob("*.json")
+    record.write_text("{")
+    filled.tests(test_it="def test_nothing(): pass")
+    result = filled.run()
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*is no record of a failed check*"])
