@@ -44,7 +44,7 @@ def real_tokens(x: Tensor, token_mask: Tensor | None, name: str) -> Tensor:
         return x[token_mask.flatten().to(x.device)]
     raise CalibrationError(
         f"{name}: an input of shape {tuple(x.shape)} does not line up with a padded batch of {tuple(token_mask.shape)} tokens; "
-        "use batch_size=1, which needs no padding"
+        "use batch_size=1, which needs no padding, and no loss_mask"
     )
 
 
@@ -96,7 +96,7 @@ def mask_of_input(state: State, name: str) -> Tensor | None:
     if sent.num_tokens != mask.numel():
         raise CalibrationError(
             f"{name}: its layer of experts was handed {sent.num_tokens} rows for a padded batch of {mask.numel()} tokens; "
-            "use batch_size=1, which needs no padding"
+            "use batch_size=1, which needs no padding, and no loss_mask"
         )
     return mask.flatten()[sent.rows.to(mask.device)]
 
