@@ -14,15 +14,16 @@ from compressor.cli import main
 
 
 @pytest.fixture(scope="module")
-def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nothing but the config of a Llama of 28 layers."""
+def config_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Nothing but the configs of two Llamas, of 6 and of 28 layers."""
     from transformers import LlamaConfig
 
-    folder = tmp_path_factory.mktemp("config")
-    LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=28, num_attention_heads=2, architectures=["LlamaForCausalLM"]
-    ).save_pretrained(folder)
-    return folder
+    folders = {}
+    for num_layers in (6, 28):
+        folders[num_layers] = tmp_path_factory.mktemp("config")
+        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": num_layers}
+        LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folders[num_layers])
+    return folders
 
 
 class Trace:
@@ -46,34 +47,40 @@ class Trace:
 
 
 @pytest.fixture
-def trace(config_dir: Path, capsys: pytest.CaptureFixture[str]) -> Trace:
-    return Trace(config_dir, capsys)
+def trace(config_dirs: dict[int, Path], capsys: pytest.CaptureFixture[str]) -> Trace:
+    return Trace(config_dirs[6], capsys)
 
 
-def test_a_config_alone_gives_29_subgraphs(trace: Trace) -> None:
-    text = trace.text("--engine", "graph")
+def test_a_config_alone_gives_29_subgraphs_and_a_picture(
+    config_dirs: dict[int, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = Trace(config_dirs[28], capsys)
+    text = trace.text("--engine", "graph", "--draw", str(tmp_path / "out.svg"), "--ignore", "lm_head")
     assert text.startswith("traced into 29 subgraphs\n")
     assert "weights: random (the folder holds no weights)" in text
     assert "model.layers repeats LlamaDecoderLayer 28x" in text
     assert "masking_utils.py:" in text and "of one batch live at subgraph 1 (model.layers.0)" in text
+    assert f"picture:  {tmp_path / 'out.svg'} (drawn by " in text
+    picture = (tmp_path / "out.svg").read_text()
+    assert "subgraphs 2 to 27: 26 alike" in picture and "ignored: stays as it is" in picture
+    assert "no .svg file" in trace.error("--draw", str(tmp_path / "out.png"))
 
 
 def test_engine_and_print(trace: Trace) -> None:
     graph, suspend = trace.text("--engine", "graph", "--print"), trace.text("--engine", "suspend", "--print")
     assert "| graph():" in graph and "| graph():" not in suspend
     for text in (graph, suspend):
-        assert "subgraph 28: model.layers.27 (LlamaDecoderLayer)" in text
-        assert "in:  hidden_states [2, 12, 16] float32, 1.5 kB, given out by subgraph 27" in text
-    assert "--print" not in graph
+        assert "subgraph 6: model.layers.5 (LlamaDecoderLayer)" in text
+        assert "in:  hidden_states [2, 12, 16] float32, 1.5 kB, given out by subgraph 5" in text
 
 
 def test_targets(trace: Trace) -> None:
     named = trace.json("--sequential-targets", "LlamaMLP")
-    assert named["num_subgraphs"] == 29 and named["targets"][0] == "model.layers.0.mlp"
+    assert named["num_subgraphs"] == 7 and named["targets"][0] == "model.layers.0.mlp"
     grouped = trace.json("--targets-per-subgraph", "4")
-    assert grouped["num_subgraphs"] == 8 and len(grouped["stages"][0]["targets"]) == 4
-    ignored = trace.json("--ignore", r"re:model\.layers\.\d$", "lm_head")
-    assert ignored["num_subgraphs"] == 19 and "lm_head" in ignored["ignored"] and "10 of these are ignored" in ignored["reason"]
+    assert grouped["num_subgraphs"] == 3 and len(grouped["stages"][0]["targets"]) == 4
+    ignored = trace.json("--ignore", r"re:model\.layers\.[0-2]$", "lm_head")
+    assert ignored["num_subgraphs"] == 4 and "lm_head" in ignored["ignored"] and "3 of these are ignored" in ignored["reason"]
 
 
 def test_variants_leaves_and_verification(trace: Trace) -> None:
@@ -98,14 +105,6 @@ def test_class_modality_and_dataset(trace: Trace, tmp_path: Path) -> None:
     rows.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4, 5]}\n')
     assert "2 samples of the dataset: input_ids (1, 3)" in trace.json("--dataset", str(rows))["batches"]
     assert "holds text" in trace.error("--dataset", str(rows), "--modality", "audio")
-
-
-def test_a_picture_is_drawn(trace: Trace, tmp_path: Path) -> None:
-    text = trace.text("--draw", str(tmp_path / "out.svg"), "--ignore", "lm_head")
-    assert f"picture:  {tmp_path / 'out.svg'} (drawn by " in text
-    picture = (tmp_path / "out.svg").read_text()
-    assert "subgraphs 2 to 27: 26 alike" in picture and "ignored: stays as it is" in picture
-    assert "no .svg file" in trace.error("--draw", str(tmp_path / "out.png"))
 
 
 def test_mistakes_are_one_line(trace: Trace, tmp_path: Path) -> None:
