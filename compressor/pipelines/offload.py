@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from pathlib import Path
 
 import torch
@@ -56,13 +57,13 @@ def free_bytes(device: torch.device) -> int:
         device: a GPU, or the CPU for main memory.
 
     Returns:
-        Bytes: on a GPU what the driver and torch's allocator have left; in main memory what is available to this process, within the limit
-        of its control group.
+        Bytes: on a GPU what the driver and torch's allocator have left; in main memory what is available to this process, within the limits
+        of its control group and of its address space.
     """
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved
-    return min(_available_bytes(), _control_group_bytes())
+    return min(_available_bytes(), _control_group_bytes(), _address_space_bytes())
 
 
 def open_store(
@@ -118,3 +119,11 @@ def _control_group_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
         return 1 << 62
     text = limit.read_text(encoding="ascii").strip()
     return 1 << 62 if text == "max" else max(0, int(text) - int(used.read_text(encoding="ascii")))
+
+
+def _address_space_bytes(status: Path = Path("/proc/self/statm")) -> int:
+    """What `ulimit -v` leaves; a very large number where there is no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or not status.exists():
+        return 1 << 62
+    return max(0, limit - int(status.read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,15 @@ def test_free_memory_obeys_the_limit_of_the_control_group(tmp_path: Path, monkey
     assert offload._control_group_bytes(tmp_path) > 1 << 60
     monkeypatch.setattr(offload, "_control_group_bytes", lambda: 3000)
     assert free_bytes(CPU) == 3000
+
+
+def test_free_memory_obeys_the_limit_of_the_address_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "statm").write_text("10 5 1 1 0 1 0\n")
+    page = os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (30 * page, resource.RLIM_INFINITY))
+    assert offload._address_space_bytes(tmp_path / "statm") == 20 * page
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert offload._address_space_bytes(tmp_path / "statm") > 1 << 60
 
 
 def test_by_default_three_quarters_of_free_memory_are_granted(monkeypatch: pytest.MonkeyPatch) -> None:
