@@ -115,11 +115,20 @@ def test_the_same_bits_on_another_platform_change_nothing(shelf, on) -> None:
     assert shelf.write("x", CPU, update="all").unchanged == ("x",)
 
 
-def test_mixed_devices_must_be_named(shelf) -> None:
-    tensors = {"a": torch.ones(1), "b": torch.ones(1, device="cpu")}
-    shelf.write("x", tensors)
-    assert current_platform("cpu").device == "cpu"
-    assert current_platform("cpu").instruction_set == torch.backends.cpu.get_cpu_capability()
+def test_the_platform_is_that_of_the_device_that_computed(shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert current_platform().instruction_set == torch.backends.cpu.get_cpu_capability()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert current_platform("cuda") == H100
+    shelf.write("x", CPU, device="cuda", elsewhere=T1(2))
+    assert "accepted on cuda-sm_90-cuda12.8, checked on cpu-" in shelf.check("x", CLOSE, elsewhere=T1(2))["note"]
+    assert shelf.check("x", CLOSE, elsewhere=T1(2), device="cuda")["verdict"] == "outputs regressed"
+
+
+def test_tensors_of_several_devices_need_a_word(shelf) -> None:
+    both = {"a": torch.ones(1), "b": torch.ones(1, device="meta")}
+    with pytest.raises(GoldenError):
+        shelf.check("x", both)
 
 
 _SCRIPT = """
