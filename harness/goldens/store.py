@@ -208,7 +208,13 @@ def _drifted(asked: Question, entry: GoldenEntry) -> Answer | None:
             changes.append(f"{word}: {str(now)[:12]} where the golden has {str(then)[:12]}")
     if not changes:
         return None
-    return Answer(GoldenVerdict.INPUTS_DRIFTED, f"{'; '.join(changes)}. The outputs were not judged: they come from something else")
+    text = f"{'; '.join(changes)}. The outputs were not judged: they come from something else"
+    if all(variant.platform != asked.platform for variant in entry.variants):
+        text += (
+            f". The golden is of {entry.variants[0].platform}, this is {asked.platform}: torch.randn draws other numbers on another "
+            "instruction set; draw with rand or randint, or store the inputs with golden.inputs"
+        )
+    return Answer(GoldenVerdict.INPUTS_DRIFTED, text)
 
 
 def _loosened(asked: Question, entry: GoldenEntry) -> Answer | None:
@@ -230,7 +236,10 @@ def _tier_here(asked: Question, variant: Variant) -> tuple[TierMap, str]:
         return asked.tier, ""
     where = f"accepted on {variant.platform}, checked on {asked.platform}"
     if asked.elsewhere is None:
-        return asked.tier, f"{where}; no tier is declared for elsewhere, so it stays {asked.tier}"
+        return asked.tier, (
+            f"{where}; no tier is declared for elsewhere, so it stays {asked.tier}: declare elsewhere=..., "
+            "or add this platform's outputs with --golden-variant"
+        )
     return asked.elsewhere, f"{where}; held to the tier for elsewhere, {asked.elsewhere}, in place of {asked.tier}"
 
 

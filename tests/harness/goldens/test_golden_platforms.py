@@ -79,8 +79,19 @@ def test_elsewhere_nothing_is_loosened_that_was_not_declared(shelf, on) -> None:
     on(NEON)
     found = shelf.check("x", CLOSE)
     assert found["verdict"] == "outputs regressed"
-    assert "no tier is declared for elsewhere, so it stays T0()" in found["message"]
+    assert "no tier is declared for elsewhere, so it stays T0(): declare elsewhere=..., or add" in found["message"]
     assert shelf.check("x", CPU)["verdict"] == "pass"
+
+
+def test_inputs_that_another_instruction_set_draws_otherwise_are_no_regression(shelf, on) -> None:
+    on(AVX512)
+    shelf.write("x", CPU, inputs={"noise": CPU})
+    on(AVX2)
+    found = shelf.check("x", FAR, inputs={"noise": CLOSE})
+    assert found["verdict"] == "inputs drifted"
+    assert "torch.randn draws other numbers on another instruction set" in found["message"]
+    on(AVX512)
+    assert "randn" not in shelf.check("x", FAR, inputs={"noise": CLOSE})["message"]
 
 
 def test_a_vacuous_tier_for_elsewhere_is_never_written(shelf, on) -> None:
