@@ -25,7 +25,7 @@ from compressor.model.atomic_folder import check_output_dir, whole_or_nothing
 from compressor.model.audit import audit_qparams
 from compressor.model.experts_format import kept_fused, with_expert_settings, with_fused_floats
 from compressor.model.folder import one_line, some
-from compressor.model.format import config_of, stored_names, unquantized_linears
+from compressor.model.format import config_of, stored_keys, stored_names, unquantized_linears
 from compressor.model.load import quiet_transformers
 from compressor.numerics.scheme import QuantizationScheme
 
@@ -165,7 +165,7 @@ def _write_pretrained(
             raise CheckpointError(f"{type(model).__name__}: transformers cannot save it ({one_line(error)}); nothing was kept") from error
     if model.can_generate():
         model.generation_config.to_json_file(folder / "generation_config.json")
-    _read_back(folder, _quantized_keys(shapes, schemes, renamed))
+    _read_back(folder, _quantized_keys(model, shapes, schemes))
 
 
 def _untie(model: PreTrainedModel, config: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -193,10 +193,11 @@ def _lent_config(model: PreTrainedModel, config: Any) -> Iterator[None]:
             model.generation_config = own_generation_config
 
 
-def _quantized_keys(shapes: Mapping[str, Any], schemes: Mapping[str, QuantizationScheme], renamed: Mapping[str, str]) -> dict[str, Any]:
+def _quantized_keys(model: PreTrainedModel, shapes: Mapping[str, Any], schemes: Mapping[str, QuantizationScheme]) -> dict[str, Any]:
     """Names in the files and shapes of what the quantized layers hold."""
-    owners = {key: key.rpartition(".")[0] for key in shapes}
-    return {f"{renamed.get(owner, owner)}.{key.rpartition('.')[2]}": shapes[key] for key, owner in owners.items() if owner in schemes}
+    keys = [key for key in shapes if key.rpartition(".")[0] in schemes]
+    stored = stored_keys(model, keys)
+    return {stored[key]: shapes[key] for key in keys}
 
 
 def _read_back(folder: Path, wanted: Mapping[str, Any]) -> None:

@@ -145,12 +145,27 @@ def stored_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     Returns:
         Name in the model to name in the files; only where the two differ.
     """
+    stored = stored_keys(model, [f"{name}.weight" for name in names])
+    found = {name: stored[f"{name}.weight"].removesuffix(".weight") for name in names}
+    return {name: on_disk for name, on_disk in found.items() if on_disk != name}
+
+
+def stored_keys(model: nn.Module, keys: Sequence[str]) -> dict[str, str]:
+    """Find under which names the tensors of a transformers model are stored; rules may rename a weight and not what stands for it.
+
+    Args:
+        model: a model of transformers.
+        keys: of its state.
+
+    Returns:
+        Each key to its name in the files; one that is merged with others to itself.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    markers = {f"{name}.weight": torch.empty(0) for name in names}
-    module_of = {id(marker): key.removesuffix(".weight") for key, marker in markers.items()}
-    stored = {module_of[id(marker)]: key.removesuffix(".weight") for key, marker in revert_weight_conversion(model, markers).items()}
-    return {name: stored[name] for name in names if stored[name] != name}
+    markers = {key: torch.empty(0) for key in keys}
+    key_of = {id(marker): key for key, marker in markers.items()}
+    stored = {key_of[id(marker)]: on_disk for on_disk, marker in revert_weight_conversion(model, markers).items() if id(marker) in key_of}
+    return {key: stored.get(key, key) for key in keys}
 
 
 def _needs_dequantize(modules: Mapping[str, QuantizationScheme], dtype: torch.dtype, embeddings: Collection[str]) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from compressor.errors import SchemeError, TargetError
 from compressor.lifecycle import PlannedModule
 from compressor.model.experts import check_no_unknown_experts
+from compressor.model.linear_check import check_linear_forwards
 from compressor.model.targets import matches, resolve_targets
 from compressor.modifiers.foreign_settings import own_settings
 from compressor.modifiers.kv_cache import KVCacheTargets
@@ -126,6 +127,7 @@ class SchemeTargets(KVCacheTargets):
                     raise SchemeError(f"{name}: two schemes of {type(self).__name__} claim it; make their targets disjoint")
                 found[name], modules[name] = scheme, module
         _check_kinds(modules, type(self).__name__, embeddings=self.takes_embeddings)
+        check_linear_forwards(modules)
         _check_groups(found, modules)
         for name, module in modules.items():
             check_fit(module, found[name], name)
