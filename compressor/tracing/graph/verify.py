@@ -122,7 +122,9 @@ class _Comparison:
         path, value, plain = next(
             (path, value, plain) for (path, plain), (_, value) in zip(expected.parts, got.parts, strict=True) if value != plain
         )
-        self._raise(f"{_call(got)}{path} is {_without_digest(value)}, in the plain model {_without_digest(plain)}", path)
+        kind, plain_kind = _without_digest(value), _without_digest(plain)
+        what = f"differs from the plain model's {kind}" if kind == plain_kind else f"is {kind}, in the plain model {plain_kind}"
+        self._raise(f"{_call(got)}{path} {what}", path)
 
     def _raise(self, what: str, path: str) -> None:
         node = self._node or self._program.segments[-1].graph.output_node()
@@ -140,8 +142,7 @@ def _call(seen: Seen) -> str:
 
 def _without_digest(text: str) -> str:
     """Say a value without the digest, which tells people nothing."""
-    head, separator, _ = text.partition(" #")
-    return f"another {head}" if separator else head
+    return text.partition(" #")[0]
 
 
 def _argument(node: fx.Node, path: str) -> fx.Node | None:

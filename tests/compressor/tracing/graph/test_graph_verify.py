@@ -63,13 +63,13 @@ def drop_cast(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("plant", "told"),
     [
-        (drop_mask, r"Block|input of layers.1\[1\]\[mask\] is None, in the plain model another float32 \(2, 5, 1\)|other parts"),
+        (drop_mask, r"input of layers.1\[1\]\[mask\] is None, in the plain model float32 \(2, 5, 1\)"),
         (swap_arguments, r"input of layers.1"),
         (freeze_size, r"batch 1: .*"),
         (skip_layer, r"input of layers.2.* comes where the plain model has input of layers.1"),
-        (change_constant, r"the result of the forward\[mean\] is another float32 \(5, 8\)"),
-        (take_another_input, r"input of layers.0\[0\]\[0\] is another float32 \(1, 5, 1\)"),
-        (drop_cast, r"input of layers.0\[1\]\[mask\] is another int64"),
+        (change_constant, r"the result of the forward\[mean\] is float32 \(5, 8\), in the plain model float32 \(2, 8\)"),
+        (take_another_input, r"input of layers.0\[0\]\[0\] is float32 \(1, 5, 1\), in the plain model float32 \(2, 5, 8\)"),
+        (drop_cast, r"input of layers.0\[1\]\[mask\] is int64"),
     ],
 )
 def test_a_planted_error_is_found_and_located(plant: Callable[[Plan], None], told: str) -> None:
@@ -107,7 +107,7 @@ def test_a_lost_write_and_a_lost_mode_are_found() -> None:
     plan = trace(build(InPlace), batches, engine="graph")
     head = next(node for node in plan.variants[0].segments[3].graph.nodes if node.target == "head")
     head.meta["state"] = None
-    with pytest.raises(TracingError, match=r"output of head is another float32"):
+    with pytest.raises(TracingError, match=r"output of head is float32"):
         plan.verify(batches)
 
 
@@ -145,7 +145,7 @@ class Sneaky(Hidden):
 
 def test_what_the_recorder_cannot_see_is_found_by_verification() -> None:
     batches = toy_batches()
-    with pytest.raises(TracingError, match=r"output of layers.1.up is another float32"):
+    with pytest.raises(TracingError, match=r"output of layers.1.up differs from the plain model's float32"):
         trace(build(Sneaky), batches, engine="graph")
     plan = trace(build(Sneaky), batches)
     assert plan.engine == "suspend" and "output of layers.1.up" in plan.why
