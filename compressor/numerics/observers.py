@@ -156,6 +156,8 @@ class MSEObserver(MinMaxObserver):
     def update(self, x: Tensor) -> None:
         """See Observer."""
         super().update(x)
+        if x.numel() == 0:
+            return  # counts without a range would be no state that `restore` can take
         if self._counts is None:
             self._counts = torch.zeros(_NUM_BINS, dtype=torch.int64, device=x.device)
         flat = x.reshape(-1)

@@ -67,7 +67,7 @@ def find_subject(path: str) -> object:
 # Class -> the function or class that makes a subject of its objects.
 _ADAPTERS = {
     "compressor.numerics.scheme.QuantizationArgs": "harness.checks.adapters_ours:OurQuantizer",
-    "compressor.numerics.scheme.QuantizationScheme": "harness.checks.adapters_ours:OurLayer",
+    "compressor.numerics.scheme.QuantizationScheme": "harness.checks.adapters_ours_runtime:OurLayer",
     "compressed_tensors.quantization.quant_args.QuantizationArgs": "harness.checks.adapters_compressed_tensors:ForeignQuantizer",
 }
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from compressor.algorithms.gptq import activation_order, quantize_gptq, solve_gptq
+from compressor.algorithms.gptq_forms import Grid
+from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.numerics.observers import weight_qparams
 from compressor.numerics.qparams import QParams
 from compressor.numerics.quantize import dequantize, dynamic_qparams, quantize
 from compressor.numerics.scheme import QuantizationArgs
 from harness.checks.nearest import e2m1_grid, e4m3_grid, int_grid
-from harness.checks.protocols import Quantized
+from harness.checks.protocols import Quantized, Solved
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -113,3 +116,79 @@ class OurQuantizer:
     @staticmethod
     def _quantized(codes: Tensor, qparams: QParams) -> Quantized:
         return Quantized(codes, qparams.scale, qparams.zero_point, qparams.global_scale)
+
+
+@dataclass
+class OurSolver:
+    """GPTQ as GPTQModifier runs it, in either form."""
+
+    args: QuantizationArgs
+    form: Literal["r_form", "reference"] = "r_form"
+    actorder: Literal["static", "group"] | None = "static"
+    search: bool = False
+    damp_frac: float = 0.01
+    kind: ClassVar[str] = "solver"
+    dead_value: ClassVar[float | None] = 0.0
+
+    def __post_init__(self) -> None:
+        """Read what the format says."""
+        order = {"static": "actorder", "group": "g_idx", None: "plain"}[self.actorder]
+        self.name = f"gptq-{self.form}-{label_of(self.args)}-{order}{'-search' if self.search else ''}"
+        tags = {"searches_scales"} if self.search else {"fixed_scales"}
+        self.tags = frozenset(tags | ({"act_order"} if self.actorder else set()))
+        self.code_values = grid_of(self.args)
+        self.group_size = self.args.group_size if self.args.is_grouped else None
+
+    def hessian(self, batches: Sequence[Tensor]) -> Tensor:
+        """See Solver."""
+        total = Hessian(batches[0].shape[-1])
+        for x in batches:
+            total.add(x)
+        return total.matrix(self.name)
+
+    def order(self, hessian: Tensor) -> Tensor:
+        """See Solver."""
+        return torch.arange(len(hessian)) if self.actorder is None else activation_order(hessian)
+
+    def unsearched(self) -> OurSolver:
+        """See Solver."""
+        return replace(self, search=False)
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        """See Solver."""
+        if like is not None:
+            return [self._solve_on(weights[0], hessian, block_size or 128, like)]
+        found, _ = quantize_gptq(
+            list(weights),
+            hessian,
+            self.args,
+            actorder=self.actorder,
+            block_size=block_size or 128,
+            damp_frac=self.damp_frac,
+            solver=self.form,
+            scale_search=self.search,
+            names=[f"{self.name}.{number}" for number in range(len(weights))],
+        )
+        return [self._solved(one.codes_RC, one.qparams, one.g_idx_C, one.loss) for one in found]
+
+    def _solve_on(self, weight: Tensor, hessian: Tensor, block_size: int, like: Quantized) -> Solved:
+        if self.actorder == "group":
+            raise NotImplementedError("groups formed in the order of activation go with scales of their own")
+        rows, columns = weight.shape
+        divided = like.scale if like.global_scale is None else like.scale / like.global_scale
+        scale = divided.reshape(-1, divided.shape[-1]).expand(rows, -1)
+        zero = None if like.zero_point is None else like.zero_point.reshape(-1, like.zero_point.shape[-1]).expand(rows, -1)
+        group_C = torch.arange(columns) // (columns // scale.shape[1])
+        grid = Grid(scale, zero, group_C, self.args)
+        order = self.order(hessian)
+        found = solve_gptq(
+            weight, hessian, grid, order_C=order, block_size=block_size, damp_frac=self.damp_frac, solver=self.form, name=self.name
+        )
+        qparams = QParams(like.scale, like.zero_point, like.global_scale)
+        return self._solved(found.codes_RC, qparams, None, float(found.loss_R.double().sum()))
+
+    def _solved(self, codes: Tensor, qparams: QParams, group_C: Tensor | None, loss: float) -> Solved:
+        quantized = Quantized(codes, qparams.scale, qparams.zero_point, qparams.global_scale)
+        return Solved(quantized, dequantize(codes, qparams, self.args, group_C), group_C, loss)

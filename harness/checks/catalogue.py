@@ -28,8 +28,13 @@ from harness.verdict import CheckRecord, Claim, Outcome
 
 # Every file that registers checks, in the order in which they run: cheap ones first.
 MODULES: tuple[str, ...] = (
+    "harness.checks.packer_checks",
+    "harness.checks.observer_checks",
     "harness.checks.quantizer_scales",
     "harness.checks.quantizer_codes",
+    "harness.checks.layer_checks",
+    "harness.checks.solver_checks",
+    "harness.checks.solver_invariances",
 )
 
 # Kinds of subjects, and the protocol of harness/checks/protocols.py that each offers.

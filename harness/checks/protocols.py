@@ -86,6 +86,8 @@ class Packer(Protocol):
         ranks: ranks of the tensors that it takes.
         column_multiple: columns must be a multiple of this.
         bits: of a code in the packed words; the packed tensor holds no more than a word for each begun word of a row.
+        layout: where each code lies; a key of harness.checks.layouts.LAYOUTS, or None where that is the packer's own affair.
+        packed_dim: dimension that becomes words, from the end: -1 for columns, -2 for rows.
     """
 
     kind: str
@@ -96,6 +98,8 @@ class Packer(Protocol):
     ranks: Sequence[int]
     column_multiple: int
     bits: int
+    layout: str | None
+    packed_dim: int
 
     def pack(self, codes: Tensor) -> Tensor:
         """Return the words of [..., C]."""
@@ -146,11 +150,19 @@ class Solver(Protocol):
     def hessian(self, batches: Sequence[Tensor]) -> Tensor:
         """Return 2 * mean(x x^T) over all rows of all [N, C] batches."""
 
-    def solve(self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None) -> list[Solved]:
-        """Quantize weights [R_i, C] that read one input; changes neither them nor the Hessian."""
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        """Quantize weights [R_i, C] that read one input; changes neither them nor the Hessian.
+
+        With `like` the scales and zero points are given (one weight then); raise NotImplementedError if that cannot be.
+        """
 
     def order(self, hessian: Tensor) -> Tensor:
         """Return the order in which columns are rounded, [C] long."""
+
+    def unsearched(self) -> Solver:
+        """Return the same solver without a search of scales; itself where there is none."""
 
 
 @runtime_checkable

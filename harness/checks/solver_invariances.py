@@ -1,0 +1,101 @@
+"""Checks of what must not matter to a second-order solver: 20 to 24 and 30."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.checks.catalogue import Broken, Look, NothingToCheckError, register
+from harness.checks.protocols import Solver
+from harness.checks.solver_problems import Problem, each_problem, per_value, permuted, problems, same_codes, solve, wide_problem
+
+
+@register(
+    20,
+    "block_size",
+    "block_size does not matter: <= 0.1 % of codes differ",
+    kind="solver",
+    caught_by=("mlx-lm#1880",),
+)
+def block_size(subject: Solver, look: Look) -> str:
+    """Solve with blocks of one column, of prime and round sizes, and with one block for everything."""
+    one = wide_problem(subject)
+    columns = one.weight.shape[1]
+    whole = solve(subject, one.weight, one.hessian, columns)
+    shares = []
+    for size in (1, 7, 16, 32, 128, columns - 1):
+        other = solve(subject, one.weight, one.hessian, size, whole.quantized if whole.group_C is None else None)
+        shares.append(same_codes(other.quantized.codes, whole.quantized.codes, f"block_size={size} against {columns}"))
+    return f"at most {max(shares):.3%} of the codes of {len(shares)} block sizes differ"
+
+
+@register(21, "hessian_scale", "Scaling H by 1e-4 .. 1e4 changes <= 0.1 % of codes", kind="solver")
+def hessian_scale(subject: Solver, look: Look) -> str:
+    """Multiply the Hessian."""
+
+    def examined(one: Problem) -> str:
+        codes = solve(subject, one.weight, one.hessian).quantized.codes
+        for factor in (1e-4, 3.0, 1e4):
+            same_codes(solve(subject, one.weight, one.hessian * factor).quantized.codes, codes, f"{factor:g} H")
+        return "equal"
+
+    return each_problem(subject, examined)
+
+
+@register(22, "sample_order", "Sample order and batch split change <= 0.1 % of codes", kind="solver")
+def sample_order(subject: Solver, look: Look) -> str:
+    """Accumulate the same tokens in other orders and batches, an empty one among them."""
+
+    def examined(one: Problem) -> str:
+        codes = solve(subject, one.weight, subject.hessian([one.x])).quantized.codes
+        uneven = [one.x[:1], one.x[1:3], one.x[3:3], one.x[3:]]
+        for name, batches in {"reversed": [one.x.flip(0)], "single tokens": list(one.x.split(1)), "uneven": uneven}.items():
+            same_codes(solve(subject, one.weight, subject.hessian(batches)).quantized.codes, codes, f"tokens {name}")
+        return "equal"
+
+    return each_problem(subject, examined)
+
+
+@register(23, "rows", "Permuting rows permutes the codes, bitwise", kind="solver")
+def rows(subject: Solver, look: Look) -> str:
+    """Turn the rows of the ordinary problem around, and rotate them."""
+    one = problems(subject)[0]
+    codes = solve(subject, one.weight, one.hessian).quantized.codes
+    for name, order in {"reversed": torch.arange(len(codes)).flip(0), "rotated": torch.arange(len(codes)).roll(5)}.items():
+        other = solve(subject, one.weight[order].contiguous(), one.hessian).quantized.codes
+        if not torch.equal(other, codes[order]):
+            raise Broken(f"rows {name}: {int((other != codes[order]).sum())} of {codes.numel()} codes differ")
+    return "2 permutations"
+
+
+@register(24, "groups", "Permuting whole groups under act-order changes <= 0.1 % of codes", kind="solver", needs=("act_order",))
+def groups(subject: Solver, look: Look) -> str:
+    """Move whole groups of columns."""
+    if subject.group_size is None:
+        raise NothingToCheckError("whole rows share a scale")
+
+    def examined(one: Problem) -> str:
+        size = subject.group_size or 1
+        order = torch.arange(one.weight.shape[1]).reshape(-1, size).flip(0).flatten()
+        codes = solve(subject, one.weight, one.hessian).quantized.codes
+        other = permuted(one, order)
+        same_codes(solve(subject, other.weight, other.hessian).quantized.codes, codes[:, order], "groups reversed")
+        return "equal"
+
+    return each_problem(subject, examined)
+
+
+@register(30, "batched", "Batched modules == one by one, bitwise", kind="solver")
+def batched(subject: Solver, look: Look) -> str:
+    """Solve three weights of one input together and apart."""
+    one = problems(subject)[0]
+    weights = [one.weight, one.weight[:5] * 3, one.weight[7:8] * -0.1]
+    together = subject.solve(weights, one.hessian)
+    if len(together) != len(weights):
+        raise Broken(f"{len(together)} solutions for {len(weights)} weights")
+    for number, (weight, found) in enumerate(zip(weights, together, strict=True)):
+        alone = subject.solve([weight], one.hessian)[0]
+        same = torch.equal(found.quantized.codes, alone.quantized.codes) and all(map(torch.equal, per_value(found), per_value(alone)))
+        if not same:
+            share = float((found.quantized.codes.double() != alone.quantized.codes.double()).double().mean())
+            raise Broken(f"weight {number} of {len(weights)}: other scales or codes than alone ({share:.2%} of the codes)")
+    return f"{len(weights)} weights"
