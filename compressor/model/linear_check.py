@@ -39,7 +39,7 @@ def _is_linear(module: nn.Linear) -> bool:
     weight = module.weight
     rows = torch.randn(2, module.in_features, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     try:
-        given = type(module).forward(module, rows)
+        given: object = type(module).forward(module, rows)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
         return False
     expected = nn.functional.linear(rows, weight, module.bias)
