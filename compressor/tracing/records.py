@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from torch.fx import Graph
 
 Engine = Literal["auto", "graph", "suspend"]
 Verify = Literal["off", "first", "all"]
@@ -24,6 +26,7 @@ class Stage:
         mutates: names of the values crossing into it that it writes to.
         live_bytes: memory of what crosses into it, for the first batch; None for the suspend engine.
         num_calls: how often the first batch calls the targets.
+        graph: the torch.fx graph of the first batch, from this stage to the next; None for the suspend engine.
     """
 
     index: int
@@ -34,6 +37,7 @@ class Stage:
     mutates: tuple[str, ...] = ()
     live_bytes: int | None = None
     num_calls: int = 1
+    graph: Graph | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

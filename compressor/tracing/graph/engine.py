@@ -103,6 +103,7 @@ class GraphEngine:
                     mutates=tuple(name for name in segment.live_in if name in segment.mutates),
                     live_bytes=segment.live_bytes,
                     num_calls=calls,
+                    graph=segment.graph,
                 )
             )
         return tuple(made)

@@ -54,6 +54,7 @@ def test_stages_say_what_crosses_them() -> None:
     first, second, third = plan.stages
     assert first.target_names == ("layers.0",) and first.modules == ("layers.0", "layers.0.up", "layers.0.down")
     assert len(first.live_in) == 3 and first.live_out == second.live_in, "hidden states, mask and scale"
+    assert third.graph is plan.variants[0].segments[3].graph and "layers.2" in {node.target for node in third.graph.nodes}
     assert third.live_out == () and first.mutates == () and first.num_calls == 1
     assert first.live_bytes == 2 * 5 * 8 * 4 + 2 * 5 * 4 + 5 * 4
     assert plan.report().splitlines()[0] == "engine: graph (asked for)" and "traced into 4 subgraphs" in plan.report()
