@@ -1,7 +1,7 @@
 """Runs of `oneshot` with their memory measured, in a process of their own; `harness.bench.memory` starts it.
 
-`python -m harness.bench.memory_job SETTINGS.json RESULT.json`. Each case is run twice, first with one batch: what libraries load and keep
-on first use is then there before the measurement begins.
+`python -m harness.bench.memory_job SETTINGS.json RESULT.json`. The first case is run twice: what libraries load and keep on first use is
+then there before the measurement begins.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class StageMarks:
             self._meter.mark(note.partition(",")[0])
 
 
-def measure_case(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def measure_case(case: Mapping[str, Any], folder: Path, *, warm_up: bool = False) -> dict[str, Any]:
     """Estimate one run, make it, and measure it.
 
     Args:
         case: `name`; `model`, a folder, or `class` and `config` of a random one; `dtype`; `recipe`; `num_samples`, `seq_len`; `options`
             for `oneshot` and `plan` both.
         folder: for models, data and results; is filled.
+        warm_up: run it before on two sequences.
 
     Returns:
         The estimate, the peak, the peak of each stage, and what the weights take.
@@ -59,7 +60,8 @@ def measure_case(case: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     data = random_tokens(case, model)
     common = {"recipe": case["recipe"], "max_seq_length": case["seq_len"], **case.get("options", {})}
     estimate = plan(model, num_calibration_samples=case["num_samples"], **common).estimate
-    oneshot(model, dataset=data[:2], output_dir=folder / "first", **common)
+    if warm_up:
+        oneshot(model, dataset=data[:2], output_dir=folder / "first", **common)
     gc.collect()
     with MemoryMeter() as meter:
         result = oneshot(
@@ -128,7 +130,7 @@ def main(settings_file: str, result_file: str) -> None:
     results = []
     for case in json.loads(Path(settings_file).read_text(encoding="utf-8"))["cases"]:
         with tempfile.TemporaryDirectory() as folder:
-            results.append(measure_case(case, Path(folder)))
+            results.append(measure_case(case, Path(folder), warm_up=not results))
         gc.collect()
     Path(result_file).write_text(json.dumps(results), encoding="utf-8")
 
