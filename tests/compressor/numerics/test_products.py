@@ -46,7 +46,7 @@ def test_both_integer_paths_give_the_sum_of_products(tokens, columns, rows, seed
 
 def test_the_largest_sums_do_not_overflow():
     x, weight = torch.full((2, 131071), -128, dtype=torch.int8), torch.full((3, 131071), -128, dtype=torch.int8)
-    for path in ("int_mm", "int_exact"):
+    for path in {product_path(torch.int8, CPU, 2, 131071, 3), "int_exact"}:
         assert code_product(x, weight, path).tolist() == [[16384 * 131071] * 3] * 2
     wide = torch.full((1, 131073), -128, dtype=torch.int8)
     assert product_path(torch.int8, CPU, 1, 131073, 1) == "int_exact"
@@ -78,8 +78,21 @@ def test_fp8_products_are_exact_before_they_are_rounded_once(tokens, columns, ro
         (torch.float8_e4m3fn, CUDA, (17, 64, 65), "fp8_exact"),
     ],
 )
-def test_the_path_follows_from_device_and_shape(dtype, device, shape, path):
+def test_the_path_follows_from_device_and_shape(dtype, device, shape, path, monkeypatch):
+    monkeypatch.setattr(products, "_cpu_int_mm_is_exact", lambda: True)
     assert product_path(dtype, device, *shape) == path
+
+
+def test_a_cpu_whose_kernel_saturates_sums_exactly_another_way(monkeypatch):
+    def saturating(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        pairs = (x.int()[:, :, None] * weight.int()[None]).unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
+        return pairs.sum(1).to(torch.int32)
+
+    probe = products._cpu_int_mm_is_exact.__wrapped__
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    assert not probe()
+    monkeypatch.setattr(products, "_cpu_int_mm_is_exact", probe)
+    assert product_path(torch.int8, CPU, 32, 33, 7) == "int_exact"
 
 
 def test_new_gpus_multiply_fp8(monkeypatch):
