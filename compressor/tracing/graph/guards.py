@@ -6,7 +6,7 @@ A guard over a value that a target computes can never be decided in advance, bec
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,11 @@ def plan_guards(program: Program, groups: Sequence[str]) -> GuardPlan:
     targets = {name or "_root" for name in groups}
     early, late_shapes, late_values = [], [], []
     by_shape = True
+    writers = _writers(nodes)
     for node in program.guard_nodes:
         needs = needed_for([node], nodes)
         behind = any(one.op == "call_module" and one.target in targets for one in needs)
-        sources = _value_sources(node)
+        sources = _value_sources(node, {used: [one for one in those if one in needs] for used, those in writers.items()})
         if not behind:
             early.append(node)
             by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
@@ -84,7 +85,16 @@ def _is_of_module(node: fx.Node) -> bool:
     return isinstance(asked.args[0], fx.Node) and asked.args[0].op == "call_module"
 
 
-def _value_sources(goal: fx.Node) -> set[fx.Node]:
+def _writers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """List, for every node, the calls that write to something through it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        for used in node.all_input_nodes if node.meta.get("effect") else ():
+            found.setdefault(used, []).append(node)
+    return found
+
+
+def _value_sources(goal: fx.Node, writers: Mapping[fx.Node, Sequence[fx.Node]]) -> set[fx.Node]:
     """Collect the nodes whose values, and not only shapes, a guard depends on."""
     found: set[tuple[fx.Node, bool]] = set()
     todo = [(goal, True)]
@@ -93,6 +103,7 @@ def _value_sources(goal: fx.Node) -> set[fx.Node]:
         if (node, by_value) in found:
             continue
         found.add((node, by_value))
+        todo += [(writer, True) for writer in writers.get(node, ()) if by_value]
         below = by_value and not _asks_shape(node)
         below = below or (not by_value and _is_data_sized(node))
         todo += [(used, below or not _carries_shape(used)) for used in node.all_input_nodes]

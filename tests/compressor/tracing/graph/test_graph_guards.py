@@ -229,3 +229,17 @@ def test_every_sample_draws_as_if_it_ran_alone(engine: Any) -> None:
                 stage.calibrate()
                 stage.propagate()
     assert equal(running.outputs, expected)
+
+
+def _written(self: Any, ids: Tensor, x: Tensor) -> Tensor:
+    table = torch.zeros(ids.shape)
+    table[torch.arange(ids.shape[0]), ids.sum(1) % 2] = 1.0
+    return x * 2 if table[:, 1].all() else x
+
+
+def test_a_guard_on_what_was_written_in_place_is_checked_for_each_batch() -> None:
+    model = glued(_written)
+    batches = [{"ids": torch.tensor([[1, 2]])}, {"ids": torch.tensor([[2, 2]])}]
+    plan = trace(model, batches, engine="graph", leaves=[])
+    assert not plan.variants[0].guards.by_shape
+    check(model, plan, batches)
