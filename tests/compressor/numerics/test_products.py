@@ -16,6 +16,7 @@ from compressor.numerics import (
     dequantize,
     preset_scheme,
     product_path,
+    products,
     quantize,
     run_width,
     scaled_product,
