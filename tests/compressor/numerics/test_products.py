@@ -86,8 +86,9 @@ def test_the_path_follows_from_device_and_shape(dtype, device, shape, path, monk
 
 def test_a_cpu_whose_kernel_saturates_sums_exactly_another_way(monkeypatch):
     def saturating(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        pairs = (x.int()[:, :, None] * weight.int()[None]).unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
-        return pairs.sum(1).to(torch.int32)
+        shifted = x.int() + 128  # the instruction multiplies unsigned by signed, and adds pairs in 16 bits
+        pairs = (shifted[:, :, None] * weight.int()[None]).unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
+        return (pairs.sum(1) - 128 * weight.int().sum(0)).to(torch.int32)
 
     probe = products._cpu_int_mm_is_exact.__wrapped__
     monkeypatch.setattr(torch, "_int_mm", saturating)
