@@ -17,6 +17,17 @@
     |-- TracingError (RuntimeError)       a model whose data flow cannot be followed
     |-- NumericsError (ArithmeticError)   NaN, infinity, a matrix that is not positive definite
     |-- CheckpointError (OSError)         a checkpoint that cannot be written whole or does not read back
+    |-- ReplayError (RuntimeError)        a captured training step cannot stand for the eager one
+    |   |-- HostReadError                   the step reads a tensor on the host
+    |   |-- DynamicShapeError               a shape of the step depends on data
+    |   |-- UntrackedRandomnessError        random numbers that no recorded op drew
+    |   |-- EscapedTensorError              something outside the step keeps, or is written by, a tensor of the step
+    |   |-- BindError                       a batch that does not fit the fixed input buffers
+    |   |-- PointerDriftError               a parameter, gradient, buffer or optimizer state lies elsewhere than at capture
+    |   |-- GuardDriftError                 a fact of the host that the capture took for granted has changed
+    |   |-- SignatureDriftError             the step is another one on another batch
+    |   |-- ProofError                      replay and eager differ
+    |   `-- PlanStormError                  more plans than the cap allows
     |-- ContractViolation (AssertionError) a graph that broke the contract it was held against
     `-- HarnessError (RuntimeError)       the harness itself failed; never used for a verdict
 
@@ -92,6 +103,50 @@ class NumericsError(CompressorError, ArithmeticError):
 
 class CheckpointError(CompressorError, OSError):
     """A checkpoint cannot be written whole or does not read back."""
+
+
+class ReplayError(CompressorError, RuntimeError):
+    """A captured training step cannot stand for the eager one."""
+
+
+class HostReadError(ReplayError):
+    """The step reads a tensor on the host; the value would be frozen at capture."""
+
+
+class DynamicShapeError(ReplayError):
+    """A shape of the step depends on data."""
+
+
+class UntrackedRandomnessError(ReplayError):
+    """Random numbers of the step come from something that no recorded op drew."""
+
+
+class EscapedTensorError(ReplayError):
+    """Something outside the step keeps a tensor that the step made, or the step writes to a tensor that nobody registered."""
+
+
+class BindError(ReplayError):
+    """A batch does not fit the fixed input buffers of its plan."""
+
+
+class PointerDriftError(ReplayError):
+    """A parameter, gradient, buffer or optimizer state does not lie where it lay at capture."""
+
+
+class GuardDriftError(ReplayError):
+    """A fact of the host that the capture took for granted has changed."""
+
+
+class SignatureDriftError(ReplayError):
+    """The step runs other operators, or other Python numbers, on another batch."""
+
+
+class ProofError(ReplayError):
+    """Replay, recorded eager and plain eager do not agree bit for bit."""
+
+
+class PlanStormError(ReplayError):
+    """More plans are asked for than the cap allows."""
 
 
 class ContractViolation(CompressorError, AssertionError):
