@@ -32,6 +32,7 @@ VERBS: Mapping[str, Verb] = {
     "verify": Verb("hold a modifier against the lifecycle contract: checks 47 to 54 and a state machine", "harness.lifecycle.command"),
     "check": Verb("hold a quantizer, packer, solver, observer or layer against the numeric catalogue", "harness.checks.command"),
     "catalogue": Verb("list every check, with the public bugs that it would have caught", "harness.checks.catalogue_command"),
+    "bisect": Verb("find the layer, module and modifier that make a compressed model differ", "harness.bisect.command"),
     "golden": Verb("differences from golden outputs: look, accept, prune, explain", "harness.goldens.command"),
     "trace-audit": Verb("hold traced models against plain ones, bit for bit: a zoo, and toys", "harness.traceability.command"),
     "mutants": Verb("plant known bugs, and print which check kills which", "harness.mutants.command"),

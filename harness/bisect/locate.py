@@ -1,0 +1,119 @@
+"""The main path: load both models, search the layers, then the modules of each guilty one, and say who made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressor.data import check_vocabulary, load_dataset_source
+from compressor.errors import DatasetError, UserInputError
+from compressor.progress import Progress, SilentProgress
+from harness.bisect.blame import Blame, guilty_part, suspects, usual_sqnr, weight_sqnr, who_made
+from harness.bisect.difference import MEASURES, Comparer, Tokens, limit_from
+from harness.bisect.models import Pair, group_into_layers, load_pair
+from harness.bisect.report import BisectReport, GuiltyLayer
+from harness.bisect.reproduce import write_test
+from harness.bisect.search import Culprit, half_of, search
+
+
+def bisect(
+    base: str | Path,
+    compressed: str | Path,
+    dataset: Any,
+    *,
+    measure: str = "kl",
+    limit: float | None = None,
+    num_samples: int = 8,
+    max_seq_length: int = 128,
+    device: str = "auto",
+    progress: Progress | None = None,
+) -> BisectReport:
+    """Find the layer and module with which a compressed model begins to differ from its base.
+
+    Args:
+        base: folder of the base, or of a compressed checkpoint that was accepted.
+        compressed: folder of the compressed checkpoint.
+        dataset: any source that `compressor.data.load_dataset_source` reads.
+        measure: kl (nats per token), loss (its increase) or sqnr (of the logits, dB).
+        limit: above which, for sqnr below which, a difference counts; None: half of the whole difference.
+        num_samples: sequences at most.
+        max_seq_length: tokens of a sequence at most.
+        device: where both models run: auto, cpu, cuda.
+        progress: shows bars.
+
+    Returns:
+        The report.
+
+    Raises:
+        ModelError: a folder that cannot be used, or two architectures.
+        DatasetError: data that cannot be used.
+        UserInputError: another measure.
+    """
+    if measure not in MEASURES:
+        raise UserInputError(f"bisect: measure={measure!r} does not exist; give one of {', '.join(MEASURES)}")
+    pair = load_pair(base, compressed, device=device)
+    batches = _batches(pair, dataset, num_samples, max_seq_length)
+    compare = Comparer(pair, batches, measure, progress or SilentProgress())
+    layers = group_into_layers(compare.run_base())
+    found = search(list(layers), compare.of_layers(layers), limit_from(limit, measure))
+    sqnr = weight_sqnr(pair, pair.parts) if found.differs else {}
+    guilty = tuple(_look_into(culprit, layers[culprit.name], compare, Path(compressed), sqnr) for culprit in found.culprits)
+    test = _test(guilty[0], layers, compare, found.limit, (Path(base), Path(compressed))) if guilty else None
+    further = suspects(sqnr, [blame.module for layer in guilty for blame in layer.modules])
+    num_sequences = sum(len(tokens.input_ids) for tokens in batches)
+    return BisectReport(
+        str(base), str(compressed), measure, len(pair.parts), len(layers), num_sequences, found, guilty, compare.num_passes, further, test
+    )
+
+
+def _batches(pair: Pair, dataset: Any, num_samples: int, max_seq_length: int) -> list[Tokens]:
+    positions = getattr(getattr(pair.base, "config", None), "max_position_embeddings", None)
+    data = load_dataset_source(
+        dataset,
+        tokenizer=pair.tokenizer,
+        num_calibration_samples=num_samples,
+        max_seq_length=min(max_seq_length, positions or max_seq_length),
+    )
+    check_vocabulary(data, pair.base)
+    batches = []
+    for batch, mask in zip(data.batches, data.token_masks, strict=True):
+        if not isinstance(batch, dict) or "input_ids" not in batch:
+            raise DatasetError("dataset: its batches hold no input_ids; give token ids or text")
+        ids = batch["input_ids"]
+        batches.append(Tokens(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(torch.bool)))
+    if not any(int(tokens.mask.sum(1).max()) > 1 for tokens in batches):
+        raise DatasetError("dataset: no sequence has two tokens, and nothing can be predicted from one; give longer ones")
+    return batches
+
+
+def _look_into(culprit: Culprit, parts: Sequence[str], compare: Comparer, folder: Path, sqnr: Mapping[str, float]) -> GuiltyLayer:
+    """Search the modules of a guilty layer; most of the layer's own difference is what makes a module guilty."""
+    inside = search(parts, compare)
+    blamed = tuple(
+        Blame(
+            one.name,
+            one.alone,
+            one.rest,
+            **who_made(one.name, folder),
+            weight_sqnr_db=sqnr.get(one.name),
+            usual_sqnr_db=usual_sqnr(one.name, sqnr),
+            part=guilty_part(compare.pair, one.name, one.alone, compare),
+        )
+        for one in inside.culprits
+    )
+    return GuiltyLayer(culprit, blamed, inside.alone)
+
+
+def _test(layer: GuiltyLayer, layers: dict[str, tuple[str, ...]], compare: Comparer, limit: float, folders: tuple[Path, Path]) -> str:
+    """Write the test of the first guilty module, or of the whole layer, on the sequence that shows it best."""
+    subject = layer.modules[0].module if layer.modules else layer.culprit.name
+    names = frozenset([subject]) if layer.modules else frozenset(layers[subject])
+    alone = compare(names)
+    by_sequence = compare.by_sequence[names]
+    worst = max(range(len(by_sequence)), key=lambda place: by_sequence[place])
+    rows = [row[mask].tolist() for tokens in compare.batches for row, mask in zip(tokens.input_ids, tokens.mask, strict=True)]
+    most = limit if limit < alone else half_of(alone)
+    return write_test(*folders, [subject], rows[worst], measure=compare.measure, limit=most)

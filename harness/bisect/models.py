@@ -1,0 +1,193 @@
+"""Both models, and the parts in which they differ: modules that hold parameters, in the order in which they run.
+
+A part is a module with parameters or stored buffers of its own. It differs where its class does (a quantized layer stands for a float one)
+or any of its own values, bit for bit. Parts are grouped into layers by the first number in their name: `model.layers.3`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compressor.errors import ModelError
+from compressor.model.compressed import load_compressed
+from compressor.model.experts import UnfusedModel, unfuse_into
+from compressor.model.folder import read_config, some
+from compressor.model.load import load_model, resolve_device
+from compressor.nn import QuantizedLayer
+from compressor.nn.experts import UnfusedExperts
+from compressor.nn.kv_cache import kv_args
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models of one architecture.
+
+    Attributes:
+        base: the one that counts as right; every other part is put into it.
+        compressed: the one under suspicion.
+        tokenizer: of the base's folder; None where it has none.
+        parts: names of the parts that differ, in the order of the model.
+        device: where both are.
+    """
+
+    base: nn.Module
+    compressed: nn.Module
+    tokenizer: object
+    parts: tuple[str, ...]
+    device: torch.device
+
+    @property
+    def use_cache(self) -> bool:
+        """Whether keys and values go through a quantizer, which only a cache shows."""
+        return any(kv_args(module) is not None for model in (self.base, self.compressed) for module in model.modules())
+
+
+def load_pair(base: str | Path, compressed: str | Path, *, device: str = "auto") -> Pair:
+    """Load both folders and find out where they differ.
+
+    Args:
+        base: folder of the base model, or of a compressed checkpoint that was accepted.
+        compressed: folder of a compressed checkpoint.
+        device: where both run: auto, cpu, cuda.
+
+    Returns:
+        The pair.
+
+    Raises:
+        ModelError: a folder cannot be used, both are one, or the two are of different architectures.
+    """
+    base, compressed = Path(base), Path(compressed)
+    for folder in (base, compressed):
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: no such folder; give the folder that holds a model's config.json")
+    if base.resolve() == compressed.resolve():
+        raise ModelError(f"{base}: is given as base and as compressed model; give two folders")
+    suspect = load_compressed(compressed, device=device)
+    tokenizer = None
+    if "quantization_config" in read_config(base):
+        right = load_compressed(base, device=device)
+    else:
+        loaded = load_model(base, device=device)
+        right, tokenizer = loaded.model, loaded.tokenizer
+        if any(isinstance(module, UnfusedExperts) for module in suspect.modules()):
+            unfuse_into(UnfusedModel(right), prove=False)
+    right.to(_dtype(suspect))
+    return Pair(right.eval(), suspect, tokenizer, tuple(differing_parts(right, suspect)), resolve_device(device))
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    dtype = getattr(model, "dtype", torch.float32)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def differing_parts(base: nn.Module, compressed: nn.Module) -> list[str]:
+    """Compare two models part by part.
+
+    Args:
+        base: one model.
+        compressed: another one of the same architecture.
+
+    Returns:
+        Names of the parts that differ.
+
+    Raises:
+        ModelError: one has modules that the other has not, or weights of other shapes.
+    """
+    ours, theirs = dict(base.named_modules()), dict(compressed.named_modules())
+    lonely = sorted(ours.keys() ^ theirs.keys())
+    if lonely:
+        raise ModelError(
+            f"the two models are of different architectures: {some(lonely)} are in one of them only; give a model and its base"
+        )
+    wrong = [f"{name} {_size(ours[name])} and {_size(theirs[name])}" for name in ours if _size(ours[name]) != _size(theirs[name])]
+    if wrong:
+        raise ModelError(f"the two models are of different architectures: {some(wrong)}; give a model and its base")
+    return [name for name in ours if name and _is_part(ours[name], theirs[name]) and not _is_same(ours[name], theirs[name])]
+
+
+def _size(module: nn.Module) -> tuple[int, ...]:
+    if isinstance(module, QuantizedLayer):
+        return tuple(module.weight_size)
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return ()
+    shape = tuple(weight.shape)
+    return shape[::-1] if type(module).__name__ == "Conv1D" else shape
+
+
+def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and stored buffers of a module, without those of its children.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Name to tensor.
+    """
+    buffers = {key: value for key, value in module._buffers.items() if key not in module._non_persistent_buffers_set}
+    return {key: value for key, value in {**module._parameters, **buffers}.items() if value is not None}
+
+
+def _is_part(*modules: nn.Module) -> bool:
+    return any(own_tensors(module) or kv_args(module) is not None for module in modules)
+
+
+def _is_same(one: nn.Module, other: nn.Module) -> bool:
+    if type(one) is not type(other) or kv_args(one) != kv_args(other) or getattr(one, "scheme", None) != getattr(other, "scheme", None):
+        return False
+    left, right = own_tensors(one), own_tensors(other)
+    return left.keys() == right.keys() and all(_same_bits(left[key], right[key]) for key in left)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    left, right = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(left, right)
+
+
+def layer_of(name: str) -> str:
+    """Return the layer to which a part belongs.
+
+    Args:
+        name: dotted.
+
+    Returns:
+        The name up to its first number; the whole name where there is none.
+    """
+    pieces = name.split(".")
+    numbers = [place for place, piece in enumerate(pieces) if piece.isdecimal()]
+    return ".".join(pieces[: numbers[0] + 1]) if numbers else name
+
+
+def group_into_layers(parts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the parts of each layer, layers in the order of their first part.
+
+    Args:
+        parts: in the order in which they run.
+
+    Returns:
+        Layer to parts.
+    """
+    layers: dict[str, tuple[str, ...]] = {}
+    for name in parts:
+        layers[layer_of(name)] = (*layers.get(layer_of(name), ()), name)
+    return layers
+
+
+def sorted_by_first_call(parts: Sequence[str], calls: Mapping[str, int]) -> list[str]:
+    """Return the parts in the order in which they ran; those that did not run come last.
+
+    Args:
+        parts: names.
+        calls: position of the first call, by name.
+
+    Returns:
+        The same names.
+    """
+    return sorted(parts, key=lambda name: calls.get(name, len(calls) + len(parts)))
