@@ -20,6 +20,7 @@ FOREIGN_SETTINGS: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
         "offload_hessians": None,
         "output_observer": (None,),
         "requires_calibration_data": (True, False),
+        "sequential_update": (True, None),
     }
 )
 OBSERVER_FIELDS: Mapping[str, str] = MappingProxyType({"weights": "weight_observer", "input": "input_observer"})

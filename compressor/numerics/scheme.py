@@ -6,6 +6,7 @@ project cannot do is refused here, when the scheme is made and before any work, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -116,6 +117,17 @@ class QuantizationArgs(BaseModel):
             group_size = info.data.get("group_size")
             return "tensor" if group_size is None else "channel" if group_size == -1 else "group"
         return value.lower() if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_zero_point_dtype(cls, data: Any) -> Any:
+        """Recipes of llm-compressor may name the dtype of the zero point: there is none in a symmetric format, and int8 is ours."""
+        if not isinstance(data, Mapping) or "zp_dtype" not in data:
+            return data
+        named = str(data["zp_dtype"]).removeprefix("torch.")
+        if not data.get("symmetric", True) and named not in ("int8", "None"):
+            raise SchemeError(f"zp_dtype={named!r} is not how zero points are stored here, which is int8; leave zp_dtype out")
+        return {key: value for key, value in data.items() if key != "zp_dtype"}
 
     @field_validator("block_structure", mode="after")
     @classmethod

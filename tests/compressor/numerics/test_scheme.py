@@ -118,3 +118,10 @@ def test_the_format_can_be_chosen_and_needs_weights():
 def test_spellings_of_recipes_are_taken():
     args = QuantizationArgs(type="INT", strategy="Group", group_size=64, actorder=False)
     assert (args.type, args.strategy, args.actorder) == ("int", "group", None)
+
+
+@pytest.mark.parametrize("settings", [{"zp_dtype": "torch.float8_e4m3fn"}, {"zp_dtype": None, "symmetric": False}])
+def test_a_zero_point_dtype_that_changes_nothing_is_taken(settings):
+    assert QuantizationArgs(**settings) == QuantizationArgs(symmetric=settings.get("symmetric", True))
+    with pytest.raises(ValueError, match="zp_dtype='uint8' is not how zero points are stored here"):
+        QuantizationArgs(zp_dtype="torch.uint8", symmetric=False)
