@@ -16,7 +16,6 @@ from compressor.progress import Progress, SilentProgress
 from harness.validation.decoder import DecodedModule, decode_module, float8_values
 from harness.validation.float_formats import FP4_LARGEST, FP8_LARGEST
 from harness.validation.loading import modules_as_stored
-from harness.validation.loading import modules_as_stored
 from harness.validation.metrics import Closeness, compare_weights
 from harness.validation.scheme import WeightScheme
 from harness.validation.subject import Subject
