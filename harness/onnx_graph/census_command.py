@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = "exit codes: 0 every block has three projections of its own, 1 one has not, 2 no block, or one that is not clear"
-    parser.add_argument("model", metavar="MODEL", help="an .onnx file")
+    parser.add_argument("model", metavar="MODEL", help="an .onnx file, or the folder of a transformers checkpoint")
+    parser.add_argument("--model-class", metavar="CLASS", help="class of transformers, for a folder; by default AutoModelForCausalLM")
     parser.add_argument("--json", action="store_true", help="print the census as JSON")
 
 
@@ -29,8 +30,10 @@ def run(args: argparse.Namespace) -> int:
         0 if all blocks are SEPARATE, 1 if one is fused or absorbed, 2 if there is none or one is not clear.
     """
     from harness.onnx_graph.census import Status, census
+    from harness.onnx_graph.roundtrip import onnx_roundtrip
 
-    found = census(args.model)
+    trip = onnx_roundtrip(args.model, model_class=args.model_class)
+    found = census(trip.exported(trip.exporters[0]).model)
     print(json.dumps(found.to_dict(), indent=1, sort_keys=True) if args.json else found.text())
     statuses = {block.status for block in found.blocks}
     if not statuses or statuses & {Status.MISSING, Status.AMBIGUOUS}:

@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = "exit codes: 0 it holds, or a set of skips keeps it; 1 no set of skips keeps it; 2 it could not be analysed"
-    parser.add_argument("model", metavar="MODEL", help="the model as it was exported")
+    parser.add_argument("model", metavar="MODEL", help="the model as it was exported, or the folder of a transformers checkpoint")
+    parser.add_argument("--model-class", metavar="CLASS", help="class of transformers, for a folder; by default AutoModelForCausalLM")
     add_contract(parser)
     parser.add_argument("--backend", choices=BACKENDS, default="onnxsim", help="the optimizer; by default onnxsim")
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
@@ -34,8 +35,10 @@ def run(args: argparse.Namespace) -> int:
         0 where a set of skips keeps the contract, else what is left with every pass skipped.
     """
     from harness.onnx_graph.explain import explain
-    from harness.onnx_graph.graph import read_proto
+    from harness.onnx_graph.roundtrip import onnx_roundtrip
 
-    explanation = explain(read_proto(args.model), contract_from_names(args.contract), args.backend)
+    trip = onnx_roundtrip(args.model, model_class=args.model_class)
+    exported = trip.exported(trip.exporters[0])
+    explanation = explain(exported.model, contract_from_names(args.contract), args.backend, exported.module)
     print(json.dumps(explanation.to_dict(), indent=1, sort_keys=True) if args.json else explanation.text())
     return EXIT_HOLDS if explanation.kept else EXIT_OF[explanation.default.holding]

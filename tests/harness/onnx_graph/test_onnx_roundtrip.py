@@ -160,7 +160,9 @@ def test_the_commands_export_and_go_round(tmp_path: Path, capsys: pytest.Capture
     assert onnx.load(graph).opset_import[0].version == 17
     assert main(["onnx", "export", folder, graph, "--modality", "audio"]) == 2
     assert main(["onnx", "export", str(tmp_path), graph, "--model-class", "LlamaForCausalLM"]) == 2
-    capsys.readouterr()
+    assert main(["onnx", "census", folder, "--model-class", "LlamaForCausalLM"]) == 0
+    assert main(["onnx", "explain", folder, "--model-class", "LlamaForCausalLM"]) == 0
+    assert "kept by skipping: fuse_qkv" in capsys.readouterr().out
     way = [
         "onnx",
         "roundtrip",
