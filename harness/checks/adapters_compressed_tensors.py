@@ -25,9 +25,9 @@ class ForeignQuantizer:
     def __init__(self, args: ForeignArgs) -> None:
         """Read what the format says; weights in groups, channels or one piece."""
         self.args: Any = args
-        group_size = args.group_size if args.strategy in ("group", "tensor_group") else None
+        group_size = args.group_size if _word(args.strategy) in ("group", "tensor_group") else None
         own = QuantizationArgs(
-            num_bits=args.num_bits, type=args.type, symmetric=args.symmetric, strategy=str(args.strategy.value), group_size=group_size
+            num_bits=args.num_bits, type=_word(args.type), symmetric=args.symmetric, strategy=_word(args.strategy), group_size=group_size
         )
         self.name = f"compressed-tensors-{label_of(own)}"
         self.tags = frozenset({"zero", "half_even", "homogeneous", "covers", *(["odd"] if args.symmetric else [])})
@@ -43,7 +43,7 @@ class ForeignQuantizer:
         """See Quantizer."""
         if self.args.group_size and self.column_multiple > 1:
             return 1, self.column_multiple
-        return shape if str(self.args.strategy.value) == "tensor" else (1, shape[1])
+        return shape if _word(self.args.strategy) == "tensor" else (1, shape[1])
 
     def quantize(self, weight: Tensor) -> Quantized:
         """See Quantizer."""
@@ -57,7 +57,7 @@ class ForeignQuantizer:
 
     def encode(self, values: Tensor, like: Quantized) -> Tensor:
         """See Quantizer."""
-        dtype = torch.int8 if str(getattr(self.args.type, "value", self.args.type)) == "int" else torch.float8_e4m3fn
+        dtype = torch.int8 if _word(self.args.type) == "int" else torch.float8_e4m3fn
         codes: Tensor = quantize(values, like.scale, like.zero_point, self.args, dtype=dtype, global_scale=like.global_scale)
         return codes
 
@@ -65,3 +65,8 @@ class ForeignQuantizer:
         """See Quantizer."""
         values: Tensor = dequantize(quantized.codes, quantized.scale, quantized.zero_point, self.args, global_scale=quantized.global_scale)
         return values
+
+
+def _word(value: Any) -> Any:
+    """A member of one of its enumerations, or its plain text."""
+    return getattr(value, "value", value)

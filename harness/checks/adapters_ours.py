@@ -64,8 +64,7 @@ def tags_of(args: QuantizationArgs) -> frozenset[str]:
         tags.add("odd")
     if not args.has_global_scale and args.strategy != "tensor":
         tags.add("local")
-    if args.observer_kind == "minmax":
-        tags.add("covers")
+    tags.add("covers" if args.observer_kind == "minmax" else "searches_scales")
     return frozenset(tags)
 
 
@@ -87,6 +86,10 @@ class OurQuantizer:
         self.column_multiple = self.args.group_size if self.args.is_grouped and self.args.group_size else 1
         if self.args.dynamic:
             self.tags = self.tags - {"refuses_nonfinite"} | ({"per_token"} if self.args.strategy == "token" else set())
+
+    def unsearched(self) -> OurQuantizer:
+        """Return the same quantizer with the scales of the full range."""
+        return OurQuantizer(self.args.model_copy(update={"observer": None, "observer_kwargs": {}}), self.dtypes)
 
     def unit(self, shape: tuple[int, int]) -> tuple[int, int]:
         """See Quantizer."""

@@ -29,7 +29,7 @@ class OurPacker:
     bits: int
     dim: int = 1
     kind: ClassVar[str] = "packer"
-    tags: ClassVar[frozenset[str]] = frozenset()
+    tags: ClassVar[frozenset[str]] = frozenset({"refuses_unfit"})
     code_dtype: ClassVar[torch.dtype] = torch.int8
     column_multiple: ClassVar[int] = 1
     layout: ClassVar[str | None] = "offset_stream"
@@ -56,7 +56,7 @@ class OurFp4Packer:
 
     name: str = "pack_fp4"
     kind: ClassVar[str] = "packer"
-    tags: ClassVar[frozenset[str]] = frozenset()
+    tags: ClassVar[frozenset[str]] = frozenset({"refuses_unfit"})
     code_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
     column_multiple: ClassVar[int] = 2
     layout: ClassVar[str | None] = "e2m1_nibbles"

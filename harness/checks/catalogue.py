@@ -32,6 +32,7 @@ MODULES: tuple[str, ...] = (
     "harness.checks.observer_checks",
     "harness.checks.quantizer_scales",
     "harness.checks.quantizer_codes",
+    "harness.checks.quantizer_units",
     "harness.checks.layer_checks",
     "harness.checks.solver_checks",
     "harness.checks.solver_invariances",

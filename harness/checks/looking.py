@@ -151,7 +151,7 @@ def refuse(bad: Tensor, what: str, **shown: Tensor) -> None:
     Args:
         bad: True where it is.
         what: is wrong, in words.
-        shown: tensors whose value at the first place helps.
+        **shown: tensors whose value at the first place helps.
 
     Raises:
         Broken: something is.

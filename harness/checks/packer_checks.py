@@ -111,3 +111,28 @@ def layout(subject: Packer, look: Look) -> str:
         refuse(read != expected, f"{list(codes.shape)}: a code does not lie in its place", code=expected, read=read)
         count += 1
     return f"{count} tensors read as {subject.layout}"
+
+
+@register(None, "refuses_unfit", "A code that does not fit into its bits raises an error", kind="packer", needs=("refuses_unfit",))
+def refuses_unfit(subject: Packer, look: Look) -> str:
+    """Put one code beyond either end among others."""
+    grid = subject.code_values
+    info_low, info_high = (-128.0, 127.0) if subject.code_dtype == torch.int8 else (-448.0, 448.0)
+    count = 0
+    for wrong in (float(grid[0]) - 1, float(grid[-1]) + 1, float(grid[-1]) + 2):
+        if not info_low <= wrong <= info_high:
+            continue
+        codes = torch.full((3, 8 * subject.column_multiple), float(grid[0]), dtype=torch.float64)
+        codes[1, 5] = wrong
+        ready = codes.to(subject.code_dtype)
+        try:
+            subject.pack(ready)
+        except Exception as error:
+            if not str(error).strip():
+                raise Broken(f"{wrong:g}: {type(error).__name__} came without a message") from error
+            count += 1
+            continue
+        raise Broken(f"{wrong:g} was packed into {subject.bits} bits")
+    if not count:
+        raise NothingToCheckError("every value of the dtype is a code")
+    return f"{count} codes beyond the ends were refused"

@@ -195,3 +195,33 @@ def scale_as_stored(subject: Quantizer, look: Look) -> str:
         refuse(wide != kept, "calibration used a scale that its storage dtype does not hold", used=wide, stored=kept)
 
     return each_weight(subject, look, examined)
+
+
+@register(
+    None,
+    "search_pays",
+    "Searched scales have no more error than those of the full range, in all, and no group has ten times as much",
+    kind="quantizer",
+    needs=("searches_scales",),
+)
+def search_pays(subject: Quantizer, look: Look) -> str:
+    """Add up |dq - w|^2.4 of the values with outliers in them, which a search is made for."""
+    plain = subject.unsearched()  # type: ignore[attr-defined]  # what the tag promises
+    ratios = []
+    for dtype in subject.dtypes:
+        for name in ("bell", "lopsided", "outliers", "spread groups", "correlated"):
+            weight = hurtful("correlated columns" if name == "correlated" else name, shapes(subject.column_multiple)[0], dtype)
+            own, other = (_errors(one, weight) for one in (subject, plain))
+            ratios.append(float(own.sum() / other.sum()) if float(other.sum()) else 1.0)
+            if ratios[-1] > 1 + 1e-3:
+                raise Broken(f"{name} in {dtype}: {ratios[-1]:.3f} times the error of the full range")
+            refuse(own > 10 * other + 1e-12, f"{name} in {dtype}: a group has ten times the error", error=own, full_range=other)
+    if min(ratios) > 0.999:
+        raise Broken("the search never changes anything")
+    return f"{min(ratios):.3f} to {max(ratios):.3f} of the error of the full range"
+
+
+def _errors(subject: Quantizer, weight: Tensor) -> Tensor:
+    found = examine(subject, weight)
+    errors = (found.values.to(torch.float64) - found.exact).abs().pow(2.4)
+    return units(errors, found.unit).nan_to_num(nan=0.0).sum(1)

@@ -16,10 +16,12 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "covers": "the range covers every value: nothing is cut off by more than a step",
         "refuses_nonfinite": "NaN or infinity raises an error that names the tensor",
         "per_token": "each row has a scale of its own, computed from that row alone",
+        # packers
+        "refuses_unfit": "a code that does not fit into its bits raises an error",
         # solvers
         "act_order": "columns are rounded in the order of their activation",
         "fixed_scales": "scales come from the weight's range alone, not from a search",
-        "searches_scales": "scales are searched, by the loss",
+        "searches_scales": "scales are searched, by the loss; `unsearched()` gives the same subject without a search",
         # modifiers and transforms
         "data_free": "needs no calibration data",
         "idempotent": "applied to its own result it changes nothing",

@@ -16,8 +16,17 @@ from compressor.errors import UserInputError
 if TYPE_CHECKING:
     from harness.mutants.patches import Mutant
 
-# Each family, and the module that holds it as FAMILY; it is imported when it is asked for.
-FAMILIES: Mapping[str, str] = MappingProxyType({"lifecycle": "harness.mutants.lifecycle"})
+# Each family, and the module that holds it, as FAMILY or under the name behind the colon; it is imported when it is asked for.
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "lifecycle": "harness.mutants.lifecycle",
+        "quantizers": "harness.mutants.numerics:QUANTIZERS",
+        "packers": "harness.mutants.numerics:PACKERS",
+        "observers": "harness.mutants.numerics:OBSERVERS",
+        "layers": "harness.mutants.numerics:LAYERS",
+        "solvers": "harness.mutants.numerics:SOLVERS",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -106,5 +115,6 @@ def find_family(name: str) -> Family:
     Returns:
         The family.
     """
-    family: Family = importlib.import_module(FAMILIES[name]).FAMILY
+    module, _, attribute = FAMILIES[name].partition(":")
+    family: Family = getattr(importlib.import_module(module), attribute or "FAMILY")
     return family

@@ -1,0 +1,81 @@
+"""Planted bugs that everybody sees: the code of a function is exchanged, so that those who imported it by name run the wrong one too."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from harness.mutants.patches import Edit, Mutant, Patch
+
+
+@dataclass(frozen=True)
+class CodeMutant(Mutant):
+    """A planted bug in functions that other modules import by name."""
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Plant the bug for a while. Changes the functions themselves, of this process and in every thread.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            HarnessError: the code has changed, so that the patch does not fit.
+        """
+        with ExitStack() as stack:
+            for patch in self.patches:
+                stack.enter_context(_exchanged(patch))
+            yield
+
+
+@contextmanager
+def _exchanged(patch: Patch) -> Iterator[None]:
+    module_name, _, path = patch.where.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    current = inspect.getattr_static(owner, name)
+    if not isinstance(patch, Edit):
+        setattr(owner, name, patch.make(current))
+        try:
+            yield
+        finally:
+            setattr(owner, name, current)
+        return
+    function = _function(current)
+    right = function.__code__
+    function.__code__ = _function(patch.make(current)).__code__
+    try:
+        yield
+    finally:
+        function.__code__ = right
+
+
+def _function(found: Any) -> FunctionType:
+    """What lies below properties, static methods and decorators."""
+    getter: Any = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    function = inspect.unwrap(getter)
+    assert isinstance(function, FunctionType), found
+    return function
+
+
+def bug(name: str, kind: str, wrong: str, killer: str, *patches: Patch) -> CodeMutant:
+    """Make a planted bug.
+
+    Args:
+        name: short.
+        kind: the part of the code that is wrong.
+        wrong: what is wrong, in a line.
+        killer: the first check in the family's order that sees it.
+        *patches: what is replaced.
+
+    Returns:
+        The bug.
+    """
+    return CodeMutant(name, kind, wrong, patches, killer)

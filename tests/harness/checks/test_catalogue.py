@@ -1,0 +1,158 @@
+"""The catalogue lists every check once, refuses what cannot be checked, and reports strictly."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given
+
+import harness
+from compressor.errors import UserInputError
+from compressor.numerics import QuantizationArgs
+from harness.checks.catalogue import Broken, Check, Look, NothingToCheckError, all_checks, find_checks
+from harness.checks.catalogue_command import listing
+from harness.checks.elsewhere import ELSEWHERE
+from harness.checks.strategies import weights
+from harness.lifecycle import verify as _lifecycle  # registers the checks of the lifecycle
+from harness.lifecycle.catalogue import CHECKS as LIFECYCLE
+from harness.tolerance import T3
+from harness.verdict import Outcome
+
+REPOSITORY = Path(harness.__file__).parents[1]
+INT4 = QuantizationArgs(num_bits=4, group_size=16)
+assert _lifecycle
+
+
+def test_every_number_of_the_numeric_part_is_there() -> None:
+    numbers = {one.number for one in all_checks().values()}
+    assert {*range(1, 31), 64} <= numbers
+    elsewhere = {one.number for one in ELSEWHERE}
+    assert not numbers & elsewhere
+    assert set(range(47, 55)) <= elsewhere
+
+
+def test_names_and_numbers_are_unique_and_bugs_are_named_as_repository_and_issue() -> None:
+    pairs = Counter((one.kind, one.number) for one in all_checks().values() if one.number)
+    assert not [pair for pair, count in pairs.items() if count > 1]
+    for one in all_checks().values():
+        assert one.function.__doc__ and one.title[-1] != "."
+        assert all(re.fullmatch(r"[\w.-]+#\d+", bug) for bug in one.caught_by)
+
+
+def test_what_lives_elsewhere_lives_there() -> None:
+    by_number: dict[int, set[str]] = {}
+    for check in LIFECYCLE.values():
+        if check.number:
+            by_number.setdefault(check.number, set()).add(check.function.__module__.replace(".", "/") + ".py")
+    for one in ELSEWHERE:
+        assert (REPOSITORY / one.lives).is_file()
+        if one.lives.startswith("harness/lifecycle"):
+            assert one.lives in by_number[one.number], one
+
+
+def test_the_listing_holds_both() -> None:
+    rows = listing()
+    assert [row["number"] or 1000 for row in rows] == sorted(row["number"] or 1000 for row in rows)
+    assert "GPTQModel#1531" in next(row for row in rows if row["name"] == "quantizer.scales_positive")["caught_by"]
+    assert {row["kind"] for row in listing("packer")} == {"packer"}
+
+
+def _check(function: Any, needs: tuple[str, ...] = ()) -> Check:
+    return Check("quantizer.toy", "a toy", "quantizer", function, None, frozenset(needs))
+
+
+def test_a_check_never_raises() -> None:
+    class Subject:
+        tags = frozenset({"odd"})
+
+    def broken(subject: Any, look: Look) -> str:
+        raise Broken("it is wrong", ["here"])
+
+    def empty(subject: Any, look: Look) -> str:
+        raise NothingToCheckError("nothing is there")
+
+    def crashing(subject: Any, look: Look) -> str:
+        raise IndexError("out of range")
+
+    outcomes = [_check(function).run(Subject(), Look()).outcome for function in (broken, empty, crashing, lambda subject, look: "fine")]
+    assert outcomes == [Outcome.FAIL, Outcome.SKIP, Outcome.FAIL, Outcome.PASS]
+    assert _check(broken).run(Subject(), Look()).findings == ("it is wrong", "here")
+    assert _check(broken, ("zero",)).run(Subject(), Look()).outcome is Outcome.SKIP
+    assert _check(broken, ("odd",)).run(Subject(), Look()).outcome is Outcome.FAIL
+
+
+def test_names_and_numbers_choose_checks() -> None:
+    assert [one.name for one in find_checks([5, "quantizer.odd"], "quantizer")] == ["quantizer.zero", "quantizer.odd"]
+    with pytest.raises(UserInputError, match=r"no check 'quantizer\.oddd'.*quantizer\.odd"):
+        find_checks(["quantizer.oddd"], "quantizer")
+    with pytest.raises(UserInputError, match="no check '10' of a quantizer"):
+        find_checks([10], "quantizer")
+
+
+def test_what_cannot_be_checked_is_refused_by_name() -> None:
+    class Half:
+        kind = "quantizer"
+        name = "half"
+        tags: frozenset[str] = frozenset()
+
+    with pytest.raises(UserInputError, match="int is nothing that can be checked"):
+        harness.check(3)
+    with pytest.raises(UserInputError, match=r"Half is a quantizer without code_values, .*quantize, encode, dequantize"):
+        harness.check(Half())
+    with pytest.raises(UserInputError, match="'slow' does not exist"):
+        harness.check(INT4, profile="slow")
+
+
+def test_unknown_tags_are_refused() -> None:
+    from harness.checks.adapters_ours import OurQuantizer
+
+    subject = OurQuantizer(INT4)
+    subject.tags = frozenset({"even"})
+    with pytest.raises(UserInputError, match="'even' is no contract tag"):
+        harness.check(subject, draws=False)
+
+
+def test_expected_failures_are_strict() -> None:
+    report = harness.check(INT4, checks=[5], draws=False, expected_failures={"quantizer.zero": "known"})
+    assert report.exit_code == 1
+    assert "was expected to fail (known), and did not" in report.records[0].summary
+    with pytest.raises(UserInputError, match="there is no check"):
+        harness.check(INT4, expected_failures={"quantizer.nothing": "typo"})
+
+
+def test_a_report_has_three_forms() -> None:
+    report = harness.check(INT4, checks=[1, 16], draws=False)
+    assert report.passed and report.to_dict()["kind"] == "quantizer"
+    assert "int4-group16: pass" in report.to_text()
+    suite = ElementTree.fromstring(report.to_junit())[0]
+    assert (suite.get("tests"), suite.get("skipped")) == ("2", "1")
+
+
+@harness.parametrize_with_catalogue([QuantizationArgs(num_bits=3, group_size=16)])
+def test_a_test_per_subject_and_check(subject: Any, check: Any) -> None:
+    check(subject)
+
+
+@given(weights(column_multiple=16, nonfinite=True))
+def test_weights_that_hurt_can_hold_what_is_not_finite(weight: torch.Tensor) -> None:
+    assert weight.ndim == 2 and weight.shape[1] % 16 == 0
+    assert not bool(weight.isfinite().all())
+
+
+@given(weights())
+def test_weights_that_hurt_are_finite_unless_asked(weight: torch.Tensor) -> None:
+    assert bool(weight.isfinite().all())
+
+
+def test_a_vacuous_limit_is_itself_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.checks import quantizer_scales
+
+    monkeypatch.setattr(quantizer_scales, "_TIER", T3(max_relative_error=2.0))
+    record = harness.check(INT4, checks=["quantizer.scale_rule"], draws=False).records[0]
+    assert record.outcome is Outcome.FAIL and "measures nothing" in record.summary

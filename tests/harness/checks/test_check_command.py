@@ -1,0 +1,124 @@
+"""`harness check` and `harness catalogue`: a user's own quantizer from the command line, every flag, every exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from harness.cli import main
+
+MODULE = '''
+import torch
+from harness.checks.nearest import int_grid
+from harness.checks.protocols import Quantized
+
+
+class MyQuantizer:
+    """Rows of int4 with the scale of their largest value."""
+
+    kind = "quantizer"
+    tags = frozenset({"zero", "half_even", "local", "homogeneous", "covers"})
+    code_values = int_grid(4)
+    dtypes = (torch.float32,)
+    scale_rule = "max_code"
+    stored_scale = None
+    column_multiple = 1
+
+    def __init__(self, name="mine", wrong=False):
+        self.name, self.wrong = name, wrong
+
+    def unit(self, shape):
+        return 1, shape[1]
+
+    def quantize(self, weight):
+        scale = weight.abs().amax(1, keepdim=True) / 7
+        scale = torch.where(scale == 0, 1.0, scale)
+        found = Quantized(weight, scale)
+        return Quantized(self.encode(weight, found), scale)
+
+    def encode(self, values, like):
+        scaled = (values / like.scale).clamp(-8, 7)
+        return (scaled + 0.5).floor() if self.wrong else scaled.round()
+
+    def dequantize(self, quantized):
+        return quantized.codes * quantized.scale
+
+
+GOOD = MyQuantizer()
+BAD = MyQuantizer("bad", wrong=True)
+BOTH = [GOOD, BAD]
+'''
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_quantizer.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "users_quantizer", raising=False)
+
+
+def test_a_users_quantizer_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "users_quantizer:GOOD", "--profile", "dev"]) == 0
+    assert "mine: pass" in capsys.readouterr().out
+
+
+def test_a_users_bug_is_found_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "users_quantizer:BOTH", "--no-draws", "--json"]) == 1
+    good, bad = json.loads(capsys.readouterr().out)
+    assert (good["verdict"], bad["verdict"]) == ("pass", "regression")
+    assert [record["name"] for record in bad["checks"] if record["outcome"] == "fail"] == ["quantizer.ties"]
+
+
+def test_without_draws_there_are_only_fixed_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "users_quantizer:GOOD", "--check", "5"]) == 0
+    assert "drawn" in capsys.readouterr().out
+    assert main(["check", "users_quantizer:GOOD", "--check", "quantizer.zero", "--no-draws"]) == 0
+    assert "drawn" not in capsys.readouterr().out
+
+
+def test_expected_failures_turn_a_failure_into_a_skip_and_a_pass_into_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--no-draws", "--expect-failure", "quantizer.ties=rounds up"]
+    assert main(["check", "users_quantizer:BAD", *flags]) == 0
+    assert main(["check", "users_quantizer:GOOD", *flags]) == 1
+    assert "was expected to fail (rounds up), and did not" in " ".join(capsys.readouterr().out.split())
+
+
+def test_junit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "users_quantizer:BAD", "--no-draws", "--junit"]) == 1
+    suite = ElementTree.fromstring(capsys.readouterr().out)[0]
+    assert suite.get("failures") == "1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "users_quantizer"], "write package.module:Name"),
+        (["check", "users_quantizer:Nothing"], "has no 'Nothing'"),
+        (["check", "no_such_module:X"], "cannot be imported"),
+        (["check", "users_quantizer:GOOD", "--check", "99"], "there is no check '99'"),
+        (["check", "users_quantizer:GOOD", "--expect-failure", "quantizer.ties"], "write NAME=REASON"),
+        (["check", "sys:maxsize"], "nothing that can be checked"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 3
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_applies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "users_quantizer:GOOD", "--check", "16"]) == 2
+    assert "does not promise 'per_token'" in capsys.readouterr().out
+
+
+def test_the_catalogue_lists_checks_and_bugs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["catalogue"]) == 0
+    text = capsys.readouterr().out
+    assert "mlx-lm#1880" in text and "harness verify" in text
+    assert main(["catalogue", "--kind", "packer", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["kind"] for row in rows} == {"packer"} and rows[0]["number"] == 10
