@@ -35,7 +35,12 @@ MODULES: tuple[str, ...] = (
     "harness.checks.quantizer_units",
     "harness.checks.layer_checks",
     "harness.checks.solver_checks",
+    "harness.checks.solver_reports",
     "harness.checks.solver_invariances",
+    "harness.checks.sparsity_checks",
+    "harness.checks.transforms_checks",
+    "harness.checks.calibration_checks",
+    "harness.checks.artifact_checks",
 )
 
 # Kinds of subjects, and the protocol of harness/checks/protocols.py that each offers.
@@ -46,6 +51,10 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "solver": "Solver",
         "observer": "Observer",
         "layer": "Layer",
+        "sparsifier": "Sparsifier",
+        "transform": "Transform",
+        "calibration": "Calibration",
+        "artifact": "Artifact",
     }
 )
 

@@ -17,6 +17,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from harness.checks.artifact_subject import Artifact as Artifact
+from harness.checks.calibration_subject import Calibration as Calibration
+from harness.checks.sparsity_subject import Sparsifier as Sparsifier
+from harness.checks.transforms_subject import Transform as Transform
+
 
 @dataclass(frozen=True)
 class Quantized:
@@ -27,12 +32,14 @@ class Quantized:
         scale: [1], [R, 1], [R, G] or one per block, in the dtype in which values are computed.
         zero_point: shaped like scale; None where there is none.
         global_scale: one number by which every scale is divided; None where there is none.
+        relative_error: what the quantizer says of its error, ||W - Q||^2 / ||W||^2; None where it says nothing.
     """
 
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None = None
     global_scale: Tensor | None = None
+    relative_error: float | None = None
 
 
 @runtime_checkable
@@ -117,12 +124,14 @@ class Solved:
         values: [R, C], what a loader will read.
         group_C: group of each column where groups are not runs of columns, else None.
         loss: what the solver says that its error is: 1/2 tr(E H' E^T) with H' the damped Hessian; None where it says nothing.
+        relative_error: what it says of its outputs: tr(E H E^T) / tr(W H W^T), over 1 to 128 rows; None where it says nothing.
     """
 
     quantized: Quantized
     values: Tensor
     group_C: Tensor | None = None
     loss: float | None = None
+    relative_error: float | None = None
 
 
 @runtime_checkable

@@ -1,0 +1,167 @@
+"""Checks of checkpoints: 55 to 60. What `harness validate` proves is asked there, and stands here under its number."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compressor.model.compressed import load_compressed
+from harness.checks.artifact_subject import Artifact
+from harness.checks.catalogue import Broken, Look, NothingToCheckError, register
+from harness.tolerance import T0, T3, compare, vacuous_decoys
+from harness.validation.acceptance import check_accepted, check_loads
+from harness.validation.files import check_tokenizer
+from harness.validation.inspection import inspect_modules
+from harness.validation.policy import Policy
+from harness.validation.subject import Subject, read_subject
+from harness.validation.weights import DECODED, check_weights
+from harness.verdict import CheckRecord, Outcome
+
+# Last names of layers that runtimes cut along their columns.
+_CUT_ALONG_COLUMNS = ("o_proj", "down_proj", "out_proj", "fc2", "w2")
+_LOSS_RATIO = 1.005
+
+
+def _hold(record: CheckRecord) -> str:
+    """Turn a record of `harness validate` into the answer of a check."""
+    if record.outcome is Outcome.SKIP:
+        raise NothingToCheckError(record.summary)
+    if record.outcome is not Outcome.PASS:
+        raise Broken(record.summary, record.findings)
+    return record.summary
+
+
+def _subject(artifact: Artifact) -> Subject:
+    subject = read_subject(Path(artifact.base), Path(artifact.folder))
+    if subject.problems:
+        raise Broken(subject.problems[0], subject.problems)
+    return subject
+
+
+def _tokens(model: nn.Module, seed: int) -> Tensor:
+    table: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
+    return torch.randint(0, table.num_embeddings, (2, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    device = next(iter(model.state_dict().values())).device
+    with torch.inference_mode():
+        found: Tensor = model(input_ids=ids.to(device), use_cache=False).logits
+    return found.cpu()
+
+
+@register(
+    55,
+    "reload",
+    "Reloading gives the same state and the same logits, bitwise, with either loader; no key is missing and none unexpected",
+    kind="artifact",
+    caught_by=("transformers#47407",),
+)
+def reload(subject: Artifact, look: Look) -> str:
+    """Load with transformers and with our reader, and hold both against each other and against what was saved."""
+    record, loaded = check_loads(_subject(subject), allow_dequantize_load=False)
+    summary = _hold(record)
+    own = load_compressed(subject.folder, device="cpu")
+    ids = _tokens(own, look.seed)
+    expected = _logits(own, ids)
+    assert loaded is not None
+    _equal(_logits(loaded, ids), expected, "transformers' logits differ from those of our reader")
+    if subject.model is None:
+        return f"{summary}; equal logits"
+    _equal(_logits(subject.model, ids), expected, "the logits of the model that was saved are others")
+    state, saved = own.state_dict(), subject.model.state_dict()
+    for key in sorted(state.keys() & saved.keys()):
+        _equal(saved[key], state[key], f"{key} has changed on the way through the file")
+    return f"{summary}; {len(state.keys() & saved.keys())} tensors and the logits are equal"
+
+
+def _equal(actual: Tensor, expected: Tensor, what: str) -> None:
+    found = compare(actual, expected, T0())
+    if not found.ok:
+        raise Broken(f"{what}: {found.summary}")
+
+
+@register(56, "accepted", "quantization_config is accepted by transformers' own loader and by compressed-tensors", kind="artifact")
+def accepted(subject: Artifact, look: Look) -> str:
+    """Ask both."""
+    del look
+    return _hold(check_accepted(_subject(subject)))
+
+
+@register(57, "decoded", "An independent decoder of the file gives the weights that are loaded, bitwise", kind="artifact")
+def decoded(subject: Artifact, look: Look) -> str:
+    """Decode each module with numpy, and compare with what transformers and our reader hold."""
+    del look
+    folders = _subject(subject)
+    summaries = []
+    for model in (check_loads(folders, allow_dequantize_load=True)[1], load_compressed(subject.folder, device="cpu")):
+        if model is None:
+            raise Broken("the checkpoint does not load; check 55 says why")
+        records = check_weights(folders, inspect_modules(folders, model), Policy())
+        summaries.append(_hold(next(record for record in records if record.name == DECODED.name)))
+    return summaries[0]
+
+
+@register(
+    58,
+    "shards",
+    "Shard and tensor-parallel dimensions divide into groups, or the run says which do not",
+    kind="artifact",
+    caught_by=("vllm#41511",),
+)
+def shards(subject: Artifact, look: Look) -> str:
+    """Divide the shapes of the base's weights by groups and blocks."""
+    del look
+    if subject.num_shards < 2:
+        raise NothingToCheckError("the checkpoint is meant for one device")
+    folders, said = _subject(subject), subject.uncuttable()
+    found = {}
+    for name, group in folders.readable_modules.items():
+        rows, columns = folders.base.entries[f"{name}.weight"].shape
+        assert group.scheme is not None
+        along_columns = name.rpartition(".")[2] in _CUT_ALONG_COLUMNS
+        size, step = (columns, group.scheme.group_size or 1) if along_columns else (rows, 1)
+        if size % (subject.num_shards * step):
+            found[name] = f"{size} {'columns' if along_columns else 'rows'} in groups of {step} for {subject.num_shards} devices"
+    silent = [f"{name}: {why}" for name, why in found.items() if name not in said]
+    if silent:
+        raise Broken(f"{len(silent)} modules cannot be cut, and the run does not say so; first: {silent[0]}", silent)
+    return f"{len(folders.readable_modules)} modules for {subject.num_shards} devices, {len(found)} cannot be cut and are named"
+
+
+@register(59, "tokenizer", "The saved tokenizer files equal the source's", kind="artifact", caught_by=("llm-compressor#2850",))
+def tokenizer(subject: Artifact, look: Look) -> str:
+    """Compare bytes."""
+    del look
+    return _hold(check_tokenizer(Path(subject.base), Path(subject.folder)))
+
+
+@register(60, "devices", "CPU against CUDA: equal codes and scales, loss within 0.5 %", kind="artifact")
+def devices(subject: Artifact, look: Look) -> str:
+    """Load on both and compare; needs a GPU."""
+    if not torch.cuda.is_available():
+        raise NothingToCheckError("torch sees no CUDA device")
+    here, there = (load_compressed(subject.folder, device=device) for device in ("cpu", "cuda"))
+    for key, value in here.state_dict().items():
+        _equal(there.state_dict()[key].cpu(), value, f"{key} differs on CUDA")
+    ids = _tokens(here, look.seed)
+    return _same_loss(_losses(there, ids), _losses(here, ids))
+
+
+def _losses(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = _logits(model, ids)[:, :-1].double()
+    return -logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def _same_loss(actual: Tensor, expected: Tensor) -> str:
+    """Hold the mean loss of one device against the other's."""
+    tier = T3(max_loss_ratio=_LOSS_RATIO)
+    if passed := vacuous_decoys(expected, tier):
+        raise Broken(f"the limit measures nothing: {', '.join(passed)} would pass")
+    found = compare(actual, expected, tier, name="loss")
+    if not found.ok or not math.isfinite(float(actual.mean())):
+        raise Broken(f"loss {float(actual.mean()):.6g} on CUDA, {float(expected.mean()):.6g} on the CPU: {found.summary}")
+    return f"loss {float(actual.mean()):.6g} and {float(expected.mean()):.6g}"
