@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,6 +117,9 @@ def _check_space(parent: Path, num_bytes: int) -> None:
 
 def _flush_all(folder: Path) -> None:
     """Make files and names durable, so that the rename never shows a folder whose content is still on the way."""
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666  # safetensors makes files that only their owner reads, whatever the umask says
     for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            path.chmod(mode)
         flush(path)
     flush(folder)

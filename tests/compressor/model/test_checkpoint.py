@@ -40,6 +40,9 @@ def test_the_folder_holds_what_a_loader_needs_and_no_more(compressed, source_dir
     assert json.loads((folder / "compression.json").read_text()) == {"a": {"c": "é", "d": 2}, "b": 1}
     assert list(json.loads((folder / "compression.json").read_text())) == ["a", "b"]
     assert folder.stat().st_mode == source_dir.stat().st_mode
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, (
+        "weights that only their owner reads cannot be served by another user"
+    )
 
 
 def test_equal_input_gives_equal_bytes(make_model, quantize_linears, source_dir, make_tokenizer, tmp_path):
