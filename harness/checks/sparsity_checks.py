@@ -82,7 +82,21 @@ def pattern(subject: Sparsifier, look: Look) -> str:
                 f"{len(bad)} of {counts.numel()} blocks do not keep {n} of {m}; row {row}, block {block} keeps {int(counts[row, block])}"
             )
 
-    return _each(subject, look, examined)
+    seen = _each(subject, look, examined)
+    return f"{seen}; {_ragged(subject, look, n, m)}"
+
+
+def _ragged(subject: Sparsifier, look: Look, n: int, m: int) -> str:
+    """Give a row with one column too many: it may be refused, or its whole blocks must be right."""
+    whole = 6 * m
+    weight = torch.rand(3, whole + 1, generator=torch.Generator().manual_seed(look.seed)) + 0.1
+    try:
+        pruned = subject.prune(weight, _hessian(whole + 1, look))
+    except Exception:  # noqa: BLE001 - the subject may refuse with any class
+        return f"{whole + 1} columns are refused"
+    if pruned.shape != weight.shape or bool(((pruned[:, :whole].reshape(3, -1, m) != 0).sum(-1) != n).any()):
+        raise Broken(f"{whole + 1} columns are neither refused nor pruned {n} of {m} in their whole blocks")
+    return f"{whole + 1} columns are pruned"
 
 
 @register(38, "zeros_survive", "Zeros survive later quantizers", kind="sparsifier", caught_by=("sparseml#2281",))

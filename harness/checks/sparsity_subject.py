@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -34,3 +35,35 @@ class Sparsifier(Protocol):
 
     def prune(self, weight: Tensor, hessian: Tensor) -> Tensor:
         """Return the pruned weight [R, C]; the Hessian of its input is 2 * mean(x x^T), [C, C]. Changes neither."""
+
+
+@dataclass
+class Pruner:
+    """A function from weight and Hessian to a pruned weight, as a subject of the catalogue.
+
+    Attributes:
+        function: takes [R, C] and [C, C], gives [R, C].
+        sparsity: see Sparsifier.
+        pattern: see Sparsifier.
+        scope: see Sparsifier.
+        second_order: see Sparsifier.
+        quantize: see Sparsifier.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    sparsity: float = 0.5
+    pattern: tuple[int, int] | None = None
+    scope: str = "row"
+    second_order: bool = False
+    quantize: Callable[[Tensor], Tensor] | None = None
+    kind: ClassVar[str] = "sparsifier"
+    tags: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """See Sparsifier."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def prune(self, weight: Tensor, hessian: Tensor) -> Tensor:
+        """See Sparsifier."""
+        return self.function(weight, hessian)

@@ -10,6 +10,7 @@ from torch import nn
 
 from harness import check
 from harness.checks.transforms_models import build, in_dtype, logits, token_ids, truly
+from harness.checks.transforms_subject import InPlaceTransform
 from harness.verdict import Outcome
 
 
@@ -332,3 +333,17 @@ def test_the_ladder_really_computes_in_float64():
 def test_nothing_is_said_where_there_is_nothing_to_check():
     outcomes = {record.name: record.outcome for record in check(CentredEmbeddings(), checks=[33, 36]).records}
     assert set(outcomes.values()) == {Outcome.SKIP}
+
+
+def test_a_plain_function_is_a_subject():
+    def double_and_halve(model, batches):
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.mul_(2)
+            layer.mlp.down_proj.weight.div_(2)
+
+    right = InPlaceTransform(double_and_halve, ["*.up_proj.weight", "*.down_proj.weight"])
+    assert check(right).verdict.value == "pass"
+    assert right.name == "double_and_halve"
+    wrong = InPlaceTransform(double_and_halve, ["*_proj.weight"])
+    assert check(wrong, checks=[35]).records[0].outcome is Outcome.FAIL
+    assert check(InPlaceTransform(double_and_halve, ["*.up_proj.weight"], matrices={"R": torch.ones(4, 4)}), checks=[33]).exit_code == 1

@@ -1,0 +1,141 @@
+"""Checks 41 to 46 pass our oneshot and catch calibration that depends on what must not matter."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from harness import check
+from harness.checks.calibration_ours import OurCalibration
+from harness.verdict import Outcome
+
+NVFP4 = {"scheme": "NVFP4A16", "targets": ["Linear"]}
+
+
+def outcome(subject, number):
+    record = check(subject, checks=[number]).records[0]
+    assert "could not be completed" not in record.summary, record.summary
+    return record.outcome, record.summary
+
+
+def test_our_oneshot_passes():
+    report = check(OurCalibration(), checks=[41, 42, 43, 44, 46])
+    assert {record.outcome for record in report.records} == {Outcome.PASS}, report.to_text()
+
+
+def test_our_fused_siblings_share_a_global_scale():
+    assert outcome(OurCalibration(settings=NVFP4), 45) == (Outcome.PASS, "4 families, one scale each")
+    assert outcome(OurCalibration(), 45)[0] is Outcome.SKIP
+
+
+def test_rounding_passes_what_applies_to_it():
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+    groups = {"all": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+    report = check(OurCalibration("QuantizationModifier", {"config_groups": groups}), checks=[41, 44, 46])
+    assert [record.outcome for record in report.records] == [Outcome.SKIP, Outcome.PASS, Outcome.PASS], report.to_text()
+
+
+def test_padding_that_is_counted_is_caught():
+    with mock.patch("compressor.modifiers.gptq.mask_of_input", return_value=None):
+        assert outcome(OurCalibration(), 41)[0] is Outcome.FAIL
+
+
+class Silent(OurCalibration):
+    """Falls back without a word."""
+
+    def run_starved(self, *, budget):
+        return replace(super().run_starved(budget=budget), fallbacks={})
+
+
+class NamesOneOnly(OurCalibration):
+    """Says of one module only that it fell back."""
+
+    def run_starved(self, *, budget):
+        done = super().run_starved(budget=budget)
+        return replace(done, fallbacks=dict(list(done.fallbacks.items())[:1]))
+
+
+class NoBudget(OurCalibration):
+    """Allows any number of fallbacks."""
+
+    def run_starved(self, *, budget):
+        return super().run_starved(budget=None)
+
+
+class NoFallbacks(OurCalibration):
+    """Allows none."""
+
+    def run_starved(self, *, budget):
+        return super().run_starved(budget=budget if budget is None else 0)
+
+
+class StarvesDenseModels(OurCalibration):
+    """A hook that never ran."""
+
+    def run(self, rows, **options):
+        done = super().run(rows, **options)
+        return replace(done, num_tokens=dict.fromkeys(done.num_tokens, 0))
+
+
+@pytest.mark.parametrize("subject", [Silent, NamesOneOnly, NoBudget, NoFallbacks, StarvesDenseModels])
+def test_silent_fallbacks_are_caught(subject):
+    assert outcome(subject(), 42)[0] is Outcome.FAIL
+
+
+class OfThisProcess(OurCalibration):
+    """Draws from something that is another one in every process."""
+
+    def run(self, rows, **options):
+        done = super().run(rows, **options)
+        noise = torch.rand(1, generator=torch.Generator().manual_seed(os.getpid()))
+        return replace(done, tensors={**done.tensors, "noise": noise})
+
+    def command(self, rows, out):
+        return ["python", "-c", "raise SystemExit(3)"] if self.seed else super().command(rows, out)
+
+
+class AnotherSeed(OurCalibration):
+    """A run that forgets its seed."""
+
+    def command(self, rows, out):
+        return OurCalibration(seed=1).command(rows, out)
+
+
+def test_a_run_that_another_process_does_not_repeat_is_caught():
+    assert "model.embed_tokens.weight differs in a new process" in outcome(AnotherSeed(), 43)[1]
+    assert "exits with" in outcome(OfThisProcess(seed=1), 43)[1]
+    assert "noise is in one of them only" in outcome(OfThisProcess(), 43)[1]
+
+
+class FirstOfABatch(OurCalibration):
+    """Looks at the first row of each batch."""
+
+    def run(self, rows, *, batch_size=1, **options):
+        return super().run(rows[::batch_size], batch_size=1, **options)
+
+
+def test_codes_that_depend_on_the_batch_size_are_caught():
+    assert outcome(FirstOfABatch(), 44)[0] is Outcome.FAIL
+
+
+def test_siblings_with_scales_of_their_own_are_caught():
+    with mock.patch("compressor.modifiers.scheme_modifier.shared_global_scales", return_value={}):
+        found, summary = outcome(OurCalibration(settings=NVFP4), 45)
+    assert found is Outcome.FAIL
+    assert "runtimes fuse them" in summary
+
+
+class BasicSeesLess(OurCalibration):
+    """A basic pipeline that drops its last batch."""
+
+    def run(self, rows, *, sequential=True, **options):
+        return super().run(rows if sequential else rows[:-1], sequential=sequential, **options)
+
+
+def test_pipelines_that_differ_on_one_layer_are_caught():
+    assert outcome(BasicSeesLess(), 46)[0] is Outcome.FAIL

@@ -1,0 +1,209 @@
+"""Checks 37 to 40 pass correct pruners and catch the bugs that masks have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness import check
+from harness.checks.sparsity_subject import Pruner
+from harness.verdict import Outcome
+
+
+def fake_int8(weight):
+    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-38) / 127
+    return (weight / scale).round().clamp(-127, 127) * scale
+
+
+class Pattern:
+    """Keeps the two largest of four."""
+
+    kind = "sparsifier"
+    tags = frozenset()
+    pattern = (2, 4)
+    sparsity = 0.5
+    scope = "row"
+    second_order = False
+    quantize = staticmethod(fake_int8)
+
+    @property
+    def name(self):
+        return type(self).__name__
+
+    def prune(self, weight, hessian):
+        blocks = weight.reshape(-1, 4)
+        order = blocks.abs().argsort(dim=1, stable=True)
+        return blocks.scatter(1, order[:, :2], 0.0).reshape(weight.shape)
+
+
+class Rows(Pattern):
+    """Drops 60 % of every row."""
+
+    pattern = None
+    sparsity = 0.6
+
+    def prune(self, weight, hessian):
+        order = weight.abs().argsort(dim=1, stable=True)
+        return weight.scatter(1, order[:, : round(self.sparsity * weight.shape[1])], 0.0)
+
+
+class Whole(Rows):
+    """Drops 60 % of the tensor."""
+
+    scope = "tensor"
+
+    def prune(self, weight, hessian):
+        flat = weight.flatten()
+        order = flat.abs().argsort(stable=True)
+        return flat.scatter(0, order[: round(self.sparsity * len(flat))], 0.0).reshape(weight.shape)
+
+
+class SparseGPT(Rows):
+    """Drops by w^2 / [H^-1]_jj, block by block, and moves what is kept (optimal brain surgeon, one column after another)."""
+
+    second_order = True
+    pattern = (2, 4)
+    sparsity = 0.5
+    sign = 1.0
+
+    def prune(self, weight, hessian):
+        work = weight.double().clone()
+        columns = work.shape[1]
+        damped = hessian.double() + 0.01 * hessian.double().diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+        factor = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
+        for start in range(0, columns, 4):
+            score = work[:, start : start + 4].square() / factor.diagonal()[start : start + 4].square()
+            dropped = score.argsort(dim=1, stable=True)[:, :2] + start
+            mask = torch.zeros_like(work, dtype=torch.bool).scatter(1, dropped, True)
+            for j in range(start, start + 4):
+                error = torch.where(mask[:, j], work[:, j], 0.0) / factor[j, j]
+                work[:, j + 1 :] -= self.sign * error[:, None] * factor[j, j + 1 :]
+                work[mask[:, j], j] = 0.0
+        kept = work.to(weight.dtype)
+        return torch.where((work != 0) & (kept == 0), torch.full_like(kept, torch.finfo(weight.dtype).tiny), kept)
+
+
+@pytest.mark.parametrize("pruner", [Pattern, Rows, Whole, SparseGPT])
+def test_correct_pruners_pass(pruner):
+    report = check(pruner())
+    assert not [record for record in report.records if record.outcome is Outcome.FAIL], report.to_text()
+
+
+class Threshold(Pattern):
+    """Keeps what is larger than the third largest: with ties, too many or too few."""
+
+    def prune(self, weight, hessian):
+        blocks = weight.reshape(-1, 4)
+        limit = blocks.abs().kthvalue(2, dim=1, keepdim=True).values
+        return torch.where(blocks.abs() > limit, blocks, 0.0).reshape(weight.shape)
+
+
+class AcrossRows(Pattern):
+    """Takes its blocks along the rows."""
+
+    def prune(self, weight, hessian):
+        rows = weight.shape[0] // 4 * 4
+        blocks = weight[:rows].t().reshape(-1, 4)
+        order = blocks.abs().argsort(dim=1, stable=True)
+        done = blocks.scatter(1, order[:, :2], 0.0).reshape(weight.shape[1], rows).t()
+        return torch.cat([done, weight[rows:]])
+
+
+class OffByOne(Rows):
+    """Drops two too many."""
+
+    def prune(self, weight, hessian):
+        order = weight.abs().argsort(dim=1, stable=True)
+        return weight.scatter(1, order[:, : round(self.sparsity * weight.shape[1]) + 2], 0.0)
+
+
+class GlobalThreshold(Whole):
+    """Promises rows, and thresholds the tensor."""
+
+    scope = "row"
+
+
+class InPlace(Pattern):
+    """Prunes the weight that it was given."""
+
+    def prune(self, weight, hessian):
+        weight.copy_(super().prune(weight, hessian))
+        return weight
+
+
+class Rescales(Pattern):
+    """Scales what it keeps."""
+
+    def prune(self, weight, hessian):
+        return super().prune(weight, hessian) * 1.01
+
+
+class Ragged(Pattern):
+    """Leaves a row alone that does not divide into blocks."""
+
+    def prune(self, weight, hessian):
+        return weight.clone() if weight.shape[1] % 4 else super().prune(weight, hessian)
+
+
+def no_zero(weight):
+    """The range of the values, with a zero point that is not rounded: zero is no code."""
+    low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    scale = ((high - low) / 255).clamp(min=1e-38)
+    return ((weight - low) / scale).round() * scale + low
+
+
+class LosesZeros(Pattern):
+    """A quantizer comes behind it that has no code for zero."""
+
+    quantize = staticmethod(no_zero)
+
+
+class WrongSign(SparseGPT):
+    """Moves what it keeps the wrong way."""
+
+    sign = -1.0
+
+
+class SmallestKept(SparseGPT):
+    """Drops the largest, makes up for nothing."""
+
+    def prune(self, weight, hessian):
+        blocks = weight.reshape(-1, 4)
+        return blocks.scatter(1, blocks.abs().argsort(dim=1, stable=True, descending=True)[:, :2], 0.0).reshape(weight.shape)
+
+
+class Nothing(SparseGPT):
+    """Prunes everything: no mask is wrong, and nothing is left."""
+
+    def prune(self, weight, hessian):
+        return torch.zeros_like(weight)
+
+
+PLANTS = [
+    (Threshold, 37), (AcrossRows, 37), (Nothing, 37), (Ragged, 37), (LosesZeros, 38), (OffByOne, 39), (GlobalThreshold, 39), (InPlace, 37),
+    (Rescales, "sparsifier.kept_weights"), (WrongSign, 40), (SmallestKept, 40), (Nothing, 40),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pruner", "number"), PLANTS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_planted_bug_is_caught(pruner, number):
+    record = check(pruner(), checks=[number]).records[0]
+    assert record.outcome is Outcome.FAIL, record.summary
+    assert "could not be completed" not in record.summary, record.summary
+
+
+def test_what_does_not_apply_is_skipped():
+    subject = Rows()
+    subject.quantize = None
+    skipped = {record.name for record in check(subject).records if record.outcome is Outcome.SKIP}
+    assert skipped == {"sparsifier.pattern", "sparsifier.zeros_survive", "sparsifier.beats_magnitude"}
+
+
+def test_a_plain_function_is_a_subject():
+    def half(weight, hessian):
+        return weight.scatter(1, weight.abs().argsort(dim=1, stable=True)[:, : weight.shape[1] // 2], 0.0)
+
+    report = check(Pruner(half))
+    assert report.verdict.value == "pass", report.to_text()
+    assert report.subject == "half"
+    assert check(Pruner(half, sparsity=0.75), checks=[39]).records[0].outcome is Outcome.FAIL
