@@ -1,0 +1,129 @@
+"""Batches as nested structures of tensors: their metadata as a key, and fixed buffers that only an equal batch can fill."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from compressor.errors import BindError
+
+Batch = Any  # a dict, list or tuple, nested as deep as one likes; its leaves are tensors or Python constants
+_CONSTANTS = (bool, int, float, str, type(None))
+
+
+def named_leaves(batch: Batch) -> dict[str, Any]:
+    """List the leaves of a batch by their path.
+
+    Args:
+        batch: a nested structure.
+
+    Returns:
+        Path, such as `['input_ids']` or `[1]['labels']`, to leaf.
+
+    Raises:
+        BindError: a leaf is neither a dense tensor nor a Python constant.
+    """
+    leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(batch)[0]}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided:
+                raise BindError(f"batch{path}: a tensor of layout {leaf.layout} cannot be copied into a fixed buffer; make it dense")
+        elif not isinstance(leaf, _CONSTANTS):
+            raise BindError(f"batch{path}: {type(leaf).__name__} is neither a tensor nor a constant; convert it before the step")
+    return leaves
+
+
+def batch_key(batch: Batch) -> Hashable:
+    """Return what a plan must know of a batch: paths, shapes, dtypes and devices of tensors, and the constants themselves.
+
+    Args:
+        batch: a nested structure of tensors and constants.
+
+    Returns:
+        A key that is equal for batches that fit the same buffers.
+    """
+    parts: list[tuple[Hashable, ...]] = []
+    for path, leaf in sorted(named_leaves(batch).items()):
+        if isinstance(leaf, Tensor):
+            parts.append((path, "tensor", tuple(leaf.shape), leaf.dtype, leaf.device))
+        else:
+            parts.append((path, type(leaf).__name__, leaf))
+    return tuple(parts)
+
+
+def num_tokens(batch: Batch) -> int:
+    """Count the elements of the batch's integer tensors called `input_ids`, else the rows of its first tensor.
+
+    Args:
+        batch: a nested structure of tensors and constants.
+
+    Returns:
+        What a progress bar calls tokens.
+    """
+    tensors = {path: leaf for path, leaf in named_leaves(batch).items() if isinstance(leaf, Tensor)}
+    ids = sum(leaf.numel() for path, leaf in tensors.items() if path.endswith("['input_ids']"))
+    first = next(iter(tensors.values()), None)
+    return ids or (0 if first is None else first.shape[0] if first.dim() else 1)
+
+
+class InputBuffers:
+    """Fixed storages that batches flow into by `copy_`, never by broadcasting.
+
+    Args:
+        batch: the first batch; it is copied, and its metadata binds all later ones.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._key = dict((part[0], part[1:]) for part in batch_key(batch))  # type: ignore[attr-defined]
+        leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in named_leaves(batch).values()]
+        self.batch: Batch = tree_unflatten(leaves, tree_flatten_with_path(batch)[1])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The buffers by path."""
+        return {path: leaf for path, leaf in named_leaves(self.batch).items() if isinstance(leaf, Tensor)}
+
+    def bind(self, batch: Batch) -> None:
+        """Copy a batch in.
+
+        Args:
+            batch: has exactly the metadata of the first batch.
+
+        Raises:
+            BindError: a leaf is missing, new, or of another shape, dtype, device or value; nothing was copied.
+        """
+        given = dict((part[0], part[1:]) for part in batch_key(batch))  # type: ignore[attr-defined]
+        for path in {**self._key, **given}:
+            if given.get(path) != self._key.get(path):
+                raise BindError(
+                    f"batch{path}: {_spell(given.get(path))} was given for a buffer that was captured as {_spell(self._key.get(path))}; "
+                    "give a batch of the captured metadata, or let the trainer choose the plan"
+                )
+        source = named_leaves(batch)
+        with torch.no_grad():
+            for path, buffer in self.tensors.items():
+                buffer.copy_(source[path])
+
+    def holds(self, batch: Batch) -> bool:
+        """Say whether the buffers hold the values of a batch already.
+
+        Args:
+            batch: fits the buffers.
+
+        Returns:
+            True when every tensor is equal.
+        """
+        source = named_leaves(batch)
+        return all(torch.equal(buffer, source[path]) for path, buffer in self.tensors.items())
+
+
+def _spell(part: tuple[Any, ...] | None) -> str:
+    if part is None:
+        return "nothing"
+    if part[0] == "tensor":
+        return f"{str(part[2]).removeprefix('torch.')} {list(part[1])} on {part[3]}"
+    return f"{part[0]} {part[1]!r}"

@@ -1,0 +1,154 @@
+"""The whole state of a training run as one safetensors file; a run that is killed and resumed gives the same bits.
+
+Stored are parameters, gradients, buffers, optimizer state, learning rates, averages, tensors of modifiers, and the random generators of
+torch and Python. Nothing of it is pickled. Where the data stand follows from the number of steps, which `Trainer.fit` hands to `batch_at`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from compressor.errors import ResumeError
+from compressor.lifecycle import EventType
+from compressor.model.atomic_file import whole_file
+from compressor.training.digests import rng_states, set_rng_states
+from compressor.training.trainer import Trainer
+
+_FORMAT = "training-state-1"
+
+
+def save_training(trainer: Trainer, path: str | Path) -> Path:
+    """Write the state of a trainer between two steps; the file appears whole or not at all.
+
+    Args:
+        trainer: the trainer.
+        path: the file; one that exists is replaced.
+
+    Returns:
+        The path.
+    """
+    path = Path(path)
+    step = trainer.step
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in step.tensors().items()}
+    tensors |= {f"rng:{number}": state for number, state in enumerate(rng_states(step.device))}
+    numbers = {f"{number}.{key}": value for number, key, value in _host_state(trainer)}
+    record = {
+        "format": _FORMAT,
+        "num_steps": trainer.num_steps,
+        "python_rng": random.getstate(),
+        "optimizer": type(step.optimizer).__name__,
+        "host_state": numbers,
+    }
+    with whole_file(path) as partial:
+        save_file(tensors, partial, metadata={"training": json.dumps(record)})
+    return path
+
+
+def load_training(trainer: Trainer, path: str | Path) -> None:
+    """Bring a trainer to a stored state. Changes model, optimizer, averages, modifiers, random generators and the trainer's plans.
+
+    A session is led through its batches again without steps, so that modifiers start and end where they did.
+
+    Args:
+        trainer: made as the one that was stored was, and not yet used.
+        path: what `save_training` wrote.
+
+    Raises:
+        ResumeError: the file is missing, damaged or of another model, optimizer or format, or the trainer has made steps already.
+    """
+    if trainer.num_steps:
+        raise ResumeError(f"{path}: the trainer has made {trainer.num_steps} steps already; resume with a new one")
+    record, stored = _read(Path(path))
+    if record["optimizer"] != type(trainer.step.optimizer).__name__:
+        raise ResumeError(
+            f"{path}: it was stored with {record['optimizer']}, not with {type(trainer.step.optimizer).__name__}; use the same"
+        )
+    rng = [stored.pop(name) for name in sorted(name for name in stored if name.startswith("rng:"))]
+    if len(rng) != len(rng_states(trainer.step.device)):
+        raise ResumeError(f"{path}: it was stored on another kind of device; resume on the kind it was stored on")
+    _check_names(trainer, stored, Path(path))
+    _replay_session(trainer, record["num_steps"])
+    _make_optimizer_state(trainer, stored)
+    with torch.no_grad():
+        for name, tensor in trainer.step.tensors().items():
+            tensor.copy_(stored[name])
+    for number, key, _ in _host_state(trainer):
+        trainer.step.optimizer.param_groups[number][key] = _tupled(record["host_state"][f"{number}.{key}"])
+    trainer.num_steps = record["num_steps"]
+    trainer.forget_plans()
+    set_rng_states(rng, trainer.step.device)
+    version, state, gauss = record["python_rng"]
+    random.setstate((version, tuple(state), gauss))
+
+
+def _host_state(trainer: Trainer) -> list[tuple[int, str, Any]]:
+    """List the settings of the optimizer's groups that are Python values."""
+    groups = enumerate(trainer.step.optimizer.param_groups)
+    return [
+        (number, key, value)
+        for number, group in groups
+        for key, value in group.items()
+        if key != "params" and not isinstance(value, Tensor)
+    ]
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            record = json.loads((file.metadata() or {}).get("training", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ResumeError(f"{path}: it cannot be read as a training state ({error}); give a file that save_training wrote") from error
+    if record.get("format") != _FORMAT:
+        raise ResumeError(f"{path}: it is no {_FORMAT}; give a file that save_training wrote")
+    return record, tensors
+
+
+def _check_names(trainer: Trainer, stored: dict[str, Tensor], path: Path) -> None:
+    """Refuse a file of another model before anything changes; optimizer state is not there yet in a new trainer."""
+    present = trainer.step.tensors()
+    missing = sorted(present.keys() - stored.keys())
+    unknown = sorted(name for name in stored.keys() - present.keys() if not name.startswith(("opt.", "modifier")))
+    wrong = sorted(
+        name
+        for name in present.keys() & stored.keys()
+        if present[name].shape != stored[name].shape or present[name].dtype != stored[name].dtype
+    )
+    for what, names in (("lacks", missing), ("has besides", unknown), ("has in another shape or dtype", wrong)):
+        if names:
+            raise ResumeError(f"{path}: the file {what} {', '.join(names[:3])}; resume with the model and settings that were stored")
+
+
+def _replay_session(trainer: Trainer, num_steps: int) -> None:
+    session = trainer.step.session
+    if session is None:
+        return
+    for _ in range(num_steps):
+        session.send(EventType.BATCH_START)
+        session.send(EventType.BATCH_END)
+
+
+def _make_optimizer_state(trainer: Trainer, stored: dict[str, Tensor]) -> None:
+    step = trainer.step
+    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    for number, group in enumerate(step.optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            suffix = ":" + names.get(parameter, f"group{number}[{place}]")
+            for name, tensor in stored.items():
+                if name.startswith("opt.") and name.endswith(suffix) and name[4 : -len(suffix)].isidentifier():
+                    like = (
+                        torch.empty_like(parameter, dtype=tensor.dtype) if tensor.shape == parameter.shape else tensor.to(parameter.device)
+                    )
+                    step.optimizer.state[parameter].setdefault(name[4 : -len(suffix)], like.detach().clone())

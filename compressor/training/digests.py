@@ -1,0 +1,83 @@
+"""Short hashes of what a tensor holds and of where the random generators stand."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements, so that NaN equals NaN and -0 differs from 0.
+
+    Args:
+        tensor: any dense tensor.
+
+    Returns:
+        uint8, one dimension, on the same device.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Say whether two tensors have the same metadata and the same bytes.
+
+    Args:
+        a: one tensor.
+        b: the other.
+
+    Returns:
+        True when nothing tells them apart.
+    """
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(raw_bytes(a), raw_bytes(b))
+
+
+def content_digest(tensor: Tensor) -> str:
+    """Hash what a tensor holds.
+
+    Args:
+        tensor: any dense tensor; one on another device is copied to the host.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    return hashlib.blake2b(raw_bytes(tensor).cpu().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def rng_states(device: torch.device, generators: Iterable[torch.Generator] = ()) -> list[Tensor]:
+    """Copy the states of the default generators of CPU and device, and of further ones.
+
+    Args:
+        device: where the step runs.
+        generators: generators that the step names itself.
+
+    Returns:
+        One uint8 tensor per generator.
+    """
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states + [generator.get_state() for generator in generators]
+
+
+def set_rng_states(states: list[Tensor], device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+    """Put states back that `rng_states` gave for the same device and generators.
+
+    Args:
+        states: what it returned.
+        device: where the step runs.
+        generators: generators that the step names itself.
+    """
+    rest = iter(states)
+    torch.set_rng_state(next(rest))
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(next(rest), device)
+    for generator in generators:
+        generator.set_state(next(rest).clone())
+
+
+def rng_digest() -> bytes:
+    """Hash the state of the CPU's default generator."""
+    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).digest()

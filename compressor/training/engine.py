@@ -1,0 +1,97 @@
+"""What a trainer needs of a device: run a step eagerly, and capture it into something that replays. The CPU's engine is the tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from compressor.training.recorder import Recorder
+from compressor.training.tape import Op, Tape
+
+
+class Captured(Protocol):
+    """A captured step.
+
+    Attributes:
+        ran_at_capture: the capture has performed the step already; else it must be replayed once to perform it.
+        ops: the recorded operators.
+        loss: where a replay leaves the loss.
+        generators: random generators, beside the default ones, that the step draws from.
+    """
+
+    ran_at_capture: bool
+    ops: list[Op]
+    loss: Tensor
+    generators: list[torch.Generator]
+
+    @property
+    def lines(self) -> list[str]:
+        """The signature, a line per operator."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that is held beside the model, the optimizer and the inputs."""
+
+    def replay(self) -> None:
+        """Perform one step."""
+
+    def poison(self) -> None:
+        """Spoil every storage that a replay is to fill."""
+
+
+class Engine(Protocol):
+    """A device's way to run, capture and replay."""
+
+    def eager(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run a step as it is, where a later capture will run."""
+
+    def capture(self, run: Callable[[], Tensor], recorder: Recorder) -> Captured:
+        """Capture a step, watched by the recorder."""
+
+
+class TapeEngine:
+    """Records on a tape; for CPU tensors."""
+
+    def eager(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run a step as it is.
+
+        Args:
+            run: the step on its fixed inputs.
+
+        Returns:
+            What it returned.
+        """
+        return run()
+
+    def capture(self, run: Callable[[], Tensor], recorder: Recorder) -> Captured:
+        """Record a step while it runs.
+
+        Args:
+            run: the step on its fixed inputs.
+            recorder: has the roles of the step's tensors.
+
+        Returns:
+            The tape.
+        """
+        with recorder:
+            loss = run()
+        return Tape(recorder.ops, recorder.alias(loss), recorder.scratch)
+
+
+def engine_for(device: torch.device) -> Engine:
+    """Choose the engine of a device.
+
+    Args:
+        device: where the model lies.
+
+    Returns:
+        A CUDA graph engine for CUDA, else the tape.
+    """
+    if device.type == "cuda":
+        from compressor.training.cuda_graph import CudaGraphEngine
+
+        return CudaGraphEngine(device)
+    return TapeEngine()

@@ -1,0 +1,103 @@
+"""The facts of the host that a captured step takes for granted, by name, so that a change can be said in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.training.step import TrainStep
+
+_PLAIN = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def host_facts(step: TrainStep) -> dict[str, object]:
+    """Collect what a capture freezes beside tensors.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Name of the fact to its value; values compare by `==`.
+    """
+    facts: dict[str, object] = dict(_settings(step))
+    for name, module in step.model.named_modules():
+        facts[f"module {name or 'model'}"] = _module_facts(module)
+    for name, parameter in step.model.named_parameters():
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        facts[f"parameter {name}"] = (
+            parameter.requires_grad,
+            *map(id, (parameter._backward_hooks or {}).values()),
+            *map(id, (after or {}).values()),
+        )
+    for number, group in enumerate(step.optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params" and not isinstance(value, Tensor):
+                facts[f"optimizer group {number}: {key}"] = value
+        facts[f"optimizer group {number}: parameters"] = tuple(map(id, group["params"]))
+    hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
+    facts["optimizer hooks"] = tuple(id(hook) for some in hooks for hook in some.values())
+    return facts
+
+
+def difference(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
+    """Say in words what differs first between two collections of facts.
+
+    Args:
+        before: facts at capture.
+        after: facts now.
+
+    Returns:
+        One clause, or None where all are equal.
+    """
+    if before == after:
+        return None
+    for name in {**before, **after}:
+        if name not in after:
+            return f"{name} is gone"
+        if name not in before:
+            return f"{name} is new"
+        if before[name] != after[name]:
+            return f"{name} was {_spell(before[name], after[name])}"
+    return None
+
+
+def _settings(step: TrainStep) -> Iterator[tuple[str, object]]:
+    device = step.device.type
+    yield "number of threads", torch.get_num_threads()
+    yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled()
+    yield "autocast", (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+    yield "default dtype", torch.get_default_dtype()
+    yield "matmul precision", torch.get_float32_matmul_precision()
+    yield "grad mode", torch.is_grad_enabled()
+    yield "step settings", (id(step.loss_fn), step.accumulate, step.clip_norm, step.autocast, id(step.averages))
+
+
+def _module_facts(module: nn.Module) -> dict[str, object]:
+    values = module.__dict__
+    facts: dict[str, object] = {key: value for key, value in values.items() if type(value) in _PLAIN}
+    facts["class"] = type(module)
+    facts["forward"] = id(values.get("forward"))
+    hooks = tuple(id(hook) for kind in _HOOKS for hook in values[kind].values())
+    if hooks:
+        facts["hooks"] = hooks
+    return facts
+
+
+def _spell(before: Any, after: Any) -> str:
+    if isinstance(before, dict) and isinstance(after, dict):
+        key = next(key for key in {**before, **after} if before.get(key, _MISSING) != after.get(key, _MISSING))
+        return f"{key}={before.get(key, _MISSING)!r} and is now {after.get(key, _MISSING)!r}"
+    return f"{before!r} and is now {after!r}"
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        """Spell what is not there."""
+        return "(absent)"
+
+
+_MISSING = _Missing()

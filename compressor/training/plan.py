@@ -1,0 +1,179 @@
+"""A plan: one captured step with its input buffers, and the guards that say whether it still stands for the eager one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftError, ReplayError, UntrackedRandomnessError
+from compressor.training.batch import Batch, InputBuffers
+from compressor.training.engine import Captured, Engine
+from compressor.training.facts import difference, host_facts
+from compressor.training.recorder import Recorder
+from compressor.training.step import TrainStep
+from compressor.training.whereabouts import Whereabouts
+
+
+class Plan:
+    """A captured step on fixed storages.
+
+    Args:
+        step: the step that it stands for.
+        batch: the batch to capture with; on the CPU this performs the step on it.
+        engine: the device's engine.
+
+    Raises:
+        ReplayError: the step cannot be captured; it may have run in part.
+    """
+
+    def __init__(self, step: TrainStep, batch: Batch, engine: Engine) -> None:
+        self.step = step
+        self.buffers = InputBuffers(batch)
+        self.captured = record(step, self.buffers, engine)
+        self._facts = host_facts(step)
+        self._tensors = step.tensors()  # held, so that no other tensor can take over an address
+        self._addresses = _addresses(self._tensors)
+        self.proven_with_other_batch = False
+
+    def guard(self) -> None:
+        """Check that the plan still stands for the eager step.
+
+        Raises:
+            PointerDriftError: a tensor lies elsewhere than at capture.
+            GuardDriftError: a fact of the host has changed.
+        """
+        now = _addresses(self.step.tensors())
+        if now != self._addresses:
+            name = next(name for name in {**self._addresses, **now} if now.get(name) != self._addresses.get(name))
+            what = "is gone" if name not in now else "is new" if name not in self._addresses else "lies elsewhere"
+            raise PointerDriftError(
+                f"{name}: it {what} since the capture of {len(self.captured.ops)} ops, and a replay writes to the old storage; "
+                "update in place with copy_, or call Trainer.forget_plans()"
+            )
+        changed = difference(self._facts, host_facts(self.step))
+        if changed is not None:
+            raise GuardDriftError(
+                f"{changed}, since the capture of {len(self.captured.ops)} ops; put it back, make a number that varies a tensor, "
+                "or call Trainer.forget_plans()"
+            )
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Perform one step by replay.
+
+        Args:
+            batch: has the metadata of the captured one.
+
+        Returns:
+            A copy of the loss.
+        """
+        self.buffers.bind(batch)
+        self.captured.replay()
+        return self.captured.loss.clone()
+
+
+def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
+    """Capture a step on fixed inputs, and check that it left nothing behind that a replay would not.
+
+    Args:
+        step: the step.
+        buffers: its inputs.
+        engine: the device's engine.
+
+    Returns:
+        The captured step.
+
+    Raises:
+        ReplayError: by its named subclasses, what cannot be captured.
+    """
+    _refuse_compiled(step.model)
+    tensors, facts = step.tensors(), host_facts(step)
+    python_rng, numpy_rng = random.getstate(), np.random.get_state(legacy=True)
+    whereabouts = Whereabouts(step.model)
+    roles = {**{f"in:{path}": tensor for path, tensor in buffers.tensors.items()}, **tensors}
+    recorder = Recorder(roles, step.device, whereabouts)
+
+    def mark(phase: str) -> None:
+        recorder.phase = phase
+
+    with whereabouts.watching(), step.marking(mark):
+        captured = engine.capture(lambda: step(buffers.batch), recorder)
+    recorder.finish()
+    _check_host_rng(python_rng, numpy_rng)
+    _check_moved(tensors, step.tensors(), recorder)
+    _check_escapes(step, recorder)
+    changed = difference(facts, host_facts(step))
+    if changed is not None:
+        raise GuardDriftError(f"the step changes the host: {changed}, and a replay would not repeat it; keep it in a buffer, in place")
+    return captured
+
+
+def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in tensors.items()}
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ReplayError(
+                f"{name or 'the model'}: it is compiled by torch.compile, whose graphs run other operators while they are watched; "
+                "train the module that was compiled, or use mode='eager'"
+            )
+
+
+def _check_host_rng(python_rng: object, numpy_rng: Any) -> None:
+    now: Any = np.random.get_state(legacy=True)
+    moved = "random" if random.getstate() != python_rng else None
+    if moved is None and not (now[2] == numpy_rng[2] and np.array_equal(now[1], numpy_rng[1])):
+        moved = "numpy.random"
+    if moved:
+        raise UntrackedRandomnessError(
+            f"the step draws from Python's module {moved}, and what it drew would be frozen; "
+            "draw outside, and give the result with the batch"
+        )
+
+
+def _check_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], recorder: Recorder) -> None:
+    old, new = _addresses(before), _addresses(after)
+    for name in {**old, **new}:
+        if old.get(name) == new.get(name):
+            continue
+        if name in after and recorder.produced(after[name]):
+            raise EscapedTensorError(
+                f"{name}: the step puts a tensor of its own in this place, which a replay overwrites; write in place with copy_"
+            )
+        raise PointerDriftError(f"{name}: the step gives it another storage, which a replay would not; allocate before, write in place")
+
+
+def _check_escapes(step: TrainStep, recorder: Recorder) -> None:
+    for holder, value in _held(step):
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and recorder.produced(leaf):
+                made = next((op.place for op in recorder.ops for out in op.outs if out.data_ptr() == leaf.data_ptr()), "the step")
+                raise EscapedTensorError(
+                    f"{holder}: it keeps a tensor that {made} made, and a replay neither repeats the assignment nor keeps the values; "
+                    "return it through the loss, or copy_ it into a buffer"
+                )
+
+
+def _held(step: TrainStep) -> Iterator[tuple[str, object]]:
+    """List what modules and loss function hold, by a name for messages."""
+    for name, module in step.model.named_modules():
+        for key, value in module.__dict__.items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                yield f"attribute '{key}' of {name or 'the model'}", value
+    for cell in getattr(step.loss_fn, "__closure__", None) or ():
+        yield "a variable that loss_fn closes over", _content(cell)
+    for key, value in getattr(step.loss_fn, "__dict__", {}).items():
+        yield f"attribute '{key}' of loss_fn", value
+
+
+def _content(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that was never set
+        return None

@@ -1,0 +1,75 @@
+"""The proof of a plan: from one state, plain eager, recorded eager and a replay on spoiled storages must agree bit for bit."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compressor.errors import ProofError, ReplayError, SignatureDriftError
+from compressor.training.batch import Batch
+from compressor.training.engine import Engine
+from compressor.training.plan import Plan, record
+from compressor.training.signature import drift
+from compressor.training.snapshot import Snapshot
+
+
+def prove(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
+    """Perform one step, three times from the same state, and compare.
+
+    Args:
+        plan: the plan; its step has performed exactly one step afterwards.
+        batch: best one that the plan has not seen.
+        engine: the device's engine.
+
+    Returns:
+        The loss.
+
+    Raises:
+        SignatureDriftError: the step runs other operators than at capture.
+        ProofError: the values differ. After either the state is as before the call.
+    """
+    plan.guard()
+    start = Snapshot.take(plan.step, plan.captured.generators)
+    unseen = not plan.buffers.holds(batch)
+    plan.buffers.bind(batch)
+    try:
+        loss = _three_legs(plan, start, engine)
+    except ReplayError:
+        start.put_back(plan.step, plan.captured.generators)
+        raise
+    plan.proven_with_other_batch = plan.proven_with_other_batch or unseen
+    return loss
+
+
+def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
+    step, captured, generators = plan.step, plan.captured, plan.captured.generators
+    batch = plan.buffers.batch
+    inputs = {path: tensor.clone() for path, tensor in plan.buffers.tensors.items()}
+
+    def rewind() -> None:
+        start.put_back(step, generators)
+        for path, tensor in plan.buffers.tensors.items():
+            tensor.copy_(inputs[path])  # a step may work on its inputs in place
+
+    eager = Snapshot.take(step, generators, engine.eager(lambda: step(batch)))
+    rewind()
+    again = record(step, plan.buffers, engine)
+    moved = drift(captured.lines, again.lines)
+    if moved is not None:
+        raise SignatureDriftError(f"the step is another one on another batch: {moved}")
+    if not again.ran_at_capture:
+        rewind()
+        again.replay()
+    _compare(eager, Snapshot.take(step, generators, again.loss), "recorded", "a compiled region, or code that asks whether it is watched")
+    rewind()
+    captured.poison()
+    captured.replay()
+    loss = captured.loss.clone()
+    _compare(eager, Snapshot.take(step, generators, loss), "replayed", "locate() names the first operator that differs")
+    return loss
+
+
+def _compare(eager: Snapshot, other: Snapshot, kind: str, advice: str) -> None:
+    found = eager.differences(other)
+    if found:
+        more = f"\n  and {len(found) - 6} more" if len(found) > 6 else ""
+        raise ProofError(f"the {kind} step is not the eager one: {len(found)} differences; {advice}\n  " + "\n  ".join(found[:6]) + more)

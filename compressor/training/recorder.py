@@ -1,0 +1,240 @@
+"""Watches a step below autograd: runs every operator for real, refuses what a capture cannot repeat, and writes the rest down."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from compressor.errors import DynamicShapeError, EscapedTensorError, HostReadError, ReplayError, UntrackedRandomnessError
+from compressor.training.digests import content_digest, rng_digest
+from compressor.training.tape import ALLOCATIONS, Kind, Op, link, spell_place, written_arguments
+
+aten = torch.ops.aten
+_HOST_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
+_STORAGE_CHANGES = frozenset(
+    {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "inductor::resize_storage_bytes_"}
+)
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "b", "complex": "c"}
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operators of one step.
+
+    Args:
+        roles: names of the tensors that exist before the step and stay, by role and name.
+        device: where the step runs; the CPU's generator is only watched where it draws for the step.
+        where: says which module runs, given whether this is the backward pass.
+        see: called with each operator as it has run; for tools that look at values.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, Tensor],
+        device: torch.device,
+        where: Callable[[bool], str] = lambda backward: "",
+        see: Callable[[Op], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.phase = ""
+        self._where, self._see = where, see
+        self._names: dict[int, str] = {}
+        for name, tensor in roles.items():
+            self._names.setdefault(tensor.untyped_storage()._cdata, name)
+        self._alive: list[torch.UntypedStorage] = []  # a storage that is gone could give its identity to another
+        self.scratch: list[torch.UntypedStorage] = []
+        self._aliases: dict[tuple[Any, ...], Tensor] = {}
+        self._watches_rng = device.type == "cpu"
+        self._rng = rng_digest()
+
+    def produced(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in a storage that the step made.
+
+        Args:
+            tensor: any tensor.
+
+        Returns:
+            True when it will be overwritten by a replay.
+        """
+        return tensor.layout is torch.strided and self._names.get(tensor.untyped_storage()._cdata, "").startswith("%")
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return a detached alias of a tensor, the same one for the same view.
+
+        Args:
+            tensor: a dense tensor.
+
+        Returns:
+            An alias that holds the storage and no graph.
+        """
+        key = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        if key not in self._aliases:
+            self._aliases[key] = tensor.detach()
+        return self._aliases[key]
+
+    def finish(self) -> None:
+        """Check what can only be seen when the step is over.
+
+        Raises:
+            UntrackedRandomnessError: the generator was moved after the last operator that draws.
+        """
+        if self._watches_rng and rng_digest() != self._rng:
+            raise UntrackedRandomnessError(_untracked(f"op {len(self.ops)} ({self.phase}): end of the step"))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one operator and write it down."""
+        kwargs = kwargs or {}
+        if func._schema.name.startswith("profiler::"):
+            return func(*args, **kwargs)
+        module = self._where(self.phase == "backward")
+        place = spell_place(len(self.ops), self.phase, module, func)
+        given, spec = tree_flatten((args, kwargs))
+        self._refuse(func, given, place)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if seeded and self._watches_rng and rng_digest() != self._rng:
+            raise UntrackedRandomnessError(_untracked(place))
+        if func._schema.name == "aten::lift_fresh":
+            return self._constant(func, args[0], module)
+        known = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, Tensor)}
+        operands = ", ".join(self._spell(leaf) for leaf in given)
+        self._check_writes(func, args, kwargs, place)
+        result = func(*args, **kwargs)
+        if seeded and self._watches_rng:
+            self._rng = rng_digest()
+        outs = self._outputs(func, result, place)
+        fresh = [out.untyped_storage()._cdata not in known for out in outs]
+        alias_args, alias_kwargs = tree_unflatten([self.alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given], spec)
+        line = f"{self.phase:<9} {func}({operands}) -> {', '.join(self._spell(out, made=True) for out in outs)}"
+        kind, out_aliases = _kind(func, outs, fresh), [self.alias(out) for out in outs]
+        self._append(Op(0, func, alias_args, alias_kwargs, out_aliases, fresh, kind, "", module, line), seeded)
+        return result
+
+    def _constant(self, func: Any, source: Tensor, module: str) -> Tensor:
+        """Record a tensor that Python made inside the step: its values are copied in, since the step may go on to write into it."""
+        values = source.detach().clone()
+        name = f"const:{content_digest(values)}"
+        result: Tensor = func(source)
+        self._spell(result, made=True)
+        line = f"{self.phase:<9} {func}({name}) -> {self._spell(result)}"
+        self._append(Op(0, func, (values,), {}, [self.alias(result)], [True], Kind.COPY, "", module, line), seeded=False)
+        return result
+
+    def _append(self, op: Op, seeded: bool) -> None:
+        op.index, op.phase = len(self.ops), self.phase
+        link(op, seeded, torch.is_grad_enabled())
+        self.ops.append(op)
+        if self._see is not None:
+            self._see(op)
+
+    def _refuse(self, func: Any, given: Sequence[Any], place: str) -> None:
+        name = func._schema.name
+        if name in _HOST_READS:
+            raise HostReadError(
+                f"{place} reads a tensor on the host{_caller()}, and the value would be frozen; "
+                "keep it a tensor (torch.where, a tensor lr, fused=True), or decide before the step"
+            )
+        if name in _STORAGE_CHANGES:
+            raise ReplayError(f"{place} changes a storage, so that addresses would not hold; allocate once and write in place")
+        if torch.Tag.dynamic_output_shape in func.tags and not (name == "aten::index" and not _has_mask(given[1:])):
+            raise DynamicShapeError(f"{place} has an output whose shape depends on data{_caller()}; use a mask or a fixed size instead")
+        _refuse_layout([leaf for leaf in given if isinstance(leaf, Tensor)], place)
+
+    def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> None:
+        for tensor in written_arguments(func, args, kwargs):
+            name = self._names.get(tensor.untyped_storage()._cdata, "")
+            if name.startswith("outside:"):
+                raise EscapedTensorError(
+                    f"{place} writes to a tensor of {list(tensor.shape)} that is no parameter, buffer, optimizer state or input; "
+                    "register it as a buffer, or let a modifier give it in training_tensors()"
+                )
+
+    def _outputs(self, func: Any, result: Any, place: str) -> list[Tensor]:
+        leaves = [leaf for leaf in tree_leaves(result) if leaf is not None]
+        if any(not isinstance(leaf, Tensor) for leaf in leaves):
+            raise HostReadError(f"{place} returned values to the host, which would be frozen; keep them tensors")
+        _refuse_layout(leaves, place)
+        return leaves
+
+    def _name(self, tensor: Tensor, made: bool) -> str:
+        storage = tensor.untyped_storage()
+        name = self._names.get(storage._cdata)
+        if name is None:
+            if made:
+                name = f"%{len(self.scratch)}"
+                self.scratch.append(storage)
+            else:
+                values = content_digest(tensor)[:8] if tensor.device.type == "cpu" else f"{tensor.device.type}{len(self._alive)}"
+                name = f"outside:{values}"
+            self._names[storage._cdata] = name
+            self._alive.append(storage)
+        return name
+
+    def _spell(self, leaf: Any, made: bool = False) -> str:
+        if isinstance(leaf, torch.Generator):
+            return "generator"
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        text = f"{self._name(leaf, made)}:{_short(leaf.dtype)}[{','.join(map(str, leaf.shape))}]"
+        if leaf.device.type != "cpu":
+            text += f"@{leaf.device}"
+        if not leaf.is_contiguous():
+            text += f"({','.join(map(str, leaf.stride()))})"
+        return text + (f"+{leaf.storage_offset()}" if leaf.storage_offset() else "")
+
+
+def _caller() -> str:
+    """Name the line, outside torch and this package, that the running operator came from."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
+    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _kind(func: Any, outs: Sequence[Tensor], fresh: Sequence[bool]) -> Kind:
+    if func._schema.is_mutable:
+        return Kind.MUTATE
+    if not outs:
+        return Kind.CHECK
+    if func._schema.name in ALLOCATIONS:
+        return Kind.ALLOCATE
+    return Kind.COPY if any(fresh) else Kind.VIEW
+
+
+def _has_mask(given: Sequence[Any]) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in given)
+
+
+def _refuse_layout(tensors: Sequence[Any], place: str) -> None:
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise DynamicShapeError(
+                f"{place} works on a tensor of layout {tensor.layout}, whose size depends on data; "
+                "use dense tensors (Embedding(sparse=False))"
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    letters = name.rstrip("0123456789_fnuzem")
+    return _SHORT.get(letters, letters) + name[len(letters) :]
+
+
+def _untracked(place: str) -> str:
+    return (
+        f"{place}: a random generator was moved by something that is no operator (manual_seed, set_rng_state, checkpointing); "
+        "draw outside the step"
+    )

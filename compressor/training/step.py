@@ -1,0 +1,237 @@
+"""The one definition of a training step: zero grad, forward, loss, backward, optimizer step. Every mode runs exactly this.
+
+Gradients are allocated when the step is made and zeroed in place ever after, so a parameter that the loss does not reach has a gradient
+of zero, never None. What modifiers do inside the step (LOSS_CALCULATED, OPTIM_PRE_STEP, OPTIM_POST_STEP) is part of the step: it is
+recorded with it, and is therefore told no step index. What follows the index belongs into BATCH_START and BATCH_END.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import LifecycleError, UserInputError
+from compressor.lifecycle import Event, EventType, Modifier, Session
+from compressor.training.averages import WeightAverages
+from compressor.training.batch import Batch
+
+PHASES = ("zero_grad", "forward", "loss", "backward", "optimizer")
+LossFunction = Callable[[nn.Module, Batch], Tensor]
+
+
+@runtime_checkable
+class HasPlanKey(Protocol):
+    """A modifier that says which of its states make another step: whatever changes the operators must change the key."""
+
+    def plan_key(self) -> Hashable:
+        """Return the state as a key; never the step index itself."""
+
+
+@runtime_checkable
+class HasTensors(Protocol):
+    """A modifier that owns tensors which the step reads or writes, such as masks and scales."""
+
+    def training_tensors(self) -> Mapping[str, Tensor]:
+        """Return them by name."""
+
+
+class TrainStep:
+    """A model, its loss and its optimizer as one repeatable step.
+
+    Args:
+        model: in training mode, on its device; its parameters get gradients.
+        loss_fn: calls the model on a batch and returns a scalar loss; it must not keep tensors.
+        optimizer: over parameters of the model; `adamw()` and `sgd()` of this package make ones that never read from the device.
+        session: an initialized session of modifiers, or None.
+        accumulate: number of micro-batches of a step; above 1 a batch is a list of that many.
+        clip_norm: largest norm of all gradients together; None: no clipping.
+        autocast: dtype of `torch.autocast` around `loss_fn`; None: none.
+        averages: moving averages of the weights, updated at the end of every step.
+
+    Raises:
+        UserInputError: a setting out of range, or nothing to train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        session: Session | None = None,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        averages: WeightAverages | None = None,
+    ) -> None:
+        if accumulate < 1:
+            raise UserInputError(f"TrainStep: accumulate={accumulate} is not positive; give the number of micro-batches of a step")
+        if clip_norm is not None and not clip_norm > 0:
+            raise UserInputError(f"TrainStep: clip_norm={clip_norm} is not positive; give the largest norm, or None")
+        self.model, self.loss_fn, self.optimizer, self.session = model, loss_fn, optimizer, session
+        self.accumulate, self.clip_norm, self.autocast, self.averages = accumulate, clip_norm, autocast, averages
+        self.mark: Callable[[str], None] = _ignore
+        self.trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if not self.trained:
+            raise UserInputError("TrainStep: no parameter of the optimizer requires a gradient; nothing would be trained")
+        self.allocate_gradients()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first trained parameter lies."""
+        return self.trained[0].device
+
+    @property
+    def modifiers(self) -> Sequence[Modifier]:
+        """The modifiers of the session."""
+        return () if self.session is None else self.session.modifiers
+
+    def allocate_gradients(self) -> None:
+        """Give every trained parameter without a gradient one of zeros. Changes the parameters' `.grad`."""
+        for parameter in self.trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Perform one step. Changes parameters, gradients, buffers and optimizer state.
+
+        Args:
+            batch: what `loss_fn` takes; a list of `accumulate` of them where that is above 1.
+
+        Returns:
+            The mean loss of the micro-batches, detached; in a captured step it lies in a storage that the next replay overwrites.
+        """
+        self.mark("zero_grad")
+        self.optimizer.zero_grad(set_to_none=False)
+        micro_batches = self.micro_batches(batch)
+        total: Tensor | None = None
+        for number, micro_batch in enumerate(micro_batches):
+            self.mark("forward")
+            loss = self.loss_of(micro_batch)
+            self.mark("loss")
+            if self.accumulate > 1:
+                loss = loss / self.accumulate
+            total = loss if total is None else total.detach() + loss
+            if number + 1 == len(micro_batches):
+                self._tell(EventType.LOSS_CALCULATED, total)
+            self.mark("backward")
+            loss.backward()
+        self.mark("optimizer")
+        self._update()
+        assert total is not None
+        return total.detach()
+
+    def micro_batches(self, batch: Batch) -> Sequence[Batch]:
+        """Split the batch of a step.
+
+        Args:
+            batch: what the step was given.
+
+        Returns:
+            Its micro-batches.
+
+        Raises:
+            UserInputError: there are not `accumulate` of them.
+        """
+        if self.accumulate == 1:
+            return [batch]
+        if not isinstance(batch, list | tuple) or len(batch) != self.accumulate:
+            what = f"{len(batch)} micro-batches" if isinstance(batch, list | tuple) else type(batch).__name__
+            raise UserInputError(f"TrainStep: {what} given for accumulate={self.accumulate}; give a list of that many micro-batches")
+        return batch
+
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Run model and loss on one micro-batch, under the step's autocast.
+
+        Args:
+            batch: one micro-batch.
+
+        Returns:
+            The loss.
+
+        Raises:
+            UserInputError: the loss function gave something else than a scalar tensor.
+        """
+        with torch.autocast(self.device.type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+            loss = self.loss_fn(self.model, batch)
+        given: object = loss
+        if not isinstance(given, Tensor) or given.dim():
+            what = f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            raise UserInputError(f"loss_fn: it returned {what}, which is no scalar loss; return the mean over the batch")
+        return loss
+
+    def plan_key(self) -> Hashable:
+        """Return the modifiers' part of a plan's key: where each stands, and its own key where it has one."""
+        return tuple(
+            (m.flags.started, m.flags.ended, m.flags.due, m.plan_key() if isinstance(m, HasPlanKey) else None) for m in self.modifiers
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """List everything that the step may read or write between steps, by role and name."""
+        return dict(self._tensors())
+
+    @contextmanager
+    def marking(self, mark: Callable[[str], None]) -> Iterator[None]:
+        """Report each phase while the block runs.
+
+        Args:
+            mark: called with the name of each phase as it begins.
+
+        Yields:
+            Nothing.
+        """
+        self.mark = mark
+        try:
+            yield
+        finally:
+            self.mark = _ignore
+
+    def _update(self) -> None:
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.trained, self.clip_norm)
+        self._tell(EventType.OPTIM_PRE_STEP)
+        self.optimizer.step()
+        self._tell(EventType.OPTIM_POST_STEP)
+        if self.averages is not None:
+            self.averages.update()
+
+    def _tell(self, event_type: EventType, loss: Tensor | None = None) -> None:
+        """Hand an event of the step to the modifiers, past the session: a proof repeats the step, and a replay does not come here."""
+        if self.session is None:
+            return
+        if self.session.last is not EventType.BATCH_START:
+            raise LifecycleError(f"TrainStep: the session stands at {self.session.last.name}; send BATCH_START first, or use a Trainer")
+        event = Event(event_type, index=math.nan, step=-1, loss=loss)
+        for modifier in self.session.modifiers:
+            modifier.update_event(self.session.state, event)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield f"param:{name}", parameter.detach()
+            if parameter.grad is not None:
+                yield f"grad:{name}", parameter.grad
+        yield from ((f"buffer:{name}", buffer) for name, buffer in self.model.named_buffers())
+        yield from self._optimizer_tensors()
+        if self.averages is not None:
+            yield from ((f"average:{name}", value) for name, value in self.averages.tensors.items())
+        for number, modifier in enumerate(self.modifiers):
+            if isinstance(modifier, HasTensors):
+                yield from ((f"modifier{number}.{key}", value) for key, value in modifier.training_tensors().items())
+
+    def _optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        for number, group in enumerate(self.optimizer.param_groups):
+            yield from ((f"group{number}.{key}", value) for key, value in group.items() if isinstance(value, Tensor))
+            for place, parameter in enumerate(group["params"]):
+                name = names.get(parameter, f"group{number}[{place}]")
+                state = self.optimizer.state.get(parameter, {})
+                yield from ((f"opt.{key}:{name}", value) for key, value in state.items() if isinstance(value, Tensor))
+
+
+def _ignore(phase: str) -> None:
+    """Take note of no phase."""

@@ -1,0 +1,246 @@
+"""Decides how each step runs: eagerly, recorded, or by replay. What a step means stands in `step.py` alone.
+
+A new plan key (metadata of the batch, and where the modifiers stand) begins with eager warm-up steps; then one step is captured, the next
+one proves the plan, and all later ones replay it. Every call of `train_step` performs exactly one step in every mode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from compressor.errors import PlanStormError, ReplayError, SignatureDriftError, UserInputError
+from compressor.lifecycle import EventType
+from compressor.progress import Progress, SilentProgress
+from compressor.training.batch import Batch, InputBuffers, batch_key, num_tokens
+from compressor.training.digests import rng_states, set_rng_states
+from compressor.training.engine import engine_for
+from compressor.training.optimizers import Factor, RateSchedule
+from compressor.training.plan import Plan, record
+from compressor.training.proof import prove
+from compressor.training.signature import drift
+from compressor.training.snapshot import Snapshot
+from compressor.training.step import TrainStep
+
+T = TypeVar("T")
+Mode = Literal["eager", "capture", "replay"]
+
+
+@dataclass
+class _KeyRecord:
+    """What became of one plan key."""
+
+    warmed: int = 0
+    plan: Plan | None = None
+    proven: bool = False
+    lines: list[str] | None = None
+
+
+class Trainer:
+    """Runs a step over batches.
+
+    Args:
+        step: the step.
+        mode: `eager` runs it as it is; `capture` runs it under the recorder every time, and refuses whatever could not be captured or is
+            another step than before; `replay` captures it once per plan key and then replays.
+        schedule: step number to factor of the learning rates, which must be tensors then.
+        warmup: eager steps per plan key, at least one.
+        check_every: the guards are checked at every so manieth replay.
+        audit_every: the proof is repeated at every so manieth step; 0: never.
+        max_plans: largest number of plan keys.
+        progress: shows the bar of `fit`.
+
+    Raises:
+        UserInputError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        mode: Mode = "eager",
+        *,
+        schedule: Factor | None = None,
+        warmup: int = 2,
+        check_every: int = 1,
+        audit_every: int = 0,
+        max_plans: int = 8,
+        progress: Progress | None = None,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise UserInputError(f"Trainer: mode={mode!r} does not exist; give one of {', '.join(get_args(Mode))}")
+        for name, value, least in (
+            ("warmup", warmup, 1),
+            ("check_every", check_every, 1),
+            ("audit_every", audit_every, 0),
+            ("max_plans", max_plans, 1),
+        ):
+            if value < least:
+                raise UserInputError(f"Trainer: {name}={value} is below {least}; give at least {least}")
+        self.step, self.mode = step, mode
+        self.warmup, self.check_every, self.audit_every, self.max_plans = warmup, check_every, audit_every, max_plans
+        self.num_steps = 0
+        self.last_action = ""
+        self._schedule = None if schedule is None else RateSchedule(step.optimizer, schedule)
+        self._engine = engine_for(step.device)
+        self._progress = SilentProgress() if progress is None else progress
+        self._keys: dict[Hashable, _KeyRecord] = {}
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The captured plans, in the order of their capture."""
+        return [record.plan for record in self._keys.values() if record.plan is not None]
+
+    def forget_plans(self) -> None:
+        """Drop all plans, after a change that they must take over; each key warms up and is captured again."""
+        self._keys.clear()
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """Perform one step. Changes model, optimizer and whatever the modifiers change.
+
+        Args:
+            batch: what the step takes.
+
+        Returns:
+            The loss, which belongs to the caller.
+
+        Raises:
+            ReplayError: the step cannot be captured or replayed; the step's tensors are as before the call.
+        """
+        session = self.step.session
+        if session is not None:
+            session.send(EventType.BATCH_START)
+        if self._schedule is not None:
+            self._schedule.set(self.num_steps)
+        self.step.allocate_gradients()
+        if self.mode == "eager":
+            self.last_action = "eager"
+            loss = self._engine.eager(lambda: self.step(batch)).clone()
+        else:
+            loss = self._planned(batch)
+        if session is not None:
+            session.send(EventType.BATCH_END)
+        self.num_steps += 1
+        return loss
+
+    def fit(self, batch_at: Callable[[int], Batch], num_steps: int, *, each: Callable[[int, Tensor], None] | None = None) -> list[float]:
+        """Train until `num_steps` steps have been made, counting those before; so a resumed trainer goes on where it stood.
+
+        Args:
+            batch_at: gives the batch of a step by its number, from 0.
+            num_steps: where to stop.
+            each: called after each step with its number and its loss: to evaluate, to save, to log.
+
+        Returns:
+            The losses of the steps made here.
+        """
+        losses: list[Tensor] = []
+        with self._progress.task("train", max(0, num_steps - self.num_steps)) as task:
+            begin, tokens = time.monotonic(), 0
+            while self.num_steps < num_steps:
+                number = self.num_steps
+                batch = batch_at(number)
+                losses.append(self.train_step(batch))
+                tokens += num_tokens(batch)
+                if each is not None:
+                    each(number, losses[-1])
+                speed = tokens / max(time.monotonic() - begin, 1e-9)
+                rate = float(self.step.optimizer.param_groups[0]["lr"])
+                task.advance(1, f"loss {losses[-1].item():.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s  {self.last_action}")
+        return [loss.item() for loss in losses]
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Compute the mean loss in eval mode, without a trace: training flags and random generators are as before.
+
+        Args:
+            batches: micro-batches, as `loss_fn` takes them.
+
+        Returns:
+            The mean of their losses.
+
+        Raises:
+            UserInputError: no batch was given.
+        """
+        flags = [(module, module.training) for module in self.step.model.modules()]
+        states = rng_states(self.step.device)
+        self.step.model.eval()
+        try:
+            with torch.no_grad():
+                losses = [self.step.loss_of(batch).double() for batch in batches]
+        finally:
+            for module, training in flags:
+                module.training = training
+            set_rng_states(states, self.step.device)
+        if not losses:
+            raise UserInputError("evaluate: no batch was given; give at least one")
+        return torch.stack(losses).mean().item()
+
+    def _planned(self, batch: Batch) -> Tensor:
+        known = self._record_of((batch_key(batch), self.step.plan_key()))
+        if known.warmed < self.warmup:
+            known.warmed += 1
+            self.last_action = "warm-up"
+            return self._engine.eager(lambda: self.step(batch)).clone()
+        if self.mode == "capture":
+            self.last_action = "capture"
+            return self._captured_once(known, batch)
+        if known.plan is None:
+            self.last_action = "capture"
+            known.plan = self._undone_on_error(lambda: Plan(self.step, batch, self._engine))
+            return _first_loss(known.plan)
+        if self._needs_proof(known, known.plan, batch):
+            self.last_action = "prove" if not known.proven else "audit"
+            loss = prove(known.plan, batch, self._engine)
+            known.proven = True
+            return loss
+        self.last_action = "replay"
+        if self.num_steps % self.check_every == 0:
+            known.plan.guard()
+        return known.plan(batch)
+
+    def _record_of(self, key: Hashable) -> _KeyRecord:
+        if key not in self._keys and len(self._keys) >= self.max_plans:
+            raise PlanStormError(
+                f"step {self.num_steps}: {key} would be plan key {len(self._keys) + 1}, and max_plans={self.max_plans}; "
+                "pad batches to few shapes, and keep step numbers out of plan_key()"
+            )
+        return self._keys.setdefault(key, _KeyRecord())
+
+    def _needs_proof(self, known: _KeyRecord, plan: Plan, batch: Batch) -> bool:
+        if not known.proven or (self.audit_every and self.num_steps % self.audit_every == 0):
+            return True
+        # A first proof on the captured batch says less; it is made up for as soon as another batch comes.
+        return not plan.proven_with_other_batch and not plan.buffers.holds(batch)
+
+    def _captured_once(self, known: _KeyRecord, batch: Batch) -> Tensor:
+        """Run one step under the recorder, and hold its signature against the first of the key."""
+
+        def run() -> Tensor:
+            captured = record(self.step, InputBuffers(batch), self._engine)
+            if not captured.ran_at_capture:
+                captured.replay()
+            moved = None if known.lines is None else drift(known.lines, captured.lines)
+            if moved is not None:
+                raise SignatureDriftError(f"step {self.num_steps} is another one than the first with its plan key: {moved}")
+            known.lines = captured.lines
+            return captured.loss.clone()
+
+        return self._undone_on_error(run)
+
+    def _undone_on_error(self, run: Callable[[], T]) -> T:
+        start = Snapshot.take(self.step)
+        try:
+            return run()
+        except ReplayError:
+            start.put_back(self.step)
+            raise
+
+
+def _first_loss(plan: Plan) -> Tensor:
+    if not plan.captured.ran_at_capture:
+        plan.captured.replay()
+    return plan.captured.loss.clone()

@@ -1,0 +1,333 @@
+"""Each of the ten named errors is raised by what it is named after, says where and what to do, and leaves the state as it was."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from compressor.errors import (
+    BindError,
+    DynamicShapeError,
+    EscapedTensorError,
+    GuardDriftError,
+    HostReadError,
+    PlanStormError,
+    PointerDriftError,
+    ProofError,
+    ReplayError,
+    SignatureDriftError,
+    UntrackedRandomnessError,
+)
+from compressor.training import Snapshot, locate, sgd
+from compressor.training.proof import prove
+from compressor.training.tape import Kind
+
+
+class Hazard(nn.Module):
+    """A linear whose forward does something dangerous."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        self.act, self.kept = act, []
+        self.calls = 0
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return self.act(self, self.inner(x))
+
+
+def _keep(module, h):
+    module.kept = [h]
+    return h
+
+
+def _seed(module, h):
+    torch.manual_seed(5)
+    return h + torch.rand(4)
+
+
+def _count(module, h):
+    module.calls += 1
+    return h
+
+
+def _replace_buffer(module, h):
+    module.scale = module.scale * 0.9
+    return h * module.scale
+
+
+def _replace_outside(module, h):
+    module.scale = torch.full((), 0.9) if False else OUTSIDE[int(module.scale is OUTSIDE[0])]
+    return h * module.scale
+
+
+OUTSIDE = [torch.ones(()), torch.ones(())]
+_FIRST = torch.zeros(4)
+
+AT_CAPTURE = {
+    "item": (
+        lambda m, h: h * h.mean().item(),
+        HostReadError,
+        r"op \d+ \(forward, root\): aten._local_scalar_dense.*test_replay_errors.py:\d+",
+    ),
+    "if": (lambda m, h: h if h.sum() > 0 else -h, HostReadError, "reads a tensor on the host"),
+    "equal": (lambda m, h: h * float(torch.equal(h, h)), HostReadError, "aten.equal"),
+    "nonzero": (lambda m, h: h + h.nonzero().sum(), DynamicShapeError, "aten.nonzero.*test_replay_errors.py"),
+    "mask index": (lambda m, h: h + h[h > 0].mean(), DynamicShapeError, "shape depends on data"),
+    "seed in the step": (_seed, UntrackedRandomnessError, "manual_seed"),
+    "random": (lambda m, h: h * random.random(), UntrackedRandomnessError, "module random,"),
+    "numpy": (lambda m, h: h * float(np.random.rand()), UntrackedRandomnessError, "numpy.random"),
+    "kept activation": (_keep, EscapedTensorError, r"attribute 'kept' of the model: it keeps a tensor that op \d+ \(forward, inner\)"),
+    "replaced buffer": (_replace_buffer, EscapedTensorError, "buffer:scale: the step puts a tensor of its own"),
+    "moved buffer": (_replace_outside, PointerDriftError, "buffer:scale: the step gives it another storage"),
+    "write outside": (lambda m, h: h + _FIRST.add_(1), EscapedTensorError, r"aten.add_.Tensor writes to a tensor of \[4\]"),
+    "counter": (_count, GuardDriftError, "the step changes the host: module model was calls="),
+}
+
+
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+@pytest.mark.parametrize("name", AT_CAPTURE)
+def test_what_cannot_be_captured_is_refused_by_name_and_undone(mlp_trainer, batches, name, mode):
+    act, error, match = AT_CAPTURE[name]
+    trainer = mlp_trainer(Hazard(lambda module, h: h), mode=mode)
+    for number in range(2):
+        trainer.train_step(batches(number))
+    trainer.step.model.act = act
+    before = Snapshot.take(trainer.step)
+    with pytest.raises(error, match=match) as caught:
+        trainer.train_step(batches(2))
+    assert ";" in str(caught.value)
+    left = before.differences(Snapshot.take(trainer.step))
+    assert not [line for line in left if not line.startswith("buffer:scale")]
+
+
+def test_every_error_is_a_replay_error():
+    ten = (
+        BindError, DynamicShapeError, EscapedTensorError, GuardDriftError, HostReadError,
+        PlanStormError, PointerDriftError, ProofError, SignatureDriftError, UntrackedRandomnessError,
+    )  # fmt: skip
+    assert all(issubclass(error, ReplayError) and error.__doc__ for error in ten)
+
+
+def _replace_parameter(trainer):
+    trainer.step.model.last.weight = nn.Parameter(trainer.step.model.last.weight.detach().clone())
+
+
+def _assign_data(trainer):
+    trainer.step.model.last.weight.data = trainer.step.model.last.weight.data.clone()
+
+
+def _drop_gradients(trainer):
+    trainer.step.optimizer.zero_grad(set_to_none=True)
+
+
+def _reload_optimizer(trainer):
+    trainer.step.optimizer.load_state_dict(trainer.step.optimizer.state_dict())
+
+
+def _add_hook(trainer):
+    trainer.step.model.first.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def _number(trainer):
+    trainer.step.model.drop.p = 0.1
+
+
+def _betas(trainer):
+    trainer.step.optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+
+
+BETWEEN_STEPS = {
+    "replaced parameter": (_replace_parameter, PointerDriftError, "param:last.weight: it lies elsewhere"),
+    "assigned data": (_assign_data, PointerDriftError, "param:last.weight"),
+    "gradients None": (_drop_gradients, PointerDriftError, "grad:first.weight: it lies elsewhere"),
+    "optimizer state loaded": (_reload_optimizer, PointerDriftError, "opt.exp_avg:first.weight|group0.lr"),
+    "hook": (_add_hook, GuardDriftError, r"module first was hooks=\(absent\)"),
+    "eval": (lambda trainer: trainer.step.model.drop.eval(), GuardDriftError, "module drop was training=True and is now False"),
+    "dropout": (_number, GuardDriftError, "module drop was p=0.3 and is now 0.1"),
+    "betas": (_betas, GuardDriftError, "optimizer group 0: betas was"),
+    "frozen": (lambda trainer: trainer.step.model.first.weight.requires_grad_(False), GuardDriftError, "parameter first.weight"),
+    "accumulate": (lambda trainer: setattr(trainer.step, "clip_norm", 1.0), GuardDriftError, "step settings"),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN_STEPS)
+def test_a_change_between_steps_is_seen_by_the_guards_and_taken_over_after_forgetting(mlp_trainer, batches, name):
+    change, error, match = BETWEEN_STEPS[name]
+    trainer = mlp_trainer()
+    for number in range(6):
+        trainer.train_step(batches(number))
+    before = Snapshot.take(trainer.step)
+    change(trainer)
+    with pytest.raises(error, match=match):
+        trainer.train_step(batches(6))
+    assert not [line for line in before.differences(Snapshot.take(trainer.step)) if "differ" in line and not line.startswith("grad")]
+    trainer.forget_plans()
+    trainer.train_step(batches(6))
+    assert trainer.last_action == "warm-up"
+
+
+def test_check_every_thins_the_guards(mlp_trainer, batches):
+    trainer = mlp_trainer(check_every=10)
+    for number in range(6):
+        trainer.train_step(batches(number))
+    trainer.step.model.drop.p = 0.1
+    for number in range(6, 10):
+        trainer.train_step(batches(number))
+    with pytest.raises(GuardDriftError, match=r"p=0\.3"):
+        trainer.train_step(batches(10))
+
+
+def test_a_python_number_that_differs_on_another_batch_is_signature_drift(mlp_trainer, batches):
+    numbers = iter(range(100))
+
+    def loss_fn(model, batch):
+        return cross_entropy(model(batch["x"]), batch["y"]) * (1 + next(numbers))
+
+    for mode in ("capture", "replay"):
+        trainer = mlp_trainer(loss_fn=loss_fn, mode=mode)
+        for number in range(3):
+            trainer.train_step(batches(number))
+        with pytest.raises(SignatureDriftError, match=r"aten.mul.Tensor[\s\S]*only a Python number differs"):
+            trainer.train_step(batches(3))
+
+
+def test_a_swapped_closure_tensor_is_found_by_the_audit(mlp_trainer, batches):
+    box = {"scale": torch.tensor(1.0)}
+
+    def loss_fn(model, batch):
+        return cross_entropy(model(batch["x"]), batch["y"]) * box["scale"]
+
+    trainer = mlp_trainer(loss_fn=loss_fn, audit_every=8)
+    for number in range(6):
+        trainer.train_step(batches(number))
+    box["scale"] = torch.tensor(2.0)
+    trainer.train_step(batches(6))
+    trainer.train_step(batches(7))
+    with pytest.raises(SignatureDriftError, match="a tensor that is neither parameter"):
+        trainer.train_step(batches(8))
+
+
+def test_keys_that_never_come_again_are_a_plan_storm(mlp_trainer, batches):
+    trainer = mlp_trainer(max_plans=3)
+    for rows in (3, 4, 5):
+        trainer.train_step(batches(0, rows))
+    with pytest.raises(PlanStormError, match=r"step 3: .* would be plan key 4, and max_plans=3"):
+        trainer.train_step(batches(0, 6))
+
+
+def test_a_plan_refuses_a_batch_of_another_shape(mlp_trainer, batches):
+    trainer = mlp_trainer()
+    for number in range(5):
+        trainer.train_step(batches(number))
+    with pytest.raises(BindError, match=r"batch\['x'\]: float32 \[1, 8\]"):
+        trainer.plans[0](batches(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind"),
+    [
+        ("aten.silu", Kind.OUT),
+        ("aten._scaled_dot_product", Kind.COPY),
+        ("aten._fused_adamw_", Kind.MUTATE),
+        ("aten._log_softmax.", Kind.OUT),
+    ],
+)
+def test_a_sabotaged_op_is_found_by_the_proof_and_named_by_locate(new_trainer, cases, operator, kind):
+    trainer = new_trainer(cases["llama"], "replay")
+    for number in range(5):
+        trainer.train_step(cases["llama"].batch_at(number))
+    plan, batch = trainer.plans[0], cases["llama"].batch_at(9)
+    assert locate(plan, batch) is None
+    victim = [op for op in plan.captured.ops if str(op.func).startswith(operator)][-1]
+    assert victim.kind is kind
+    true_run = victim.run
+    victim.run = lambda: (true_run(), victim.written()[0].mul_(1.5).add_(0.25))
+    plan.captured.relink()
+    before = Snapshot.take(trainer.step)
+    with pytest.raises(ProofError, match="the replayed step is not the eager one"):
+        prove(plan, batch, trainer._engine)
+    found = locate(plan, batch)
+    assert found is not None and found.index == victim.index and victim.module in str(found)
+    assert before.differences(Snapshot.take(trainer.step)) == []
+
+
+def test_a_skipped_op_is_found_because_storages_are_spoiled_first(new_trainer, cases):
+    trainer = new_trainer(cases["mlp"], "replay")
+    for number in range(3):
+        trainer.train_step(cases["mlp"].batch_at(number))
+    plan = trainer.plans[0]
+    victim = next(op for op in plan.captured.ops if op.kind is Kind.OUT and op.phase == "forward")
+    victim.run = None
+    plan.captured.relink()
+    with pytest.raises(ProofError, match="differences"):
+        trainer.train_step(cases["mlp"].batch_at(3))
+
+
+def test_backward_ops_carry_the_module_whose_gradient_they_make(new_trainer, cases):
+    trainer = new_trainer(cases["llama"], "replay")
+    for number in range(3):
+        trainer.train_step(cases["llama"].batch_at(number))
+    named = {op.module for op in trainer.plans[0].captured.ops if op.phase == "backward"}
+    assert {"model.layers.0.mlp.up_proj", "model.layers.1.self_attn.o_proj", "lm_head"} <= named
+
+
+def test_transformers_question_about_a_mask_is_a_host_read_with_its_line(new_trainer, cases):
+    trainer = new_trainer(cases["mask_on_the_host"], "replay")
+    for number in range(2):
+        trainer.train_step(cases["mask_on_the_host"].batch_at(number))
+    with pytest.raises(HostReadError, match=r"\(forward, model\).* at masking_utils.py:\d+"):
+        trainer.train_step(cases["mask_on_the_host"].batch_at(2))
+
+
+def test_an_optimizer_that_reads_its_step_count_is_refused(mlp_trainer, batches):
+    trainer = mlp_trainer(optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=False))
+    for number in range(2):
+        trainer.train_step(batches(number))
+    with pytest.raises(HostReadError, match=r"\(optimizer\)"):
+        trainer.train_step(batches(2))
+
+
+def test_a_compiled_module_is_refused(mlp_trainer, batches, cases):
+    model = cases["mlp"].make()
+    trainer = mlp_trainer(model)
+    for number in range(2):
+        trainer.train_step(batches(number))
+    model.first.compile(backend="eager")
+    with pytest.raises(ReplayError, match=r"first: it is compiled by torch.compile"):
+        trainer.train_step(batches(2))
+
+
+def test_sparse_gradients_are_refused_by_name(mlp_trainer):
+    model = nn.Sequential(nn.Embedding(16, 4, sparse=True), nn.Linear(4, 2))
+    trainer = mlp_trainer(model, lambda m, batch: m(batch["x"]).square().mean(), sgd)
+    batch = {"x": torch.arange(6)}
+    for _ in range(2):
+        trainer.train_step(batch)
+    with pytest.raises(DynamicShapeError, match=r"layout torch\.sparse_coo"):
+        trainer.train_step(batch)
+
+
+def test_an_lstm_is_equal(mlp_trainer, batches):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 4)
+
+        def forward(self, x):
+            return self.head(self.lstm(x[None])[0][0])
+
+    states, losses = [], []
+    for mode in ("eager", "replay"):
+        torch.manual_seed(1)
+        trainer = mlp_trainer(Recurrent(), mode=mode)
+        losses.append([trainer.train_step(batches(number)).item() for number in range(10)])
+        states.append(Snapshot.take(trainer.step))
+    assert losses[0] == losses[1]
+    assert states[0].differences(states[1]) == []

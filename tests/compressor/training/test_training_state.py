@@ -1,0 +1,70 @@
+"""A run that is stored and resumed goes on with the same bits, in every mode; what does not fit is refused before anything changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from compressor.errors import ResumeError
+from compressor.training import Snapshot, load_training, save_training
+
+SETTINGS = {"ema": True, "schedule": True, "clip_norm": 1.0}
+
+
+@pytest.mark.parametrize("mode", ["eager", "replay"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_resumed_run_continues_bit_for_bit(new_trainer, cases, tmp_path, mode, optimizer):
+    case = cases["mlp"]
+    whole = new_trainer(case, mode, optimizer, **SETTINGS)
+    whole_losses = whole.fit(case.batch_at, 16)
+    end, python = Snapshot.take(whole.step), random.random()
+    first = new_trainer(case, mode, optimizer, **SETTINGS)
+    first.fit(case.batch_at, 9)
+    path = save_training(first, tmp_path / "state.safetensors")
+    first.fit(case.batch_at, 11)  # the part that a kill takes away
+    second = new_trainer(case, mode, optimizer, **SETTINGS)
+    torch.manual_seed(99)
+    random.seed(99)
+    load_training(second, path)
+    assert second.num_steps == 9
+    assert second.fit(case.batch_at, 16) == whole_losses[9:]
+    assert end.differences(Snapshot.take(second.step)) == []
+    assert random.random() == python
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+def test_a_run_can_go_on_in_another_mode(new_trainer, cases, tmp_path):
+    case = cases["llama"]
+    whole = new_trainer(case, "eager")
+    want = whole.fit(case.batch_at, 12)
+    first = new_trainer(case, "eager")
+    first.fit(case.batch_at, 5)
+    second = new_trainer(case, "replay")
+    load_training(second, save_training(first, tmp_path / "s"))
+    assert second.fit(case.batch_at, 12) == want[5:] and second.last_action == "replay"
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(new_trainer, cases, tmp_path):
+    case = cases["mlp"]
+    trainer = new_trainer(case, "eager")
+    trainer.fit(case.batch_at, 2)
+    path = save_training(trainer, tmp_path / "state")
+    with pytest.raises(ResumeError, match="has made 2 steps already"):
+        load_training(trainer, path)
+    (tmp_path / "torn").write_bytes(path.read_bytes()[:1000])
+    for file, settings, match in (
+        ("torn", {}, "cannot be read as a training state"),
+        ("missing", {}, "cannot be read"),
+        ("state", {"optimizer": "sgd"}, "stored with AdamW, not with SGD"),
+        ("state", {"ema": True}, "lacks average:"),
+    ):
+        other = new_trainer(case, "eager", **settings)
+        before = Snapshot.take(other.step)
+        with pytest.raises(ResumeError, match=match):
+            load_training(other, tmp_path / file)
+        assert before.differences(Snapshot.take(other.step)) == []
+    wrong = new_trainer(type(case)(lambda: type(case.make())(20), case.loss_fn, case.batch_at), "eager")
+    with pytest.raises(ResumeError, match="in another shape"):
+        load_training(wrong, path)
