@@ -105,7 +105,8 @@ class OurQuantizer:
             qparams = dynamic_qparams(weight[None], self.args).map(lambda part: part.reshape(-1, part.shape[-1]) if part.ndim > 1 else part)
             return self._quantized(quantize(weight.float(), qparams._replace(scale=qparams.scale.float()), self.args), qparams)
         qparams = weight_qparams(weight, self.args, self.name)
-        return self._quantized(round_to_nearest(weight, qparams, self.args).codes_RC, qparams)
+        found = round_to_nearest(weight, qparams, self.args)
+        return replace(self._quantized(found.codes_RC, qparams), relative_error=found.relative_error)
 
     def encode(self, values: Tensor, like: Quantized) -> Tensor:
         """See Quantizer."""
@@ -138,9 +139,12 @@ class OurSolver:
         order = {"static": "actorder", "group": "g_idx", None: "plain"}[self.actorder]
         self.name = f"gptq-{self.form}-{label_of(self.args)}-{order}{'-search' if self.search else ''}"
         tags = {"searches_scales"} if self.search else {"fixed_scales"}
-        self.tags = frozenset(tags | ({"act_order"} if self.actorder else set()))
+        tags |= {"act_order"} if self.actorder else set()
+        self.tags = frozenset(tags | ({"rows_apart"} if self.args.block_structure is None else set()))
         self.code_values = grid_of(self.args)
         self.group_size = self.args.group_size if self.args.is_grouped else None
+        if self.args.block_structure is not None:
+            self.group_size = self.args.block_structure[1]
 
     def hessian(self, batches: Sequence[Tensor]) -> Tensor:
         """See Solver."""
@@ -174,7 +178,8 @@ class OurSolver:
             scale_search=self.search,
             names=[f"{self.name}.{number}" for number in range(len(weights))],
         )
-        return [self._solved(one.codes_RC, one.qparams, one.g_idx_C, one.loss) for one in found]
+        solved = [self._solved(one.codes_RC, one.qparams, one.g_idx_C, one.loss) for one in found]
+        return [replace(one, relative_error=source.relative_error) for one, source in zip(solved, found, strict=True)]
 
     def _solve_on(self, weight: Tensor, hessian: Tensor, block_size: int, like: Quantized) -> Solved:
         if self.actorder == "group":
@@ -190,8 +195,14 @@ class OurSolver:
             weight, hessian, grid, order_C=order, block_size=block_size, damp_frac=self.damp_frac, solver=self.form, name=self.name
         )
         qparams = QParams(like.scale, like.zero_point, like.global_scale)
+        if self.args.block_structure is not None:
+            height = self.args.block_structure[0]
+            qparams = qparams.map(lambda part: part[::height])
         return self._solved(found.codes_RC, qparams, None, float(found.loss_R.double().sum()))
 
     def _solved(self, codes: Tensor, qparams: QParams, group_C: Tensor | None, loss: float) -> Solved:
-        quantized = Quantized(codes, qparams.scale, qparams.zero_point, qparams.global_scale)
-        return Solved(quantized, dequantize(codes, qparams, self.args, group_C), group_C, loss)
+        values = dequantize(codes, qparams, self.args, group_C)
+        if self.args.block_structure is not None:  # a scale for each row and run of columns is what a solver's subject has
+            height = self.args.block_structure[0]
+            qparams = qparams.map(lambda part: part.repeat_interleave(height, 0)[: len(codes)])
+        return Solved(Quantized(codes, qparams.scale, qparams.zero_point, qparams.global_scale), values, group_C, loss)

@@ -46,7 +46,15 @@ def quadratic_loss(error_RC: Tensor, H_CC: Tensor) -> float:
     return 0.5 * float(((wide @ H_CC) * wide).sum())
 
 
-def solve_dense(weight_RC: Tensor, H_CC: Tensor, scale_RC: Tensor, zero_RC: Tensor, grid: Tensor, order_C: Tensor) -> tuple[Tensor, Tensor]:
+def solve_dense(
+    weight_RC: Tensor,
+    H_CC: Tensor,
+    scale_RC: Tensor,
+    zero_RC: Tensor,
+    grid: Tensor,
+    order_C: Tensor,
+    value_dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
     """Round one column after another, and let the columns to come absorb the error.
 
     Args:
@@ -56,6 +64,7 @@ def solve_dense(weight_RC: Tensor, H_CC: Tensor, scale_RC: Tensor, zero_RC: Tens
         zero_RC: zero point of each value, float64.
         grid: code values, float64, rising.
         order_C: in which columns are rounded.
+        value_dtype: in which a loader has the values.
 
     Returns:
         Codes and values, float64 [R, C].
@@ -67,7 +76,7 @@ def solve_dense(weight_RC: Tensor, H_CC: Tensor, scale_RC: Tensor, zero_RC: Tens
     for column in order_C.tolist():
         code_R = nearest(W_RC[:, column] / scale_RC[:, column] + zero_RC[:, column], grid)
         codes_RC[:, column] = code_R
-        values_RC[:, column] = (code_R - zero_RC[:, column]) * scale_RC[:, column]
+        values_RC[:, column] = ((code_R - zero_RC[:, column]) * scale_RC[:, column]).to(value_dtype).to(torch.float64)
         pivot = inverse_CC[column, column].clone()
         error_R = (W_RC[:, column] - values_RC[:, column]) / pivot
         left[column] = False

@@ -51,11 +51,13 @@ SOLVERS: Sequence[OurSolver] = (
     OurSolver(_INT4),
     OurSolver(_INT4, "reference"),
     OurSolver(_INT4, search=True),
+    OurSolver(_INT4_ASYM, search=True),
     OurSolver(_INT4_ASYM, actorder=None),
     OurSolver(_INT4_ASYM, "reference", actorder=None),
     OurSolver(QuantizationArgs(num_bits=3, group_size=16), actorder="group"),
     OurSolver(QuantizationArgs(strategy="channel")),
     OurSolver(QuantizationArgs(type="float", strategy="tensor")),
+    OurSolver(QuantizationArgs(type="float", strategy="block", block_structure=(5, 8))),
     OurSolver(_NVFP4),
     OurSolver(QuantizationArgs(num_bits=4, type="float", group_size=32)),
 )

@@ -1,4 +1,4 @@
-"""Checks of a quantizer's units and of its inputs as a whole: 11, 12, 16 and 64."""
+"""Checks of a quantizer's units and of its inputs as a whole: 11, 12, 16 and 64, and of what it reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from harness.checks.catalogue import Broken, Look, NothingToCheckError, register
 from harness.checks.hurtful import hurtful, shapes
-from harness.checks.looking import examine, refuse
+from harness.checks.looking import each_weight, examine, refuse
 from harness.checks.protocols import Quantized, Quantizer
 from harness.checks.quantizer_codes import power_scales
 
@@ -124,3 +124,21 @@ def every_shape(subject: Quantizer, look: Look) -> str:
                     raise Broken(f"{list(shape)} {dtype}: {name} gives other codes or scales")
                 count += 1
     return f"{count} shapes, dtypes and layouts"
+
+
+@register(None, "reported_error", "The reported relative squared error is that of the values, to 1e-3", kind="quantizer")
+def reported_error(subject: Quantizer, look: Look) -> str:
+    """Compute the error of every weight in float64."""
+
+    def examined(weight: Tensor) -> None:
+        found = examine(subject, weight)
+        reported = found.quantized.relative_error
+        if reported is None:
+            raise NothingToCheckError("the quantizer reports no error")
+        energy = float(found.exact.square().sum())
+        exact = float((found.values.to(torch.float64) - found.exact).square().sum()) / energy if energy else 0.0
+        # In float32 the squares of the smallest and the largest numbers are none.
+        if 1e-30 < energy < 1e30 and abs(reported - exact) > 1e-3 * exact:
+            raise Broken(f"the reported error is {reported:.6g}, that of the values {exact:.6g}")
+
+    return each_weight(subject, look, examined)

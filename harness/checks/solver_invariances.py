@@ -55,7 +55,7 @@ def sample_order(subject: Solver, look: Look) -> str:
     return each_problem(subject, examined)
 
 
-@register(23, "rows", "Permuting rows permutes the codes, bitwise", kind="solver")
+@register(23, "rows", "Permuting rows permutes the codes, bitwise", kind="solver", needs=("rows_apart",))
 def rows(subject: Solver, look: Look) -> str:
     """Turn the rows of the ordinary problem around, and rotate them."""
     one = problems(subject)[0]

@@ -23,7 +23,7 @@ class Problem:
 
     Attributes:
         name: in words.
-        weight: float32 [R, C].
+        weight: float32 or bfloat16 [R, C].
         x: float32 [N, C].
         hessian: 2 * mean(x x^T), computed in float64, float32 [C, C].
     """
@@ -67,10 +67,12 @@ def problems(solver: Solver) -> list[Problem]:
     """Return problems whose columns suit the solver's groups: ordinary, of one row, prime, and singular."""
     size = solver.group_size or 1
     columns = size * max(1, round(48 / size)) if solver.group_size else 47
+    narrow = problem("", 8, columns, 250, seed=5)
     return [
         problem("ordinary", 24, columns, 300, seed=1),
         problem("singular", 16, columns, columns // 2, seed=2),
         problem("one row", 1, columns, 200, seed=3),
+        replace(narrow, name="bfloat16", weight=narrow.weight.to(torch.bfloat16)),
     ]
 
 
@@ -118,7 +120,7 @@ def rounded(weight: Tensor, solved: Solved, grid: Tensor) -> tuple[Tensor, Tenso
     """
     scale, zero = per_value(solved)
     codes = nearest(weight.to(torch.float64) / scale + zero, grid)
-    return codes, (codes - zero) * scale
+    return codes, ((codes - zero) * scale).to(solved.values.dtype).to(torch.float64)
 
 
 def solve(solver: Solver, weight: Tensor, hessian: Tensor, block_size: int | None = None, like: Quantized | None = None) -> Solved:
@@ -204,3 +206,25 @@ def permuted(one: Problem, order: Tensor) -> Problem:
     return replace(
         one, weight=one.weight[:, order].contiguous(), x=one.x[:, order].contiguous(), hessian=one.hessian[order][:, order].contiguous()
     )
+
+
+def must_raise(act: Callable[[], object], what: str) -> None:
+    """Refuse a subject that goes on as if nothing had happened.
+
+    Args:
+        act: what it is asked.
+        what: is wrong with that, in words.
+
+    Raises:
+        Broken: no error came, or one without a message.
+        NothingToCheckError: the subject cannot be asked.
+    """
+    try:
+        act()
+    except NothingToCheckError:
+        raise
+    except Exception as error:
+        if not str(error).strip():
+            raise Broken(f"{what}: {type(error).__name__} came without a message") from error
+        return
+    raise Broken(f"{what} was solved as if nothing had happened")

@@ -34,11 +34,21 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "int4-group16-mse",
     ),
     "packer": ("pack_int32-3bit-dim1", "pack_int32-4bit-dim1", "pack_int32-5bit-dim0", "pack_int32-8bit-dim1", "pack_fp4"),
+    "layer": (
+        "layer-int3-asym-group16-pack-quantized",
+        "layer-int4-asym-group16-pack-quantized-g_idx",
+        "layer-int8-channel-int8-tensor-int-quantized",
+        "layer-int8-channel-int8-asym-tensor-int-quantized-native",
+        "layer-fp8-channel-fp8-token-dynamic-float-quantized-native",
+        "layer-fp4-tensor_group16-nvfp4-pack-quantized",
+        "layer-fp4-group32-mx-mxfp4-pack-quantized",
+    ),
     "solver": (
         "gptq-r_form-int4-group16-actorder",
         "gptq-reference-int4-asym-group16-plain",
         "gptq-r_form-int3-group16-g_idx",
-        "gptq-r_form-int4-group16-actorder-search",
+        "gptq-r_form-int4-asym-group16-actorder-search",
+        "gptq-r_form-fp8-block5x8-actorder",
     ),
 }
 
