@@ -17,7 +17,7 @@ from compressor.errors import ModelError
 from compressor.model.compressed import load_compressed
 from compressor.model.experts import UnfusedModel, unfuse_into
 from compressor.model.folder import read_config, some
-from compressor.model.load import load_model, resolve_device
+from compressor.model.load import load_model, load_tokenizer, resolve_device
 from compressor.nn import QuantizedLayer
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.kv_cache import kv_args
@@ -68,16 +68,14 @@ def load_pair(base: str | Path, compressed: str | Path, *, device: str = "auto")
     if base.resolve() == compressed.resolve():
         raise ModelError(f"{base}: is given as base and as compressed model; give two folders")
     suspect = load_compressed(compressed, device=device)
-    tokenizer = None
     if "quantization_config" in read_config(base):
         right = load_compressed(base, device=device)
     else:
-        loaded = load_model(base, device=device)
-        right, tokenizer = loaded.model, loaded.tokenizer
+        right = load_model(base, device=device).model
         if any(isinstance(module, UnfusedExperts) for module in suspect.modules()):
             unfuse_into(UnfusedModel(right), prove=False)
     right.to(_dtype(suspect))
-    return Pair(right.eval(), suspect, tokenizer, tuple(differing_parts(right, suspect)), resolve_device(device))
+    return Pair(right.eval(), suspect, load_tokenizer(base), tuple(differing_parts(right, suspect)), resolve_device(device))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -151,7 +151,13 @@ class BisectReport:
             return []
         if self.layers:
             return ["rest        the rest is spread, each layer alone:", *self._share_lines(alone, "  ")]
-        return ["spread      no layer goes beyond the limit by itself, each alone:", *self._share_lines(alone, "  ")]
+        beyond = [name for name, value in alone.items() if value > self.search.limit]
+        which = (
+            f"{len(beyond)} layers go beyond the limit by themselves, {beyond[0]} first"
+            if beyond
+            else "no layer goes beyond the limit by itself"
+        )
+        return [f"spread      {which}; each alone:", *self._share_lines(alone, "  ")]
 
     def _share_lines(self, alone: Mapping[str, float], indent: str) -> list[str]:
         whole = sum(value for value in alone.values() if math.isfinite(value))

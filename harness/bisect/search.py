@@ -42,7 +42,7 @@ class Search:
     Attributes:
         total: difference with every part compressed.
         limit: above which a difference counts.
-        culprits: guilty parts in the order in which they were found, the first one first in the order of the parts.
+        culprits: guilty parts in the order in which they were found, that is in which they run; none where more than MAX_CULPRITS are.
         alone: difference of each part by itself; only measured where the difference is spread.
         is_monotone: False where compressing more parts was seen to make the difference smaller.
     """
@@ -117,8 +117,8 @@ def search(names: Sequence[str], measure: Measure, limit: float | None = None) -
         rest = measure(frozenset(left)) if left else 0.0
         culprits.append(Culprit(name, measure(frozenset([name])), rest))
     alone = {name: measure(frozenset([name])) for name in names} if rest > bound else {}
-    if alone and not culprits:
-        culprits = _guilty_of_all(names, measure, alone, bound)
+    if alone:
+        culprits = _guilty_of_all(names, measure, alone, bound, culprits)
     return Search(total, bound, tuple(culprits), alone, prefixes.is_monotone)
 
 
@@ -131,9 +131,10 @@ def _guilty(names: Sequence[str], measure: Measure, prefixes: _Prefixes, limit: 
     return None
 
 
-def _guilty_of_all(names: Sequence[str], measure: Measure, alone: Mapping[str, float], limit: float) -> list[Culprit]:
-    """Return the parts that are guilty by themselves, though the search did not come across them: others took their effect back."""
+def _guilty_of_all(names: Sequence[str], measure: Measure, alone: Mapping[str, float], limit: float, known: list[Culprit]) -> list[Culprit]:
+    """Return the parts that are guilty by themselves, with those that others hid from the search; none where there are too many."""
     found = [name for name in names if alone[name] > limit]
-    if not 0 < len(found) <= MAX_CULPRITS:
+    if len(found) > MAX_CULPRITS:
         return []
-    return [Culprit(name, alone[name], measure(frozenset(names) - {name})) for name in found]
+    hidden = [name for name in found if name not in {one.name for one in known}]
+    return known + [Culprit(name, alone[name], measure(frozenset(names) - {name})) for name in hidden]

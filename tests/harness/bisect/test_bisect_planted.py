@@ -100,9 +100,8 @@ def test_two_broken_layers_are_both_found_the_first_one_first(spoiled, tiny_base
 def test_a_healthy_checkpoint_is_spread_or_within_the_limit(tiny_compressed, tiny_base, tiny_tokens):
     assert bisect(tiny_base, tiny_compressed, tiny_tokens, limit=1.0, device="cpu").verdict == "no difference"
     report = bisect(tiny_base, tiny_compressed, tiny_tokens, limit=1e-9, device="cpu")
-    assert report.verdict == "found"  # every layer is beyond it; those that are named are not all
-    assert len(report.search.alone) == 5
-    assert "the rest is spread" in report.to_text()
+    assert (report.verdict, report.layers, report.test) == ("spread", (), None)
+    assert "5 layers go beyond the limit by themselves, model.layers.0 first" in report.to_text()
 
 
 def test_an_accepted_checkpoint_may_stand_for_the_base(spoiled, tiny_compressed, tiny_tokens):

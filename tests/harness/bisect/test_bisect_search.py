@@ -63,12 +63,26 @@ def test_a_part_whose_effect_another_takes_back_is_found_by_looking_at_each():
     assert found.alone["p3"] == 6.0
 
 
+def test_many_bad_parts_are_a_spread_difference():
+    found = search([f"p{i}" for i in range(9)], sums({f"p{i}": 1.0 for i in range(9)})[0], limit=0.5)
+    assert found.is_spread
+    assert not found.culprits
+    assert len(found.alone) == 9
+
+
+def test_two_parts_that_only_differ_together_are_not_told_apart():
+    found = search(["a", "b", "c", "d"], counted(lambda parts: 9.0 * ({"b", "d"} <= parts))[0])
+    assert found.is_spread
+    assert not found.culprits
+    assert set(found.alone.values()) == {0.0}
+
+
 def test_a_difference_that_falls_as_more_is_compressed_is_said():
     def effect(parts):
         return {0: 0.0, 1: 9.0, 2: 1.0}.get(len(parts), 8.0)
 
     found = search(["a", "b", "c", "d", "e", "f"], counted(effect)[0], limit=4)
-    assert found.culprits
+    assert found.is_spread  # each of the six is beyond the limit by itself
     assert search(["a", "b", "c", "d"], counted(lambda parts: {0: 0, 1: 9, 2: 1, 3: 5, 4: 3}[len(parts)])[0], limit=2).is_monotone is False
 
 
