@@ -9,6 +9,7 @@ engine.py        what a device must offer              cuda_graph.py the same on
 optimizers.py    AdamW, SGD, schedules of tensors      checkpoint.py the whole training state as one file
 facts.py         what the host must not change         whereabouts.py the module of an operator
 averages.py      moving averages of weights            digests.py    hashes, and states of generators
+identities.py    the quick half of the guards
 """
 
 from __future__ import annotations

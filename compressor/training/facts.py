@@ -23,23 +23,23 @@ def host_facts(step: TrainStep) -> dict[str, object]:
     Returns:
         Name of the fact to its value; values compare by `==`.
     """
-    facts: dict[str, object] = dict(_settings(step))
+    facts: dict[str, object] = dict(settings(step))
     for name, module in step.model.named_modules():
         facts[f"module {name or 'model'}"] = _module_facts(module)
     for name, parameter in step.model.named_parameters():
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         facts[f"parameter {name}"] = (
             parameter.requires_grad,
-            *map(id, (parameter._backward_hooks or {}).values()),
-            *map(id, (after or {}).values()),
+            *map(_Same, (parameter._backward_hooks or {}).values()),
+            *map(_Same, (after or {}).values()),
         )
     for number, group in enumerate(step.optimizer.param_groups):
         for key, value in group.items():
             if key != "params" and not isinstance(value, Tensor):
                 facts[f"optimizer group {number}: {key}"] = value
-        facts[f"optimizer group {number}: parameters"] = tuple(map(id, group["params"]))
+        facts[f"optimizer group {number}: parameters"] = tuple(map(_Same, group["params"]))
     hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
-    facts["optimizer hooks"] = tuple(id(hook) for some in hooks for hook in some.values())
+    facts["optimizer hooks"] = tuple(_Same(hook) for some in hooks for hook in some.values())
     return facts
 
 
@@ -65,7 +65,15 @@ def difference(before: Mapping[str, object], after: Mapping[str, object]) -> str
     return None
 
 
-def _settings(step: TrainStep) -> Iterator[tuple[str, object]]:
+def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
+    """List the settings of torch and of the step itself.
+
+    Args:
+        step: the step; not changed.
+
+    Yields:
+        Name and value.
+    """
     device = step.device.type
     yield "number of threads", torch.get_num_threads()
     yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled()
@@ -73,15 +81,15 @@ def _settings(step: TrainStep) -> Iterator[tuple[str, object]]:
     yield "default dtype", torch.get_default_dtype()
     yield "matmul precision", torch.get_float32_matmul_precision()
     yield "grad mode", torch.is_grad_enabled()
-    yield "step settings", (id(step.loss_fn), step.accumulate, step.clip_norm, step.autocast, id(step.averages))
+    yield "step settings", (_Same(step.loss_fn), step.accumulate, step.clip_norm, step.autocast, _Same(step.averages))
 
 
 def _module_facts(module: nn.Module) -> dict[str, object]:
     values = module.__dict__
     facts: dict[str, object] = {key: value for key, value in values.items() if type(value) in _PLAIN}
     facts["class"] = type(module)
-    facts["forward"] = id(values.get("forward"))
-    hooks = tuple(id(hook) for kind in _HOOKS for hook in values[kind].values())
+    facts["forward"] = _Same(values.get("forward"))
+    hooks = tuple(_Same(hook) for kind in _HOOKS for hook in values[kind].values())
     if hooks:
         facts["hooks"] = hooks
     return facts
@@ -92,6 +100,27 @@ def _spell(before: Any, after: Any) -> str:
         key = next(key for key in {**before, **after} if before.get(key, _MISSING) != after.get(key, _MISSING))
         return f"{key}={before.get(key, _MISSING)!r} and is now {after.get(key, _MISSING)!r}"
     return f"{before!r} and is now {after!r}"
+
+
+class _Same:
+    """Equal to itself alone; holds the object, so that its identity is not given to another."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, thing: object) -> None:
+        self._object = thing
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by identity."""
+        return isinstance(other, _Same) and self._object is other._object
+
+    def __hash__(self) -> int:
+        """Hash the identity."""
+        return id(self._object)
+
+    def __repr__(self) -> str:
+        """Name what it is, without an address."""
+        return str(getattr(self._object, "__qualname__", type(self._object).__name__))
 
 
 class _Missing:

@@ -14,6 +14,7 @@ from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftE
 from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Captured, Engine
 from compressor.training.facts import difference, host_facts
+from compressor.training.identities import Identities
 from compressor.training.recorder import Recorder
 from compressor.training.step import TrainStep
 from compressor.training.whereabouts import Whereabouts
@@ -38,6 +39,7 @@ class Plan:
         self._facts = host_facts(step)
         self._tensors = step.tensors()  # held, so that no other tensor can take over an address
         self._addresses = _addresses(self._tensors)
+        self._identities = Identities(step)
         self.proven_with_other_batch = False
 
     def guard(self) -> None:
@@ -47,6 +49,8 @@ class Plan:
             PointerDriftError: a tensor lies elsewhere than at capture.
             GuardDriftError: a fact of the host has changed.
         """
+        if self._identities.unchanged():
+            return
         now = _addresses(self.step.tensors())
         if now != self._addresses:
             name = next(name for name in {**self._addresses, **now} if now.get(name) != self._addresses.get(name))
@@ -61,6 +65,7 @@ class Plan:
                 f"{changed}, since the capture of {len(self.captured.ops)} ops; put it back, make a number that varies a tensor, "
                 "or call Trainer.forget_plans()"
             )
+        self._identities = Identities(self.step)  # other objects of equal value
 
     def __call__(self, batch: Batch) -> Tensor:
         """Perform one step by replay.

@@ -1,0 +1,87 @@
+"""A quick look at everything the guards watch: the same objects at the same addresses cannot mean another step.
+
+Naming every tensor and every fact takes as long as replaying a small model. So the guards first compare objects by identity, which is done
+without a line of Python per attribute, and only where one differs do they compare by name and value. The objects are held, so that no
+other one can take over an identity.
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import chain
+
+from torch import Tensor, nn
+
+from compressor.training.facts import settings
+from compressor.training.step import HasTensors, TrainStep
+
+# What a module keeps in tables of its own, changed in place when something is registered.
+_TABLES = (
+    "_parameters", "_buffers", "_modules",
+    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+class Identities:
+    """The objects of a step at one moment.
+
+    Args:
+        step: the step; not changed.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
+        # A module or parameter that comes or goes changes a table of one that is watched.
+        tables = [table for module in step.model.modules() for table in _tables(module)]
+        self._parameters = list(step.model.parameters())
+        self._states = [step.optimizer.state.get(parameter, {}) for group in step.optimizer.param_groups for parameter in group["params"]]
+        hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
+        lists = [group["params"] for group in step.optimizer.param_groups]
+        self._views = [table.values() for table in (*tables, *step.optimizer.param_groups, *self._states, *hooks)] + lists
+        self._own_tensors = _tensors(step)
+        self._objects, self._addresses, self._values = self._look()
+
+    def unchanged(self) -> bool:
+        """Say whether every object of the step is the very same one, at the same address.
+
+        Returns:
+            True when nothing at all was exchanged.
+        """
+        objects, addresses, values = self._look()
+        return (
+            len(objects) == len(self._objects)
+            and all(map(operator.is_, objects, self._objects))
+            and addresses == self._addresses
+            and values == self._values
+        )
+
+    def _look(self) -> tuple[list[object], list[int], list[object]]:
+        step, parameters = self._step, self._parameters
+        objects: list[object] = list(chain.from_iterable(self._views))
+        objects += map(len, self._views)  # small integers are one object each; larger ones only send us the slow way
+        gradients = [parameter.grad for parameter in parameters]
+        objects += gradients
+        objects += [parameter.requires_grad for parameter in parameters]
+        for parameter in parameters:
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                objects += _hooks(parameter)
+        for modifier in step.modifiers:
+            if isinstance(modifier, HasTensors):
+                objects += modifier.training_tensors().values()
+        addresses = [tensor.data_ptr() for tensor in self._own_tensors]
+        addresses += [gradient.data_ptr() for gradient in gradients if gradient is not None]
+        return objects, addresses, [value for _, value in settings(step)]
+
+
+def _tables(module: nn.Module) -> list[dict[str, object]]:
+    return [module.__dict__, *(module.__dict__[name] for name in _TABLES)]
+
+
+def _tensors(step: TrainStep) -> list[Tensor]:
+    """List every tensor but the gradients; whoever replaces one replaces an object that is watched."""
+    return [tensor for name, tensor in step.tensors().items() if not name.startswith(("grad:", "param:"))] + list(step.model.parameters())
+
+
+def _hooks(parameter: Tensor) -> list[object]:
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [*(parameter._backward_hooks or {}).values(), "after", *(after or {}).values()]
