@@ -16,6 +16,7 @@ from harness.validation.acceptance import check_accepted, check_loads
 from harness.validation.files import check_tokenizer
 from harness.validation.inspection import inspect_modules
 from harness.validation.policy import Policy
+from harness.validation.scheme import WeightScheme
 from harness.validation.subject import Subject, read_subject
 from harness.validation.weights import DECODED, check_weights
 from harness.verdict import CheckRecord, Outcome
@@ -120,16 +121,27 @@ def shards(subject: Artifact, look: Look) -> str:
     folders, said = _subject(subject), subject.uncuttable()
     found = {}
     for name, group in folders.readable_modules.items():
-        rows, columns = folders.base.entries[f"{name}.weight"].shape
         assert group.scheme is not None
-        along_columns = name.rpartition(".")[2] in _CUT_ALONG_COLUMNS
-        size, step = (columns, group.scheme.group_size or 1) if along_columns else (rows, 1)
-        if size % (subject.num_shards * step):
-            found[name] = f"{size} {'columns' if along_columns else 'rows'} in groups of {step} for {subject.num_shards} devices"
+        shape = tuple(folders.base.entries[f"{name}.weight"].shape)
+        axis = int(name.rpartition(".")[2] in _CUT_ALONG_COLUMNS)
+        step = _step(group.scheme, axis)
+        if shape[axis] % (subject.num_shards * step):
+            found[name] = f"{shape[axis]} {('rows', 'columns')[axis]} in pieces of {step} for {subject.num_shards} devices"
     silent = [f"{name}: {why}" for name, why in found.items() if name not in said]
     if silent:
         raise Broken(f"{len(silent)} modules cannot be cut, and the run does not say so; first: {silent[0]}", silent)
     return f"{len(folders.readable_modules)} modules for {subject.num_shards} devices, {len(found)} cannot be cut and are named"
+
+
+def _step(scheme: WeightScheme, axis: int) -> int:
+    """How many rows (axis 0) or columns (axis 1) hang together: a block, a group, and what shares a 32-bit word."""
+    step = scheme.block[axis] if scheme.block is not None else 1
+    if axis and scheme.has_groups:
+        step = math.lcm(step, scheme.group_size or 1)
+    shares_words = axis == 1 or (not scheme.symmetric and scheme.strategy != "tensor")
+    if scheme.is_packed and shares_words:
+        step = math.lcm(step, math.lcm(scheme.num_bits, 32) // scheme.num_bits)
+    return step
 
 
 @register(59, "tokenizer", "The saved tokenizer files equal the source's", kind="artifact", caught_by=("llm-compressor#2850",))

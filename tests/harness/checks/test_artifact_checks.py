@@ -16,6 +16,7 @@ from harness import check
 from harness.checks import artifact_checks
 from harness.checks.artifact_ours import OurArtifact
 from harness.checks.catalogue import Broken
+from harness.validation.scheme import WeightScheme
 from harness.verdict import Outcome
 
 REFERENCE = Path(__file__).parents[3] / "golden" / "reference"
@@ -110,6 +111,20 @@ def test_groups_that_a_cut_goes_through_must_be_named(saved):
     assert found is Outcome.FAIL
     assert "12 modules cannot be cut" in summary
     assert outcome(OurArtifact(saved.base, saved.folder, num_shards=1), 58)[0] is Outcome.SKIP
+
+
+@pytest.mark.parametrize(("scheme", "steps"), [
+    (dict(format="pack-quantized", num_bits=4, strategy="group", group_size=128), (1, 128)),
+    (dict(format="pack-quantized", num_bits=4, strategy="channel"), (1, 8)),
+    (dict(format="pack-quantized", num_bits=3, strategy="channel"), (1, 32)),
+    (dict(format="pack-quantized", num_bits=4, strategy="group", group_size=12, symmetric=False), (8, 24)),
+    (dict(format="int-quantized", num_bits=8, strategy="channel"), (1, 1)),
+    (dict(format="float-quantized", num_bits=8, type="float", strategy="block", block=(128, 64)), (128, 64)),
+    (dict(format="nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16), (1, 16)),
+])  # fmt: skip
+def test_what_hangs_together_is_known_for_every_format(scheme, steps):
+    given = WeightScheme(**{"type": "int", "symmetric": True, "group_size": None, "has_static_input": False, **scheme})
+    assert tuple(artifact_checks._step(given, axis) for axis in (0, 1)) == steps
 
 
 def test_a_tokenizer_that_was_saved_anew_is_caught(spoiled):
