@@ -35,9 +35,10 @@ class Identities:
         tables = [table for module in step.model.modules() for table in _tables(module)]
         self._parameters = list(step.model.parameters())
         self._states = [step.optimizer.state.get(parameter, {}) for group in step.optimizer.param_groups for parameter in group["params"]]
-        hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
-        lists = [group["params"] for group in step.optimizer.param_groups]
-        self._views = [table.values() for table in (*tables, *step.optimizer.param_groups, *self._states, *hooks)] + lists
+        optimizer = step.optimizer
+        own = (optimizer.__dict__, optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        lists = [optimizer.param_groups] + [group["params"] for group in step.optimizer.param_groups]
+        self._views = [table.values() for table in (*tables, *step.optimizer.param_groups, *self._states, *own)] + lists
         self._own_tensors = _tensors(step)
         self._objects, self._addresses, self._values = self._look()
 
