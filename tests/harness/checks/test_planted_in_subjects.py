@@ -1,0 +1,199 @@
+"""Each check sees a bug that is planted for it, by what it states: not by a crash, and not by the form of what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harness
+from compressor.numerics import QuantizationArgs, QuantizationScheme
+from harness.checks.adapters_ours import OurQuantizer, OurSolver
+from harness.checks.adapters_ours_runtime import OurLayer, OurObserver, OurPacker
+from harness.checks.catalogue import find_checks
+from harness.checks.protocols import Quantized, Solved
+from harness.mutants.family import find_family
+from harness.verdict import Outcome
+
+INT4 = QuantizationArgs(num_bits=4, group_size=16)
+ASYM = QuantizationArgs(num_bits=4, group_size=16, symmetric=False)
+TOKENS = QuantizationArgs(strategy="token", dynamic=True)
+KINDS = ("quantizer", "packer", "observer", "layer", "solver")
+
+
+class Wrong(OurQuantizer):
+    """Ours, with what it returns changed."""
+
+    def __init__(self, args: QuantizationArgs, change: Callable[[Wrong, Tensor, Quantized], Quantized]) -> None:
+        super().__init__(args)
+        self._change = change
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        return self._change(self, weight, super().quantize(weight))
+
+
+def _rescaled(subject: Wrong, weight: Tensor, found: Quantized, scale: Tensor) -> Quantized:
+    return replace(found, scale=scale, codes=subject.encode(weight, replace(found, scale=scale)))
+
+
+class WrongEncoder(OurQuantizer):
+    """Ours, with its codes changed wherever values are encoded."""
+
+    def __init__(self, args: QuantizationArgs, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(args)
+        self._change = change
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        found = super().quantize(weight)
+        return replace(found, codes=self.encode(weight, found))
+
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        scale = like.scale.float().repeat_interleave(values.shape[1] // like.scale.shape[1], 1)
+        return self._change(super().encode(values, like), values.float() / scale)
+
+
+class StrideBlind(OurQuantizer):
+    """Reads the memory of a weight as if it lay row by row."""
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        return super().quantize(torch.as_strided(weight, weight.shape, (weight.shape[1], 1), weight.storage_offset()).clone())
+
+
+class LoosePacker(OurPacker):
+    """A word too many in each row."""
+
+    def pack(self, codes: Tensor) -> Tensor:
+        return nn.functional.pad(super().pack(codes), (0, 1))
+
+    def unpack(self, packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return super().unpack(packed[..., :-1].contiguous(), shape)
+
+
+class Forgetful(OurObserver):
+    """Weighs the last batch most."""
+
+    def observe(self, batches: Sequence[Tensor]) -> Quantized:
+        found = super().observe(batches)
+        last = next(x for x in reversed(batches) if x.numel())
+        return replace(found, scale=found.scale + last.abs().float().mean() * 0.01)
+
+
+class Mixing(nn.Module):
+    """Adds the mean over the batch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y + y.mean(0, keepdim=True)
+
+
+class MixingLayer(OurLayer):
+    """Sequences of a batch see each other."""
+
+    def build(self, linear: nn.Linear) -> nn.Module:
+        return Mixing(super().build(linear))
+
+
+class WrongSolver(OurSolver):
+    """Solves for another weight than the one that was given."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor], args: QuantizationArgs = INT4) -> None:
+        super().__init__(args)
+        self._change = change
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        return super().solve([self._change(weight) for weight in weights], hessian, block_size, like)
+
+
+class FirstBatchTwice(OurSolver):
+    """Counts the first batch twice."""
+
+    def hessian(self, batches: Sequence[Tensor]) -> Tensor:
+        return super().hessian([batches[0], *batches])
+
+
+def _half_a_step(weight: Tensor) -> Tensor:
+    return weight + 0.5 * weight.abs().amax() / 7.5
+
+
+def _by_row(weight: Tensor) -> Tensor:
+    return weight * (1 + 0.05 * torch.arange(len(weight))[:, None])
+
+
+def _shifted(found: Solved) -> Solved:
+    return replace(found, values=found.values.roll(1, 1))
+
+
+class Misreading(OurSolver):
+    """Reports the values of the column to the left."""
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        return [_shifted(one) for one in super().solve(weights, hessian, block_size, like)]
+
+
+PLANTED: dict[str, Any] = {
+    "quantizer.zero_points_in_range": Wrong(ASYM, lambda _, w, found: replace(found, zero_point=found.zero_point + 0.25)),  # type: ignore[operator]
+    "quantizer.covers": Wrong(INT4, lambda self, w, found: _rescaled(self, w, found, found.scale / 2)),
+    "quantizer.half_step": Wrong(INT4, lambda _, w, found: replace(found, scale=found.scale.roll(1, 1))),
+    "quantizer.homogeneous": Wrong(INT4, lambda self, w, found: _rescaled(self, w, found, found.scale.clamp(min=1e-2))),
+    "quantizer.local": Wrong(INT4, lambda self, w, found: _rescaled(self, w, found, torch.maximum(found.scale, found.scale.roll(1, 1)))),
+    "quantizer.per_token": Wrong(TOKENS, lambda self, w, found: _rescaled(self, w, found, found.scale.amax().expand_as(found.scale))),
+    "quantizer.reported_error": Wrong(INT4, lambda _, w, found: replace(found, relative_error=2 * (found.relative_error or 0) + 1e-9)),
+    "quantizer.zero": WrongEncoder(INT4, lambda codes, position: codes + (position == 0).to(codes.dtype)),
+    "quantizer.codes_come_back": WrongEncoder(INT4, lambda codes, position: (codes + (codes == position)).clamp(-8, 7)),
+    "quantizer.monotone": WrongEncoder(INT4, lambda codes, position: torch.where(codes == 2, 3, torch.where(codes == 3, 2, codes))),
+    "quantizer.saturates": WrongEncoder(INT4, lambda codes, position: torch.where(position.abs() > 9, -codes, codes)),
+    "quantizer.odd": WrongEncoder(INT4, lambda codes, position: torch.where((position > 0) & (position < 0.9), 1, codes)),
+    "quantizer.ties": WrongEncoder(INT4, lambda codes, position: (position + 0.5).floor().clamp(-8, 7)),
+    "quantizer.shapes": StrideBlind(INT4),
+    "packer.dense": LoosePacker(4),
+    "observer.batch_order": Forgetful(QuantizationArgs(strategy="tensor")),
+    "layer.shapes": MixingLayer(QuantizationScheme(targets=["Linear"], weights=INT4)),
+    "solver.parts_agree": Misreading(INT4),
+    "solver.identity_rounds": WrongSolver(_half_a_step),
+    "solver.grid_is_fixed": WrongSolver(_half_a_step),
+    "solver.rows": WrongSolver(_by_row),
+    "solver.sample_order": FirstBatchTwice(INT4),
+}
+# Bugs of `harness mutants` that the check sees beside others.
+ALSO_SEEN = {
+    "quantizer.scale_as_stored": "quantizers-nvfp4_scale_not_stored_so",
+    "solver.batched": "solvers-all_take_the_first_scale",
+    "solver.groups": "solvers-g_idx_not_filled",
+    "solver.hessian_scale": "solvers-dampening_absolute",
+    "solver.dense_oracle": "solvers-half_the_compensation",
+    "solver.block_size": "solvers-stale_block",
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_check_sees_what_is_planted_for_it(name: str) -> None:
+    record = harness.check(PLANTED[name], checks=[name], draws=False).records[0]
+    assert record.outcome is Outcome.FAIL and "could not be completed" not in record.summary, record.summary
+
+
+@pytest.mark.parametrize("name", ALSO_SEEN)
+def test_a_check_sees_a_bug_that_others_see_first(name: str) -> None:
+    family, _, mutant = ALSO_SEEN[name].partition("-")
+    killer = next(one for one in find_family(family).killers(None) if one.name == name)
+    with find_family(family).mutants[mutant].planted():
+        seen = killer.look()
+    assert seen and "could not be completed" not in seen, seen
+
+
+def test_no_check_is_left_without_a_bug() -> None:
+    families = [find_family(name) for name in ("quantizers", "packers", "observers", "layers", "solvers")]
+    named = {mutant.killer for family in families for mutant in family.mutants.values()}
+    every = {check.name for kind in KINDS for check in find_checks(None, kind)}
+    assert every - named - PLANTED.keys() - ALSO_SEEN.keys() == set()
