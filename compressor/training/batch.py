@@ -37,7 +37,10 @@ def named_leaves(batch: Batch) -> dict[str, Any]:
     return leaves
 
 
-def batch_key(batch: Batch) -> Hashable:
+_Key = tuple[tuple[Hashable, ...], ...]
+
+
+def batch_key(batch: Batch) -> _Key:
     """Return what a plan must know of a batch: paths, shapes, dtypes and devices of tensors, and the constants themselves.
 
     Args:
@@ -46,13 +49,14 @@ def batch_key(batch: Batch) -> Hashable:
     Returns:
         A key that is equal for batches that fit the same buffers.
     """
-    parts: list[tuple[Hashable, ...]] = []
-    for path, leaf in sorted(named_leaves(batch).items()):
-        if isinstance(leaf, Tensor):
-            parts.append((path, "tensor", tuple(leaf.shape), leaf.dtype, leaf.device))
-        else:
-            parts.append((path, type(leaf).__name__, leaf))
-    return tuple(parts)
+    return _key_of(named_leaves(batch))
+
+
+def _key_of(leaves: dict[str, Any]) -> _Key:
+    return tuple(
+        (path, "tensor", tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (path, type(leaf).__name__, leaf)
+        for path, leaf in sorted(leaves.items())
+    )
 
 
 def num_tokens(batch: Batch) -> int:
@@ -78,14 +82,10 @@ class InputBuffers:
     """
 
     def __init__(self, batch: Batch) -> None:
-        self._key = dict((part[0], part[1:]) for part in batch_key(batch))  # type: ignore[attr-defined]
+        self._key = batch_key(batch)
         leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in named_leaves(batch).values()]
         self.batch: Batch = tree_unflatten(leaves, tree_flatten_with_path(batch)[1])
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The buffers by path."""
-        return {path: leaf for path, leaf in named_leaves(self.batch).items() if isinstance(leaf, Tensor)}
+        self.tensors = {path: leaf for path, leaf in named_leaves(self.batch).items() if isinstance(leaf, Tensor)}
 
     def bind(self, batch: Batch) -> None:
         """Copy a batch in.
@@ -96,17 +96,21 @@ class InputBuffers:
         Raises:
             BindError: a leaf is missing, new, or of another shape, dtype, device or value; nothing was copied.
         """
-        given = dict((part[0], part[1:]) for part in batch_key(batch))  # type: ignore[attr-defined]
-        for path in {**self._key, **given}:
-            if given.get(path) != self._key.get(path):
-                raise BindError(
-                    f"batch{path}: {_spell(given.get(path))} was given for a buffer that was captured as {_spell(self._key.get(path))}; "
-                    "give a batch of the captured metadata, or let the trainer choose the plan"
-                )
         source = named_leaves(batch)
+        key = _key_of(source)
+        if key != self._key:
+            self._refuse(key)
         with torch.no_grad():
             for path, buffer in self.tensors.items():
                 buffer.copy_(source[path])
+
+    def _refuse(self, key: _Key) -> None:
+        given, expected = ({str(part[0]): part[1:] for part in some} for some in (key, self._key))
+        path = next(path for path in {**expected, **given} if given.get(path) != expected.get(path))
+        raise BindError(
+            f"batch{path}: {_spell(given.get(path))} was given for a buffer that was captured as {_spell(expected.get(path))}; "
+            "give a batch of the captured metadata, or let the trainer choose the plan"
+        )
 
     def holds(self, batch: Batch) -> bool:
         """Say whether the buffers hold the values of a batch already.
@@ -121,7 +125,7 @@ class InputBuffers:
         return all(torch.equal(buffer, source[path]) for path, buffer in self.tensors.items())
 
 
-def _spell(part: tuple[Any, ...] | None) -> str:
+def _spell(part: Any) -> str:
     if part is None:
         return "nothing"
     if part[0] == "tensor":

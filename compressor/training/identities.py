@@ -39,8 +39,9 @@ class Identities:
         own = (optimizer.__dict__, optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
         lists = [optimizer.param_groups] + [group["params"] for group in step.optimizer.param_groups]
         self._views = [table.values() for table in (*tables, *step.optimizer.param_groups, *self._states, *own)] + lists
+        self._filled = [view for view in self._views if view]
         self._own_tensors = _tensors(step)
-        self._objects, self._addresses, self._values = self._look()
+        self._seen = self._look()
 
     def unchanged(self) -> bool:
         """Say whether every object of the step is the very same one, at the same address.
@@ -48,18 +49,15 @@ class Identities:
         Returns:
             True when nothing at all was exchanged.
         """
-        objects, addresses, values = self._look()
-        return (
-            len(objects) == len(self._objects)
-            and all(map(operator.is_, objects, self._objects))
-            and addresses == self._addresses
-            and values == self._values
-        )
+        (objects, numbers, values), (old_objects, old_numbers, old_values) = self._look(), self._seen
+        if numbers != old_numbers or values != old_values or len(objects) != len(old_objects):
+            return False
+        return all(map(operator.is_, objects, old_objects))
 
     def _look(self) -> tuple[list[object], list[int], list[object]]:
+        """Collect objects, sizes of tables and addresses, and what is compared by value."""
         step, parameters = self._step, self._parameters
-        objects: list[object] = list(chain.from_iterable(self._views))
-        objects += map(len, self._views)  # small integers are one object each; larger ones only send us the slow way
+        objects: list[object] = list(chain.from_iterable(self._filled))
         gradients = [parameter.grad for parameter in parameters]
         objects += gradients
         objects += [parameter.requires_grad for parameter in parameters]
@@ -69,9 +67,9 @@ class Identities:
         for modifier in step.modifiers:
             if isinstance(modifier, HasTensors):
                 objects += modifier.training_tensors().values()
-        addresses = [tensor.data_ptr() for tensor in self._own_tensors]
-        addresses += [gradient.data_ptr() for gradient in gradients if gradient is not None]
-        return objects, addresses, [value for _, value in settings(step)]
+        numbers = [*map(len, self._views), *map(Tensor.data_ptr, self._own_tensors)]
+        numbers += [gradient.data_ptr() for gradient in gradients if gradient is not None]
+        return objects, numbers, [value for _, value in settings(step)]
 
 
 def _tables(module: nn.Module) -> list[dict[str, object]]:
