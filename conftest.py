@@ -10,7 +10,8 @@ import pytest
 _ROOT = Path(__file__).parent
 
 # In a source tree that is not installed pytest does not find the plugin by itself; loading it twice is an error.
-pytest_plugins = [] if any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11")) else ["harness.plugin"]
+_INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
+pytest_plugins = ["pytester", *([] if _INSTALLED else ["harness.plugin"])]
 
 
 def pytest_configure(config: pytest.Config) -> None:

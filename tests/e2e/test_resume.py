@@ -132,7 +132,7 @@ def killer(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterato
     yield made
     assert made.process.stdin is not None
     made.process.stdin.close()
-    made.process.wait(timeout=60)
+    made.process.wait(timeout=600)
     assert made.process.stdout is not None
     made.process.stdout.close()
     made.log.close()

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest_plugins = ["pytester"]
-
 # Where the distribution is installed pytest finds the plugin itself, and naming it again is an error.
 _INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
 _LOAD = () if _INSTALLED else ("-p", "harness.plugin")

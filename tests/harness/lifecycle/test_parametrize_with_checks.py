@@ -12,8 +12,6 @@ from harness import parametrize_with_checks
 from harness.lifecycle.catalogue import CHECKS
 from harness.lifecycle.probes import CalibratingWorker, TinyModel, TrainingWorker, tiny_batches
 
-pytest_plugins = ["pytester"]
-
 _INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
 _LOAD = () if _INSTALLED else ("-p", "harness.plugin")
 

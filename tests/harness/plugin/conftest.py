@@ -14,8 +14,6 @@ import pytest
 import harness.goldens.golden
 import harness.goldens.writer  # noqa: F401
 
-pytest_plugins = ["pytester"]
-
 CI_VARIABLES = ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITLAB_CI", "BUILDKITE", "JENKINS_URL", "TEAMCITY_VERSION", "TF_BUILD", "CIRCLECI")
 _INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
 LOAD = () if _INSTALLED else ("-p", "harness.plugin")
