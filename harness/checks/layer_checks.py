@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from harness.checks.catalogue import Broken, Look, register
+from harness.checks.catalogue import Broken, Look, NothingToCheckError, register
 from harness.checks.hurtful import hurtful, uniform
 from harness.checks.protocols import Layer
 from harness.tolerance import T3, compare, vacuous_decoys
@@ -112,3 +112,32 @@ def every_shape(subject: Layer, look: Look) -> str:
                     raise Broken(f"{list(shape)} {dtype}: a sequence by itself gives another output than in a batch")
             count += 1
     return f"{count} layers"
+
+
+@register(
+    None, "moves", "Moving a layer to another dtype leaves its codes and its stored scales alone, and its weight to 4 u", kind="layer"
+)
+def moves(subject: Layer, look: Look) -> str:
+    """Move float32 layers to bfloat16 and float16, and run them there."""
+    if torch.float32 not in subject.dtypes:
+        raise NothingToCheckError("the subject takes no float32 layers")
+    shape = _shapes(subject)[0]
+    for dtype in (torch.bfloat16, torch.float16):
+        layer = subject.build(_linear(shape, torch.float32, name="bell"))
+        kept = {
+            key: value.clone() for key, value in layer.state_dict().items() if value.dtype.itemsize == 1 or not value.is_floating_point()
+        }
+        before = subject.weight(layer).to(torch.float64)
+        moved = copy.deepcopy(layer).to(dtype)
+        after = moved.state_dict()
+        for key, value in kept.items():
+            if after[key].dtype != value.dtype or not torch.equal(after[key].view(torch.uint8), value.view(torch.uint8)):
+                raise Broken(f"{key} has become {after[key].dtype} when the layer went from float32 to {dtype}")
+        error = float((subject.weight(moved).to(torch.float64) - before).norm())
+        if not error <= 4 * float(torch.finfo(dtype).eps) * float(before.norm()):
+            raise Broken(f"the weight has changed by {error / float(before.norm()):.3g} when the layer went to {dtype}")
+        with torch.no_grad():
+            y = moved(uniform((3, shape[1]), torch.Generator().manual_seed(4)).to(dtype))
+        if y.dtype != dtype or not bool(y.isfinite().all()):
+            raise Broken(f"a layer in {dtype} gives {y.dtype}, finite: {bool(y.isfinite().all())}")
+    return "bfloat16 and float16"

@@ -119,6 +119,8 @@ LAYER_MUTANTS: tuple[Mutant, ...] = (
              "product = (x_NC.double() @ weight_RC.double().t()).to(torch.int16)"),
         Edit("compressor.numerics.products:code_product", "return torch._int_mm(x_NC.contiguous(), weight_RC.contiguous().t())",
              "return torch._int_mm(x_NC.contiguous(), weight_RC.contiguous().t()).to(torch.int16)")),
+    bug("formats_follow_the_model", "layers", "fp8 codes and scales are widened when a layer goes to another dtype", "layer.moves",
+        Edit("compressor.nn.layer:QuantizedLayer.kept_dtypes", "frozenset(named & self._buffers.keys())", "frozenset()")),
     bug("plain_scale_in_bfloat16", "layers", "plain layers keep their scales in bfloat16", _STORED,
         Edit(_STORAGE + "PlainWeight._weight_buffers", "else qparams.scale.clone()",
              "else qparams.scale.bfloat16().to(qparams.scale.dtype)")),
