@@ -84,8 +84,13 @@ class InputBuffers:
     def __init__(self, batch: Batch) -> None:
         self._key = batch_key(batch)
         leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in named_leaves(batch).values()]
-        self.batch: Batch = tree_unflatten(leaves, tree_flatten_with_path(batch)[1])
+        self._leaves, self._structure = leaves, tree_flatten_with_path(batch)[1]
         self.tensors = {path: leaf for path, leaf in named_leaves(self.batch).items() if isinstance(leaf, Tensor)}
+
+    @property
+    def batch(self) -> Batch:
+        """The buffers as a batch; new aliases each time, so that what a step sets on them (`requires_grad`) does not stay."""
+        return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves], self._structure)
 
     def bind(self, batch: Batch) -> None:
         """Copy a batch in.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.training.reached import Same, frozen, variables
 from compressor.training.step import TrainStep
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -30,16 +31,18 @@ def host_facts(step: TrainStep) -> dict[str, object]:
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         facts[f"parameter {name}"] = (
             parameter.requires_grad,
-            *map(_Same, (parameter._backward_hooks or {}).values()),
-            *map(_Same, (after or {}).values()),
+            *map(Same, (parameter._backward_hooks or {}).values()),
+            *map(Same, (after or {}).values()),
         )
     for number, group in enumerate(step.optimizer.param_groups):
         for key, value in group.items():
             if key != "params" and not isinstance(value, Tensor):
                 facts[f"optimizer group {number}: {key}"] = value
-        facts[f"optimizer group {number}: parameters"] = tuple(map(_Same, group["params"]))
+        facts[f"optimizer group {number}: parameters"] = tuple(map(Same, group["params"]))
     hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
-    facts["optimizer hooks"] = tuple(_Same(hook) for some in hooks for hook in some.values())
+    facts["optimizer hooks"] = tuple(Same(hook) for some in hooks for hook in some.values())
+    for name, getter in variables(step.loss_fn, step.model):
+        facts[name] = frozen(getter())
     return facts
 
 
@@ -81,15 +84,15 @@ def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
     yield "default dtype", torch.get_default_dtype()
     yield "matmul precision", torch.get_float32_matmul_precision()
     yield "grad mode", torch.is_grad_enabled()
-    yield "step settings", (_Same(step.loss_fn), step.accumulate, step.clip_norm, step.autocast, _Same(step.averages))
+    yield "step settings", (Same(step.loss_fn), step.accumulate, step.clip_norm, step.autocast, Same(step.averages))
 
 
 def _module_facts(module: nn.Module) -> dict[str, object]:
     values = module.__dict__
     facts: dict[str, object] = {key: value for key, value in values.items() if type(value) in _PLAIN}
     facts["class"] = type(module)
-    facts["forward"] = _Same(values.get("forward"))
-    hooks = tuple(_Same(hook) for kind in _HOOKS for hook in values[kind].values())
+    facts["forward"] = Same(values.get("forward"))
+    hooks = tuple(Same(hook) for kind in _HOOKS for hook in values[kind].values())
     if hooks:
         facts["hooks"] = hooks
     return facts
@@ -100,27 +103,6 @@ def _spell(before: Any, after: Any) -> str:
         key = next(key for key in {**before, **after} if before.get(key, _MISSING) != after.get(key, _MISSING))
         return f"{key}={before.get(key, _MISSING)!r} and is now {after.get(key, _MISSING)!r}"
     return f"{before!r} and is now {after!r}"
-
-
-class _Same:
-    """Equal to itself alone; holds the object, so that its identity is not given to another."""
-
-    __slots__ = ("_object",)
-
-    def __init__(self, thing: object) -> None:
-        self._object = thing
-
-    def __eq__(self, other: object) -> bool:
-        """Compare by identity."""
-        return isinstance(other, _Same) and self._object is other._object
-
-    def __hash__(self) -> int:
-        """Hash the identity."""
-        return id(self._object)
-
-    def __repr__(self) -> str:
-        """Name what it is, without an address."""
-        return str(getattr(self._object, "__qualname__", type(self._object).__name__))
 
 
 class _Missing:

@@ -13,6 +13,7 @@ from itertools import chain
 from torch import Tensor, nn
 
 from compressor.training.facts import settings
+from compressor.training.reached import frozen, variables
 from compressor.training.step import HasTensors, TrainStep
 
 # What a module keeps in tables of its own, changed in place when something is registered.
@@ -41,6 +42,7 @@ class Identities:
         self._views = [table.values() for table in (*tables, *step.optimizer.param_groups, *self._states, *own)] + lists
         self._filled = [view for view in self._views if view]
         self._own_tensors = _tensors(step)
+        self._getters = [getter for _, getter in variables(step.loss_fn, step.model)]
         self._seen = self._look()
 
     def unchanged(self) -> bool:
@@ -69,7 +71,7 @@ class Identities:
                 objects += modifier.training_tensors().values()
         numbers = [*map(len, self._views), *map(Tensor.data_ptr, self._own_tensors)]
         numbers += [gradient.data_ptr() for gradient in gradients if gradient is not None]
-        return objects, numbers, [value for _, value in settings(step)]
+        return objects, numbers, [*(value for _, value in settings(step)), *(frozen(getter()) for getter in self._getters)]
 
 
 def _tables(module: nn.Module) -> list[dict[str, object]]:

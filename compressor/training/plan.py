@@ -15,6 +15,7 @@ from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Captured, Engine
 from compressor.training.facts import difference, host_facts
 from compressor.training.identities import Identities
+from compressor.training.reached import variables
 from compressor.training.recorder import Recorder
 from compressor.training.step import TrainStep
 from compressor.training.whereabouts import Whereabouts
@@ -166,19 +167,10 @@ def _check_escapes(step: TrainStep, recorder: Recorder) -> None:
 
 
 def _held(step: TrainStep) -> Iterator[tuple[str, object]]:
-    """List what modules and loss function hold, by a name for messages."""
+    """List what modules, the loss function and the variables it reaches hold, by a name for messages."""
     for name, module in step.model.named_modules():
         for key, value in module.__dict__.items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 yield f"attribute '{key}' of {name or 'the model'}", value
-    for cell in getattr(step.loss_fn, "__closure__", None) or ():
-        yield "a variable that loss_fn closes over", _content(cell)
-    for key, value in getattr(step.loss_fn, "__dict__", {}).items():
-        yield f"attribute '{key}' of loss_fn", value
-
-
-def _content(cell: Any) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that was never set
-        return None
+    for name, getter in variables(step.loss_fn, step.model):
+        yield name, getter()

@@ -42,7 +42,6 @@ def prove(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
 
 def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
     step, captured, generators = plan.step, plan.captured, plan.captured.generators
-    batch = plan.buffers.batch
     inputs = {path: tensor.clone() for path, tensor in plan.buffers.tensors.items()}
 
     def rewind() -> None:
@@ -50,7 +49,7 @@ def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
         for path, tensor in plan.buffers.tensors.items():
             tensor.copy_(inputs[path])  # a step may work on its inputs in place
 
-    eager = Snapshot.take(step, generators, engine.eager(lambda: step(batch)))
+    eager = Snapshot.take(step, generators, engine.eager(lambda: step(plan.buffers.batch)))
     rewind()
     again = record(step, plan.buffers, engine)
     moved = drift(captured.lines, again.lines)

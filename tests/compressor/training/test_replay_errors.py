@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -198,20 +199,75 @@ def test_a_python_number_that_differs_on_another_batch_is_signature_drift(mlp_tr
             trainer.train_step(batches(3))
 
 
-def test_a_swapped_closure_tensor_is_found_by_the_audit(mlp_trainer, batches):
-    box = {"scale": torch.tensor(1.0)}
+def test_a_tensor_swapped_where_no_guard_looks_is_found_by_the_audit(mlp_trainer, batches):
+    box = SimpleNamespace(scale=torch.tensor(1.0))
 
     def loss_fn(model, batch):
-        return cross_entropy(model(batch["x"]), batch["y"]) * box["scale"]
+        return cross_entropy(model(batch["x"]), batch["y"]) * box.scale
 
     trainer = mlp_trainer(loss_fn=loss_fn, audit_every=8)
     for number in range(6):
         trainer.train_step(batches(number))
-    box["scale"] = torch.tensor(2.0)
+    box.scale = torch.tensor(2.0)
     trainer.train_step(batches(6))
     trainer.train_step(batches(7))
     with pytest.raises(SignatureDriftError, match="a tensor that is neither parameter"):
         trainer.train_step(batches(8))
+
+
+@pytest.mark.parametrize("where", ["variable 'factor'", "variable 'box'", "global 'GLOBAL_FACTOR'"])
+def test_a_variable_of_the_loss_function_is_a_fact(mlp_trainer, batches, monkeypatch, where):
+    factor, box = 1.0, {"factor": torch.tensor(1.0)}
+
+    def inner():
+        return factor * GLOBAL_FACTOR
+
+    def loss_fn(model, batch):
+        return cross_entropy(model(batch["x"]), batch["y"]) * box["factor"] * inner()
+
+    trainer = mlp_trainer(loss_fn=loss_fn)
+    for number in range(6):
+        trainer.train_step(batches(number))
+    if where == "variable 'factor'":
+        factor = 2.0
+    elif where == "variable 'box'":
+        box["factor"] = torch.tensor(2.0)
+    else:
+        monkeypatch.setitem(globals(), "GLOBAL_FACTOR", 2.0)
+    with pytest.raises(GuardDriftError, match=where):
+        trainer.train_step(batches(6))
+
+
+GLOBAL_FACTOR = 1.0
+
+
+def test_a_handler_that_acts_on_every_tenth_step_is_refused_for_its_counter(mlp_trainer, batches):
+    steps = [0]
+
+    def loss_fn(model, batch):
+        steps[0] += 1
+        return cross_entropy(model(batch["x"]), batch["y"]) * (2.0 if steps[0] % 10 == 0 else 1.0)
+
+    trainer = mlp_trainer(loss_fn=loss_fn)
+    for number in range(2):
+        trainer.train_step(batches(number))
+    with pytest.raises(GuardDriftError, match="the step changes the host: variable 'steps' that loss_fn closes over"):
+        trainer.train_step(batches(2))
+
+
+def test_a_list_that_collects_losses_is_an_escape(mlp_trainer, batches):
+    losses = []
+
+    def loss_fn(model, batch):
+        loss = cross_entropy(model(batch["x"]), batch["y"])
+        losses.append(loss.detach())
+        return loss
+
+    trainer = mlp_trainer(loss_fn=loss_fn)
+    for number in range(2):
+        trainer.train_step(batches(number))
+    with pytest.raises(EscapedTensorError, match="variable 'losses' that loss_fn closes over: it keeps a tensor"):
+        trainer.train_step(batches(2))
 
 
 def test_keys_that_never_come_again_are_a_plan_storm(mlp_trainer, batches):
