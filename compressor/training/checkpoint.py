@@ -75,6 +75,11 @@ def load_training(trainer: Trainer, path: str | Path) -> None:
     if len(rng) != len(rng_states(trainer.step.device)):
         raise ResumeError(f"{path}: it was stored on another kind of device; resume on the kind it was stored on")
     _check_names(trainer, stored, Path(path))
+    odd = sorted({f"{number}.{key}" for number, key, _ in _host_state(trainer)} ^ record["host_state"].keys())
+    if odd:
+        raise ResumeError(
+            f"{path}: optimizer settings {', '.join(odd[:3])} are in one of file and trainer only; make the optimizer as it was made"
+        )
     _replay_session(trainer, record["num_steps"])
     _make_optimizer_state(trainer, stored)
     with torch.no_grad():

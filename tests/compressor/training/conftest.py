@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from compressor.lifecycle import Event, Modifier, Session, State
 from compressor.training import Snapshot, Trainer, TrainStep, WeightAverages, adamw, sgd, warmup_cosine
 
 VOCABULARY = 32
@@ -185,3 +186,43 @@ def mlp_trainer() -> Callable[..., Trainer]:
 def batches() -> Callable[..., dict[str, Tensor]]:
     """Batches of the MLP by number."""
     return vectors
+
+
+class ScalingModifier(Modifier):
+    """Multiplies gradients by a tensor that follows the step; hooks the last layer from start to end."""
+
+    def on_initialize(self, state: State) -> bool:
+        self._scale, self._weights = torch.ones(()), list(state.model.parameters())
+        self._last = state.model.last
+        return True
+
+    _scale = _weights = _last = None
+
+    def training_tensors(self):
+        return {"scale": self._scale}
+
+    def on_start(self, state: State, event: Event) -> None:
+        self.register_hook(self._last, lambda module, args, result: result * 0.5, "forward")
+
+    def on_end(self, state: State, event: Event) -> None:
+        self.remove_hooks()
+
+    def on_event(self, state: State, event: Event) -> None:
+        if event.type == "batch_start":
+            self._scale.fill_(1 + event.step / 10)  # DATA: in place, outside the step
+        if event.type == "optim_pre_step":
+            for weight in self._weights:
+                weight.grad.mul_(self._scale)
+
+
+@pytest.fixture(scope="session")
+def scaled_trainer() -> Callable[[str], Trainer]:
+    """Make a trainer of an MLP with a modifier that starts at step 8 and ends at step 16."""
+
+    def make(mode: str) -> Trainer:
+        step = make_trainer(CASES["mlp"], mode).step
+        session = Session(State(step.model), [ScalingModifier(start=8, end=16)])
+        session.initialize()
+        return Trainer(TrainStep(step.model, step.loss_fn, step.optimizer, session), mode)
+
+    return make

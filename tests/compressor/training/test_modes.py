@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from compressor.errors import BindError, UserInputError
-from compressor.lifecycle import Event, Modifier, Session, State
 from compressor.training import InputBuffers, Trainer, TrainStep, adamw, sgd, warmup_cosine
 
 SETTINGS = {
@@ -161,44 +160,12 @@ def test_fit_goes_on_where_it_stood_and_shows_what_it_does(new_trainer, cases, b
     assert all(word in notes[-1] for word in ("loss ", "lr 1.00e-02", "tokens/s", "replay"))
 
 
-class ScalingModifier(Modifier):
-    """Multiplies gradients by a tensor that follows the step; hooks the last layer from start to end."""
-
-    def on_initialize(self, state: State) -> bool:
-        self._scale, self._weights = torch.ones(()), list(state.model.parameters())
-        self._last = state.model.last
-        return True
-
-    _scale = _weights = _last = None
-
-    def training_tensors(self):
-        return {"scale": self._scale}
-
-    def on_start(self, state: State, event: Event) -> None:
-        self.register_hook(self._last, lambda module, args, result: result * 0.5, "forward")
-
-    def on_end(self, state: State, event: Event) -> None:
-        self.remove_hooks()
-
-    def on_event(self, state: State, event: Event) -> None:
-        if event.type == "batch_start":
-            self._scale.fill_(1 + event.step / 10)  # DATA: in place, outside the step
-        if event.type == "optim_pre_step":
-            for weight in self._weights:
-                weight.grad.mul_(self._scale)
-
-
-def test_modifiers_act_alike_and_each_transition_gets_a_plan(new_trainer, cases, batches):
+def test_modifiers_act_alike_and_each_transition_gets_a_plan(scaled_trainer, batches):
     ends = {}
     for mode in ("eager", "capture", "replay"):
-        trainer = new_trainer(cases["mlp"], mode)
-        modifier = ScalingModifier(start=8, end=16)
-        session = Session(State(trainer.step.model), [modifier])
-        session.initialize()
-        step = TrainStep(trainer.step.model, trainer.step.loss_fn, trainer.step.optimizer, session)
-        trainer = Trainer(step, mode)
+        trainer = scaled_trainer(mode)
         ends[mode] = [trainer.train_step(batches(number)).item() for number in range(24)]
-        session.finalize()
+        trainer.step.session.finalize()
     assert ends["eager"] == ends["capture"] == ends["replay"]
     assert len(trainer.plans) == 3
 

@@ -35,6 +35,19 @@ def test_a_resumed_run_continues_bit_for_bit(new_trainer, cases, tmp_path, mode,
     assert [entry.name for entry in tmp_path.iterdir()] == ["state.safetensors"]
 
 
+@pytest.mark.parametrize("saved_at", [5, 12, 19], ids=["before", "within", "after"])
+def test_modifiers_stand_where_they_stood(scaled_trainer, batches, tmp_path, saved_at):
+    whole = scaled_trainer("eager").fit(batches, 24)
+    first = scaled_trainer("replay")
+    first.fit(batches, saved_at)
+    path = save_training(first, tmp_path / "state")  # before the next trainer seeds the generators
+    second = scaled_trainer("replay")
+    load_training(second, path)
+    assert second.step.session.step == saved_at
+    assert second.step.modifiers[0].flags == first.step.modifiers[0].flags
+    assert second.fit(batches, 24) == whole[saved_at:]
+
+
 def test_a_run_can_go_on_in_another_mode(new_trainer, cases, tmp_path):
     case = cases["llama"]
     whole = new_trainer(case, "eager")
@@ -65,6 +78,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(new_trainer, cases, tm
         with pytest.raises(ResumeError, match=match):
             load_training(other, tmp_path / file)
         assert before.differences(Snapshot.take(other.step)) == []
+    more = new_trainer(case, "eager")
+    more.step.optimizer.param_groups[0]["extra"] = 1
+    with pytest.raises(ResumeError, match=r"optimizer settings 0\.extra"):
+        load_training(more, path)
     wrong = new_trainer(type(case)(lambda: type(case.make())(20), case.loss_fn, case.batch_at), "eager")
     with pytest.raises(ResumeError, match="in another shape"):
         load_training(wrong, path)
