@@ -68,7 +68,7 @@ def locate(plan: Plan, batch: Batch) -> Difference | None:
         plan.buffers.bind(batch)
         tape.poison()
         replayed: list[tuple[str, ...]] = []
-        tape.replay_watched(lambda op: replayed.append(_written(op)))
+        _watch(tape, replayed)
     finally:
         start.put_back(plan.step, tape.generators)
     return _first(tape, eager, replayed)
@@ -93,6 +93,14 @@ def _written(op: Op) -> tuple[str, ...]:
     if op.func._schema.name == "aten::mkldnn_rnn_layer":
         return tuple(content_digest(tensor) for tensor in op.outs[:3])  # the rest is a workspace with gaps
     return () if op.kind in (Kind.ALLOCATE, Kind.VIEW) else tuple(content_digest(tensor) for tensor in op.written())
+
+
+def _watch(tape: Tape, replayed: list[tuple[str, ...]]) -> None:
+    """Replay until the end, or until an operator fails: what made it fail lies before it, or is the operator itself."""
+    try:
+        tape.replay_watched(lambda op: replayed.append(_written(op)))
+    except (RuntimeError, IndexError, ValueError):
+        replayed += [("failed",)] * (len(tape.ops) - len(replayed))
 
 
 def _first(tape: Tape, eager: list[tuple[str, tuple[str, ...]]], replayed: list[tuple[str, ...]]) -> Difference | None:

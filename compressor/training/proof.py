@@ -61,7 +61,12 @@ def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
     _compare(eager, Snapshot.take(step, generators, again.loss), "recorded", "a compiled region, or code that asks whether it is watched")
     rewind()
     captured.poison()
-    captured.replay()
+    try:
+        captured.replay()
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise ProofError(
+            f"the replayed step fails on spoiled storages ({error}), so an operator reads what none made; locate() names it"
+        ) from error
     loss = captured.loss.clone()
     _compare(eager, Snapshot.take(step, generators, loss), "replayed", "locate() names the first operator that differs")
     return loss

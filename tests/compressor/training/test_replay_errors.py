@@ -326,6 +326,37 @@ def test_a_skipped_op_is_found_because_storages_are_spoiled_first(new_trainer, c
         trainer.train_step(cases["mlp"].batch_at(3))
 
 
+def test_every_op_of_a_step_is_missed_when_it_is_left_out(new_trainer, cases):
+    trainer = new_trainer(cases["mlp"], "replay")
+    for number in range(5):
+        trainer.train_step(cases["mlp"].batch_at(number))
+    plan, batch = trainer.plans[0], cases["mlp"].batch_at(50)
+    for op in [op for op in plan.captured.ops if op.run is not None]:
+        true_run, op.run = op.run, None
+        plan.captured.relink()
+        with pytest.raises(ProofError):
+            prove(plan, batch, trainer._engine)
+        found = locate(plan, batch)
+        assert found is not None and found.index == op.index
+        op.run = true_run
+    plan.captured.relink()
+    assert locate(plan, batch) is None
+
+
+def test_indices_that_nobody_made_are_a_proof_error(new_trainer, cases):
+    trainer = new_trainer(cases["gpt2"], "replay")
+    for number in range(5):
+        trainer.train_step(cases["gpt2"].batch_at(number))
+    plan, batch = trainer.plans[0], cases["gpt2"].batch_at(50)
+    victim = next(op for op in plan.captured.ops if "aten.arange" in op.line)
+    victim.run = None
+    plan.captured.relink()
+    with pytest.raises(ProofError, match="fails on spoiled storages"):
+        prove(plan, batch, trainer._engine)
+    found = locate(plan, batch)
+    assert found is not None and found.index == victim.index
+
+
 def test_backward_ops_carry_the_module_whose_gradient_they_make(new_trainer, cases):
     trainer = new_trainer(cases["llama"], "replay")
     for number in range(3):
