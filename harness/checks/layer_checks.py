@@ -24,8 +24,9 @@ def _linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, name:
 
 def _shapes(subject: Layer) -> list[tuple[int, int]]:
     multiple = subject.column_multiple
-    columns = (37, 1, 64) if multiple == 1 else (3 * multiple, multiple)
-    return [(rows, width) for width in columns for rows in (5, 1, 33)]
+    if multiple == 1:
+        return [(5, 37), (33, 64), (1, 13), (7, 1), (1, 1)]
+    return [(5, 3 * multiple), (33, multiple), (1, 2 * multiple)]
 
 
 @register(14, "weight_as_calibrated", "The stored weight is what calibration computed, bitwise, after a state dict too", kind="layer")
@@ -60,7 +61,7 @@ def product(subject: Layer, look: Look) -> str:
     """Multiply inputs of one to three dimensions, and none."""
     worst = 0.0
     for dtype in subject.dtypes:
-        for shape, bias in ((_shapes(subject)[0], True), (_shapes(subject)[2], False)):
+        for shape, bias in ((_shapes(subject)[0], True), (_shapes(subject)[1], False)):
             layer = subject.build(_linear(shape, dtype, bias, name="bell"))
             for leading in ((7,), (2, 3), (1, 1), (0, 4)):
                 x = uniform((*leading, shape[1]), torch.Generator().manual_seed(1)).to(dtype)
