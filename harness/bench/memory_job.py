@@ -127,7 +127,7 @@ def main(settings_file: str, result_file: str) -> None:
         settings_file: JSON with `cases`.
         result_file: JSON to write, a list with an entry per case.
     """
-    results = []
+    results: list[dict[str, Any]] = []
     for case in json.loads(Path(settings_file).read_text(encoding="utf-8"))["cases"]:
         with tempfile.TemporaryDirectory() as folder:
             results.append(measure_case(case, Path(folder), warm_up=not results))
