@@ -25,6 +25,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "observers": "harness.mutants.numerics:OBSERVERS",
         "layers": "harness.mutants.numerics:LAYERS",
         "solvers": "harness.mutants.numerics:SOLVERS",
+        "transforms": "harness.mutants.transforms",
         "goldens": "harness.mutants.golden_store",
         "checkpoints": "harness.mutants.checkpoints",
     }
