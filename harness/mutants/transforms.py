@@ -200,7 +200,7 @@ _MUTANTS: Sequence[TransformMutant] = (
     _bug(SkipsOne, "not_vacuous"),
     _bug(NoTargets, "not_vacuous"),
     _bug(ScaleOnOneSide, "float_output"),
-    _bug(TakesTheWorst, "searched_loss"),
+    _bug(TakesTheWorst, "search_pays"),
 )
 _SOUND: Sequence[type[Base]] = (FoldNorms, Rotate, AlwaysSmooth)
 
