@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from harness.mutants.patches import Edit, Mutant, Patch
+from harness.mutants.patches import Edit, Mutant, Patch, find_place
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,7 @@ class CodeMutant(Mutant):
 
 @contextmanager
 def _exchanged(patch: Patch) -> Iterator[None]:
-    module_name, _, path = patch.where.partition(":")
-    owner: Any = importlib.import_module(module_name)
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    current = inspect.getattr_static(owner, name)
+    owner, name, current = find_place(patch.where)
     if not isinstance(patch, Edit):
         setattr(owner, name, patch.make(current))
         try:

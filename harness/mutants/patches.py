@@ -115,14 +115,26 @@ class Mutant:
             yield
 
 
-@contextmanager
-def _in_place(patch: Patch) -> Iterator[None]:
-    module_name, _, path = patch.where.partition(":")
+def find_place(where: str) -> tuple[Any, str, Any]:
+    """Look up what a patch replaces.
+
+    Args:
+        where: `package.module:Class.function`.
+
+    Returns:
+        Who holds it, under which name, and what stands there now, without binding it.
+    """
+    module_name, _, path = where.partition(":")
     owner: Any = importlib.import_module(module_name)
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    current = inspect.getattr_static(owner, name)
+    return owner, name, inspect.getattr_static(owner, name)
+
+
+@contextmanager
+def _in_place(patch: Patch) -> Iterator[None]:
+    owner, name, current = find_place(patch.where)
     setattr(owner, name, patch.make(current))
     try:
         yield
