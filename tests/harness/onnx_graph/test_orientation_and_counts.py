@@ -1,0 +1,87 @@
+"""Weights are read in the orientation in which they are used; blocks that vanish and limits that are missed are seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from harness.onnx_graph.baseline import packed_in, take_baseline
+from harness.onnx_graph.census import census
+from harness.onnx_graph.constants import Constants
+from harness.onnx_graph.contracts import Holding
+from harness.onnx_graph.graph import GraphView, load_graph
+from harness.onnx_graph.optimizers import optimize
+from harness.onnx_graph.projections import find_projection
+from harness.onnx_graph.role_contracts import RoleWeights, SameBlockCount, SeparateQKV
+
+WEIGHT = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def _linear(operator: str, inputs: list[str], domain: str = "", **settings: Any) -> onnx.ModelProto:
+    node = helper.make_node(operator, inputs, ["y"], domain=domain, **settings)
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "y")]
+    graph = helper.make_graph([node], "linear", values[:1], values[1:], [numpy_helper.from_array(WEIGHT, "w")])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)])
+
+
+@pytest.mark.parametrize(
+    ("model", "expected_IO"),
+    [
+        (_linear("MatMul", ["x", "w"]), WEIGHT),
+        (_linear("MatMul", ["w", "x"]), WEIGHT.T),
+        (_linear("Gemm", ["x", "w"]), WEIGHT),
+        (_linear("Gemm", ["x", "w"], transB=1), WEIGHT.T),
+        (_linear("FusedMatMul", ["x", "w"], "com.microsoft", transB=1), WEIGHT.T),
+    ],
+    ids=["right", "left", "gemm", "gemm transposed", "fused transposed"],
+)
+def test_the_matrix_is_what_the_activation_is_multiplied_with(model: onnx.ModelProto, expected_IO: np.ndarray) -> None:
+    view = GraphView(load_graph(model))
+    found = find_projection(Constants(view), view.nodes[0])
+    assert found is not None and np.array_equal(found.matrix_IO, expected_IO)
+
+
+def _without_softmax(model: onnx.ModelProto) -> onnx.ModelProto:
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    node = next(one for one in changed.graph.node if one.name == "softmax")
+    node.op_type = "Relu"
+    del node.attribute[:]
+    return changed
+
+
+@pytest.mark.parametrize("contract", [SeparateQKV(), SameBlockCount()], ids=lambda contract: contract.name)
+def test_a_block_that_vanished_is_a_violation(attention_graph: onnx.ModelProto, contract: Any) -> None:
+    result = contract.check(attention_graph, _without_softmax(attention_graph))
+    assert result.holding is Holding.VIOLATED and "1 attention blocks before, 0 after" in result.message
+
+
+def test_scores_that_nothing_mixes_are_no_attention(attention_graph: onnx.ModelProto) -> None:
+    cut = onnx.ModelProto()
+    cut.CopyFrom(attention_graph)
+    last = next(position for position, node in enumerate(cut.graph.node) if node.name == "softmax")
+    del cut.graph.node[last + 1 :]
+    cut.graph.output[0].CopyFrom(helper.make_tensor_value_info("weights", TensorProto.FLOAT, None))
+    assert census(cut).blocks == ()
+
+
+def test_a_limit_on_role_weights_is_held(attention_graph: onnx.ModelProto) -> None:
+    noisy = onnx.ModelProto()
+    noisy.CopyFrom(attention_graph)
+    tensor = next(one for one in noisy.graph.initializer if one.name == "wk")
+    weight = numpy_helper.to_array(tensor)
+    noise = np.random.default_rng(1).standard_normal(weight.shape).astype(np.float32)
+    tensor.CopyFrom(numpy_helper.from_array(weight + noise / 10, "wk"))  # 20 dB
+    assert RoleWeights(min_sqnr_db=15).check(attention_graph, noisy).holds
+    result = RoleWeights(min_sqnr_db=25).check(attention_graph, noisy)
+    assert [finding.role for finding in result.findings] == ["k"] and "dB from its own" in result.message
+
+
+def test_each_role_is_found_in_a_packed_weight_the_last_one_too(attention_graph: onnx.ModelProto) -> None:
+    block = census(optimize(attention_graph, "onnxsim")).blocks[0]
+    places = [packed_in(one.projection.matrix_IO, block).partition(" of ")[0] for one in take_baseline(attention_graph).of_block(0)]
+    assert places == ["columns 0:32", "columns 32:64", "columns 64:96"]
