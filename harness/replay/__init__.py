@@ -1,0 +1,23 @@
+"""Equivalence of a training step in its three modes: one step, compared bitwise, and the hazards that break others.
+
+Public names are imported on first use, so that `import harness.replay` answers without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PUBLIC: dict[str, str] = {}
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'harness.replay' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
