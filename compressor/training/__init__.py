@@ -5,7 +5,8 @@ batch.py         plan keys and fixed input buffers     plan.py       a captured 
 recorder.py      watches a step below autograd         tape.py       operators on fixed storages, and their replay
 proof.py         three legs that must agree            snapshot.py   a whole state, compared bit for bit
 signature.py     a line per operator, and drift        locate.py     the first operator that differs
-engine.py        what a device must offer              cuda_graph.py the same on CUDA
+engine.py        what a device must offer              devices.py    which engine stands for which device
+tape_engine.py   the tape as an engine                 cuda_graph.py the same on CUDA
 optimizers.py    AdamW, SGD, schedules of tensors      checkpoint.py the whole training state as one file
 facts.py         what the host must not change         whereabouts.py the module of an operator
 averages.py      moving averages of weights            digests.py    hashes, and states of generators

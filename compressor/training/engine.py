@@ -1,4 +1,4 @@
-"""What a trainer needs of a device: run a step eagerly, and capture it into something that replays. The CPU's engine is the tape."""
+"""What a trainer needs of a device: run a step eagerly, and capture it into something that replays. The choice is made in `devices.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressor.training.recorder import Recorder
-from compressor.training.tape import Op, Tape
+from compressor.training.tape import Op
 
 
 class Captured(Protocol):
@@ -50,48 +50,3 @@ class Engine(Protocol):
 
     def capture(self, run: Callable[[], Tensor], recorder: Recorder) -> Captured:
         """Capture a step, watched by the recorder."""
-
-
-class TapeEngine:
-    """Records on a tape; for CPU tensors."""
-
-    def eager(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run a step as it is.
-
-        Args:
-            run: the step on its fixed inputs.
-
-        Returns:
-            What it returned.
-        """
-        return run()
-
-    def capture(self, run: Callable[[], Tensor], recorder: Recorder) -> Captured:
-        """Record a step while it runs.
-
-        Args:
-            run: the step on its fixed inputs.
-            recorder: has the roles of the step's tensors.
-
-        Returns:
-            The tape.
-        """
-        with recorder:
-            loss = run()
-        return Tape(recorder.ops, recorder.alias(loss), recorder.scratch)
-
-
-def engine_for(device: torch.device) -> Engine:
-    """Choose the engine of a device.
-
-    Args:
-        device: where the model lies.
-
-    Returns:
-        A CUDA graph engine for CUDA, else the tape.
-    """
-    if device.type == "cuda":
-        from compressor.training.cuda_graph import CudaGraphEngine
-
-        return CudaGraphEngine(device)
-    return TapeEngine()

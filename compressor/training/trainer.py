@@ -18,8 +18,8 @@ from compressor.errors import PlanStormError, ReplayError, SignatureDriftError, 
 from compressor.lifecycle import EventType
 from compressor.progress import Progress, SilentProgress
 from compressor.training.batch import Batch, InputBuffers, batch_key, num_tokens
+from compressor.training.devices import engine_for
 from compressor.training.digests import rng_states, set_rng_states
-from compressor.training.engine import engine_for
 from compressor.training.optimizers import Factor, RateSchedule
 from compressor.training.plan import Plan, record
 from compressor.training.proof import prove

@@ -1,0 +1,40 @@
+"""The CPU's engine: a step is recorded on a tape while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from compressor.training.engine import Captured
+from compressor.training.recorder import Recorder
+from compressor.training.tape import Tape
+
+
+class TapeEngine:
+    """Records on a tape; for CPU tensors."""
+
+    def eager(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run a step as it is.
+
+        Args:
+            run: the step on its fixed inputs.
+
+        Returns:
+            What it returned.
+        """
+        return run()
+
+    def capture(self, run: Callable[[], Tensor], recorder: Recorder) -> Captured:
+        """Record a step while it runs.
+
+        Args:
+            run: the step on its fixed inputs.
+            recorder: has the roles of the step's tensors.
+
+        Returns:
+            The tape.
+        """
+        with recorder:
+            loss = run()
+        return Tape(recorder.ops, recorder.alias(loss), recorder.scratch)
