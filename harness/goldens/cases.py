@@ -233,7 +233,7 @@ def kv_cases() -> Iterator[tuple[str, Callable[[], Result]]]:
 def _kv_cache(args: QuantizationArgs) -> Result:
     from compressor.nn.kv_cache import attach_kv_quantizer, attention_modules
     from compressor.nn.kv_storage import CodesLayer
-    from harness.plugin.tiny_model import build_tiny_model
+    from harness.goldens.tiny_model import build_tiny_model
 
     shape = (1,) if args.strategy == "tensor" else (_HEADS, 1, 1)
     steps = torch.arange(1, 1 + len(torch.ones(shape).flatten())).reshape(shape) / 128

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _root(args: argparse.Namespace) -> Path:
     """The folder of goldens: as asked, else that of the last run, which stood at the root of the project."""
-    from harness.plugin.usage import USAGE_FILE, read_usage
+    from harness.goldens.usage_record import USAGE_FILE, read_usage
 
     if args.golden_dir:
         root: Path = args.golden_dir
@@ -96,7 +96,7 @@ def _candidates(args: argparse.Namespace) -> list[Candidate]:
 def _diff(args: argparse.Namespace) -> int:
     from harness.goldens.differences import Difference, difference_of
     from harness.goldens.page import write_page
-    from harness.plugin.usage import USAGE_FILE, read_usage
+    from harness.goldens.usage_record import USAGE_FILE, read_usage
 
     found: list[Difference] = [difference_of(_root(args), candidate) for candidate in _candidates(args)]
     found = [difference for difference in found if not difference.ok]
@@ -135,8 +135,8 @@ def _accept(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     from harness.goldens.listing import unused_goldens
+    from harness.goldens.usage_record import USAGE_FILE, read_usage
     from harness.goldens.writer import remove
-    from harness.plugin.usage import USAGE_FILE, read_usage
 
     root = _root(args)
     unused, unsure = list[str](args.names), list[str]()

@@ -45,7 +45,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @pytest.fixture
 def tiny_model() -> PreTrainedModel:
     """A fresh Llama of 2 layers and 0.1 M parameters, float32 on the CPU; the same weights on every machine."""
-    from harness.plugin.tiny_model import build_tiny_model
+    from harness.goldens.tiny_model import build_tiny_model
 
     return build_tiny_model()
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.goldens.atomic import write_whole
+from harness.goldens.usage_record import USAGE_FILE, read_usage
 from harness.plugin.options import folder_setting, setting
 
-USAGE_FILE = "golden-usage.json"
 _KEY = "harness_deselected"
 
 
@@ -110,12 +109,3 @@ class Usage:
         here = self.config.invocation_params.dir
         asked = {(here / argument).resolve() for argument in self.config.args}
         return root.resolve() in asked or (bool(self.config.getini("testpaths")) and asked >= whole - {root.resolve()})
-
-
-def read_usage(path: Path) -> dict[str, Any] | None:
-    """Return the record of which goldens were used, or None where there is none that can be read."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and {"complete", "gaps", "used", "unknown_tests"} <= set(record) else None

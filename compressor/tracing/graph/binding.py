@@ -76,7 +76,7 @@ class Binder:
                 f"a call returned a {type(value).__name__}, whose contents cannot be followed; return tensors, wrap the function around it "
                 'with leaf(fn), or use engine="suspend"'
             )
-        recorder.helpers.adopt(node, value)
+        recorder.run_objects.adopt(node, value)
         return value
 
     def _item(self, node: fx.Node, key: Any, size: bool) -> fx.Node:

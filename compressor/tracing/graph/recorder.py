@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from compressor.tracing.graph.binding import Binder
 from compressor.tracing.graph.calls import call_form, constant_query, pins_result, refused_call, writes_by_name
 from compressor.tracing.graph.encoding import Encoder
-from compressor.tracing.graph.helpers import Helpers
 from compressor.tracing.graph.modes import Modes
 from compressor.tracing.graph.nodes import guard, set_attribute, set_buffer
 from compressor.tracing.graph.numbers import Numbers
 from compressor.tracing.graph.refusal import Refusal, SwallowedTarget, current_frames, current_place
+from compressor.tracing.graph.run_objects import RunObjects
 from compressor.tracing.graph.surroundings import Surroundings, modules_around
 from compressor.tracing.graph.symbolic import is_symbolic, plain
 from compressor.tracing.graph.trees import plain_tree, tree_leaves
@@ -55,7 +55,7 @@ class Recorder(Numbers, TorchFunctionMode):
         self.targets = {id(module): name for name, module in targets.items()}
         self.encoder = Encoder(self)
         self.binder = Binder(self)
-        self.helpers = Helpers(self)
+        self.run_objects = RunObjects(self)
         self._taken_apart = modules_around(model, self.targets)
         self._owner: str | None = None
         self._leaf = ""
@@ -258,16 +258,16 @@ class Recorder(Numbers, TorchFunctionMode):
         """Record a call whose inside is not recorded, with the helper objects that it may change."""
         with self.opaque():
             plain_args, plain_kwargs = plain_tree(args), plain_tree(kwargs)
-            self.helpers.before((args, kwargs), (plain_args, plain_kwargs))
+            self.run_objects.before((args, kwargs), (plain_args, plain_kwargs))
             context = self.surroundings.context(self)
             encoded = self.encoder.encode(args), self.encoder.encode(kwargs)
             before = self.versions((plain_args, plain_kwargs))
             output = self._run(run, plain_args, plain_kwargs, owner)
-            if self.helpers.found_shared():
+            if self.run_objects.found_shared():
                 encoded = self.encoder.encode(args), self.encoder.encode(kwargs)
             node = emit(*encoded, self.note_writes(before))
             node.meta["context"] = context
-            self.helpers.after()
+            self.run_objects.after()
             return self.binder.bind_checked(node, output)
 
     def note_attribute(self, module: nn.Module, name: str, value: Any, persistent: bool | None = None) -> None:

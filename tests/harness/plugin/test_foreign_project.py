@@ -25,7 +25,7 @@ def test_golden_and_tiny_model(golden, tiny_model, device):
 
 def test_tiny_model_is_fresh_and_leaves_the_random_numbers_alone(tiny_model, request):
     before = torch.get_rng_state()
-    from harness.plugin.tiny_model import build_tiny_model
+    from harness.goldens.tiny_model import build_tiny_model
     other = build_tiny_model()
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(tiny_model.parameters(), other.parameters(), strict=True))

@@ -34,7 +34,7 @@ class _Shared:
     parts: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
 
-class Helpers:
+class RunObjects:
     """Follows the helper objects of one forward."""
 
     def __init__(self, recorder: Recorder) -> None:
