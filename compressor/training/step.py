@@ -166,10 +166,12 @@ class TrainStep:
         return loss
 
     def plan_key(self) -> Hashable:
-        """Return the modifiers' part of a plan's key: where each stands, and its own key where it has one."""
-        return tuple(
-            (m.flags.started, m.flags.ended, m.flags.due, m.plan_key() if isinstance(m, HasPlanKey) else None) for m in self.modifiers
-        )
+        """Return the modifiers' part of a plan's key: where each stands, and its own key where it has one.
+
+        A modifier without a key of its own gets another plan for the first batch of each update interval, in which it may do other
+        things; one with a key speaks for itself.
+        """
+        return tuple((m.flags.started, m.flags.ended, m.plan_key() if isinstance(m, HasPlanKey) else m.flags.due) for m in self.modifiers)
 
     def tensors(self) -> dict[str, Tensor]:
         """List everything that the step may read or write between steps, by role and name."""
