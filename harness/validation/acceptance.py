@@ -29,6 +29,8 @@ def check_accepted(subject: Subject) -> CheckRecord:
     from transformers import CompressedTensorsConfig
 
     config = subject.quantization_config
+    if config is None and not subject.quantizes_weights:
+        return ACCEPTED.skipped("there is no quantization_config: the trained model is dense")
     if config is None:
         return ACCEPTED.record(Outcome.FAIL, subject.problems[0])
     findings = list(subject.problems)
@@ -38,12 +40,14 @@ def check_accepted(subject: Subject) -> CheckRecord:
         fields = {key: config.get(key) for key in QuantizationConfig.model_fields if config.get(key) is not None}
         QuantizationConfig.model_validate(fields)
         parsed = CompressedTensorsConfig.from_dict(dict(config))
-        if not parsed.is_quantization_compressed:
+        if subject.quantizes_weights and not parsed.is_quantization_compressed:
             findings.append(f"quantization_status is {config.get('quantization_status')!r}: loaders take the weights for uncompressed")
     except LOADER_ERRORS as error:
         findings.append(first_line(error))
     schemes = sorted({group.scheme.label for group in subject.readable_modules.values() if group.scheme})
-    return ACCEPTED.found(findings, "; ".join(schemes), evidence={"schemes": schemes, "version": str(config.get("version"))})
+    return ACCEPTED.found(
+        findings, "; ".join(schemes) or "keys and values only", evidence={"schemes": schemes, "version": str(config.get("version"))}
+    )
 
 
 def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[CheckRecord, torch.nn.Module | None]:

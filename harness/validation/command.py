@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("compressed", metavar="COMPRESSED", type=Path, help="folder of the compressed checkpoint")
     parser.add_argument("--dataset", metavar="D", required=True, help="held-out data: .safetensors (input_ids), .jsonl, .txt, .parquet")
     parser.add_argument("--policy", metavar="P.yaml", type=Path, help="limits; what the file does not name keeps its default")
+    parser.add_argument(
+        "--trained",
+        action="store_true",
+        help="it was trained too (QAT, pruning): values may differ from the base's, behaviour decides",
+    )
     parser.add_argument("--output-dir", metavar="O", type=Path, help="report folder, new or empty (default: ./<COMPRESSED>-validation)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON on standard output instead of the table")
     parser.add_argument("--device", default="auto", help="where the models run: auto, cpu, cuda (default: auto)")
@@ -75,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         args.compressed,
         args.dataset,
         policy=policy,
+        trained=args.trained,
         device=args.device,
         max_seq_length=args.max_seq_length,
         num_samples=args.num_samples,

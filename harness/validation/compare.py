@@ -94,6 +94,7 @@ def validate(
     dataset: Any,
     *,
     policy: Policy | None = None,
+    trained: bool = False,
     device: str = "auto",
     max_seq_length: int | None = None,
     num_samples: int = 512,
@@ -107,6 +108,7 @@ def validate(
         compressed: folder of the compressed checkpoint, compressed-tensors format.
         dataset: held-out data, any source that `compressor.data.load_dataset_source` reads.
         policy: limits; None for the defaults.
+        trained: the model was trained as well (QAT, pruning): values are not compared with the base's, behaviour is.
         device: where both models run: auto, cpu, cuda.
         max_seq_length: tokens of a sequence; None for what the model takes, at most 2048.
         num_samples: sequences at most.
@@ -121,7 +123,7 @@ def validate(
     started, clock = datetime.now(UTC), time.monotonic()
     policy, progress = policy or Policy(), progress or SilentProgress()
     torch_device = resolve_device(device)
-    subject = read_subject(Path(base), Path(compressed))
+    subject = read_subject(Path(base), Path(compressed), trained=trained)
     base_model = load_model(subject.base.folder, device="cpu")
     data = _load_data(subject, dataset, base_model.tokenizer, max_seq_length, num_samples)
     batches = _token_batches(data, base_model.model)
@@ -137,7 +139,7 @@ def validate(
         scores = _score(base_model.model, loaded, batches, torch_device, progress)
         found, quality = check_quality(scores, policy, seed)
         records += found
-    provenance = _provenance(subject, base_hashes, dataset, data, seed)
+    provenance = {**_provenance(subject, base_hashes, dataset, data, seed), "trained": trained}
     run = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - clock, 2), **_machine(torch_device)}
     return ValidationReport(decide(records), tuple(records), policy, tuple(modules), quality, scores, provenance, run)
 

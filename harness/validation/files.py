@@ -176,23 +176,29 @@ def check_tensors(subject: Subject) -> CheckRecord:
     Returns:
         The record: missing, unexpected and changed tensors by name.
     """
-    if not subject.modules:
+    if not subject.modules and (subject.problems or subject.quantizes_weights):
         return TENSORS.record(Outcome.FAIL, subject.problems[0] if subject.problems else "nothing is quantized", findings=subject.problems)
     plain, parts, open_modules = _expected_names(subject)
     there = subject.compressed.entries.keys()
     loose = {name for name in there if name.rpartition(".")[0] in open_modules}
     tied = {name for name in plain - there if _is_tied_copy(subject, name)}
     missing, unexpected = plain - there - tied | parts - there, there - plain - parts - loose
-    changed = [text for name in sorted(plain & there) if (text := _change(subject, name))]
+    changes = {name: text for name in sorted(plain & there) if (text := _change(subject, name))}
+    moved = {name for name in changes if subject.trained and _same_form(subject, name)}
+    changed = [text for name, text in changes.items() if name not in moved]
+    if subject.trained and not moved and not subject.modules:
+        changed.append("no tensor differs from the base: nothing was trained")
     findings = [f"{name}: is missing" for name in sorted(missing)] + [f"{name}: is unexpected" for name in sorted(unexpected)] + changed
     evidence = {
         "base tensors": len(subject.base.entries),
-        "unchanged": len(plain & there) - len(changed),
+        "unchanged": len(plain & there) - len(changes),
+        "trained": len(moved),
         "quantized modules": len(subject.modules),
         "their parts": len(parts & there),
         "tied copies left away": sorted(tied),
     }
-    return TENSORS.found(findings, f"{len(plain & there)} tensors unchanged, {len(subject.modules)} weights quantized", evidence=evidence)
+    kept = f"{len(plain & there) - len(moved)} tensors unchanged, " + (f"{len(moved)} trained, " if subject.trained else "")
+    return TENSORS.found(findings, f"{kept}{len(subject.modules)} weights quantized", evidence=evidence)
 
 
 def _expected_names(subject: Subject) -> tuple[set[str], set[str], set[str]]:
@@ -227,9 +233,14 @@ def _is_tied_copy(subject: Subject, name: str) -> bool:
     )
 
 
+def _same_form(subject: Subject, name: str) -> bool:
+    old, new = subject.base.entries[name], subject.compressed.entries[name]
+    return old.dtype == new.dtype and old.shape == new.shape
+
+
 def _change(subject: Subject, name: str) -> str | None:
     old, new = subject.base.entries[name], subject.compressed.entries[name]
-    if old.dtype != new.dtype or old.shape != new.shape:
+    if not _same_form(subject, name):
         return f"{name}: {old.dtype} {list(old.shape)} became {new.dtype} {list(new.shape)}"
     differing = np.flatnonzero(subject.base.raw(name) != subject.compressed.raw(name))
     return f"{name}: {len(differing)} bytes differ, first at {differing[0]}" if len(differing) else None

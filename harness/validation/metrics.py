@@ -7,11 +7,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 
 _ELEMENTS_AT_ONCE = 1 << 23  # of float32 logits; bounds the working memory
+LARGEST_NLL = 300.0
+"""Nats of a token beyond which a perplexity grows no more: a ruined model must get a verdict, not an overflow."""
+
+
+def perplexity(nll: Any) -> Any:
+    """Return exp of a mean negative log-likelihood, held at `exp(LARGEST_NLL)`.
+
+    Args:
+        nll: nats per token, a float or an array of them.
+    Returns:
+        The perplexity, likewise.
+    """
+    return np.exp(np.minimum(nll, LARGEST_NLL)) if isinstance(nll, np.ndarray) else math.exp(min(nll, LARGEST_NLL))
+
+
+def shown(value: float, digits: int = 4) -> str:
+    """Return a measured number for readers: with fixed digits, or in powers of ten where those would run away.
+
+    Args:
+        value: the number.
+        digits: behind the point.
+    Returns:
+        The text.
+    """
+    return f"{value:.{digits}f}" if not abs(value) >= 1e6 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)

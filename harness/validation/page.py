@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.validation.compare import ValidationReport
+from harness.validation.metrics import perplexity, shown
 from harness.validation.page_style import STYLE
 from harness.validation.plots import plot_kl, plot_nll, plot_sqnr, plot_tokens
 from harness.verdict import Outcome, Verdict, html_badge, html_pairs, html_record, to_json
@@ -72,9 +73,13 @@ def _tiles(report: ValidationReport) -> str:
     tiles: list[tuple[str, str, str]] = []
     if report.quality:
         quality = report.quality
-        ratio, base, compressed = quality.perplexity_ratio, *(math.exp(quality.means[name]) for name in ("nll_base", "nll_compressed"))
+        ratio, base, compressed = quality.perplexity_ratio, *(perplexity(quality.means[name]) for name in ("nll_base", "nll_compressed"))
         tiles += [
-            ("Perplexity", f"{base:.2f} → {compressed:.2f}", f"ratio {ratio.estimate:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]"),
+            (
+                "Perplexity",
+                f"{shown(base, 2)} → {shown(compressed, 2)}",
+                f"ratio {shown(ratio.estimate)} [{shown(ratio.low)}, {shown(ratio.high)}]",
+            ),
             ("Mean KL", f"{quality.kl.estimate:.4f}", f"nats per token, 99 % below {quality.kl_p99:.3f}"),
             ("Same top token", f"{quality.top1.estimate:.1%}", f"[{quality.top1.low:.1%}, {quality.top1.high:.1%}]"),
         ]

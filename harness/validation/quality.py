@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from harness.validation.intervals import TARGET_POWER, Interval, mcnemar, percentile_interval, power_of, resample_sums
-from harness.validation.metrics import TokenScores
+from harness.validation.metrics import TokenScores, perplexity, shown
 from harness.validation.policy import Policy
 from harness.validation.scoring import Scores
 from harness.verdict import CheckRecord, Claim, Outcome
@@ -63,8 +63,8 @@ class Quality:
             "num_tokens": self.num_tokens,
             "nll_base": self.means["nll_base"],
             "nll_compressed": self.means["nll_compressed"],
-            "perplexity_base": math.exp(self.means["nll_base"]),
-            "perplexity_compressed": math.exp(self.means["nll_compressed"]),
+            "perplexity_base": perplexity(self.means["nll_base"]),
+            "perplexity_compressed": perplexity(self.means["nll_compressed"]),
             "accuracy_base": self.means["is_base_right"],
             "accuracy_compressed": self.means["is_compressed_right"],
             "nll_difference": self.nll_difference.to_dict(),
@@ -102,7 +102,7 @@ def measure_quality(scores: Scores, policy: Policy, seed: int) -> Quality:
         num_tokens=int(totals[0]),
         means={name: float(value) for name, value in means.items()},
         nll_difference=interval(lambda of: of["nll_compressed"] - of["nll_base"]),
-        perplexity_ratio=interval(lambda of: np.exp(of["nll_compressed"] - of["nll_base"])),
+        perplexity_ratio=interval(lambda of: perplexity(of["nll_compressed"] - of["nll_base"])),
         kl=interval(lambda of: of["kl"]),
         top1=interval(lambda of: of["agrees"]),
         accuracy_difference=interval(lambda of: of["is_compressed_right"] - of["is_base_right"]),
@@ -169,18 +169,18 @@ def _guarded(outcome: Outcome, decoy_passes: bool, summary: str) -> tuple[Outcom
 
 
 def _range(interval: Interval, digits: int = 4) -> str:
-    return f"[{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+    return f"[{shown(interval.low, digits)}, {shown(interval.high, digits)}]"
 
 
 def _perplexity_record(quality: Quality, decoy: TokenScores, policy: Policy) -> CheckRecord:
     margin = math.log(policy.max_perplexity_ratio)
     outcome = _judge(quality.nll_difference, margin, is_upper=True)
     power = power_of(quality.nll_difference.standard_error, margin, policy.confidence)
-    base, compressed = (math.exp(quality.means[name]) for name in ("nll_base", "nll_compressed"))
+    base, compressed = (perplexity(quality.means[name]) for name in ("nll_base", "nll_compressed"))
     ratio = quality.perplexity_ratio
     summary = (
-        f"{base:.3f} -> {compressed:.3f}, ratio {ratio.estimate:.4f} {_range(ratio)}; power to detect the margin {power.probability:.1%}, "
-        f"smallest detectable ratio {math.exp(power.smallest_detectable):.4f}"
+        f"{shown(base, 3)} -> {shown(compressed, 3)}, ratio {shown(ratio.estimate)} {_range(ratio)}; "
+        f"power to detect the margin {power.probability:.1%}, smallest detectable ratio {shown(perplexity(power.smallest_detectable))}"
     )
     decoy_difference = _mean(decoy.nll_compressed) - _mean(decoy.nll_base)
     outcome, summary = _guarded(outcome, not decoy_difference > margin, summary)
@@ -193,7 +193,7 @@ def _perplexity_record(quality: Quality, decoy: TokenScores, policy: Policy) -> 
         "power": {
             "to detect the margin": power.probability,
             f"smallest NLL difference detectable at {TARGET_POWER:.0%}": power.smallest_detectable,
-            "as perplexity ratio": math.exp(power.smallest_detectable),
+            "as perplexity ratio": perplexity(power.smallest_detectable),
         },
         "decoy NLL difference": decoy_difference,
     }

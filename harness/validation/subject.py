@@ -30,6 +30,7 @@ class Subject:
         config: config.json of the compressed checkpoint, None where it cannot be read.
         modules: the quantized modules by name, with their config group, in the order of the base's tensors.
         problems: why quantization_config or config.json cannot be used; empty if they can.
+        trained: the model was trained as well, so values are no longer the base's.
     """
 
     base: Checkpoint
@@ -38,6 +39,7 @@ class Subject:
     config: Mapping[str, Any] | None
     modules: Mapping[str, ConfigGroup] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    trained: bool = False
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
@@ -46,17 +48,24 @@ class Subject:
         return found if isinstance(found, Mapping) else None
 
     @property
+    def quantizes_weights(self) -> bool:
+        """False where the folder rightly holds no quantized weight: only keys and values are quantized, or a dense model was trained."""
+        config = self.quantization_config
+        return not (self.trained and "quantization_config" not in (self.config or {})) and not (config and _only_keys_and_values(config))
+
+    @property
     def readable_modules(self) -> dict[str, ConfigGroup]:
         """The quantized modules whose format the decoder reads."""
         return {name: group for name, group in self.modules.items() if group.scheme is not None}
 
 
-def read_subject(base_dir: Path, compressed_dir: Path) -> Subject:
+def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False) -> Subject:
     """Read both folders; tensors stay on disk.
 
     Args:
         base_dir: folder of the base model, safetensors and config.json.
         compressed_dir: folder of the compressed checkpoint.
+        trained: the model was trained as well.
     Returns:
         The subject.
     Raises:
@@ -76,7 +85,7 @@ def read_subject(base_dir: Path, compressed_dir: Path) -> Subject:
     if base.problems:
         raise ModelError(f"{base_dir}: the base cannot be read: {base.problems[0]}; save it again as safetensors")
     config, problem = _read_config(compressed_dir)
-    subject = Subject(base, read_checkpoint(compressed_dir), base_config, config, problems=(problem,) if problem else ())
+    subject = Subject(base, read_checkpoint(compressed_dir), base_config, config, problems=(problem,) if problem else (), trained=trained)
     return _with_modules(subject, module_classes(base_dir))
 
 
@@ -93,11 +102,11 @@ def _read_config(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
 
 def _with_modules(subject: Subject, classes: Mapping[str, Sequence[str]]) -> Subject:
     """Resolve targets and ignore patterns of the config groups to the base's weights."""
-    if subject.config is None:
+    if subject.config is None or not subject.quantizes_weights:
         return subject
     config = subject.quantization_config
     if config is None:
-        return _with_problem(subject, "config.json holds no quantization_config: this is not a compressed checkpoint")
+        return _with_problem(subject, "config.json holds no quantization_config: not a compressed checkpoint (--trained: a dense one)")
     try:
         groups = read_config_groups(config)
         ignore = tuple(config.get("ignore") or ())
@@ -116,6 +125,10 @@ def _with_modules(subject: Subject, classes: Mapping[str, Sequence[str]]) -> Sub
     if not modules:
         return _with_problem(subject, "quantization_config targets no weight of the base: nothing is quantized")
     return replace(subject, modules=modules)
+
+
+def _only_keys_and_values(config: Mapping[str, Any]) -> bool:
+    return isinstance(config.get("kv_cache_scheme"), Mapping) and not config.get("config_groups")
 
 
 def _with_problem(subject: Subject, problem: str) -> Subject:

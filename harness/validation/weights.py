@@ -37,16 +37,22 @@ def check_weights(subject: Subject, inspections: Sequence[ModuleInspection], pol
         One record per check.
     """
     if not subject.modules:
-        return [claim.skipped("no weight is quantized, see files.tensors") for claim in (QPARAMS, DECODED, CHANGED, SQNR, SCALES)]
+        why = "no weight is quantized" + (", see files.tensors" if subject.quantizes_weights else "")
+        return [claim.skipped(why) for claim in (QPARAMS, DECODED, CHANGED, SQNR, SCALES)]
     unread = [f"{name}: {group.reason}" for name, group in subject.modules.items() if group.scheme is None]
     records = [
         _qparams_record(inspections),
         _decoded_record(inspections),
         _changed_record(inspections),
-        _sqnr_record(inspections, policy),
-        _scales_record(inspections, policy),
+        *_nearness_records(subject, inspections, policy),
     ]
     return [_with_unread(record, unread) for record in records]
+
+
+def _nearness_records(subject: Subject, inspections: Sequence[ModuleInspection], policy: Policy) -> list[CheckRecord]:
+    if subject.trained:
+        return [claim.skipped("the weights were trained, so the base's say nothing of them; behaviour decides") for claim in (SQNR, SCALES)]
+    return [_sqnr_record(inspections, policy), _scales_record(inspections, policy)]
 
 
 def _with_unread(record: CheckRecord, unread: list[str]) -> CheckRecord:

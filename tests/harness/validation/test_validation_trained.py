@@ -1,0 +1,94 @@
+"""Checkpoints whose weights are not the base's rounded ones: trained ones, and those that quantize keys and values only."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compressor import oneshot
+from harness.cli import main
+from harness.validation.compare import validate
+
+KV_ONLY = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}}}
+
+
+def outcomes(report) -> dict[str, str]:
+    return {record.name: record.outcome.value for record in report.records}
+
+
+def record_of(report, name):
+    return next(record for record in report.records if record.name == name)
+
+
+def move(folder, step=2**-6):
+    """Stand in for training: every stored float weight moves a little."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("norm.weight", "embed_tokens.weight", "lm_head.weight")):
+            tensors[name] = (tensor.float() * (1 + step * torch.rand(tensor.shape, generator=generator))).to(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def trained(compressed):
+    checkpoint = compressed("W8A16")
+    move(checkpoint.folder)
+    return checkpoint.folder
+
+
+def test_other_values_are_a_fault_unless_the_model_was_trained(workspace, trained):
+    untold, told = (validate(workspace.base, trained, workspace.dataset, trained=flag) for flag in (False, True))
+    assert outcomes(untold)["files.tensors"] == "fail"
+    assert told.verdict == "pass" and outcomes(told)["weights.sqnr"] == outcomes(told)["weights.scales"] == "skip"
+    record = record_of(told, "files.tensors")
+    assert record.evidence["trained"] == 7 and "7 trained" in record.summary  # embedding, head, 2 x 2 norms, last norm
+    assert told.to_dict()["provenance"]["trained"] is True
+
+
+def test_training_excuses_no_missing_tensor_other_shape_or_wrong_behaviour(workspace, trained):
+    tensors = load_file(trained / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 40.0)
+    tensors["lm_head.weight"] = -tensors["lm_head.weight"]
+    save_file(tensors, trained / "model.safetensors", metadata={"format": "pt"})
+    found = outcomes(validate(workspace.base, trained, workspace.dataset, trained=True))
+    assert {"behaviour.perplexity", "behaviour.kl"} <= {name for name, outcome in found.items() if outcome == "fail"}
+    del tensors["model.norm.weight"]
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].float()
+    save_file(tensors, trained / "model.safetensors", metadata={"format": "pt"})
+    record = record_of(validate(workspace.base, trained, workspace.dataset, trained=True), "files.tensors")
+    assert record.outcome == "fail" and any("norm.weight: is missing" in text for text in record.findings)
+    assert any(text.startswith("lm_head.weight: torch.bfloat16") for text in record.findings), record.findings
+
+
+def test_a_dense_trained_model_needs_no_quantization_config_but_must_have_been_trained(workspace, tmp_path):
+    dense = tmp_path / "dense"
+    shutil.copytree(workspace.base, dense)
+    unmoved = validate(workspace.base, dense, workspace.dataset, trained=True)
+    assert unmoved.verdict == "regression" and "nothing was trained" in record_of(unmoved, "files.tensors").summary
+    move(dense)
+    found = validate(workspace.base, dense, workspace.dataset, trained=True)
+    assert found.verdict == "pass" and outcomes(found)["format.accepted"] == "skip"
+
+
+def test_the_flag_reaches_the_validation(workspace, trained, tmp_path, capsys):
+    arguments = ["validate", str(workspace.base), str(trained), "--dataset", str(workspace.dataset), "--quiet", "--json"]
+    codes = [main([*arguments, "--output-dir", str(tmp_path / "a")]), main([*arguments, "--output-dir", str(tmp_path / "b"), "--trained"])]
+    reports = capsys.readouterr().out
+    assert codes == [1, 0] and json.loads(reports[reports.rindex("\n{") :])["provenance"]["trained"] is True
+
+
+def test_keys_and_values_alone_may_be_quantized(reference_model, tmp_path):
+    data = {"dataset": reference_model / "calibration.safetensors", "num_calibration_samples": 4}
+    oneshot(reference_model, recipe=KV_ONLY, output_dir=tmp_path / "out", **data)
+    report = validate(reference_model, tmp_path / "out", reference_model / "heldout.safetensors", num_samples=24)
+    assert report.verdict == "pass" and record_of(report, "format.accepted").summary == "keys and values only"
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    del tensors["model.layers.2.self_attn.v_scale"]
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    broken = validate(reference_model, tmp_path / "out", reference_model / "heldout.safetensors", num_samples=24)
+    assert "v_scale: is missing" in record_of(broken, "files.tensors").findings[0]
