@@ -13,13 +13,10 @@ from torch import nn
 
 from compressor.errors import CompressorError, OutOfMemoryError
 from compressor.pipelines.offload import free_bytes
+from compressor.tracing.out_of_memory import is_out_of_memory
 
 Work = Literal["traced", "calibrated", "compressed", "propagated"]
 
-# What the allocators say: torch's for the CPU, and CUDA's where it reports the driver's own error.
-_SAYINGS = re.compile(
-    r"can't allocate memory|not enough memory|out of memory|cannot allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE
-)
 _SHOWN_MODULES = 3
 _SMALLER_FORWARDS = "take smaller batches (batch_size=1) or shorter sequences (max_seq_length)"
 _SMALLER_STAGES = 'take smaller stages (sequential_targets=["Linear"])'
@@ -60,20 +57,6 @@ def memory_explained(model: nn.Module, stage: str, work: Work, names: Collection
             f"{stage}: memory ran out while it was {work} ({_said(error)}; {free_bytes(device) / 1e6:,.0f} MB are free on {device}); "
             f"{_contents(model, names)}; {', or '.join(_REMEDIES[work])}; compressor plan shows what each stage needs"
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception means that memory ran out.
-
-    Args:
-        error: any exception.
-
-    Returns:
-        True for those of Python, of torch's allocators and of CUDA.
-    """
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and bool(_SAYINGS.search(str(error)))
-    )
 
 
 def _said(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from compressor.tracing.graph.verify import digests
 from compressor.tracing.isolation import TorchState
 from compressor.tracing.observe import copied_batch
 from compressor.tracing.order import Trail
+from compressor.tracing.out_of_memory import is_out_of_memory
 from compressor.tracing.suspend import SuspendedRun
 
 _Digest = tuple[tuple[str, str], ...]
@@ -60,6 +61,8 @@ def check_apart(
             except TracingError:
                 raise
             except Exception as error:  # alone both forwards came to their end, so whatever it is, the turns are its cause
+                if is_out_of_memory(error):
+                    raise
                 raise TracingError(_message(f"one of them raised {type(error).__name__}: {error}")) from error
     finally:
         state.restore()

@@ -25,6 +25,7 @@ from compressor.tracing.graph.program import Program, Segment, signature_of
 from compressor.tracing.graph.record import copy_batch, named_inputs, record
 from compressor.tracing.graph.refusal import Frame, Refusal, SwallowedTarget
 from compressor.tracing.isolation import ModuleValues, RandomState
+from compressor.tracing.out_of_memory import is_out_of_memory
 from compressor.tracing.records import Leaf
 
 _MAX_LEAVES = 16  # functions that are made leaves for one model; recording starts over for each
@@ -157,6 +158,8 @@ class GraphPlanner:
         except GuardFailure:
             raise
         except Exception as error:  # the recorded operations do not fit this batch, which has not been run for real yet
+            if is_out_of_memory(error):
+                raise
             raise GuardFailure(f"{getattr(error, '__notes__', ['graph'])[-1]}: {type(error).__name__}: {error}") from error
 
     def _absorb(self, failure: GuardFailure, variant: Variant) -> bool:

@@ -16,6 +16,7 @@ from compressor.tracing.graph.program import Program, build_program, signature_o
 from compressor.tracing.graph.recorder import Recorder
 from compressor.tracing.graph.refusal import Refusal, current_frames
 from compressor.tracing.isolation import ModuleValues, RandomState
+from compressor.tracing.out_of_memory import is_out_of_memory
 
 
 def record(
@@ -59,6 +60,8 @@ def _run(model: nn.Module, batch: Batch) -> Any:
     except TracingError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         # Whatever the forward cannot do with symbolic numbers; a plain forward tells whether the model is to blame.
         message = f"forward: {type(error).__name__} while it was recorded: {error}"
         raise Refusal(f'{message}; use engine="suspend"', current_frames()) from error

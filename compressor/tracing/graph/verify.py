@@ -21,6 +21,7 @@ from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.graph.program import Program
 from compressor.tracing.graph.record import copy_batch, named_inputs
 from compressor.tracing.graph.trees import parts_of
+from compressor.tracing.out_of_memory import is_out_of_memory
 
 _MAX_DEPTH = 6
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -102,6 +103,8 @@ class _Comparison:
         except TracingError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             name, _, place = getattr(error, "__notes__", ["the recorded graph, "])[-1].rpartition(", ")
             raise Mismatch(
                 f"{place or 'forward'}: verify: batch {self._sample}: {type(error).__name__}: {error} ({name}), which the plain model does "
