@@ -154,3 +154,29 @@ def test_the_check_sees_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.undo()
         expected = hessians(plain, "sequential")
     assert distance(found, expected) > 1e3 * BOUND
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+def test_a_decoder_of_the_encoders_shape_is_not_masked_by_the_encoders_padding(pipeline: str) -> None:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=64, max_position_embeddings=32, **sizes, **heads)).eval()
+
+    def compress(decoder_length: int, mask: Tensor) -> None:
+        ids = torch.randint(4, 60, (2, 8), generator=torch.Generator().manual_seed(1))
+        batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids.repeat(1, 2)[:, :decoder_length]}
+        data = load_dataset_source(DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+        modifier = GPTQModifier(scheme="W8A8", targets=["re:.*decoder.*fc1"])
+        with Session(State(model), [modifier]) as session:
+            session.initialize()
+            run_pipeline(pipeline, session, data, progress=SilentProgress())
+            session.abort()
+
+    padded_mask = torch.ones(2, 8, dtype=torch.long)
+    padded_mask[1, 5:] = 0
+    with pytest.raises(CalibrationError, match="decoder_input_ids has the shape"):
+        compress(8, padded_mask)
+    compress(8, torch.ones(2, 8, dtype=torch.long))
