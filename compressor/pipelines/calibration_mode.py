@@ -63,7 +63,7 @@ def _refuse_a_second_sequence(batch: Any, mask: Tensor, index: int) -> None:
     for name in names:
         if name != "decoder_attention_mask" and batch[name].shape[:2] == mask.shape:
             raise CalibrationError(
-                f"dataset batch {index}: {name} has the shape {tuple(mask.shape)} of the padded encoder's input, so padding of the one would "
+                f"dataset batch {index}: {name} has the shape {tuple(mask.shape)} of the padded encoder's input, so padding of one would "
                 "count as padding of the other; give batches without padding, or another length to the decoder"
             )
 
