@@ -10,7 +10,9 @@ tape_engine.py   the tape as an engine                 cuda_graph.py the same on
 optimizers.py    AdamW, SGD, schedules of tensors      checkpoint.py the whole training state as one file
 facts.py         what the host must not change         whereabouts.py the module of an operator
 averages.py      moving averages of weights            digests.py    hashes, and states of generators
-identities.py    the quick half of the guards
+identities.py    the quick half of the guards          escapes.py    tensors that outlive the step
+operators.py     operators as seen and as repeated     linking.py    how each is repeated
+storages.py      the storages of a step and their lives layout.py    where they lie in one arena
 """
 
 from __future__ import annotations

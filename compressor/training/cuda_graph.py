@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from compressor.training.engine import Captured
+from compressor.training.operators import Record
 from compressor.training.recorder import Recorder
-from compressor.training.tape import Op, spoil
+from compressor.training.tape import spoil
 
 
 class CudaGraphEngine:
@@ -77,7 +78,7 @@ class CudaGraph:
 
     ran_at_capture = False
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, ops: list[Op], loss: Tensor, scratch: list[torch.UntypedStorage]) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, ops: list[Record], loss: Tensor, scratch: list[torch.UntypedStorage]) -> None:
         self._graph, self.ops, self.loss, self._scratch = graph, ops, loss, scratch
         leaves = (leaf for op in ops for leaf in tree_leaves((op.args, op.kwargs)))
         self.generators = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Generator)}.values())
@@ -96,7 +97,8 @@ class CudaGraph:
         """Perform one step on the current stream."""
         self._graph.replay()
 
-    def poison(self) -> None:
-        """Fill every storage that the step makes with 0xA5."""
+    def replay_spoiled(self) -> None:
+        """Perform one step after every storage that it makes was filled with 0xA5."""
         for storage in self._scratch:
             spoil(storage)
+        self.replay()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from compressor.training.operators import Record
 from compressor.training.recorder import Recorder
-from compressor.training.tape import Op
 
 
 class Captured(Protocol):
@@ -17,15 +17,17 @@ class Captured(Protocol):
 
     Attributes:
         ran_at_capture: the capture has performed the step already; else it must be replayed once to perform it.
-        ops: the recorded operators.
         loss: where a replay leaves the loss.
         generators: random generators, beside the default ones, that the step draws from.
     """
 
     ran_at_capture: bool
-    ops: list[Op]
     loss: Tensor
     generators: list[torch.Generator]
+
+    @property
+    def ops(self) -> Sequence[Record]:
+        """The recorded operators."""
 
     @property
     def lines(self) -> list[str]:
@@ -38,8 +40,8 @@ class Captured(Protocol):
     def replay(self) -> None:
         """Perform one step."""
 
-    def poison(self) -> None:
-        """Spoil every storage that a replay is to fill."""
+    def replay_spoiled(self) -> None:
+        """Perform one step where all memory that no operator has filled is spoiled."""
 
 
 class Engine(Protocol):

@@ -9,10 +9,11 @@ from torch import Tensor
 from compressor.errors import UserInputError
 from compressor.training.batch import Batch
 from compressor.training.digests import content_digest
+from compressor.training.operators import IDLE, Record
 from compressor.training.plan import Plan
 from compressor.training.recorder import Recorder
 from compressor.training.snapshot import Snapshot
-from compressor.training.tape import Kind, Op, Tape
+from compressor.training.tape import Tape
 from compressor.training.whereabouts import Whereabouts
 
 
@@ -66,7 +67,6 @@ def locate(plan: Plan, batch: Batch) -> Difference | None:
         eager = _eager_digests(plan)
         start.put_back(plan.step, tape.generators)
         plan.buffers.bind(batch)
-        tape.poison()
         replayed: list[tuple[str, ...]] = []
         _watch(tape, replayed)
     finally:
@@ -78,7 +78,7 @@ def _eager_digests(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
     step, seen = plan.step, []
     whereabouts = Whereabouts(step.model)
     roles: dict[str, Tensor] = {**{f"in:{path}": tensor for path, tensor in plan.buffers.tensors.items()}, **step.tensors()}
-    recorder = Recorder(roles, step.device, whereabouts, see=lambda op: seen.append((op.line, _written(op))))
+    recorder = Recorder(roles, step.device, whereabouts, see=lambda op, written: seen.append((op.line, _digests(op, written))))
 
     def mark(phase: str) -> None:
         recorder.phase = phase
@@ -88,17 +88,18 @@ def _eager_digests(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
     return seen
 
 
-def _written(op: Op) -> tuple[str, ...]:
-    # What an allocation holds, and what a view shows of it, is nobody's result yet.
+def _digests(op: Record, written: list[Tensor]) -> tuple[str, ...]:
+    if op.kind in IDLE:  # what an allocation holds, and what a view shows of it, is nobody's result yet
+        return ()
     if op.func._schema.name == "aten::mkldnn_rnn_layer":
-        return tuple(content_digest(tensor) for tensor in op.outs[:3])  # the rest is a workspace with gaps
-    return () if op.kind in (Kind.ALLOCATE, Kind.VIEW) else tuple(content_digest(tensor) for tensor in op.written())
+        written = written[:3]  # the rest is a workspace with gaps
+    return tuple(content_digest(tensor) for tensor in written)
 
 
 def _watch(tape: Tape, replayed: list[tuple[str, ...]]) -> None:
     """Replay until the end, or until an operator fails: what made it fail lies before it, or is the operator itself."""
     try:
-        tape.replay_watched(lambda op: replayed.append(_written(op)))
+        tape.replay_watched(lambda op: replayed.append(_digests(op, op.written())))
     except (RuntimeError, IndexError, ValueError):
         replayed += [("failed",)] * (len(tape.ops) - len(replayed))
 

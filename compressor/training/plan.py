@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftError, ReplayError, UntrackedRandomnessError
 from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Captured, Engine
+from compressor.training.escapes import check_escapes
 from compressor.training.facts import difference, host_facts
 from compressor.training.identities import Identities
-from compressor.training.reached import variables
 from compressor.training.recorder import Recorder
 from compressor.training.step import TrainStep
 from compressor.training.whereabouts import Whereabouts
@@ -111,7 +110,7 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
     recorder.finish()
     _check_host_rng(python_rng, numpy_rng)
     _check_moved(tensors, step.tensors(), recorder)
-    _check_escapes(step, recorder)
+    check_escapes(step, recorder)
     changed = difference(facts, host_facts(step))
     if changed is not None:
         raise GuardDriftError(f"the step changes the host: {changed}, and a replay would not repeat it; keep it in a buffer, in place")
@@ -148,29 +147,8 @@ def _check_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], reco
     for name in {**old, **new}:
         if old.get(name) == new.get(name):
             continue
-        if name in after and recorder.produced(after[name]):
+        if name in after and recorder.maker(after[name]) is not None:
             raise EscapedTensorError(
                 f"{name}: the step puts a tensor of its own in this place, which a replay overwrites; write in place with copy_"
             )
         raise PointerDriftError(f"{name}: the step gives it another storage, which a replay would not; allocate before, write in place")
-
-
-def _check_escapes(step: TrainStep, recorder: Recorder) -> None:
-    for holder, value in _held(step):
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor) and recorder.produced(leaf):
-                made = next((op.place for op in recorder.ops for out in op.outs if out.data_ptr() == leaf.data_ptr()), "the step")
-                raise EscapedTensorError(
-                    f"{holder}: it keeps a tensor that {made} made, and a replay neither repeats the assignment nor keeps the values; "
-                    "return it through the loss, or copy_ it into a buffer"
-                )
-
-
-def _held(step: TrainStep) -> Iterator[tuple[str, object]]:
-    """List what modules, the loss function and the variables it reaches hold, by a name for messages."""
-    for name, module in step.model.named_modules():
-        for key, value in module.__dict__.items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                yield f"attribute '{key}' of {name or 'the model'}", value
-    for name, getter in variables(step.loss_fn, step.model):
-        yield name, getter()

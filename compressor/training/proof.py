@@ -60,9 +60,8 @@ def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
         again.replay()
     _compare(eager, Snapshot.take(step, generators, again.loss), "recorded", "a compiled region, or code that asks whether it is watched")
     rewind()
-    captured.poison()
     try:
-        captured.replay()
+        captured.replay_spoiled()
     except (RuntimeError, IndexError, ValueError) as error:
         raise ProofError(
             f"the replayed step fails on spoiled storages ({error}), so an operator reads what none made; locate() names it"

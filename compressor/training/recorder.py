@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from compressor.errors import DynamicShapeError, EscapedTensorError, HostReadError, ReplayError, UntrackedRandomnessError
 from compressor.training.digests import content_digest, rng_digest
-from compressor.training.tape import ALLOCATIONS, Kind, Op, link, spell_place, written_arguments
+from compressor.training.operators import ALLOCATIONS, Extent, Kind, Record, spell_place, written_arguments
+from compressor.training.storages import Storages
 
-aten = torch.ops.aten
 _HOST_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
 _STORAGE_CHANGES = frozenset(
     {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "inductor::resize_storage_bytes_"}
@@ -31,7 +31,12 @@ class Recorder(TorchDispatchMode):
         roles: names of the tensors that exist before the step and stay, by role and name.
         device: where the step runs; the CPU's generator is only watched where it draws for the step.
         where: says which module runs, given whether this is the backward pass.
-        see: called with each operator as it has run; for tools that look at values.
+        see: called with each operator as it has run, and with the tensors that it wrote; for tools that look at values.
+
+    Attributes:
+        ops: the operators so far.
+        phase: the phase of the step, set from outside.
+        storages: the storages that the step made.
     """
 
     def __init__(
@@ -39,50 +44,63 @@ class Recorder(TorchDispatchMode):
         roles: Mapping[str, Tensor],
         device: torch.device,
         where: Callable[[bool], str] = lambda backward: "",
-        see: Callable[[Op], None] | None = None,
+        see: Callable[[Record, list[Tensor]], None] | None = None,
     ) -> None:
         super().__init__()
-        self.ops: list[Op] = []
+        self.ops: list[Record] = []
         self.phase = ""
         self._where, self._see = where, see
         self._names: dict[int, str] = {}
         for name, tensor in roles.items():
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
-        self._alive: list[torch.UntypedStorage] = []  # a storage that is gone could give its identity to another
-        self.scratch: list[torch.UntypedStorage] = []
-        self._aliases: dict[tuple[Any, ...], Tensor] = {}
+        self._outside: list[torch.UntypedStorage] = []  # a storage that is gone could give its identity to another
+        self.storages = Storages(keep=device.type != "cpu")
+        self._aliases: dict[Extent, Tensor] = {}
         self._watches_rng = device.type == "cpu"
         self._rng = rng_digest()
 
-    def produced(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies in a storage that the step made.
+    @property
+    def scratch(self) -> list[torch.UntypedStorage]:
+        """The storages that the step made, where they are held: not on a CPU."""
+        return self.storages.kept
+
+    def maker(self, tensor: Tensor) -> Record | None:
+        """Name what made the storage that a tensor lies in.
 
         Args:
             tensor: any tensor.
 
         Returns:
-            True when it will be overwritten by a replay.
+            The operator, or None where the step has not made it; else a replay overwrites it.
         """
-        return tensor.layout is torch.strided and self._names.get(tensor.untyped_storage()._cdata, "").startswith("%")
+        number = self.storages.number(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+        return None if number is None else self.maker_of(number)
 
-    def alias(self, tensor: Tensor) -> Tensor:
-        """Return a detached alias of a tensor, the same one for the same view.
+    def maker_of(self, number: int) -> Record:
+        """Name what made a storage.
+
+        Args:
+            number: the number of the storage.
+
+        Returns:
+            The operator.
+        """
+        return next(op for op in self.ops for out in op.outs if isinstance(out, Extent) and out.storage == number)
+
+    def alias(self, tensor: Tensor) -> Extent | Tensor:
+        """Return what stands for a tensor on the record.
 
         Args:
             tensor: a dense tensor.
 
         Returns:
-            An alias that holds the storage and no graph.
+            An extent of a storage that the step made; else a detached alias, the same one for the same view.
         """
-        key = (
-            tensor.untyped_storage()._cdata,
-            tensor.storage_offset(),
-            tensor.size(),
-            tensor.stride(),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        storage = tensor.untyped_storage()
+        number = self.storages.number(storage)
+        if number is not None:
+            return Extent.of(tensor, number)
+        key = Extent.of(tensor, storage._cdata)
         if key not in self._aliases:
             self._aliases[key] = tensor.detach()
         return self._aliases[key]
@@ -99,6 +117,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operator and write it down."""
         kwargs = kwargs or {}
+        self.storages.sweep()
         if func._schema.name.startswith("profiler::"):
             return func(*args, **kwargs)
         module = self._where(self.phase == "backward")
@@ -118,10 +137,13 @@ class Recorder(TorchDispatchMode):
             self._rng = rng_digest()
         outs = self._outputs(func, result, place)
         fresh = [out.untyped_storage()._cdata not in known for out in outs]
-        alias_args, alias_kwargs = tree_unflatten([self.alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given], spec)
         line = f"{self.phase:<9} {func}({operands}) -> {', '.join(self._spell(out, made=True) for out in outs)}"
-        kind, out_aliases = _kind(func, outs, fresh), [self.alias(out) for out in outs]
-        self._append(Op(0, func, alias_args, alias_kwargs, out_aliases, fresh, kind, "", module, line), seeded)
+        given_args, given_kwargs = tree_unflatten([self.alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given], spec)
+        out_aliases, kind, grad_mode = [self.alias(out) for out in outs], _kind(func, outs, fresh), torch.is_grad_enabled()
+        record = Record(
+            len(self.ops), func, given_args, given_kwargs, out_aliases, fresh, kind, self.phase, module, line, seeded, grad_mode
+        )
+        self._append(record, [*outs, *written_arguments(func, args, kwargs)])
         return result
 
     def _constant(self, func: Any, source: Tensor, module: str) -> Tensor:
@@ -131,15 +153,14 @@ class Recorder(TorchDispatchMode):
         result: Tensor = func(source)
         self._spell(result, made=True)
         line = f"{self.phase:<9} {func}({name}) -> {self._spell(result)}"
-        self._append(Op(0, func, (values,), {}, [self.alias(result)], [True], Kind.COPY, "", module, line), seeded=False)
+        index, out = len(self.ops), self.alias(result)
+        self._append(Record(index, func, (values,), {}, [out], [True], Kind.COPY, self.phase, module, line, False, False), [result])
         return result
 
-    def _append(self, op: Op, seeded: bool) -> None:
-        op.index, op.phase = len(self.ops), self.phase
-        link(op, seeded, torch.is_grad_enabled())
-        self.ops.append(op)
+    def _append(self, record: Record, written: list[Tensor]) -> None:
+        self.ops.append(record)
         if self._see is not None:
-            self._see(op)
+            self._see(record, written)
 
     def _refuse(self, func: Any, given: Sequence[Any], place: str) -> None:
         name = func._schema.name
@@ -172,16 +193,18 @@ class Recorder(TorchDispatchMode):
 
     def _name(self, tensor: Tensor, made: bool) -> str:
         storage = tensor.untyped_storage()
+        number = self.storages.number(storage)
+        if number is not None:
+            self.storages.grow(number, storage)
+            return f"%{number}"
         name = self._names.get(storage._cdata)
         if name is None:
             if made:
-                name = f"%{len(self.scratch)}"
-                self.scratch.append(storage)
-            else:
-                values = content_digest(tensor)[:8] if tensor.device.type == "cpu" else f"{tensor.device.type}{len(self._alive)}"
-                name = f"outside:{values}"
+                return f"%{self.storages.add(storage)}"
+            values = content_digest(tensor)[:8] if tensor.device.type == "cpu" else f"{tensor.device.type}{len(self._outside)}"
+            name = f"outside:{values}"
             self._names[storage._cdata] = name
-            self._alive.append(storage)
+            self._outside.append(storage)
         return name
 
     def _spell(self, leaf: Any, made: bool = False) -> str:
@@ -205,6 +228,8 @@ def _caller() -> str:
 
 
 def _kind(func: Any, outs: Sequence[Tensor], fresh: Sequence[bool]) -> Kind:
+    if torch.Tag.inplace_view in func.tags:  # t_, squeeze_, ...: whoever comes later is recorded with the new view
+        return Kind.VIEW
     if func._schema.is_mutable:
         return Kind.MUTATE
     if not outs:

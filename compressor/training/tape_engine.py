@@ -37,4 +37,4 @@ class TapeEngine:
         """
         with recorder:
             loss = run()
-        return Tape(recorder.ops, recorder.alias(loss), recorder.scratch)
+        return Tape(recorder.ops, recorder.alias(loss), loss, recorder.storages)

@@ -1,0 +1,70 @@
+"""Tensors of a step that somebody holds when it is over: a replay neither repeats the assignment nor keeps the values."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from compressor.errors import EscapedTensorError
+from compressor.training.operators import Record
+from compressor.training.reached import variables
+from compressor.training.recorder import Recorder
+from compressor.training.step import TrainStep
+
+
+def check_escapes(step: TrainStep, recorder: Recorder) -> None:
+    """Refuse a step that leaves tensors of its own behind.
+
+    Args:
+        step: it has just been recorded, and its loss was let go.
+        recorder: the record.
+
+    Raises:
+        EscapedTensorError: somebody holds a tensor that the step made.
+    """
+    for holder, value in _held(step):
+        for leaf in tree_leaves(value):
+            maker = recorder.maker(leaf) if isinstance(leaf, Tensor) else None
+            if maker is not None:
+                raise _escaped(f"{holder}: it keeps a tensor", maker)
+    if recorder.storages.kept or not recorder.storages.survivors():
+        return
+    gc.collect()  # a graph that refers to itself, as functions with a context make them, holds nothing for anybody
+    left = recorder.storages.survivors()
+    if left:
+        raise _escaped(f"{_holder(recorder, left[0])}: it keeps a tensor", recorder.maker_of(left[0]))
+
+
+def _escaped(text: str, maker: Record) -> EscapedTensorError:
+    return EscapedTensorError(
+        f"{text} that {maker.place} made, and a replay neither repeats the assignment nor keeps the values; "
+        "return it through the loss, or copy_ it into a buffer"
+    )
+
+
+def _held(step: TrainStep) -> Iterator[tuple[str, object]]:
+    """List what modules, the loss function and the variables it reaches hold, by a name for messages."""
+    for name, module in step.model.named_modules():
+        for key, value in module.__dict__.items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                yield f"attribute '{key}' of {name or 'the model'}", value
+    for name, getter in variables(step.loss_fn, step.model):
+        yield name, getter()
+
+
+def _holder(recorder: Recorder, number: int) -> str:
+    """Say who holds a storage, as well as can be seen from outside."""
+    for tensor in [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]:
+        if recorder.storages.number(tensor.untyped_storage()) != number:
+            continue
+        for owner in gc.get_referrers(tensor):
+            if isinstance(owner, dict):
+                key = next((key for key, value in owner.items() if value is tensor), None)
+                if isinstance(key, str):
+                    return f"'{key}' of an object"
+            if isinstance(owner, list | tuple | set):
+                return f"a {type(owner).__name__} of {len(owner)}"
+    return "something beside the model and its loss"

@@ -1,0 +1,122 @@
+"""Where in one arena each storage of a step lies: storages that are never needed at the same time share bytes.
+
+A storage lives from the first operator that touches it to the last one, through any view. What only makes a view or reserves memory is not
+repeated, and touches nothing. Storages are placed from large to small, each into the smallest gap between those it shares time with; this
+is the greedy-by-size rule with best fit of Pisarchyk and Lee 2020, arXiv:2001.03288.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils._pytree import tree_leaves
+
+from compressor.training.operators import IDLE, Extent, Record
+
+ALIGNMENT = 64  # bytes; as torch's own allocator on the CPU, so that kernels take the same way
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places in an arena.
+
+    Attributes:
+        offsets: the first byte of each storage.
+        sizes: its number of bytes.
+        first: index of the operator that touches it first.
+        last: index of the operator that touches it last; the number of operators where it must outlast the step.
+        arena_bytes: size of the arena.
+    """
+
+    offsets: list[int]
+    sizes: list[int]
+    first: list[int]
+    last: list[int]
+    arena_bytes: int
+
+
+def lay_out(records: Sequence[Record], sizes: Sequence[int], kept: Iterable[int] = ()) -> Layout:
+    """Place the storages of a step.
+
+    Args:
+        records: its operators.
+        sizes: bytes of each storage, by number.
+        kept: numbers of the storages that are read after the step.
+
+    Returns:
+        Their places.
+    """
+    first, last = lifetimes(records, len(sizes))
+    for number in kept:
+        last[number] = len(records)
+    offsets, arena_bytes = place(sizes, first, last)
+    return Layout(offsets, list(sizes), first, last, arena_bytes)
+
+
+def lifetimes(records: Sequence[Record], num_storages: int) -> tuple[list[int], list[int]]:
+    """Find the first and the last operator that touches each storage.
+
+    Args:
+        records: the operators.
+        num_storages: how many storages there are.
+
+    Returns:
+        Two lists of indices. A storage that no operator touches has the index of the one that named it.
+    """
+    first, last = [-1] * num_storages, [-1] * num_storages
+    named = [-1] * num_storages
+    for record in records:
+        for number in {leaf.storage for leaf in _operands(record) if isinstance(leaf, Extent)}:
+            if record.kind in IDLE:
+                named[number] = record.index if named[number] < 0 else named[number]
+                continue
+            if first[number] < 0:
+                first[number] = record.index
+            last[number] = record.index
+    for number in range(num_storages):
+        if first[number] < 0:
+            first[number] = last[number] = named[number]
+    return first, last
+
+
+def place(sizes: Sequence[int], first: Sequence[int], last: Sequence[int]) -> tuple[list[int], int]:
+    """Give each storage an offset, so that those that live at the same time are disjoint.
+
+    Args:
+        sizes: bytes of each.
+        first: begin of each life.
+        last: end of each life, inclusive.
+
+    Returns:
+        The offsets, multiples of `ALIGNMENT`, and the size of the arena.
+    """
+    rounded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    starts, ends = np.asarray(first), np.asarray(last)
+    offsets = np.zeros(len(sizes), dtype=np.int64)
+    widths = np.asarray(rounded, dtype=np.int64)
+    done = np.zeros(len(sizes), dtype=bool)
+    for number in sorted(range(len(sizes)), key=lambda k: (-rounded[k], first[k])):
+        if rounded[number]:
+            rivals = np.flatnonzero(done & (starts <= ends[number]) & (ends >= starts[number]))
+            offsets[number] = _best_gap(offsets[rivals], widths[rivals], rounded[number])
+            done[number] = True
+    return offsets.tolist(), int((offsets + widths).max(initial=0))
+
+
+def _best_gap(offsets: Any, widths: Any, size: int) -> int:
+    """Find the smallest gap that fits between taken ranges, or the end of the last."""
+    order = np.argsort(offsets, kind="stable")
+    begins, ends = offsets[order], np.maximum.accumulate((offsets + widths)[order])
+    gap_begins = np.concatenate(([0], ends[:-1])) if len(ends) else ends
+    gaps = begins - gap_begins
+    fitting = np.flatnonzero(gaps >= size)
+    if len(fitting):
+        return int(gap_begins[fitting[np.argmin(gaps[fitting])]])
+    return int(ends[-1]) if len(ends) else 0
+
+
+def _operands(record: Record) -> list[Any]:
+    return [*tree_leaves((record.args, record.kwargs)), *record.outs]

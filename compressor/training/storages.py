@@ -1,0 +1,72 @@
+"""The storages that a step makes, known by number and held weakly, so that watching a step does not make it need more memory."""
+
+from __future__ import annotations
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Storages:
+    """Numbers storages in the order they are met, and follows their lives.
+
+    A weak reference keeps the identity of a storage from being given to another, and lets its memory go.
+
+    Args:
+        keep: hold them, for a device whose captured step writes into the very storages of the capture.
+    """
+
+    def __init__(self, keep: bool) -> None:
+        self.kept: list[torch.UntypedStorage] = []
+        self.sizes: list[int] = []
+        self.peak_bytes = 0
+        self._keep = keep
+        self._numbers: dict[int, int] = {}
+        self._alive: dict[int, StorageWeakRef] = {}
+        self._gone: list[StorageWeakRef] = []
+        self._bytes = 0
+
+    def add(self, storage: torch.UntypedStorage) -> int:
+        """Take in a storage that is new.
+
+        Args:
+            storage: one that an operator has just made.
+
+        Returns:
+            Its number.
+        """
+        number = len(self.sizes)
+        self._numbers[storage._cdata] = number
+        self._alive[number] = StorageWeakRef(storage)
+        self.sizes.append(0)
+        self.grow(number, storage)
+        if self._keep:
+            self.kept.append(storage)
+        return number
+
+    def number(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the number of a storage, or None where the step has not made it."""
+        return self._numbers.get(storage._cdata)
+
+    def grow(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Take note of a storage's size, which an `out=` may have changed.
+
+        Args:
+            number: its number.
+            storage: the storage.
+        """
+        more = storage.nbytes() - self.sizes[number]
+        if more > 0:
+            self.sizes[number] += more
+            self._bytes += more
+            self.peak_bytes = max(self.peak_bytes, self._bytes)
+
+    def sweep(self) -> None:
+        """Take note of the storages that are gone."""
+        for number in [number for number, reference in self._alive.items() if reference.expired()]:
+            self._gone.append(self._alive.pop(number))
+            self._bytes -= self.sizes[number]
+
+    def survivors(self) -> list[int]:
+        """Return the numbers of the storages that somebody holds."""
+        self.sweep()
+        return list(self._alive)
