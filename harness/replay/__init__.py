@@ -8,7 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_PUBLIC: dict[str, str] = {}
+_PUBLIC: dict[str, str] = {
+    "Equivalence": "harness.replay.equivalence",
+    "Subject": "harness.replay.runs",
+    "assert_equivalent": "harness.replay.equivalence",
+    "compare_modes": "harness.replay.equivalence",
+}
 
 __all__ = sorted(_PUBLIC)
 

@@ -1,0 +1,295 @@
+"""Hazards of tensors that leave the step: kept by a module, collected in a list, exchanged from outside."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from compressor.errors import EscapedTensorError, GuardDriftError, SignatureDriftError
+from compressor.training import Trainer, TrainStep
+from harness.replay.hazard_parts import Net, at, classify, default_optimizer, stage
+from harness.replay.hazards import Hazard
+from harness.replay.runs import Subject
+
+_OVERWRITTEN = "pytorch/pytorch#144386"
+
+
+def _keep(module: Any, h: Tensor) -> Tensor:
+    module.kept = h.detach()
+    return h
+
+
+def _keep_in_list(module: Any, h: Tensor) -> Tensor:
+    module.seen.append(h.detach())
+    return h
+
+
+def _replace_buffer(module: Any, h: Tensor) -> Tensor:
+    module.scale = module.scale * 1.01
+    return h * module.scale
+
+
+def _count_by_replacing(module: Any, h: Tensor) -> Tensor:
+    module.calls = module.calls + 1
+    return h / module.calls
+
+
+def _move_buffer(module: Any, h: Tensor) -> Tensor:
+    return h * module.scale.mul_(1.01)
+
+
+def _scale(module: Any) -> None:
+    module.register_buffer("scale", torch.ones(()))
+    module.register_buffer("calls", torch.zeros(()))
+    module.seen = []
+
+
+def _plain_attribute(module: Any) -> None:
+    module.factor = torch.ones(())  # a tensor that is no buffer
+
+
+def _collected() -> Subject:
+    losses: list[Tensor] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        loss = classify(model, batch)
+        losses.append(loss.detach())
+        return loss
+
+    model = Net()
+    return Subject(TrainStep(model, loss_fn, default_optimizer(model.parameters())))
+
+
+def _closure() -> Subject:
+    factor = torch.ones(())
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return classify(model, batch) * factor
+
+    def swap(number: int, trainer: Trainer) -> None:
+        nonlocal factor
+        if number == 6:
+            factor = torch.full((), 2.0)
+
+    model = Net()
+    return Subject(TrainStep(model, loss_fn, default_optimizer(model.parameters())), swap)
+
+
+def _closure_in_place(first: int) -> Subject:
+    factor = torch.ones(())
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return classify(model, batch) * factor
+
+    def fill(number: int, trainer: Trainer) -> None:
+        factor.fill_(1.0 + max(0, number - first))
+
+    model = Net()
+    return Subject(TrainStep(model, loss_fn, default_optimizer(model.parameters())), fill)
+
+
+def _boxed(depth: str) -> Subject:
+    """A tensor in an object that the loss function reaches."""
+
+    class Box:
+        factor = torch.ones(())
+
+    box = Box()
+    holder = {"dict": {"box": box}, "attribute": box}[depth]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        found: Any = holder["box"] if isinstance(holder, dict) else holder
+        return classify(model, batch) * found.factor
+
+    def swap(number: int, trainer: Trainer) -> None:
+        if number == 6:
+            box.factor = torch.full((), 2.0)
+
+    model = Net()
+    return Subject(TrainStep(model, loss_fn, default_optimizer(model.parameters())), swap)
+
+
+def _cached() -> Subject:
+    @functools.lru_cache(maxsize=2)
+    def mask(rows: int) -> Tensor:
+        return torch.linspace(0.5, 1.5, rows)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return (cross_entropy(model(batch["x"]), batch["y"], reduction="none") * mask(len(batch["y"]))).mean()
+
+    model = Net()
+    return Subject(TrainStep(model, loss_fn, default_optimizer(model.parameters())))
+
+
+def _cached_first_in_capture() -> Subject:
+    cache: dict[str, Tensor] = {}
+    model = Net()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        if "weights" not in cache:
+            cache["weights"] = torch.linspace(0.5, 1.5, len(batch["y"])) * model.get_parameter("last.bias").detach().sum().exp()
+        return (cross_entropy(model(batch["x"]), batch["y"], reduction="none") * cache["weights"]).mean()
+
+    return Subject(
+        TrainStep(model, loss_fn, default_optimizer(model.parameters())), lambda number, trainer: cache.clear() if number == 2 else None
+    )
+
+
+def _previous_activation(module: Any, h: Tensor) -> Tensor:
+    module.previous = h.detach() if module.previous is None else 0.5 * (h.detach() + module.previous)
+    return h + module.previous
+
+
+def _ring(module: Any, h: Tensor) -> Tensor:
+    result = h + module.memory
+    module.memory.copy_(h.detach())
+    return result
+
+
+_OUTSIDE = torch.zeros(4)
+
+
+def _write_outside(module: Any, h: Tensor) -> Tensor:
+    return h + _OUTSIDE.add_(1).sum() * 0
+
+
+HAZARDS: tuple[Hazard, ...] = (
+    Hazard(
+        "kept_activation",
+        "a module stores an activation",
+        stage(_keep, prepare=lambda m: setattr(m, "kept", None)),
+        EscapedTensorError,
+        "attribute 'kept' of the model",
+        "pytorch/pytorch#114844",
+        may_leave=("attribute:kept",),
+    ),
+    Hazard(
+        "kept_in_list",
+        "a module appends activations to a list",
+        stage(_keep_in_list, prepare=_scale),
+        EscapedTensorError,
+        "attribute 'seen' of the model",
+        "pytorch/pytorch#114844",
+    ),
+    Hazard(
+        "previous_activation",
+        "a module mixes in what it stored in the step before",
+        stage(_previous_activation, prepare=lambda m: setattr(m, "previous", None)),
+        EscapedTensorError,
+        "attribute 'previous'",
+        "pytorch/pytorch#114844",
+        may_leave=("attribute:previous",),
+    ),
+    Hazard(
+        "memory_in_buffer",
+        "the same with copy_ into a buffer",
+        stage(_ring, prepare=lambda m: m.register_buffer("memory", torch.zeros(6, 16))),
+        source="pytorch/pytorch#114844",
+    ),
+    Hazard(
+        "losses_in_list",
+        "the loss function collects losses",
+        _collected,
+        EscapedTensorError,
+        "variable 'losses' that loss_fn closes over",
+        _OVERWRITTEN,
+    ),
+    Hazard(
+        "replaced_buffer",
+        "a buffer is replaced instead of written",
+        stage(_replace_buffer, prepare=_scale),
+        EscapedTensorError,
+        "buffer:scale",
+        "pytorch/pytorch#70444",
+        may_leave=("buffer:scale",),
+    ),
+    Hazard(
+        "replaced_counter",
+        "num_batches_tracked = num_batches_tracked + 1, as batch norm once did",
+        stage(_count_by_replacing, prepare=_scale),
+        EscapedTensorError,
+        "buffer:calls",
+        "pytorch/pytorch#70444",
+        may_leave=("buffer:calls",),
+    ),
+    Hazard("written_buffer", "a buffer is written in place", stage(_move_buffer, prepare=_scale), source="pytorch/pytorch#70444"),
+    Hazard(
+        "written_global",
+        "a tensor of the module's file is written in place",
+        stage(_write_outside),
+        EscapedTensorError,
+        "writes to a tensor of [4]",
+        "pytorch/pytorch#114844",
+    ),
+    Hazard(
+        "written_attribute",
+        "a tensor that is no buffer is written in place",
+        stage(lambda m, h: h * m.factor.mul_(1.01), prepare=_plain_attribute),
+        EscapedTensorError,
+        "writes to a tensor",
+        "pytorch/pytorch#114844",
+    ),
+    Hazard(
+        "swapped_closure",
+        "a tensor that the loss function closes over is exchanged",
+        _closure,
+        GuardDriftError,
+        "variable 'factor' that loss_fn closes over",
+        "pytorch/pytorch#114844",
+    ),
+    Hazard(
+        "closure_every_step",
+        "the same tensor is written in place before every step",
+        functools.partial(_closure_in_place, 0),
+        SignatureDriftError,
+        "neither parameter, buffer",
+        "pytorch/pytorch#106802",
+    ),
+    Hazard(
+        "closure_in_place",
+        "the same tensor is written in place once a plan is in use",
+        functools.partial(_closure_in_place, 5),
+        source="pytorch/pytorch#106802",
+    ),
+    Hazard(
+        "swapped_in_dict",
+        "a tensor in an object in a dict that the loss function closes over is exchanged",
+        functools.partial(_boxed, "dict"),
+        GuardDriftError,
+        "box",
+        "pytorch/pytorch#114844",
+    ),
+    Hazard(
+        "swapped_in_object",
+        "a tensor in an object that the loss function closes over is exchanged",
+        functools.partial(_boxed, "attribute"),
+        GuardDriftError,
+        "holder",
+        "pytorch/pytorch#114844",
+    ),
+    Hazard(
+        "swapped_attribute",
+        "a tensor that a module holds, no buffer, is exchanged",
+        stage(
+            lambda m, h: h * m.factor,
+            prepare=_plain_attribute,
+            before=at(6, lambda t: setattr(t.step.model, "factor", torch.full((), 2.0))),
+        ),
+        GuardDriftError,
+        "factor",
+        "pytorch/pytorch#114844",
+    ),
+    Hazard("cached_tensor", "a tensor from lru_cache, made in the first step", _cached, source=_OVERWRITTEN),
+    Hazard(
+        "cache_filled_in_capture",
+        "a cache is emptied, so that the captured step fills it with a tensor of its own",
+        _cached_first_in_capture,
+        EscapedTensorError,
+        "variable 'cache'",
+        _OVERWRITTEN,
+    ),
+)

@@ -1,0 +1,137 @@
+"""Training steps of models that are at hand: a folder of a causal language model, or an architecture of the zoo with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from compressor.errors import UserInputError
+from compressor.training import TrainStep, adamw
+from harness.traceability.batches import make_batches
+from harness.traceability.zoo import Architecture, zoo
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of a batch of tokens.
+
+    Attributes:
+        batch_size: rows.
+        seq_length: tokens of a row.
+    """
+
+    batch_size: int = 2
+    seq_length: int = 16
+
+
+@dataclass(frozen=True)
+class ModelSteps:
+    """Training steps of one model.
+
+    Attributes:
+        name: for reports.
+        factory: makes a fresh step.
+        batch_at: gives the batch of a step.
+    """
+
+    name: str
+    factory: Callable[[], TrainStep]
+    batch_at: Callable[[int], Any]
+
+
+def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "auto") -> ModelSteps:
+    """Make training steps of a model.
+
+    Args:
+        source: a folder in the layout of transformers, or an architecture of the zoo.
+        size: of the batches; those of an architecture that takes more than tokens have the zoo's own.
+        recipe: of modifiers that take part, or None.
+        device: to train on.
+
+    Returns:
+        Factory and batches.
+
+    Raises:
+        UserInputError: neither a folder nor an architecture.
+    """
+    from compressor.model.load import resolve_device
+
+    if size.batch_size < 1 or size.seq_length < 2:
+        raise UserInputError(f"--batch-size {size.batch_size}, --seq-length {size.seq_length}: give at least 1 row of 2 tokens")
+    where = resolve_device(device)
+    if Path(source).is_dir():
+        build, batch_at = _folder(source, size, where)
+    elif source in zoo():
+        build, batch_at = _architecture(zoo()[source], size, where)
+    else:
+        from compressor.modifiers.registry import suggest
+
+        raise UserInputError(f"MODEL: {source!r} is neither a folder nor an architecture of the zoo; {suggest(source, zoo())}")
+
+    def factory() -> TrainStep:
+        model = build().train()
+        session = None if recipe is None else _session(model, recipe, where)
+        return TrainStep(model, model_loss, adamw(model.parameters(), lr=1e-4), session)
+
+    return ModelSteps(source, factory, batch_at)
+
+
+def model_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Compute the loss of the next token; where a model gives no logits of tokens, the mean square of what it gives first.
+
+    Args:
+        model: of transformers.
+        batch: its keyword arguments.
+
+    Returns:
+        The loss.
+    """
+    output = model(**batch)
+    logits, ids = getattr(output, "logits", None), batch.get("decoder_input_ids", batch.get("input_ids"))
+    if logits is not None and ids is not None and logits.dim() == 3 and logits.shape[:2] == ids.shape:
+        return cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    first = logits if logits is not None else next(value for value in output.values() if isinstance(value, Tensor))
+    return first.float().square().mean()
+
+
+def _folder(source: str, size: Size, device: torch.device) -> tuple[Callable[[], nn.Module], Callable[[int], Any]]:
+    from compressor.model.load import load_model
+
+    def build() -> nn.Module:
+        model = load_model(source, device=device).model
+        config: Any = model.config
+        config.use_cache = False
+        return model
+
+    vocabulary = build().get_input_embeddings().num_embeddings  # type: ignore[operator]
+    return build, lambda number: {"input_ids": _tokens(vocabulary, size, number).to(device)}
+
+
+def _architecture(one: Architecture, size: Size, device: torch.device) -> tuple[Callable[[], nn.Module], Callable[[int], Any]]:
+    def batch_at(number: int) -> dict[str, Tensor]:
+        batch = make_batches(one.kind, one.batch_options, seed=number)["same"]
+        if one.kind == "text":  # without a mask, which transformers would look into on the host
+            batch = {"input_ids": _tokens(96, size, number)}
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+
+    return lambda: one.build().to(device), batch_at
+
+
+def _tokens(vocabulary: int, size: Size, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(4, vocabulary, (size.batch_size, size.seq_length), generator=generator)
+
+
+def _session(model: nn.Module, recipe: str, device: torch.device) -> Any:
+    from compressor.lifecycle import Session, State
+    from compressor.recipe import load_recipe
+
+    session = Session(State(model, device), load_recipe(recipe).modifiers)
+    session.initialize()
+    return session
