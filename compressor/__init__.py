@@ -20,6 +20,8 @@ _PUBLIC = {
     "register_modifier": "compressor.modifiers.registry",
     "GPTQModifier": "compressor.modifiers.gptq",
     "QuantizationModifier": "compressor.modifiers.quantization",
+    "ConstantPruningModifier": "compressor.modifiers.magnitude",
+    "MagnitudePruningModifier": "compressor.modifiers.magnitude",
     "QuantizationArgs": "compressor.numerics",
     "QuantizationScheme": "compressor.numerics",
     "QuantizedLinear": "compressor.nn",

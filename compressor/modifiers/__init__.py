@@ -5,4 +5,5 @@ scheme_targets.py   which linear layer gets which scheme
 scheme_modifier.py  the lifecycle that quantizing modifiers share
 inputs.py           what is learnt from the inputs of layers
 quantization.py     round-to-nearest        gptq.py  second-order error compensation
+masks.py            weights kept at zero    magnitude.py  which ones, and when
 """

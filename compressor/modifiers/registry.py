@@ -23,7 +23,9 @@ ENTRY_POINT_GROUP = "compressor.modifiers"
 # The modifiers of this package: name -> module:Class.
 MODIFIERS: Mapping[str, str] = MappingProxyType(
     {
+        "ConstantPruningModifier": "compressor.modifiers.magnitude:ConstantPruningModifier",
         "GPTQModifier": "compressor.modifiers.gptq:GPTQModifier",
+        "MagnitudePruningModifier": "compressor.modifiers.magnitude:MagnitudePruningModifier",
         "QuantizationModifier": "compressor.modifiers.quantization:QuantizationModifier",
     }
 )

@@ -63,7 +63,9 @@ def test_a_wrong_name_is_answered_with_the_nearest(given: str, meant: str) -> No
 
 
 def test_a_hopeless_name_is_answered_with_all_of_them() -> None:
-    with pytest.raises(RecipeError, match="choose from GPTQModifier, QuantizationModifier"):
+    with pytest.raises(
+        RecipeError, match="choose from ConstantPruningModifier, GPTQModifier, MagnitudePruningModifier, QuantizationModifier"
+    ):
         find_modifier("xyzzy")
 
 

@@ -1,0 +1,106 @@
+"""Magnitude pruning: which weights become zero, exactly as many as asked, the same ones on every machine.
+
+Weights are compared by absolute value in float32 (float64 stays). Among equals the one that comes first, row by row, goes first. So counts
+are exact where a threshold alone would take all equals or none, and weights that are zero already always go before the others.
+
+Under a pattern N:M, of every M neighbours in a row (along the input columns) at least N stay: only the M - N smallest of each run may go.
+The smallest of those go first, so that any share up to 1 - N/M is met exactly, and at that share every run has exactly N left.
+
+Source: Han et al. 2015, arXiv:1506.02626 (magnitude); Zhou et al. 2021, arXiv:2102.04010 (N:M). Shapes: R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compressor.errors import NumericsError
+
+
+class Pattern(NamedTuple):
+    """At least `keep` of every `of` neighbours in a row stay."""
+
+    keep: int
+    of: int
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros that the pattern leaves room for."""
+        return 1 - self.keep / self.of
+
+
+def num_zeros(sparsity: float, total: int) -> int:
+    """Say how many of some weights are to be zero.
+
+    Args:
+        sparsity: share of zeros, 0 to 1.
+        total: number of weights.
+
+    Returns:
+        The whole number below sparsity * total; what is a hair's breadth below one counts as that one.
+
+    Example:
+        >>> num_zeros(0.29, 100), 0.29 * 100
+        (29, 28.999999999999996)
+    """
+    return math.floor(sparsity * total + 1e-9 * max(1, total))
+
+
+@torch.no_grad()
+def pruned_weights(weights: Sequence[Tensor], sparsity: float, pattern: Pattern | None = None, *, together: bool = False) -> list[Tensor]:
+    """Choose the weights that become zero.
+
+    Args:
+        weights: floating point, [R, C] where there is a pattern; not modified.
+        sparsity: share of zeros, 0 to 1; at most that of the pattern.
+        pattern: which ones may go; None: any.
+        together: one share for all of them together, in place of the same share for each.
+
+    Returns:
+        Bool masks, shaped like the weights: True where a weight goes.
+
+    Raises:
+        NumericsError: NaN or infinity in a weight.
+    """
+    scores = [_scores(weight, pattern) for weight in weights]
+    if not together:
+        return [smallest(score, num_zeros(sparsity, score.numel())) for score in scores]
+    flat = torch.cat([score.reshape(-1).to(scores[0].device) for score in scores])
+    parts = smallest(flat, num_zeros(sparsity, flat.numel())).split([score.numel() for score in scores])
+    return [part.reshape(score.shape).to(score.device) for part, score in zip(parts, scores, strict=True)]
+
+
+def smallest(scores: Tensor, count: int) -> Tensor:
+    """Find the smallest scores.
+
+    Args:
+        scores: any shape, without NaN.
+        count: how many, 0 to their number.
+
+    Returns:
+        Bool, shaped like the scores, True at exactly `count` places; among equals those that come first.
+    """
+    if count in (0, scores.numel()):
+        return torch.full_like(scores, bool(count), dtype=torch.bool)
+    flat = scores.reshape(-1)
+    threshold = flat.kthvalue(count).values
+    below, equal = flat < threshold, flat == threshold
+    return (below | (equal & (equal.cumsum(0) <= count - below.sum()))).reshape(scores.shape)
+
+
+def _scores(weight: Tensor, pattern: Pattern | None) -> Tensor:
+    scores = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).abs()
+    if not bool(scores.isfinite().all()):
+        raise NumericsError(f"weight {tuple(weight.shape)}: holds NaN or infinity, which have no place in an order; repair the model")
+    return scores if pattern is None else scores.masked_fill(~_candidates(scores, pattern), torch.inf)
+
+
+def _candidates(scores_RC: Tensor, pattern: Pattern) -> Tensor:
+    """True at the `of - keep` smallest of each run."""
+    runs = scores_RC.unflatten(-1, (-1, pattern.of))
+    order = runs.sort(dim=-1, stable=True).indices[..., : pattern.of - pattern.keep]
+    return torch.zeros_like(runs, dtype=torch.bool).scatter_(-1, order, True).flatten(-2)

@@ -1,0 +1,209 @@
+"""Magnitude pruning in training and in one shot; the arithmetic is in `compressor.algorithms.magnitude` and `.sparsity_schedule`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import Field, PrivateAttr, field_validator, model_validator
+from torch import nn
+
+from compressor.algorithms.magnitude import Pattern, pruned_weights
+from compressor.algorithms.sparsity_schedule import DEFAULT_EXPONENT, SCHEDULES, SparsitySchedule
+from compressor.errors import LifecycleError, RecipeError, SchemeError
+from compressor.lifecycle import Event, EventType, State
+from compressor.modifiers.masks import PruningModifier, weight_rows
+from compressor.modifiers.registry import suggest
+
+# Structures of llm-compressor that are not here.
+_FOREIGN_STRUCTURES = ("channel", "filter", "block_")
+
+
+class ConstantPruningModifier(PruningModifier):
+    """Keep the weights at zero that are zero when it starts: for training a model that is sparse already."""
+
+    def on_start(self, state: State, event: Event) -> None:
+        """Take note of the zeros."""
+        super().on_start(state, event)
+        for (name, mask), weight in zip(self._pruned.items(), self.weights(), strict=True):
+            mask.copy_(weight == 0)
+            self._removed[name] = 0.0
+
+    def on_end(self, state: State, event: Event) -> None:
+        """Let the weights go."""
+        del state, event
+        self._active = False
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Without a start, take note of the zeros here: what comes out is reported."""
+        if self.start is None:
+            self.on_start(state, event)
+
+    def scheme_label(self) -> str:
+        """Return in words what targeted modules get."""
+        return "zeros kept"
+
+
+class MagnitudePruningModifier(PruningModifier):
+    """Set the smallest weights to zero: step by step between `start` and `end`, or at once in oneshot.
+
+    In training, the masks follow the schedule at the first batch of each `update` interval, and reach `final_sparsity` at `end`. In oneshot
+    there are no steps: `start`, `end` and `update` are left out, and weights go before any calibration data flows.
+
+    Attributes:
+        init_sparsity: share of zeros at the start.
+        final_sparsity: share of zeros at the end.
+        update_scheduler: `linear`, `cubic`, `polynomial` or `polynomial_decay`; see `compressor.algorithms.sparsity_schedule`.
+        scheduler_args: `exponent` of the polynomials, 2 by default.
+        mask_structure: `unstructured`, or `N:M`: N of every M neighbours in a row stay, such as `2:4`.
+        leave_enabled: keep the weights at zero after `end`, until the training is over; else they may grow again.
+        apply_globally: one share over all targets together, in place of the same share in each.
+    """
+
+    init_sparsity: float = Field(default=0.0, ge=0, le=1)
+    final_sparsity: float = Field(ge=0, le=1)
+    update_scheduler: str = "cubic"
+    scheduler_args: dict[str, float] = Field(default_factory=dict)
+    mask_structure: str = "unstructured"
+    leave_enabled: bool = False
+    apply_globally: bool = False
+
+    _sparsity: float = PrivateAttr(default=0.0)
+
+    @field_validator("update_scheduler", mode="after")
+    @classmethod
+    def _check_scheduler(cls, value: str) -> str:
+        if value not in SCHEDULES:
+            raise RecipeError(f"update_scheduler={value!r} does not exist; {suggest(value, SCHEDULES)}")
+        return value
+
+    @field_validator("scheduler_args", mode="after")
+    @classmethod
+    def _check_arguments(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        unknown = sorted(value.keys() - {"exponent"})
+        if unknown:
+            raise RecipeError(f"scheduler_args: {unknown[0]!r} does not exist; {suggest(unknown[0], ['exponent'])}")
+        if value.get("exponent", 1.0) <= 0:
+            raise RecipeError(f"scheduler_args: exponent={value['exponent']} is not positive; give for example 2")
+        return value
+
+    @field_validator("mask_structure", mode="before")
+    @classmethod
+    def _check_structure(cls, value: Any) -> Any:
+        if isinstance(value, int):
+            raise RecipeError(f"mask_structure={value} is a number: YAML reads 2:4 as 2 * 60 + 4; put it in quotes, '2:4'")
+        if isinstance(value, str):
+            _pattern(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_sparsities(self) -> Self:
+        if self.init_sparsity > self.final_sparsity:
+            raise RecipeError(
+                f"init_sparsity={self.init_sparsity} is above final_sparsity={self.final_sparsity}, and zeros do not come back; give less"
+            )
+        pattern = _pattern(self.mask_structure)
+        if pattern is not None and abs(self.final_sparsity - pattern.sparsity) > 1e-9:
+            raise RecipeError(
+                f"final_sparsity={self.final_sparsity} is not that of mask_structure={self.mask_structure!r}, of which {pattern.keep} of "
+                f"{pattern.of} weights stay; give final_sparsity={pattern.sparsity:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        if (self.start is None) != (self.end is None):
+            raise RecipeError(
+                f"start={self.start} and end={self.end} do not say when sparsity grows; give both for training, or neither for oneshot"
+            )
+        return self
+
+    @property
+    def wanted_sparsity(self) -> float:
+        """The share of zeros that a finished run should have."""
+        return self.final_sparsity
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros that the present masks were made for."""
+        return self._sparsity
+
+    def scheme_label(self) -> str:
+        """Return in words what targeted modules get."""
+        where = " of all together" if self.apply_globally else ""
+        share = f"{self.final_sparsity:.4%}".rstrip("0%").rstrip(".")
+        return f"{self.mask_structure}, {share}% zeros{where}"
+
+    def resolve(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Find the modules whose weights are pruned; see PruningModifier.
+
+        Args:
+            model: on any device; not modified.
+
+        Returns:
+            Dotted name to module.
+
+        Raises:
+            SchemeError: rows do not divide into runs of the pattern (all such modules are named).
+        """
+        found = super().resolve(model)
+        pattern = _pattern(self.mask_structure)
+        if pattern is None:
+            return found
+        shapes = {name: tuple(weight_rows(module).shape) for name, module in found.items()}
+        bad = [f"{name} {list(shape)}" for name, shape in shapes.items() if len(shape) != 2 or shape[1] % pattern.of]
+        if bad:
+            raise SchemeError(
+                f"{len(bad)} modules: the rows of {', '.join(bad)} do not divide into runs of {pattern.of} for {self.mask_structure}; "
+                "add them to ignore"
+            )
+        return found
+
+    def on_update(self, state: State, event: Event) -> None:
+        """Follow the schedule, outside of the step."""
+        if event.type is EventType.BATCH_START and self._active:
+            self._prune(self._schedule().at(event.index))
+
+    def on_end(self, state: State, event: Event) -> None:
+        """Reach the final sparsity, and let the weights go unless they are to stay."""
+        del state, event
+        self._prune(self.final_sparsity)
+        self._active = self.leave_enabled
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Prune at once, before any data flows."""
+        if self.started:
+            return
+        if self.start is not None:
+            raise LifecycleError(
+                f"{self.label}: start={self.start} and end={self.end} count the steps of a training, and this is a calibration; "
+                "leave start, end and update out"
+            )
+        self.on_start(state, event)
+        self._prune(self.final_sparsity)
+
+    def _prune(self, sparsity: float) -> None:
+        masks = pruned_weights(self.weights(), sparsity, _pattern(self.mask_structure), together=self.apply_globally)
+        self.write_masks(masks)
+        self._sparsity = sparsity
+
+    def _schedule(self) -> SparsitySchedule:
+        start = self.start or 0.0
+        end = start + 1 if self.end is None else self.end  # which no recipe can leave out
+        exponent = self.scheduler_args.get("exponent", DEFAULT_EXPONENT)
+        return SparsitySchedule(self.update_scheduler, self.init_sparsity, self.final_sparsity, start, end, exponent)
+
+
+def _pattern(structure: str) -> Pattern | None:
+    """Read `2:4`; None for `unstructured`."""
+    if structure == "unstructured":
+        return None
+    numbers = re.fullmatch(r"(\d+):(\d+)", structure)
+    if numbers is None:
+        known = "is one of llm-compressor that is not available here" if structure.startswith(_FOREIGN_STRUCTURES) else "does not exist"
+        raise RecipeError(f"mask_structure={structure!r} {known}; give unstructured, or N:M such as '2:4'")
+    keep, of = int(numbers[1]), int(numbers[2])
+    if not 0 < keep < of:
+        raise RecipeError(f"mask_structure={structure!r} leaves all weights or none; give N:M with 0 < N < M, such as '2:4'")
+    return Pattern(keep, of)

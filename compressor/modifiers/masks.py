@@ -1,0 +1,205 @@
+"""What the pruning modifiers share: masks that are chosen outside of the training step and applied inside it.
+
+A mask is DATA: it is written in place at BATCH_START and BATCH_END, so a captured step goes on with it. The step applies it twice:
+gradients of pruned weights become zero before the optimizer's step, and the weights themselves after it. Switching masks on and off is
+STRUCTURE and part of `plan_key`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, PrivateAttr, field_validator
+from torch import Tensor, nn
+
+from compressor.algorithms.magnitude import num_zeros
+from compressor.errors import LifecycleError, TargetError
+from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, PlannedModule, State
+from compressor.model.targets import resolve_targets
+from compressor.nn import QuantizedLayer
+from compressor.nn.quantized_linear import is_conv1d
+
+
+class PruningModifier(Modifier):
+    """Base of the modifiers that keep weights at zero.
+
+    Attributes:
+        targets: class names, dotted names or `re:` patterns of modules with a weight.
+        ignore: patterns of modules that stay as they are.
+    """
+
+    contract_tags: ClassVar[Collection[str]] = frozenset({"in_place", "idempotent"})
+
+    targets: list[str] = Field(default_factory=lambda: ["Linear"])
+    ignore: list[str] = Field(default_factory=list)
+
+    _modules: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
+    _pruned: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+    _active: bool = PrivateAttr(default=False)
+    _worked: bool = PrivateAttr(default=False)
+    _removed: dict[str, float] = PrivateAttr(default_factory=dict)
+
+    @field_validator("targets", "ignore", mode="before")
+    @classmethod
+    def _one_pattern_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    def plan_key(self) -> Hashable:
+        """Return whether masks are applied: that changes the operators of a step, which weights are masked does not."""
+        return "masked" if self._active else "free"
+
+    def training_tensors(self) -> Mapping[str, Tensor]:
+        """Return the masks, True where a weight is kept at zero; they are there from the start on."""
+        return {f"{name}.pruned": mask for name, mask in self._pruned.items()}
+
+    def on_initialize(self, state: State) -> bool:
+        """Find the weights; nothing is changed yet."""
+        self._modules = self.resolve(state.model)
+        self._pruned, self._active, self._worked, self._removed = {}, False, False, {}
+        return True
+
+    def on_start(self, state: State, event: Event) -> None:
+        """Make room for the masks, which begin to count; weights change with the first batch."""
+        del state, event
+        self.begin()
+
+    def on_event(self, state: State, event: Event) -> None:
+        """Apply the masks inside the step."""
+        del state
+        if self._active and event.type is EventType.OPTIM_PRE_STEP:
+            for name, mask in self._pruned.items():
+                gradient = self._modules[name].get_parameter("weight").grad
+                if gradient is not None:
+                    _as_rows(self._modules[name], gradient).masked_fill_(mask, 0.0)
+        if self._active and event.type is EventType.OPTIM_POST_STEP:
+            self.apply()
+
+    def on_finalize(self, state: State) -> bool:
+        """Report what is zero now, and let the masks go."""
+        if not self._worked:
+            raise LifecycleError(
+                f"{self.label}: it never pruned, because start={self.start} was not reached; "
+                "give a start within the training, or no start for oneshot"
+            )
+        zeros, total = 0, 0
+        for name in self._modules:
+            weight = _present_weight(state.model.get_submodule(name))
+            found = int((weight == 0).sum())
+            self._record(state, name, found / weight.numel())
+            zeros, total = zeros + found, total + weight.numel()
+        if zeros < num_zeros(self.wanted_sparsity, total):
+            state.report.notes.append(
+                f"{self.label}: {zeros / total:.1%} of the weights are zero at the end, not {self.wanted_sparsity:.1%}; what came after it "
+                "changed them: set leave_enabled, or keep the zeros with a ConstantPruningModifier"
+            )
+        self._pruned, self._active = {}, False
+        return True
+
+    def resolve(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Find the modules whose weights are pruned.
+
+        Args:
+            model: on any device; not modified.
+
+        Returns:
+            Dotted name to module, in the order of the model; a weight that several modules share comes once.
+
+        Raises:
+            TargetError: a pattern matches nothing, or a module without a float weight of two dimensions or more.
+        """
+        found: dict[str, nn.Module] = {}
+        seen: set[int] = set()
+        for name, module in resolve_targets(model, self.targets, self.ignore).items():
+            weight = dict(module.named_parameters(recurse=False)).get("weight")
+            if weight is None or weight.dim() < 2 or not weight.is_floating_point():
+                raise TargetError(
+                    f"{name}: {type(module).__name__} has no float weight of two dimensions or more to prune; add it to ignore"
+                )
+            if id(weight) not in seen:
+                found[name] = module
+            seen.add(id(weight))
+        return found
+
+    def plan(self, model: nn.Module) -> list[PlannedModule]:
+        """List what each targeted module would get.
+
+        Args:
+            model: on any device, the meta device included; not modified.
+
+        Returns:
+            One entry per module, in the order of the model.
+        """
+        planned = []
+        for name, module in self.resolve(model).items():
+            weight = weight_rows(module)
+            size = weight.numel() * weight.element_size()
+            details: dict[str, float | int | str] = {"shape": "x".join(map(str, weight.shape)), "bytes_before": size, "bytes_after": size}
+            planned.append(PlannedModule(name, type(self).__name__, self.scheme_label(), None, details))
+        return planned
+
+    @property
+    def wanted_sparsity(self) -> float:
+        """The share of zeros that a finished run should have; 0 where it is whatever was found."""
+        return 0.0
+
+    def scheme_label(self) -> str:
+        """Return in words what targeted modules get."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Make masks that keep everything, and let them count."""
+        self._pruned = {name: torch.zeros_like(weight_rows(module), dtype=torch.bool) for name, module in self._modules.items()}
+        self._active = self._worked = True
+
+    @torch.no_grad()
+    def write_masks(self, masks: Sequence[Tensor]) -> None:
+        """Take over new masks and apply them, in place. Changes the weights.
+
+        Args:
+            masks: in the order of the modules, True where a weight goes.
+        """
+        for (name, module), mask in zip(self._modules.items(), masks, strict=True):
+            weight = weight_rows(module).float()
+            energy = weight.square().sum()
+            self._removed[name] = float((weight.square() * mask).sum() / energy) if float(energy) > 0 else 0.0
+            self._pruned[name].copy_(mask)
+        self.apply()
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Set the masked weights to zero, in place; without reading anything on the host."""
+        for name, mask in self._pruned.items():
+            weight_rows(self._modules[name]).masked_fill_(mask, 0.0)
+
+    def weights(self) -> list[Tensor]:
+        """Return the weights, detached, [R, C] for linear layers; in the order of the modules."""
+        return [weight_rows(module) for module in self._modules.values()]
+
+    def _record(self, state: State, name: str, sparsity: float) -> None:
+        known = state.report.modules.get(name)
+        if known is None:
+            known = ModuleRecord(name, type(self).__name__, self.scheme_label(), self._removed.get(name, 0.0))
+        state.report.modules[name] = dataclasses.replace(known, details={**known.details, "sparsity": sparsity})
+
+
+def weight_rows(module: nn.Module) -> Tensor:
+    """Return the weight of a module without its graph: [R, C] for linear layers (for Conv1D the transpose), as it lies for others.
+
+    Args:
+        module: has a parameter `weight`.
+
+    Returns:
+        A view; writing into it changes the weight.
+    """
+    return _as_rows(module, module.get_parameter("weight").detach())
+
+
+def _as_rows(module: nn.Module, tensor: Tensor) -> Tensor:
+    return tensor.t() if is_conv1d(module) else tensor
+
+
+def _present_weight(module: nn.Module) -> Tensor:
+    return module.dequantized_weight() if isinstance(module, QuantizedLayer) else weight_rows(module)

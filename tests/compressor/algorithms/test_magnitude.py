@@ -1,0 +1,83 @@
+"""Exactly as many weights go as asked, the smallest ones, the same on every machine, and never against the pattern."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compressor.algorithms.magnitude import Pattern, num_zeros, pruned_weights, smallest
+from compressor.algorithms.sparsity_schedule import SCHEDULES, SparsitySchedule
+from compressor.errors import NumericsError
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.floats(0, 1))
+def test_the_first_of_the_smallest_go(values: list[int], share: float) -> None:
+    count = int(share * len(values))
+    found = smallest(torch.tensor(values, dtype=torch.float32).abs(), count)
+    wanted = sorted(range(len(values)), key=lambda place: (abs(values[place]), place))[:count]
+    assert sorted(found.nonzero().flatten().tolist()) == sorted(wanted)
+
+
+@given(st.integers(1, 4), st.integers(2, 6), st.integers(1, 5), st.integers(1, 4), st.floats(0, 1), st.integers(0, 9))
+def test_a_pattern_holds_at_every_share_and_the_count_is_exact(keep: int, of: int, rows: int, runs: int, share: float, seed: int) -> None:
+    pattern = Pattern(min(keep, of - 1), of)
+    weight = (torch.randn(rows, runs * of, generator=torch.Generator().manual_seed(seed)) * 2).round()
+    sparsity = share * pattern.sparsity
+    (mask,) = pruned_weights([weight], sparsity, pattern)
+    assert int(mask.sum()) == num_zeros(sparsity, weight.numel())
+    assert int(mask.unflatten(1, (-1, of)).sum(-1).max()) <= of - pattern.keep
+    (whole,) = pruned_weights([weight], pattern.sparsity, pattern)
+    assert bool((whole.unflatten(1, (-1, of)).sum(-1) == of - pattern.keep).all())
+    assert not bool((mask & ~whole).any())  # masks of a growing share grow
+    kept, gone = weight.abs().unflatten(1, (-1, of)), whole.unflatten(1, (-1, of))
+    assert bool((kept.masked_fill(gone, math.inf).amin(-1) >= kept.masked_fill(~gone, -1).amax(-1)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_one_magnitude_everywhere_is_cut_at_the_exact_count(dtype: torch.dtype) -> None:
+    weight = torch.full((3, 7), -0.25, dtype=dtype)
+    (mask,) = pruned_weights([weight], 0.5)
+    assert mask.flatten().tolist() == [True] * 10 + [False] * 11
+
+
+def test_together_the_small_layer_gives_most() -> None:
+    small, large = torch.rand(4, 4) * 0.1, torch.rand(4, 4) + 1
+    masks = pruned_weights([small, large], 0.5, together=True)
+    assert [int(mask.sum()) for mask in masks] == [16, 0]
+    assert [int(mask.sum()) for mask in pruned_weights([small, large], 0.5)] == [8, 8]
+    first, second = pruned_weights([torch.ones(2, 2), torch.ones(2, 2)], 0.75, together=True)
+    assert [int(first.sum()), int(second.sum())] == [4, 2]
+
+
+def test_nan_and_infinity_are_refused() -> None:
+    for value in (math.nan, math.inf):
+        with pytest.raises(NumericsError, match="NaN or infinity"):
+            pruned_weights([torch.tensor([[1.0, value]])], 0.5)
+
+
+@pytest.mark.parametrize(("total", "sparsity"), [(100, 0.29), (1000, 0.001), (7, 0.5), (10, 1.0), (10, 0.0), (3, 1 / 3)])
+def test_counts_are_whole_numbers_without_the_noise_of_floats(total: int, sparsity: float) -> None:
+    assert num_zeros(sparsity, total) == math.floor(round(sparsity * total, 6))
+
+
+@pytest.mark.parametrize(
+    ("kind", "exponent", "wanted"),
+    [
+        ("linear", 2.0, lambda x: x),
+        ("cubic", 2.0, lambda x: 1 + (x - 1) ** 3),
+        ("polynomial_decay", 4.0, lambda x: 1 - (1 - x) ** 4),
+        ("polynomial", 1.5, lambda x: x**1.5),
+    ],
+)
+def test_schedules_follow_their_formulas(kind: str, exponent: float, wanted) -> None:
+    schedule = SparsitySchedule(kind, 0.2, 0.8, start=10, end=30, exponent=exponent)
+    values = [schedule.at(index) for index in range(5, 36)]
+    assert values[:6] == [0.2] * 6 and values[25:] == [0.8] * 6
+    for index in range(10, 31):
+        assert schedule.at(index) == pytest.approx(0.2 + 0.6 * wanted((index - 10) / 20))
+    assert values == sorted(values)
+    assert kind in SCHEDULES

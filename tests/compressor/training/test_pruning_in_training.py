@@ -1,0 +1,224 @@
+"""Pruning follows its schedule exactly, in eager, capture and replay alike; a run resumed in the midst of it goes on bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compressor.algorithms.magnitude import num_zeros
+from compressor.errors import LifecycleError, RecipeError, SchemeError, TargetError
+from compressor.lifecycle import Modifier, Session, State
+from compressor.modifiers.magnitude import ConstantPruningModifier, MagnitudePruningModifier
+from compressor.recipe import load_recipe
+from compressor.training import Snapshot, Trainer, TrainStep, load_training, save_training
+
+NUM_STEPS, START, END, UPDATE = 60, 12, 40, 7
+TIMES = {"start": START, "end": END, "update": UPDATE}
+PRUNERS: dict[str, dict[str, Any]] = {
+    "linear": {"update_scheduler": "linear", "final_sparsity": 0.7},
+    "cubic": {"init_sparsity": 0.1, "final_sparsity": 0.8},
+    "cubic, left on": {"final_sparsity": 0.8, "leave_enabled": True},
+    "polynomial": {"update_scheduler": "polynomial", "scheduler_args": {"exponent": 3}, "final_sparsity": 0.6},
+    "polynomial_decay, global": {"update_scheduler": "polynomial_decay", "final_sparsity": 0.6, "apply_globally": True},
+    "2:4": {"mask_structure": "2:4", "final_sparsity": 0.5, "leave_enabled": True},
+    "1:4, linear": {"mask_structure": "1:4", "final_sparsity": 0.75, "update_scheduler": "linear"},
+    "3:8": {"mask_structure": "3:8", "final_sparsity": 0.625},
+}
+
+
+def make(cases, new_trainer, name: str, mode: str, modifiers: list[Modifier], **settings: Any) -> Trainer:
+    """A fresh trainer with a session of modifiers."""
+    plain = new_trainer(cases[name], mode, trainer={"max_plans": 16}).step
+    session = Session(State(plain.model), modifiers)
+    session.initialize()
+    return Trainer(TrainStep(plain.model, plain.loss_fn, plain.optimizer, session, **settings), mode, max_plans=16)
+
+
+def run(cases, new_trainer, name: str, mode: str, modifiers: list[Modifier], num_steps: int = NUM_STEPS) -> tuple[Trainer, list[Any]]:
+    """Train, and take down what every step did."""
+    trainer, seen = make(cases, new_trainer, name, mode, modifiers), []
+    for step in range(num_steps):
+        loss = trainer.train_step(cases[name].batch_at(step))
+        seen.append((loss.item(), trainer.last_action))
+    return trainer, seen
+
+
+def zeros(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: module.weight == 0 for name, module in trainer.step.model.named_modules() if isinstance(module, nn.Linear)}
+
+
+@pytest.mark.parametrize(
+    ("name", "pruner"),
+    [*(("mlp", pruner) for pruner in PRUNERS), ("llama", "linear"), ("llama", "2:4"), ("llama", "polynomial_decay, global")],
+)
+def test_sixty_steps_are_equal_in_all_modes(cases, new_trainer, name, pruner):
+    settings = PRUNERS[pruner]
+    ends, losses = {}, {}
+    for mode in ("eager", "capture", "replay"):
+        trainer, seen = run(cases, new_trainer, name, mode, [MagnitudePruningModifier(**settings, **TIMES)])
+        ends[mode], losses[mode] = Snapshot.take(trainer.step), [loss for loss, _ in seen]
+    assert losses["eager"] == losses["capture"] == losses["replay"]
+    assert ends["eager"].differences(ends["capture"]) == ends["eager"].differences(ends["replay"]) == []
+    captured = [step for step, (_, action) in enumerate(seen) if action == "capture"]
+    assert captured == [2, START + 2, END + 2]  # start and end are STRUCTURE, the updates between are DATA
+    assert seen[-1][1] == "replay" and len(trainer.plans) == 3
+
+
+@pytest.mark.parametrize("settings", PRUNERS.values(), ids=PRUNERS.keys())
+def test_every_update_has_the_sparsity_of_the_formula(cases, new_trainer, settings):
+    modifier = MagnitudePruningModifier(**settings, **TIMES)
+    trainer = make(cases, new_trainer, "mlp", "replay", [modifier])
+    shape = {"linear": lambda x: x, "polynomial": lambda x: x**3, "polynomial_decay": lambda x: 1 - (1 - x) ** 2}
+    formula = shape.get(modifier.update_scheduler, lambda x: 1 - (1 - x) ** 3)
+    low, high = modifier.init_sparsity, modifier.final_sparsity
+    for step in range(NUM_STEPS):
+        trainer.train_step(cases["mlp"].batch_at(step))
+        now = zeros(trainer)
+        total = sum(mask.numel() for mask in now.values())
+        if step < START:
+            assert not any(bool(mask.any()) for mask in now.values())
+            continue
+        if step >= END and not modifier.leave_enabled:
+            continue
+        updated = START + (step - START) // UPDATE * UPDATE
+        wanted = low + (high - low) * formula((updated - START) / (END - START)) if step < END - 1 else high
+        if modifier.apply_globally:
+            assert sum(int(mask.sum()) for mask in now.values()) == num_zeros(wanted, total)
+        else:
+            assert {name: int(mask.sum()) for name, mask in now.items()} == {n: num_zeros(wanted, m.numel()) for n, m in now.items()}
+        if modifier.mask_structure != "unstructured":
+            keep, of = map(int, modifier.mask_structure.split(":"))
+            runs = [mask.unflatten(1, (-1, of)).sum(-1) for mask in now.values()]
+            assert all(int(counts.max()) <= of - keep for counts in runs)
+            assert step < END - 1 or all(bool((counts == of - keep).all()) for counts in runs)
+    assert modifier.sparsity == high
+    if not modifier.leave_enabled:
+        assert sum(int(mask.sum()) for mask in zeros(trainer).values()) < num_zeros(high, total)  # they grow again
+    trainer.step.session.finalize()
+    report = trainer.step.session.state.report
+    assert set(report.modules) == {"first", "last"}
+    assert report.modules["first"].details["sparsity"] == int(now["first"].sum()) / now["first"].numel()
+    assert bool(report.notes) is not modifier.leave_enabled and all("set leave_enabled" in note for note in report.notes)
+
+
+def test_zeros_are_plus_zero_and_their_gradients_and_moments_die(cases, new_trainer):
+    modifier = MagnitudePruningModifier(final_sparsity=0.5, start=0, end=1, leave_enabled=True)
+    trainer, _ = run(cases, new_trainer, "mlp", "replay", [modifier], 30)
+    weight = trainer.step.model.first.weight
+    mask = modifier.training_tensors()["first.pruned"]
+    assert int(mask.sum()) == weight.numel() // 2
+    assert weight[mask].abs().view(torch.int32).tolist() == weight[mask].detach().view(torch.int32).tolist() == [0] * int(mask.sum())
+    assert not weight.grad[mask].any() and weight.grad[~mask].any()
+    assert float(trainer.step.optimizer.state[weight]["exp_avg"][mask].abs().max()) < 1e-2
+
+
+@pytest.mark.parametrize("mode", ["eager", "capture", "replay"])
+def test_zeros_of_a_sparse_model_stay_while_it_trains(cases, new_trainer, mode):
+    pruned = MagnitudePruningModifier(final_sparsity=0.5, start=3, end=10, update=2)
+    kept = ConstantPruningModifier(start=10, end=50)
+    trainer = make(cases, new_trainer, "llama", mode, [pruned, kept])
+    found = None
+    for step in range(NUM_STEPS):
+        trainer.train_step(cases["llama"].batch_at(step))
+        if step in (9, 49):
+            found, before = zeros(trainer), found
+            assert before is None or all(torch.equal(before[name], mask) for name, mask in found.items())
+    assert any(not torch.equal(found[name], mask) for name, mask in zeros(trainer).items())  # free again after its end
+    if mode == "replay":
+        assert len(trainer.plans) == 4
+    eager, _ = run(cases, new_trainer, "llama", "eager", [modifier.model_copy(deep=True) for modifier in _fresh(pruned, kept)])
+    assert Snapshot.take(eager.step).differences(Snapshot.take(trainer.step)) == []
+
+
+def _fresh(*modifiers: Modifier) -> list[Modifier]:
+    return [type(modifier)(**modifier.model_dump(exclude={"index"})) for modifier in modifiers]
+
+
+@pytest.mark.parametrize("saved_at", [START, 26, 33, 45])
+@pytest.mark.parametrize("name", ["2:4", "polynomial_decay, global", "cubic"])
+def test_a_resumed_run_goes_on_bit_for_bit(cases, new_trainer, tmp_path, name, saved_at):
+    def trainer(mode: str) -> Trainer:
+        return make(cases, new_trainer, "mlp", mode, [MagnitudePruningModifier(**PRUNERS[name], **TIMES)])
+
+    whole = trainer("eager")
+    losses = whole.fit(cases["mlp"].batch_at, NUM_STEPS)
+    end = Snapshot.take(whole.step)
+    first = trainer("replay")
+    first.fit(cases["mlp"].batch_at, saved_at)
+    path = save_training(first, tmp_path / "state")
+    second = trainer("replay")
+    load_training(second, path)
+    assert second.fit(cases["mlp"].batch_at, NUM_STEPS) == losses[saved_at:]
+    assert end.differences(Snapshot.take(second.step)) == []
+
+
+def test_a_mask_that_the_step_forgets_to_apply_is_seen(cases, new_trainer, monkeypatch):
+    monkeypatch.setattr(MagnitudePruningModifier, "on_event", lambda self, state, event: None)
+    modifier = MagnitudePruningModifier(final_sparsity=0.5, start=0, end=20)
+    trainer, _ = run(cases, new_trainer, "mlp", "eager", [modifier], 10)
+    assert sum(int(mask.sum()) for mask in zeros(trainer).values()) < num_zeros(modifier.sparsity, 16 * 8 + 4 * 16)
+
+
+def test_before_the_first_batch_and_after_an_abort_nothing_of_the_model_has_changed(cases, new_trainer):
+    trainer = make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=0.5, start=0, end=9)])
+    assert not any(bool(mask.any()) for mask in zeros(trainer).values())
+    names = list(trainer.step.model.state_dict())
+    trainer.train_step(cases["mlp"].batch_at(0))
+    trainer.step.session.abort()
+    assert list(trainer.step.model.state_dict()) == names
+    assert not any(module._forward_hooks or "forward" in vars(module) for module in trainer.step.model.modules())
+
+
+def test_a_recipe_in_yaml_trains(cases, new_trainer):
+    recipe = load_recipe(
+        """
+sparse_stage:
+  pruning_modifiers:
+    MagnitudePruningModifier: {targets: Linear, ignore: [last], init_sparsity: 0.0, final_sparsity: 0.5, start: 2, end: 8, update: 2,
+                               mask_structure: '2:4', update_scheduler: cubic, leave_enabled: true}
+    ConstantPruningModifier: {targets: 're:.*first', start: 8}
+"""
+    )
+    trainer = make(cases, new_trainer, "mlp", "replay", list(recipe.modifiers))
+    trainer.fit(cases["mlp"].batch_at, 20)
+    trainer.step.session.finalize()
+    assert trainer.step.session.state.report.modules["first"].details["sparsity"] == 0.5
+    assert bool((trainer.step.model.first.weight.unflatten(1, (-1, 4)) != 0).sum(-1).eq(2).all())
+    assert "last" not in trainer.step.session.state.report.modules
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"final_sparsity": 1.5}, "less than or equal to 1"),
+        ({"final_sparsity": 0.2, "init_sparsity": 0.5}, "is above final_sparsity"),
+        ({"final_sparsity": 0.5, "update_scheduler": "qubic"}, "did you mean 'cubic'"),
+        ({"final_sparsity": 0.5, "update_scheduler": "calc(0.5)"}, "does not exist"),
+        ({"final_sparsity": 0.5, "scheduler_args": {"exponant": 2}}, "did you mean 'exponent'"),
+        ({"final_sparsity": 0.5, "scheduler_args": {"exponent": 0}}, "not positive"),
+        ({"final_sparsity": 0.5, "mask_structure": 124}, "in quotes"),
+        ({"final_sparsity": 0.5, "mask_structure": "4:4"}, "all weights or none"),
+        ({"final_sparsity": 0.5, "mask_structure": "block_4"}, "llm-compressor that is not available"),
+        ({"final_sparsity": 0.5, "mask_structure": "1:4"}, "give final_sparsity=0.75"),
+        ({"final_sparsity": 0.5, "start": 3}, "give both for training"),
+        ({"final_sparsity": 0.5, "start": 5, "end": 5}, "is not before end"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_what_to_do(settings, said):
+    with pytest.raises(RecipeError, match=said):
+        load_recipe({"a_stage": {"a_modifiers": {"MagnitudePruningModifier": settings}}})
+
+
+def test_what_does_not_fit_the_model_is_refused_before_anything_changes(cases, new_trainer):
+    with pytest.raises(SchemeError, match=r"first \[16, 8\].*runs of 3"):
+        make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=1 / 3, mask_structure="2:3")])
+    with pytest.raises(TargetError, match="no float weight of two dimensions"):
+        make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=0.5, targets=["BatchNorm1d"])])
+    trainer = make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=0.5, start=50, end=60)])
+    trainer.fit(cases["mlp"].batch_at, 2)
+    with pytest.raises(ExceptionGroup) as raised:
+        trainer.step.session.finalize()
+    assert raised.group_contains(LifecycleError, match="start=50.0 was not reached")
