@@ -51,13 +51,13 @@ def _held(step: TrainStep) -> Iterator[tuple[str, object]]:
         for key, value in module.__dict__.items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 yield f"attribute '{key}' of {name or 'the model'}", value
-    for name, getter in variables(step.loss_fn, step.model):
+    for name, getter in variables(step):
         yield name, getter()
 
 
 def _holder(recorder: Recorder, number: int) -> str:
     """Say who holds a storage, as well as can be seen from outside."""
-    for tensor in [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]:
+    for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:  # isinstance asks the thing, which may warn
         if recorder.storages.number(tensor.untyped_storage()) != number:
             continue
         for owner in gc.get_referrers(tensor):

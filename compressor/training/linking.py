@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from compressor.training.collectives import is_collective, repeating
 from compressor.training.operators import IDLE, Kind, Op
 
 # They give back the values of their first argument and nothing else.
@@ -26,6 +27,9 @@ def link(op: Op) -> None:
     """
     func, args, kwargs, outs = op.func._op, op.args, op.kwargs, op.outs
     if op.kind in IDLE:
+        return
+    if is_collective(op.func):
+        op.run = repeating(func, args, kwargs)
         return
     if op.kind is Kind.CHECK or (op.kind is Kind.MUTATE and not any(op.fresh)):
         op.run = lambda: func(*args, **kwargs)
@@ -73,7 +77,7 @@ def _under_grad_mode(run: Callable[[], object] | None, enabled: bool) -> Callabl
 
 def _link_copies(op: Op) -> None:
     func, args, kwargs, outs = op.func._op, op.args, op.kwargs, op.outs
-    if len(outs) == 1:
+    if len(outs) == len(op.func._schema.returns) == 1 and str(op.func._schema.returns[0].type) == "Tensor":
         only = outs[0]
         op.run = lambda: only.copy_(func(*args, **kwargs))
         return

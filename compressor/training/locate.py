@@ -77,8 +77,16 @@ def locate(plan: Plan, batch: Batch) -> Difference | None:
 def _eager_digests(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
     step, seen = plan.step, []
     whereabouts = Whereabouts(step.model)
-    roles: dict[str, Tensor] = {**{f"in:{path}": tensor for path, tensor in plan.buffers.tensors.items()}, **step.tensors()}
-    recorder = Recorder(roles, step.device, whereabouts, see=lambda op, written: seen.append((op.line, _digests(op, written))))
+    roles: dict[str, Tensor] = {
+        **{f"in:{path}": tensor for path, tensor in plan.buffers.tensors.items()},
+        **step.tensors(),
+        **step.ranks.buckets,
+    }
+
+    def see(op: Record, written: list[Tensor]) -> None:
+        seen.append((op.line, _digests(op, written)))
+
+    recorder = Recorder(roles, step.device, whereabouts, see, step.ranks.groups)
 
     def mark(phase: str) -> None:
         recorder.phase = phase

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from compressor.training.collectives import COLLECTIVE_WRITES
+
 
 class Kind(StrEnum):
     """How an operator is repeated."""
@@ -29,7 +31,9 @@ ALLOCATIONS = frozenset(
 )
 # Batch norms change their running statistics without saying so in their schemas.
 _STATISTICS = frozenset({"running_mean", "running_var"})
-HIDDEN_WRITES = {f"aten::{name}": _STATISTICS for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")}
+HIDDEN_WRITES = {
+    f"aten::{name}": _STATISTICS for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+} | COLLECTIVE_WRITES
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,11 +96,12 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
         ReplayError: by its named subclasses, what cannot be captured.
     """
     _refuse_compiled(step.model)
+    step.ranks.refuse(step.device)
     tensors, facts = step.tensors(), host_facts(step)
     python_rng, numpy_rng = random.getstate(), np.random.get_state(legacy=True)
     whereabouts = Whereabouts(step.model)
-    roles = {**{f"in:{path}": tensor for path, tensor in buffers.tensors.items()}, **tensors}
-    recorder = Recorder(roles, step.device, whereabouts)
+    roles = {**{f"in:{path}": tensor for path, tensor in buffers.tensors.items()}, **tensors, **step.ranks.buckets}
+    recorder = Recorder(roles, step.device, whereabouts, groups=step.ranks.groups)
 
     def mark(phase: str) -> None:
         recorder.phase = phase

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from compressor.errors import DynamicShapeError, EscapedTensorError, HostReadError, ReplayError, UntrackedRandomnessError
+from compressor.training.collectives import is_collective, refuse_collective, spell_object, wait_for, without_group
 from compressor.training.digests import content_digest, rng_digest
 from compressor.training.operators import ALLOCATIONS, Extent, Kind, Record, spell_place, written_arguments
 from compressor.training.storages import Storages
@@ -21,6 +22,7 @@ _HOST_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_n
 _STORAGE_CHANGES = frozenset(
     {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "inductor::resize_storage_bytes_"}
 )
+_NOTHING = object()
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "b", "complex": "c"}
 
 
@@ -32,6 +34,8 @@ class Recorder(TorchDispatchMode):
         device: where the step runs; the CPU's generator is only watched where it draws for the step.
         where: says which module runs, given whether this is the backward pass.
         see: called with each operator as it has run, and with the tensors that it wrote; for tools that look at values.
+        groups: names of process groups whose ranks run this step together, and wait in its collectives; with any, a step that is refused is
+            run to its end.
 
     Attributes:
         ops: the operators so far.
@@ -45,11 +49,14 @@ class Recorder(TorchDispatchMode):
         device: torch.device,
         where: Callable[[bool], str] = lambda backward: "",
         see: Callable[[Record, list[Tensor]], None] | None = None,
+        groups: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.ops: list[Record] = []
         self.phase = ""
-        self._where, self._see = where, see
+        self._where, self._see, self._groups = where, see, groups
+        self._refusal: ReplayError | None = None
+        self._returned: Any = _NOTHING
         self._names: dict[int, str] = {}
         for name, tensor in roles.items():
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
@@ -118,11 +125,30 @@ class Recorder(TorchDispatchMode):
         """Run one operator and write it down."""
         kwargs = kwargs or {}
         self.storages.sweep()
-        if func._schema.name.startswith("profiler::"):
+        if self._refusal is not None or func._schema.name.startswith("profiler::"):
             return func(*args, **kwargs)
+        try:
+            return self._watch(func, args, kwargs)
+        except ReplayError as error:
+            if not self._groups:
+                raise
+            self._refusal = error
+            return func(*args, **kwargs) if self._returned is _NOTHING else self._returned
+        finally:
+            self._returned = _NOTHING
+
+    def __exit__(self, *failed: Any) -> None:
+        """Stop watching, and raise what was put off until the end of the step."""
+        super().__exit__(*failed)
+        if self._refusal is not None and failed[0] is None:
+            raise self._refusal
+
+    def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator and write it down, or refuse it."""
         module = self._where(self.phase == "backward")
         place = spell_place(len(self.ops), self.phase, module, func)
         given, spec = tree_flatten((args, kwargs))
+        refuse_collective(func, given, self._groups, place)
         self._refuse(func, given, place)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         if seeded and self._watches_rng and rng_digest() != self._rng:
@@ -132,13 +158,15 @@ class Recorder(TorchDispatchMode):
         known = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, Tensor)}
         operands = ", ".join(self._spell(leaf) for leaf in given)
         self._check_writes(func, args, kwargs, place)
-        result = func(*args, **kwargs)
+        result = self._returned = func(*args, **kwargs)
         if seeded and self._watches_rng:
             self._rng = rng_digest()
-        outs = self._outputs(func, result, place)
+        outs = self._outputs(func, wait_for(result) if is_collective(func) else result, place)
         fresh = [out.untyped_storage()._cdata not in known for out in outs]
         line = f"{self.phase:<9} {func}({operands}) -> {', '.join(self._spell(out, made=True) for out in outs)}"
-        given_args, given_kwargs = tree_unflatten([self.alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given], spec)
+        given_args, given_kwargs = tree_unflatten(
+            [self.alias(leaf) if isinstance(leaf, Tensor) else without_group(leaf) for leaf in given], spec
+        )
         out_aliases, kind, grad_mode = [self.alias(out) for out in outs], _kind(func, outs, fresh), torch.is_grad_enabled()
         record = Record(
             len(self.ops), func, given_args, given_kwargs, out_aliases, fresh, kind, self.phase, module, line, seeded, grad_mode
@@ -210,6 +238,8 @@ class Recorder(TorchDispatchMode):
     def _spell(self, leaf: Any, made: bool = False) -> str:
         if isinstance(leaf, torch.Generator):
             return "generator"
+        if isinstance(leaf, torch.ScriptObject):
+            return spell_object(leaf)
         if not isinstance(leaf, Tensor):
             return repr(leaf)
         text = f"{self._name(leaf, made)}:{_short(leaf.dtype)}[{','.join(map(str, leaf.shape))}]"
@@ -230,7 +260,7 @@ def _caller() -> str:
 def _kind(func: Any, outs: Sequence[Tensor], fresh: Sequence[bool]) -> Kind:
     if torch.Tag.inplace_view in func.tags:  # t_, squeeze_, ...: whoever comes later is recorded with the new view
         return Kind.VIEW
-    if func._schema.is_mutable:
+    if func._schema.is_mutable or is_collective(func):
         return Kind.MUTATE
     if not outs:
         return Kind.CHECK

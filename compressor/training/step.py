@@ -19,6 +19,7 @@ from compressor.errors import LifecycleError, UserInputError
 from compressor.lifecycle import Event, EventType, Modifier, Session
 from compressor.training.averages import WeightAverages
 from compressor.training.batch import Batch
+from compressor.training.ranks import Ranks
 
 PHASES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 LossFunction = Callable[[nn.Module, Batch], Tensor]
@@ -75,6 +76,7 @@ class TrainStep:
             raise UserInputError(f"TrainStep: clip_norm={clip_norm} is not positive; give the largest norm, or None")
         self.model, self.loss_fn, self.optimizer, self.session = model, loss_fn, optimizer, session
         self.accumulate, self.clip_norm, self.autocast, self.averages = accumulate, clip_norm, autocast, averages
+        self.ranks = Ranks(model)
         self.mark: Callable[[str], None] = _ignore
         self.trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if not self.trained:
@@ -111,16 +113,18 @@ class TrainStep:
         micro_batches = self.micro_batches(batch)
         total: Tensor | None = None
         for number, micro_batch in enumerate(micro_batches):
-            self.mark("forward")
-            loss = self.loss_of(micro_batch)
-            self.mark("loss")
-            if self.accumulate > 1:
-                loss = loss / self.accumulate
-            total = loss if total is None else total.detach() + loss
-            if number + 1 == len(micro_batches):
-                self._tell(EventType.LOSS_CALCULATED, total)
-            self.mark("backward")
-            loss.backward()
+            last = number + 1 == len(micro_batches)
+            with self.ranks.synchronizing(last):
+                self.mark("forward")
+                loss = self.loss_of(micro_batch)
+                self.mark("loss")
+                if self.accumulate > 1:
+                    loss = loss / self.accumulate
+                total = loss if total is None else total.detach() + loss
+                if last:
+                    self._tell(EventType.LOSS_CALCULATED, total)
+                self.mark("backward")
+                loss.backward()
         self.mark("optimizer")
         self._update()
         assert total is not None
