@@ -10,9 +10,14 @@ from typing import Any
 
 _PUBLIC: dict[str, str] = {
     "Equivalence": "harness.replay.equivalence",
+    "KernelReport": "harness.replay.kernel_report",
     "Subject": "harness.replay.runs",
+    "Swap": "harness.replay.kernels",
     "assert_equivalent": "harness.replay.equivalence",
+    "compare_kernel": "harness.replay.kernels",
+    "compare_kernels": "harness.replay.kernels",
     "compare_modes": "harness.replay.equivalence",
+    "plan_on_tape": "harness.replay.kernel_sources",
 }
 
 __all__ = sorted(_PUBLIC)
