@@ -81,6 +81,10 @@ class Trainer:
         ):
             if value < least:
                 raise UserInputError(f"Trainer: {name}={value} is below {least}; give at least {least}")
+        if mode != "eager" and step.ranks.is_wrapped and warmup < 2:
+            raise UserInputError(
+                f"Trainer: warmup={warmup} is below 2, and DistributedDataParallel lays out its buckets in the second step; give at least 2"
+            )
         self.step, self.mode = step, mode
         self.warmup, self.check_every, self.audit_every, self.max_plans = warmup, check_every, audit_every, max_plans
         self.num_steps = 0
@@ -89,6 +93,7 @@ class Trainer:
         self._engine = engine_for(step.device)
         self._progress = SilentProgress() if progress is None else progress
         self._keys: dict[Hashable, _KeyRecord] = {}
+        self._settings = f"{mode=}, {warmup=}, {check_every=}, {audit_every=}, {max_plans=}, accumulate={step.accumulate}"
 
     @property
     def plans(self) -> list[Plan]:
@@ -117,6 +122,7 @@ class Trainer:
         if self._schedule is not None:
             self._schedule.set(self.num_steps)
         self.step.allocate_gradients()
+        self.step.ranks.meet(self._settings)
         if self.mode == "eager":
             self.last_action = "eager"
             loss = self._engine.eager(lambda: self.step(batch)).clone()
@@ -169,7 +175,7 @@ class Trainer:
         states = rng_states(self.step.device)
         self.step.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.step.ranks.apart():
                 losses = [self.step.loss_of(batch).double() for batch in batches]
         finally:
             for module, training in flags:
@@ -180,27 +186,37 @@ class Trainer:
         return torch.stack(losses).mean().item()
 
     def _planned(self, batch: Batch) -> Tensor:
-        known = self._record_of((batch_key(batch), self.step.plan_key()))
-        if known.warmed < self.warmup:
-            known.warmed += 1
-            self.last_action = "warm-up"
-            return self._engine.eager(lambda: self.step(batch)).clone()
+        found: list[_KeyRecord] = []
+        self.last_action = self.step.ranks.settle(lambda: self._choose(batch, found))
+        known = found[0]
+        if self.last_action in ("warm-up", "eager"):
+            known.warmed += self.last_action == "warm-up"
+            return self._engine.eager(lambda: self.step.ranks.watched(lambda: self.step(batch))).clone()
         if self.mode == "capture":
-            self.last_action = "capture"
             return self._captured_once(known, batch)
         if known.plan is None:
-            self.last_action = "capture"
             known.plan = self._undone_on_error(lambda: Plan(self.step, batch, self._engine))
             return _first_loss(known.plan)
-        if self._needs_proof(known, known.plan, batch):
-            self.last_action = "prove" if not known.proven else "audit"
-            loss = prove(known.plan, batch, self._engine)
-            known.proven = True
-            return loss
-        self.last_action = "replay"
-        if self.num_steps % self.check_every == 0:
+        if self.last_action == "replay":
+            return known.plan(batch)
+        loss = prove(known.plan, batch, self._engine)
+        known.proven = True
+        return loss
+
+    def _choose(self, batch: Batch, found: list[_KeyRecord]) -> str:
+        """Say what is to be done with a batch, after the guards had a look; adds the record of its key to `found`."""
+        known = self._record_of((batch_key(batch), self.step.plan_key()))
+        found.append(known)
+        if known.warmed < self.warmup:
+            return "warm-up"
+        if known.plan is None:
+            return "capture"
+        proves = self._needs_proof(known, known.plan, batch)
+        if proves or self.num_steps % self.check_every == 0:
             known.plan.guard()
-        return known.plan(batch)
+        if proves:
+            return "audit" if known.proven else "prove"
+        return "replay"
 
     def _record_of(self, key: Hashable) -> _KeyRecord:
         if key not in self._keys and len(self._keys) >= self.max_plans:
@@ -234,7 +250,7 @@ class Trainer:
     def _undone_on_error(self, run: Callable[[], T]) -> T:
         start = Snapshot.take(self.step)
         try:
-            return run()
+            return self.step.ranks.together(run)
         except ReplayError:
             start.put_back(self.step)
             raise
