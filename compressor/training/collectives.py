@@ -53,21 +53,31 @@ class NamedGroup:
     name: str
 
     def boxed(self) -> Any:
-        """Find the group.
+        """Return the group as operators take it.
 
         Returns:
-            The group as operators take it.
-
-        Raises:
-            ReplayError: it was destroyed.
+            The group in a box.
         """
-        resolve: Any = dist.distributed_c10d._resolve_process_group
-        try:
-            return resolve(self.name).boxed()
-        except RuntimeError as error:
-            raise ReplayError(
-                f"process group {self.name}: it was destroyed since the capture ({error}); make the group and the trainer anew"
-            ) from error
+        return group_named(self.name).boxed()
+
+
+def group_named(name: str) -> Any:
+    """Find a process group.
+
+    Args:
+        name: its name.
+
+    Returns:
+        The group.
+
+    Raises:
+        ReplayError: it was destroyed.
+    """
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    try:
+        return resolve(name)
+    except RuntimeError as error:
+        raise ReplayError(f"process group {name}: it was destroyed since the capture ({error}); make model and trainer anew") from error
 
 
 def is_collective(func: Any) -> bool:

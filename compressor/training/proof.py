@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from compressor.errors import ProofError, ReplayError, SignatureDriftError
@@ -51,15 +53,9 @@ def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
 
     eager = Snapshot.take(step, generators, engine.eager(lambda: step(plan.buffers.batch)))
     rewind()
-    again = record(step, plan.buffers, engine)
-    moved = drift(captured.lines, again.lines)
-    if moved is not None:
-        raise SignatureDriftError(f"the step is another one on another batch: {moved}")
-    if not again.ran_at_capture:
-        rewind()
-        again.replay()
-    _compare(eager, Snapshot.take(step, generators, again.loss), "recorded", "a compiled region, or code that asks whether it is watched")
+    step.ranks.together(lambda: _record_again(plan, eager, engine, rewind))
     rewind()
+    step.ranks.spoil()
     try:
         captured.replay_spoiled()
     except (RuntimeError, IndexError, ValueError) as error:
@@ -67,8 +63,22 @@ def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
             f"the replayed step fails on spoiled storages ({error}), so an operator reads what none made; locate() names it"
         ) from error
     loss = captured.loss.clone()
-    _compare(eager, Snapshot.take(step, generators, loss), "replayed", "locate() names the first operator that differs")
+    end = Snapshot.take(step, generators, loss)
+    step.ranks.together(lambda: _compare(eager, end, "replayed", "locate() names the first operator that differs"))
     return loss
+
+
+def _record_again(plan: Plan, eager: Snapshot, engine: Engine, rewind: Callable[[], None]) -> None:
+    """Record the step once more, and hold it against the capture and the eager step."""
+    again = record(plan.step, plan.buffers, engine)
+    moved = drift(plan.captured.lines, again.lines)
+    if moved is not None:
+        raise SignatureDriftError(f"the step is another one on another batch: {moved}")
+    if not again.ran_at_capture:
+        rewind()
+        again.replay()
+    end = Snapshot.take(plan.step, plan.captured.generators, again.loss)
+    _compare(eager, end, "recorded", "a compiled region, or code that asks whether it is watched")
 
 
 def _compare(eager: Snapshot, other: Snapshot, kind: str, advice: str) -> None:

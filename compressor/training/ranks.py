@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressor.errors import HostReadError, ReplayError, UserInputError
+from compressor.training.collectives import group_named
+from compressor.training.digests import raw_bytes
 
 T = TypeVar("T")
 PROOFS = ("prove", "audit")
@@ -58,8 +60,7 @@ class Ranks:
     def __init__(self, model: nn.Module) -> None:
         self._wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self.buckets: dict[str, Tensor] = {}
-        self._channel: Any = None
-        self._settings = 0
+        self._channel = ""  # the name of a group: who holds a group keeps its threads from ending with it
 
     @property
     def is_wrapped(self) -> bool:
@@ -119,6 +120,11 @@ class Ranks:
             result = run()
         self.buckets = {f"bucket:{number}": tensor for number, tensor in enumerate(watch.found.values())}
         return result
+
+    def spoil(self) -> None:
+        """Fill the buckets with what no step would leave in them; a step fills them anew."""
+        for bucket in self.buckets.values():
+            raw_bytes(bucket).fill_(0xA5)
 
     def refuse(self, device: torch.device) -> None:
         """Refuse what a capture cannot hold.
@@ -205,24 +211,23 @@ class Ranks:
         Raises:
             UserInputError: another rank has other settings.
         """
-        if not self.groups or self._channel is not None:
+        if self._channel or not self.groups:
             return
-        digest = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=4).digest(), "big")
-        (total,) = self._sum(digest)
-        (square,) = self._sum(digest * digest % (1 << 40))
+        digest = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=3).digest(), "big")
+        total, squares = self._sum(digest, digest * digest)
         size = self._wrapped[0].process_group.size()
-        if total != size * digest or square != size * (digest * digest % (1 << 40)):
+        if (total, squares) != (size * digest, size * digest * digest):
             raise UserInputError(f"Trainer: the ranks were made with different settings, here {settings}; make all of them alike")
 
     def _sum(self, *numbers: int) -> list[int]:
         """Add numbers over all ranks."""
         group = self._wrapped[0].process_group
         try:
-            if self._channel is None:
+            if not self._channel:
                 ranks = dist.get_process_group_ranks(group)
-                self._channel = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+                self._channel = dist.new_group(ranks, backend="gloo", use_local_synchronization=True).group_name
             tensor = torch.tensor(numbers, dtype=torch.int64)
-            dist.all_reduce(tensor, group=self._channel)
+            dist.all_reduce(tensor, group=group_named(self._channel))
         except RuntimeError as error:
             raise ReplayError(
                 f"rank {group.rank()} of {group.size()}: the other ranks did not answer ({error}); "
