@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.training.reached import Same, frozen, variables
+from compressor.training.held import classes, containers, other_modules
+from compressor.training.reached import HOOKS, Same, frozen, variables
 from compressor.training.step import TrainStep
 
 _PLAIN = (bool, int, float, str, type(None))
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def host_facts(step: TrainStep) -> dict[str, object]:
@@ -41,8 +41,14 @@ def host_facts(step: TrainStep) -> dict[str, object]:
         facts[f"optimizer group {number}: parameters"] = tuple(map(Same, group["params"]))
     hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
     facts["optimizer hooks"] = tuple(Same(hook) for some in hooks for hook in some.values())
-    for name, getter in variables(step.loss_fn, step.model):
+    for name, getter in variables(step):
         facts[name] = frozen(getter())
+    for held in containers(step):
+        facts[f"content of {held.name}"] = held.facts()
+    for name, module in other_modules(step).items():
+        facts[name] = {**_module_facts(module), **{key: Same(value) for key, value in module.state_dict(keep_vars=True).items()}}
+    for cls, content in classes(step).items():
+        facts[f"class {cls.__qualname__}"] = {key: frozen(value) for key, value in content.items() if not key.startswith("__")}
     return facts
 
 
@@ -90,9 +96,10 @@ def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
 def _module_facts(module: nn.Module) -> dict[str, object]:
     values = module.__dict__
     facts: dict[str, object] = {key: value for key, value in values.items() if type(value) in _PLAIN}
+    facts |= {key: Same(value) for key, value in values.items() if isinstance(value, Tensor | torch.Generator)}
     facts["class"] = type(module)
     facts["forward"] = Same(values.get("forward"))
-    hooks = tuple(Same(hook) for kind in _HOOKS for hook in values[kind].values())
+    hooks = tuple(Same(hook) for kind in HOOKS for hook in values[kind].values())
     if hooks:
         facts["hooks"] = hooks
     return facts

@@ -13,14 +13,9 @@ from itertools import chain
 from torch import Tensor, nn
 
 from compressor.training.facts import settings
-from compressor.training.reached import frozen, variables
+from compressor.training.held import TABLES, classes, containers, other_modules
+from compressor.training.reached import variables
 from compressor.training.step import HasTensors, TrainStep
-
-# What a module keeps in tables of its own, changed in place when something is registered.
-_TABLES = (
-    "_parameters", "_buffers", "_modules",
-    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
 
 
 class Identities:
@@ -33,16 +28,18 @@ class Identities:
     def __init__(self, step: TrainStep) -> None:
         self._step = step
         # A module or parameter that comes or goes changes a table of one that is watched.
-        tables = [table for module in step.model.modules() for table in _tables(module)]
+        tables = [table for module in (*step.model.modules(), *other_modules(step).values()) for table in _tables(module)]
         self._parameters = list(step.model.parameters())
         self._states = [step.optimizer.state.get(parameter, {}) for group in step.optimizer.param_groups for parameter in group["params"]]
         optimizer = step.optimizer
         own = (optimizer.__dict__, optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
         lists = [optimizer.param_groups] + [group["params"] for group in step.optimizer.param_groups]
         self._views = [table.values() for table in (*tables, *step.optimizer.param_groups, *self._states, *own)] + lists
+        self._held = containers(step)
+        self._views += [held.values() for held in self._held] + [content.values() for content in classes(step).values()]
         self._filled = [view for view in self._views if view]
         self._own_tensors = _tensors(step)
-        self._getters = [getter for _, getter in variables(step.loss_fn, step.model)]
+        self._getters = [getter for _, getter in variables(step, with_modules=True)]
         self._seen = self._look()
 
     def unchanged(self) -> bool:
@@ -71,11 +68,12 @@ class Identities:
                 objects += modifier.training_tensors().values()
         numbers = [*map(len, self._views), *map(Tensor.data_ptr, self._own_tensors)]
         numbers += [gradient.data_ptr() for gradient in gradients if gradient is not None]
-        return objects, numbers, [*(value for _, value in settings(step)), *(frozen(getter()) for getter in self._getters)]
+        objects += [getter() for getter in self._getters]
+        return objects, numbers, [value for _, value in settings(step)]
 
 
 def _tables(module: nn.Module) -> list[dict[str, object]]:
-    return [module.__dict__, *(module.__dict__[name] for name in _TABLES)]
+    return [module.__dict__, *(module.__dict__[name] for name in TABLES)]
 
 
 def _tensors(step: TrainStep) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """The Python variables that a step's functions reach: what they close over, their defaults, and the globals they name.
 
 A replay runs no Python. So a counter in a closure would stand still, and a flag that changes between steps would not be seen: the guards
-compare these variables like any other fact. Functions are followed into the functions they reach, modules and classes are not.
+compare these variables like any other fact. Functions are followed into the functions they reach, methods into the methods they name;
+the code of torch and transformers is not followed.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from typing import Any
 
 from torch import nn
 
+from compressor.training.step import TrainStep
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_ITEMS = 64
+_FOREIGN = frozenset({"torch", "transformers", "compressor", "torchvision", "torchaudio", "peft", "accelerate"})
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 Getter = Callable[[], object]
 
 
@@ -64,28 +69,76 @@ def frozen(value: object) -> object:
     return Same(value)
 
 
-def variables(loss_fn: object, model: nn.Module) -> list[tuple[str, Getter]]:
-    """List the variables that the loss function, and functions kept by modules, reach.
+def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str, Getter]]:
+    """List the variables that the functions of a step reach: its loss function, forward methods, hooks, and functions that modules keep.
 
     Args:
-        loss_fn: a function, a method, or an object with attributes.
-        model: the model; its attributes that are functions count.
+        step: the step; not changed.
+        with_modules: variables that hold a module count too.
 
     Returns:
         Name for messages, and a function that gives the value of the moment.
     """
-    roots: list[tuple[str, Any]] = [("loss_fn", loss_fn)]
-    for name, module in model.named_modules():
-        roots += [(f"attribute '{key}' of {name or 'the model'}", value) for key, value in module.__dict__.items() if _is_function(value)]
     found: list[tuple[str, Getter]] = []
     seen: set[int] = set()
-    for name, root in roots:
-        if not _is_function(root):
+    for name, root in _roots(step):
+        if isinstance(root, MethodType):
+            found += _attributes(root.__self__, root.__func__, name)
+        elif not isinstance(root, FunctionType):
             values = getattr(root, "__dict__", {})
             found += [(f"attribute '{key}' of {name}", partial(values.get, key)) for key in values]
             root = type(root).__call__ if callable(root) else None
         found += _reach(root, name, seen)
-    return found
+    return found if with_modules else [(name, getter) for name, getter in found if not isinstance(getter(), nn.Module)]
+
+
+def is_foreign(module_name: str | None) -> bool:
+    """Say whether code is a library's that no user changes while it trains, or that speaks for itself.
+
+    Args:
+        module_name: the module that defines it.
+
+    Returns:
+        True for torch, transformers and this package.
+    """
+    return (module_name or "").split(".", 1)[0] in _FOREIGN
+
+
+def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
+    yield "loss_fn", step.loss_fn
+    for name, module in step.model.named_modules():
+        where = name or "the model"
+        yield from ((f"attribute '{key}' of {where}", value) for key, value in module.__dict__.items() if _is_function(value))
+        for table in HOOKS:
+            yield from ((f"a hook of {where}", hook) for hook in module.__dict__[table].values() if _is_function(hook))
+    for name, parameter in step.model.named_parameters():
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        hooks = (*(parameter._backward_hooks or {}).values(), *(after or {}).values())
+        yield from ((f"a hook of {name}", hook) for hook in hooks if _is_function(hook))
+    for cls in dict.fromkeys(map(type, step.model.modules())):
+        yield from ((f"{function.__qualname__}", function) for function in _methods(cls, "forward", set()))
+
+
+def _methods(cls: type, name: str, seen: set[str]) -> Iterator[FunctionType]:
+    """Follow a method into the methods of the same class whose names it says."""
+    function = getattr(cls, name, None)
+    if name in seen or not isinstance(function, FunctionType) or is_foreign(function.__module__):
+        return
+    seen.add(name)
+    yield function
+    for other in sorted(_said(function.__code__, ("LOAD_ATTR", "LOAD_METHOD"))):
+        yield from _methods(cls, other, seen)
+
+
+def _attributes(holder: object, function: FunctionType, name: str) -> Iterator[tuple[str, Getter]]:
+    """What a bound method may read of its object: the attributes that it, or a method it calls, names."""
+    if isinstance(holder, nn.Module | type) or is_foreign(type(holder).__module__):
+        return
+    said: set[str] = set()
+    for method in (function, *_methods(type(holder), function.__name__, set())):
+        said |= _said(method.__code__, ("LOAD_ATTR", "LOAD_METHOD"))
+    values = getattr(holder, "__dict__", {})
+    yield from ((f"attribute '{key}' of the object of {name}", partial(values.get, key)) for key in sorted(said & values.keys()))
 
 
 def _is_function(value: object) -> bool:
@@ -95,30 +148,31 @@ def _is_function(value: object) -> bool:
 def _reach(function: object, name: str, seen: set[int]) -> Iterator[tuple[str, Getter]]:
     if isinstance(function, MethodType):
         function = function.__func__
-    if not isinstance(function, FunctionType) or id(function) in seen or function.__module__.startswith("torch."):
+    if not isinstance(function, FunctionType) or id(function) in seen or is_foreign(function.__module__):
         return
     seen.add(id(function))
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield from _found(f"variable '{variable}' that {name} closes over", partial(_content, cell), seen)
-    for number, default in enumerate(function.__defaults__ or ()):
+    for number, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
         yield from _found(f"default {number} of {name}", partial(_itself, default), seen)
     space = function.__globals__
-    for variable in sorted(_global_names(function.__code__) & space.keys()):
+    for variable in sorted(_said(function.__code__, ("LOAD_GLOBAL", "LOAD_NAME")) & space.keys()):
         yield from _found(f"global '{variable}' that {name} reads", partial(space.get, variable), seen)
 
 
 def _found(name: str, getter: Getter, seen: set[int]) -> Iterator[tuple[str, Getter]]:
     value = getter()
-    if isinstance(value, ModuleType | type | nn.Module):
+    if isinstance(value, ModuleType | type):
         return
     yield name, getter
     if _is_function(value):
         yield from _reach(value, str(getattr(value, "__qualname__", name)), seen)
 
 
-def _global_names(code: CodeType) -> set[str]:
-    names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return names.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+def _said(code: CodeType, operations: tuple[str, ...]) -> set[str]:
+    """Names that code, and the code within it, says in some operations."""
+    names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in operations}
+    return names.union(*(_said(inner, operations) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _content(cell: CellType) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,8 +198,15 @@ def test_a_python_number_that_differs_on_another_batch_is_signature_drift(mlp_tr
             trainer.train_step(batches(3))
 
 
+class Slots:
+    """Its attributes stand in no table that could be watched."""
+
+    __slots__ = ("scale",)
+
+
 def test_a_tensor_swapped_where_no_guard_looks_is_found_by_the_audit(mlp_trainer, batches):
-    box = SimpleNamespace(scale=torch.tensor(1.0))
+    box = Slots()
+    box.scale = torch.tensor(1.0)
 
     def loss_fn(model, batch):
         return cross_entropy(model(batch["x"]), batch["y"]) * box.scale

@@ -1,0 +1,147 @@
+"""What plain Python objects hold: the lists, dicts and attributes that modules and functions reach.
+
+A tensor or a number in an object in a dict can be exchanged between steps, and a replay would not know. So every container on the way is
+watched: by identity of its values where nothing changed, which costs no Python, and by name and value where something did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.training.reached import Same, is_foreign, variables
+from compressor.training.step import TrainStep
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OPAQUE = (
+    *(nn.Module, Tensor, torch.optim.Optimizer, torch.Generator, TrainStep),
+    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.dtype, torch.device),
+)
+# What a module keeps in tables of its own; those are watched as such.
+TABLES = (
+    "_parameters", "_buffers", "_modules",
+    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+_DEPTH, _MAX_CONTAINERS, _MAX_ITEMS = 4, 512, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A list or dict that is alive, or the attributes of an object.
+
+    Attributes:
+        name: how it is reached, for messages.
+        content: the very list or dict.
+        keep: held, so that its identity is not given to another.
+    """
+
+    name: str
+    content: Any
+    keep: object = None
+
+    def values(self) -> Any:
+        """Return a live view of what it holds."""
+        return self.content if isinstance(self.content, list) else self.content.values()
+
+    def facts(self) -> tuple[object, ...]:
+        """Return keys and values that can be compared later: plain ones by value, containers by kind, the rest by identity."""
+        if len(self.content) > _MAX_ITEMS:
+            return (len(self.content),)
+        return tuple((key, _fact(value)) for key, value in _items(self.content))
+
+
+def containers(step: TrainStep) -> list[Container]:
+    """List the containers that modules hold, and those that the functions of a step reach.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Each once, with the way to it.
+    """
+    found: dict[int, Container] = {}
+    for name, value in _roots(step):
+        _visit(value, name, _DEPTH, found)
+    return list(found.values())
+
+
+def classes(step: TrainStep) -> dict[type, Mapping[str, Any]]:
+    """List the classes of the modules, with their attributes: a patched class is another step.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Class to a live view of its attributes; of libraries' classes the base classes are left out.
+    """
+    found: dict[type, Mapping[str, Any]] = {}
+    for module in step.model.modules():
+        for cls in type(module).__mro__:
+            if cls is type(module) or not is_foreign(cls.__module__):
+                found.setdefault(cls, vars(cls))
+    found.pop(object, None)
+    return found
+
+
+def other_modules(step: TrainStep) -> dict[str, nn.Module]:
+    """List modules that the loss function reaches beside the model, such as a teacher.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Name to module, submodules included.
+    """
+    own = set(step.model.modules())
+    found: dict[str, nn.Module] = {}
+    for name, getter in variables(step, with_modules=True):
+        value = getter()
+        if isinstance(value, nn.Module) and value not in own:
+            found |= {f"{name}{'.' if inner else ''}{inner}": module for inner, module in value.named_modules()}
+    return found
+
+
+def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
+    for name, module in step.model.named_modules():
+        for key, value in module.__dict__.items():
+            if key not in TABLES and type(value) not in _PLAIN:
+                yield f"attribute '{key}' of {name or 'the model'}", value
+    for name, getter in variables(step):
+        yield name, getter()
+
+
+def _visit(value: object, name: str, depth: int, found: dict[int, Container]) -> None:
+    if type(value) in _PLAIN or isinstance(value, _OPAQUE) or depth < 0 or len(found) >= _MAX_CONTAINERS:
+        return
+    if isinstance(value, tuple):
+        for number, item in enumerate(value[:_MAX_ITEMS]):
+            _visit(item, f"{name}[{number}]", depth - 1, found)
+        return
+    content = value if isinstance(value, list | dict) else getattr(value, "__dict__", None)
+    if not isinstance(content, list | dict) or id(content) in found:
+        return
+    found[id(content)] = Container(name, content, value)
+    if len(content) > _MAX_ITEMS:
+        return
+    spell: Callable[[object], str] = "[{!r}]".format if isinstance(value, list | dict) else ".{}".format
+    for key, item in _items(content):
+        _visit(item, name + spell(key), depth - 1, found)
+
+
+def _items(content: Any) -> list[tuple[object, object]]:
+    return list(enumerate(content) if isinstance(content, list) else content.items())
+
+
+def _fact(value: object) -> object:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list | dict):
+        return type(value).__name__
+    if isinstance(value, tuple):
+        return tuple(map(_fact, value))
+    return Same(value)
