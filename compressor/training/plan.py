@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
-from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftError, ReplayError, UntrackedRandomnessError
+from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftError, ReplayError
 from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Captured, Engine
 from compressor.training.escapes import check_escapes
 from compressor.training.facts import difference, host_facts
+from compressor.training.host_watch import watching_host
 from compressor.training.identities import Identities
 from compressor.training.recorder import Recorder
 from compressor.training.step import TrainStep
@@ -98,7 +97,6 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
     _refuse_compiled(step.model)
     step.ranks.refuse(step.device)
     tensors, facts = step.tensors(), host_facts(step)
-    python_rng, numpy_rng = random.getstate(), np.random.get_state(legacy=True)
     whereabouts = Whereabouts(step.model)
     roles = {**{f"in:{path}": tensor for path, tensor in buffers.tensors.items()}, **tensors, **step.ranks.buckets}
     recorder = Recorder(roles, step.device, whereabouts, groups=step.ranks.groups)
@@ -106,10 +104,9 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
     def mark(phase: str) -> None:
         recorder.phase = phase
 
-    with whereabouts.watching(), step.marking(mark):
+    with whereabouts.watching(), step.marking(mark), watching_host(step):
         captured = engine.capture(lambda: step(buffers.batch), recorder)
     recorder.finish()
-    _check_host_rng(python_rng, numpy_rng)
     _check_moved(tensors, step.tensors(), recorder)
     check_escapes(step, recorder)
     changed = difference(facts, host_facts(step))
@@ -129,18 +126,6 @@ def _refuse_compiled(model: nn.Module) -> None:
                 f"{name or 'the model'}: it is compiled by torch.compile, whose graphs run other operators while they are watched; "
                 "train the module that was compiled, or use mode='eager'"
             )
-
-
-def _check_host_rng(python_rng: object, numpy_rng: Any) -> None:
-    now: Any = np.random.get_state(legacy=True)
-    moved = "random" if random.getstate() != python_rng else None
-    if moved is None and not (now[2] == numpy_rng[2] and np.array_equal(now[1], numpy_rng[1])):
-        moved = "numpy.random"
-    if moved:
-        raise UntrackedRandomnessError(
-            f"the step draws from Python's module {moved}, and what it drew would be frozen; "
-            "draw outside, and give the result with the batch"
-        )
 
 
 def _check_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], recorder: Recorder) -> None:

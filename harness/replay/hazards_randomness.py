@@ -133,7 +133,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "a number from a numpy Generator of the module",
         stage(lambda m, h: h * float(m.numbers.random()), prepare=lambda m: setattr(m, "numbers", np.random.default_rng(0))),
         UntrackedRandomnessError,
-        "numpy",
+        "attribute 'numbers' of the model, a Generator",
         "torch docs: notes/randomness",
     ),
     Hazard(
@@ -141,7 +141,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "a number from a random.Random of the module",
         stage(lambda m, h: h * m.numbers.random(), prepare=lambda m: setattr(m, "numbers", random.Random(0))),
         UntrackedRandomnessError,
-        "random",
+        "attribute 'numbers' of the model, a Random",
         "torch docs: notes/randomness",
     ),
     Hazard(
