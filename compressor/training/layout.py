@@ -1,4 +1,4 @@
-"""Where in one arena each storage of a step lies: storages that are never needed at the same time share bytes.
+"""Where in the arena of its device each storage of a step lies: storages that are never needed at the same time share bytes.
 
 A storage lives from the first operator that touches it to the last one, through any view. What only makes a view or reserves memory is not
 repeated, and touches nothing. Storages are placed from large to small, each into the smallest gap between those it shares time with; this
@@ -12,38 +12,44 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils._pytree import tree_leaves
 
 from compressor.training.operators import IDLE, Extent, Record
 
-ALIGNMENT = 64  # bytes; as torch's own allocator on the CPU, so that kernels take the same way
+# Bytes; as torch's own allocators. Some of LAPACK's routines give other bits for the same values at another alignment.
+_ALIGNMENT = {"cpu": 64}
+_DEFAULT_ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Places in an arena.
+    """Places in arenas.
 
     Attributes:
-        offsets: the first byte of each storage.
+        offsets: the first byte of each storage in the arena of its device.
         sizes: its number of bytes.
+        devices: its device.
         first: index of the operator that touches it first.
         last: index of the operator that touches it last; the number of operators where it must outlast the step.
-        arena_bytes: size of the arena.
+        arena_bytes: size of each device's arena.
     """
 
     offsets: list[int]
     sizes: list[int]
+    devices: list[torch.device]
     first: list[int]
     last: list[int]
-    arena_bytes: int
+    arena_bytes: dict[torch.device, int]
 
 
-def lay_out(records: Sequence[Record], sizes: Sequence[int], kept: Iterable[int] = ()) -> Layout:
+def lay_out(records: Sequence[Record], sizes: Sequence[int], devices: Sequence[torch.device], kept: Iterable[int] = ()) -> Layout:
     """Place the storages of a step.
 
     Args:
         records: its operators.
         sizes: bytes of each storage, by number.
+        devices: device of each.
         kept: numbers of the storages that are read after the step.
 
     Returns:
@@ -52,8 +58,15 @@ def lay_out(records: Sequence[Record], sizes: Sequence[int], kept: Iterable[int]
     first, last = lifetimes(records, len(sizes))
     for number in kept:
         last[number] = len(records)
-    offsets, arena_bytes = place(sizes, first, last)
-    return Layout(offsets, list(sizes), first, last, arena_bytes)
+    offsets, arena_bytes = [0] * len(sizes), {}
+    for device in dict.fromkeys(devices):
+        chosen = [number for number, its_device in enumerate(devices) if its_device == device]
+        alignment = _ALIGNMENT.get(device.type, _DEFAULT_ALIGNMENT)
+        lives = ([life[number] for number in chosen] for life in (first, last))
+        found, arena_bytes[device] = place([sizes[number] for number in chosen], *lives, alignment=alignment)
+        for number, offset in zip(chosen, found, strict=True):
+            offsets[number] = offset
+    return Layout(offsets, list(sizes), list(devices), first, last, arena_bytes)
 
 
 def lifetimes(records: Sequence[Record], num_storages: int) -> tuple[list[int], list[int]]:
@@ -82,18 +95,19 @@ def lifetimes(records: Sequence[Record], num_storages: int) -> tuple[list[int], 
     return first, last
 
 
-def place(sizes: Sequence[int], first: Sequence[int], last: Sequence[int]) -> tuple[list[int], int]:
+def place(sizes: Sequence[int], first: Sequence[int], last: Sequence[int], *, alignment: int) -> tuple[list[int], int]:
     """Give each storage an offset, so that those that live at the same time are disjoint.
 
     Args:
         sizes: bytes of each.
         first: begin of each life.
         last: end of each life, inclusive.
+        alignment: the offsets are multiples of it.
 
     Returns:
-        The offsets, multiples of `ALIGNMENT`, and the size of the arena.
+        The offsets, and the size of the arena.
     """
-    rounded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    rounded = [-(-size // alignment) * alignment for size in sizes]
     starts, ends = np.asarray(first), np.asarray(last)
     offsets = np.zeros(len(sizes), dtype=np.int64)
     widths = np.asarray(rounded, dtype=np.int64)

@@ -13,11 +13,18 @@ class Storages:
 
     Args:
         keep: hold them, for a device whose captured step writes into the very storages of the capture.
+
+    Attributes:
+        kept: the storages, where they are held.
+        sizes: bytes of each, by number.
+        devices: device of each.
+        peak_bytes: the most bytes that were alive at a time.
     """
 
     def __init__(self, keep: bool) -> None:
         self.kept: list[torch.UntypedStorage] = []
         self.sizes: list[int] = []
+        self.devices: list[torch.device] = []
         self.peak_bytes = 0
         self._keep = keep
         self._numbers: dict[int, int] = {}
@@ -38,6 +45,7 @@ class Storages:
         self._numbers[storage._cdata] = number
         self._alive[number] = StorageWeakRef(storage)
         self.sizes.append(0)
+        self.devices.append(storage.device)
         self.grow(number, storage)
         if self._keep:
             self.kept.append(storage)

@@ -1,4 +1,4 @@
-"""A recorded step as a list of operators on one arena of memory, and its replay.
+"""A recorded step as a list of operators on one arena of memory per device, and its replay.
 
 Every operator of the step was seen below autograd. Its storages are laid into an arena where they share bytes unless they are needed at
 the same time. A replay skips views and allocations, runs mutating operators again, and writes the results of functional ones into their
@@ -44,11 +44,15 @@ class Tape:
     ran_at_capture = True
 
     def __init__(self, records: Sequence[Record], loss: Extent | Tensor, value: Tensor, storages: Storages) -> None:
-        self.layout = lay_out(records, storages.sizes, [loss.storage] if isinstance(loss, Extent) else [])
+        kept = [loss.storage] if isinstance(loss, Extent) else []
+        self.layout = layout = lay_out(records, storages.sizes, storages.devices, kept)
         self.live_peak_bytes = storages.peak_bytes
-        arena = torch.empty(self.layout.arena_bytes, dtype=torch.uint8).untyped_storage()
-        places = [arena[begin : begin + size] for begin, size in zip(self.layout.offsets, self.layout.sizes, strict=True)]
-        self._arena, self._bytes = arena, [_as_bytes(place) for place in places]
+        self._arenas = {
+            device: torch.empty(count, dtype=torch.uint8, device=device).untyped_storage() for device, count in layout.arena_bytes.items()
+        }
+        ranges = zip(layout.devices, layout.offsets, layout.sizes, strict=True)
+        places = [self._arenas[device][begin : begin + size] for device, begin, size in ranges]
+        self._bytes = [_as_bytes(place) for place in places]
         self._tensors: dict[Extent, Tensor] = {}
         self.ops = [self._bind(record, places) for record in records]
         self.loss = loss if isinstance(loss, Tensor) else self._tensor(loss, places)
@@ -69,7 +73,7 @@ class Tape:
     def scratch_bytes(self) -> int:
         """Memory that the tape holds beside the model, the optimizer and the inputs."""
         constants = (op.args[0].untyped_storage().nbytes() for op in self.ops if op.func._schema.name == "aten::lift_fresh")
-        return self.layout.arena_bytes + sum(constants)
+        return sum(self.layout.arena_bytes.values()) + sum(constants)
 
     def relink(self) -> None:
         """Take the operators' `run` as they are now, after one of them was exchanged."""
@@ -98,7 +102,8 @@ class Tape:
 
     def poison(self) -> None:
         """Fill the tape's memory with 0xA5, so that nothing stale can pass for a result."""
-        spoil(self._arena)
+        for arena in self._arenas.values():
+            spoil(arena)
 
     def _run_spoiled(self, see: Callable[[Op], None]) -> None:
         born: dict[int, list[Tensor]] = {}
