@@ -10,6 +10,8 @@ from typing import Any
 
 _PUBLIC = {
     "oneshot": "compressor.one_shot",
+    "train": "compressor.training_run",
+    "TrainResult": "compressor.training_run",
     "plan": "compressor.planning",
     "OneshotResult": "compressor.one_shot",
     "Modifier": "compressor.lifecycle",

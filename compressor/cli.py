@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor import trace_command
+from compressor import trace_command, train_command
 from compressor.errors import AlreadyDoneError, CompressorError
 
 if TYPE_CHECKING:
@@ -135,6 +135,11 @@ def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shuffle", action="store_true", help="choose calibration sequences at random by --seed, not the first ones")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of everything random (0)")
     parser.add_argument("--quiet", action="store_true", help="show no progress bars")
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    train_command.add_arguments(parser)
+    _recipe_arg_argument(parser)
 
 
 def _run_oneshot(args: argparse.Namespace) -> int:
@@ -284,6 +289,7 @@ VERBS: dict[str, Verb] = {
     "oneshot": Verb("Compress a model with a recipe and calibration data, and save the checkpoint.", _oneshot_arguments, _run_oneshot),
     "plan": Verb("Say what each module would get, with estimates of memory and time; run nothing.", _plan_arguments, _run_plan),
     "trace": Verb(trace_command.HELP, trace_command.add_arguments, trace_command.run),
+    "train": Verb(train_command.HELP, _train_arguments, train_command.run),
     "recipe": Verb("Check a recipe, or print the schema of recipes.", _recipe_arguments, _run_recipe),
 }
 

@@ -79,7 +79,7 @@ def load_dataset_source(
         DatasetError: the source is missing, of an unknown kind, empty or longer than the model takes, or a row cannot be used; the
             message names it.
     """
-    length = _chosen_length(max_seq_length, max_positions)
+    length = chosen_length(max_seq_length, max_positions)
     _check_positive(num_calibration_samples=num_calibration_samples, batch_size=1 if batch_size is None else batch_size)
     if isinstance(source, DataLoader):
         if shuffle:
@@ -147,7 +147,19 @@ def _count_tokens(batch: Batch, mask: Tensor | None) -> int:
     return lead.numel() if _is_tokens(lead) or lead.dim() == 1 else lead.numel() // max(lead.shape[-1], 1)
 
 
-def _chosen_length(max_seq_length: int | None, max_positions: int | None) -> int:
+def chosen_length(max_seq_length: int | None, max_positions: int | None) -> int:
+    """Decide how many tokens of a sequence a model gets.
+
+    Args:
+        max_seq_length: what the user asked for; None: as many as the model takes, at most 2048.
+        max_positions: tokens that the model takes; None where there is no limit.
+
+    Returns:
+        The number.
+
+    Raises:
+        DatasetError: it is not positive, or more than the model takes.
+    """
     if max_seq_length is None:
         return min(DEFAULT_MAX_SEQ_LENGTH, max_positions or DEFAULT_MAX_SEQ_LENGTH)
     _check_positive(max_seq_length=max_seq_length)

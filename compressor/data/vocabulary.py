@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import nn
 
-from compressor.data.datasets import CalibrationData
+from compressor.data.collate import Batch
 from compressor.errors import DatasetError
 
 
-def check_vocabulary(data: CalibrationData, model: nn.Module) -> None:
+class HasBatches(Protocol):
+    """Data that shows its tokens: for calibration, or for training."""
+
+    @property
+    def batches(self) -> list[Batch]:
+        """Batches with `input_ids`, or others, which are not looked at."""
+
+
+def check_vocabulary(data: HasBatches, model: nn.Module) -> None:
     """Refuse token ids beyond the model's embedding table.
 
     Args:
-        data: calibration data; batches without `input_ids` are not looked at.
+        data: the data; batches without `input_ids` are not looked at.
         model: a model of transformers, whose input embeddings are the table; any other module has none and takes all.
 
     Raises:

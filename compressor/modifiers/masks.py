@@ -174,6 +174,11 @@ class PruningModifier(Modifier):
         for name, mask in self._pruned.items():
             weight_rows(self._modules[name]).masked_fill_(mask, 0.0)
 
+    def settle(self) -> None:
+        """Apply the masks where they count: after weights were written outside of a step, such as averages."""
+        if self._active:
+            self.apply()
+
     def weights(self) -> list[Tensor]:
         """Return the weights, detached, [R, C] for linear layers; in the order of the modules."""
         return [weight_rows(module) for module in self._modules.values()]

@@ -1,8 +1,12 @@
-"""Exponential moving averages of weights, updated inside the step so that a replay updates them too."""
+"""Exponential moving averages of weights, updated inside the step so that a replay updates them too.
+
+Each decay is a tensor: whoever writes into it between two steps changes the next step in every mode, without a new capture. Averages of
+weights in half precision are kept in float32, where a share of 0.001 does not round away.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,45 +14,106 @@ from torch import Tensor, nn
 
 from compressor.errors import UserInputError
 
+_HALVES = (torch.bfloat16, torch.float16)
+
 
 class WeightAverages:
     """Averages of all floating-point parameters of a model: average = decay * average + (1 - decay) * weight.
 
     Args:
         model: the model; its weights are copied.
-        decay: share of the old average that stays after a step, in (0, 1).
+        decay: share of the old average that stays after a step, in (0, 1); or several, each with averages of its own.
+        warmup: begin with smaller decays: after n updates at most (1 + n) / (10 + n), so that the first weights are soon forgotten.
+
+    Attributes:
+        decays: by the number that was given, the decay in force, a float64 tensor that may be written in place between steps.
 
     Raises:
-        UserInputError: a decay out of range.
+        UserInputError: a decay out of range, or given twice.
     """
 
-    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        if not 0 < decay < 1:
-            raise UserInputError(f"WeightAverages: decay={decay} is not between 0 and 1; give for example 0.999")
-        self.decay = decay
+    def __init__(self, model: nn.Module, decay: float | Sequence[float] = 0.999, *, warmup: bool = False) -> None:
+        given = [decay] if isinstance(decay, int | float) else list(decay)
+        if not given or len(set(given)) < len(given):
+            raise UserInputError(f"WeightAverages: decay={decay} names no decay, or one twice; give each once")
+        for one in given:
+            if not 0 < one < 1:
+                raise UserInputError(f"WeightAverages: decay={one} is not between 0 and 1; give for example 0.999")
+        self.warmup = warmup
         self._weights = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-        self.tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in self._weights.items()}
+        device = next((weight.device for weight in self._weights.values()), torch.device("cpu"))
+        self.decays = {one: torch.tensor(one, dtype=torch.float64, device=device) for one in given}
+        self._updates = torch.zeros((), dtype=torch.int64, device=device)
+        self._averages = {one: {name: _copy(weight) for name, weight in self._weights.items()} for one in given}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a step reads or writes and a checkpoint holds, by name."""
+        return {
+            "updates": self._updates,
+            **{f"{one:g}:decay": tensor for one, tensor in self.decays.items()},
+            **{f"{one:g}:{name}": value for one, averages in self._averages.items() for name, value in averages.items()},
+        }
+
+    def weights(self, decay: float | None = None) -> Mapping[str, Tensor]:
+        """Return the averages of one decay.
+
+        Args:
+            decay: as it was given; None: the first one.
+
+        Returns:
+            Name of the parameter to its average; the tensors that the steps write to.
+
+        Raises:
+            UserInputError: there are no averages of this decay.
+        """
+        chosen = next(iter(self._averages)) if decay is None else decay
+        if chosen not in self._averages:
+            raise UserInputError(
+                f"WeightAverages: there are no averages of decay {chosen}; choose from {', '.join(map(str, self._averages))}"
+            )
+        return self._averages[chosen]
 
     @torch.no_grad()
     def update(self) -> None:
         """Move every average towards its weight, in place."""
-        for name, average in self.tensors.items():
-            average.lerp_(self._weights[name].detach(), 1 - self.decay)
+        self._updates.add_(1)
+        for one, decay in self.decays.items():
+            if self.warmup:
+                decay = torch.minimum(decay, (1 + self._updates.double()) / (10 + self._updates.double()))
+            share = (1 - decay).float()
+            for name, average in self._averages[one].items():
+                average.lerp_(self._weights[name].detach().to(average.dtype), share.to(average.dtype))
+
+    @torch.no_grad()
+    def copy_into_model(self, decay: float | None = None) -> None:
+        """Put averages in the place of the weights for good. Changes the model's parameters, in place.
+
+        Args:
+            decay: whose averages; None: the first one.
+        """
+        for name, average in self.weights(decay).items():
+            self._weights[name].copy_(average)
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Put the averages into the model while the block runs; storages stay where they are.
+    def applied(self, decay: float | None = None) -> Iterator[None]:
+        """Put averages into the model while the block runs; storages stay where they are, so that plans stay valid.
+
+        Args:
+            decay: whose averages; None: the first one.
 
         Yields:
             Nothing.
         """
-        with torch.no_grad():
-            kept = {name: weight.detach().clone() for name, weight in self._weights.items()}
-            for name, weight in self._weights.items():
-                weight.copy_(self.tensors[name])
+        kept = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self.copy_into_model(decay)
         try:
             yield
         finally:
             with torch.no_grad():
                 for name, weight in self._weights.items():
                     weight.copy_(kept[name])
+
+
+def _copy(weight: Tensor) -> Tensor:
+    return weight.detach().to(torch.float32 if weight.dtype in _HALVES else weight.dtype, copy=True)

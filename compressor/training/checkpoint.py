@@ -1,13 +1,16 @@
 """The whole state of a training run as one safetensors file; a run that is killed and resumed gives the same bits.
 
 Stored are parameters, gradients, buffers, optimizer state, learning rates, averages, tensors of modifiers, and the random generators of
-torch and Python. Nothing of it is pickled. Where the data stand follows from the number of steps, which `Trainer.fit` hands to `batch_at`.
+torch and Python, with a digest of all that. Nothing of it is pickled. Where the data stand follows from the number of steps, which
+`Trainer.fit` hands to `batch_at`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,19 @@ from torch import Tensor
 from compressor.errors import ResumeError
 from compressor.lifecycle import EventType
 from compressor.model.atomic_file import whole_file
-from compressor.training.digests import rng_states, set_rng_states
+from compressor.training.digests import raw_bytes, rng_states, set_rng_states
 from compressor.training.trainer import Trainer
 
-_FORMAT = "training-state-1"
+_FORMAT = "training-state-2"
 
 
-def save_training(trainer: Trainer, path: str | Path) -> Path:
+def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
     """Write the state of a trainer between two steps; the file appears whole or not at all.
 
     Args:
         trainer: the trainer.
         path: the file; one that exists is replaced.
+        notes: what else is to be found again, such as the losses so far; JSON types.
 
     Returns:
         The path.
@@ -46,13 +50,15 @@ def save_training(trainer: Trainer, path: str | Path) -> Path:
         "python_rng": random.getstate(),
         "optimizer": type(step.optimizer).__name__,
         "host_state": numbers,
+        "notes": dict(notes or {}),
+        "digest": _digest(tensors),
     }
     with whole_file(path) as partial:
         save_file(tensors, partial, metadata={"training": json.dumps(record)})
     return path
 
 
-def load_training(trainer: Trainer, path: str | Path) -> None:
+def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     """Bring a trainer to a stored state. Changes model, optimizer, averages, modifiers, random generators and the trainer's plans.
 
     A session is led through its batches again without steps, so that modifiers start and end where they did.
@@ -60,6 +66,9 @@ def load_training(trainer: Trainer, path: str | Path) -> None:
     Args:
         trainer: made as the one that was stored was, and not yet used.
         path: what `save_training` wrote.
+
+    Returns:
+        The notes that were stored with it.
 
     Raises:
         ResumeError: the file is missing, damaged or of another model, optimizer or format, or the trainer has made steps already.
@@ -92,6 +101,7 @@ def load_training(trainer: Trainer, path: str | Path) -> None:
     set_rng_states(rng, trainer.step.device)
     version, state, gauss = record["python_rng"]
     random.setstate((version, tuple(state), gauss))
+    return dict(record["notes"])
 
 
 def _host_state(trainer: Trainer) -> list[tuple[int, str, Any]]:
@@ -118,7 +128,19 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ResumeError(f"{path}: it cannot be read as a training state ({error}); give a file that save_training wrote") from error
     if record.get("format") != _FORMAT:
         raise ResumeError(f"{path}: it is no {_FORMAT}; give a file that save_training wrote")
+    if record["digest"] != _digest(tensors):
+        raise ResumeError(f"{path}: it does not hold what was written; give another state, or start over")
     return record, tensors
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Hash the tensors of a state, so that damage on the disk does not go on as another run."""
+    result = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        result.update(raw_bytes(tensor).numpy().data)
+    return result.hexdigest()
 
 
 def _check_names(trainer: Trainer, stored: dict[str, Tensor], path: Path) -> None:

@@ -16,15 +16,21 @@ Factor = Callable[[int], float]
 
 
 def _rate(lr: float) -> Tensor:
-    if not lr >= 0:
-        raise UserInputError(f"lr={lr} is negative; give a learning rate of 0 or more")
-    return torch.tensor(lr, dtype=torch.float32)
+    if not 0 <= lr < math.inf:
+        raise UserInputError(f"lr={lr} is no learning rate; give a finite number of 0 or more")
+    return torch.tensor(lr, dtype=torch.float64)
 
 
 def _own_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Give each group a rate of its own, on the device of its parameters; torch lets all groups share one tensor."""
+    """Give each group a rate of its own, on the device of its parameters; torch lets all groups share one tensor.
+
+    The kernels of the CPU compute with a rate in double precision, and so a step is bitwise that of a rate given as a Python number;
+    those of CUDA take float32 only.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).clone().to(group["params"][0].device)
+        device = group["params"][0].device
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64).clone().to(device, dtype)
 
 
 def adamw(

@@ -7,7 +7,7 @@ one proves the plan, and all later ones replay it. Every call of `train_step` pe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -144,32 +144,36 @@ class Trainer:
         Returns:
             The losses of the steps made here.
         """
-        losses: list[Tensor] = []
-        with self._progress.task("train", max(0, num_steps - self.num_steps)) as task:
-            begin, tokens = time.monotonic(), 0
+        losses: list[float] = []
+        with self._progress.task("train", max(num_steps, self.num_steps)) as task:
+            task.advance(self.num_steps)
+            seconds, tokens = 0.0, 0
             while self.num_steps < num_steps:
-                number = self.num_steps
+                number, begin = self.num_steps, time.monotonic()
                 batch = batch_at(number)
-                losses.append(self.train_step(batch))
+                loss = self.train_step(batch)
+                losses.append(loss.item())
+                seconds += time.monotonic() - begin
                 tokens += num_tokens(batch)
-                if each is not None:
-                    each(number, losses[-1])
-                speed = tokens / max(time.monotonic() - begin, 1e-9)
                 rate = float(self.step.optimizer.param_groups[0]["lr"])
-                task.advance(1, f"loss {losses[-1].item():.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s  {self.last_action}")
-        return [loss.item() for loss in losses]
+                speed = tokens / max(seconds, 1e-9)
+                task.advance(1, f"loss {losses[-1]:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s  {self.last_action}")
+                if each is not None:
+                    each(number, loss)
+        return losses
 
-    def evaluate(self, batches: Iterable[Batch]) -> float:
+    def evaluate(self, batches: Iterable[Batch], weights: Sequence[float] | None = None) -> float:
         """Compute the mean loss in eval mode, without a trace: training flags and random generators are as before.
 
         Args:
             batches: micro-batches, as `loss_fn` takes them.
+            weights: what each of them counts, such as its number of targets; None: all the same.
 
         Returns:
             The mean of their losses.
 
         Raises:
-            UserInputError: no batch was given.
+            UserInputError: no batch was given, or not one weight for each.
         """
         flags = [(module, module.training) for module in self.step.model.modules()]
         states = rng_states(self.step.device)
@@ -183,7 +187,12 @@ class Trainer:
             set_rng_states(states, self.step.device)
         if not losses:
             raise UserInputError("evaluate: no batch was given; give at least one")
-        return torch.stack(losses).mean().item()
+        if weights is None:
+            return torch.stack(losses).mean().item()
+        if len(weights) != len(losses):
+            raise UserInputError(f"evaluate: {len(weights)} weights were given for {len(losses)} batches; give one for each")
+        shares = torch.tensor(weights, dtype=torch.float64, device=losses[0].device)
+        return ((torch.stack(losses) * shares).sum() / shares.sum()).item()
 
     def _planned(self, batch: Batch) -> Tensor:
         found: list[_KeyRecord] = []

@@ -143,7 +143,7 @@ def run_fingerprint(
         "seed": seed,
         "settings": {**choices, **sequential},
         "versions": {**versions(), **packages},
-        "machine": _machine(device),
+        "machine": machine(device),
     }
     return dict(json.loads(json.dumps(content)))  # as it will be read back
 
@@ -203,8 +203,15 @@ def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _machine(device: torch.device) -> dict[str, Any]:
-    """What decides in which order sums are taken: on another machine the same run need not give the same bits."""
+def machine(device: torch.device) -> dict[str, Any]:
+    """Say what decides in which order sums are taken: on another machine the same run need not give the same bits.
+
+    Args:
+        device: where the run takes place.
+
+    Returns:
+        JSON types.
+    """
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": torch.backends.cpu.get_cpu_capability(),

@@ -99,7 +99,7 @@ def test_averages_follow_their_formula_and_can_be_applied(new_trainer, cases, ba
     for number in range(8):
         trainer.train_step(batches(number))
         expected = expected.lerp(weight.detach(), 1 - 0.9)
-    torch.testing.assert_close(trainer.step.averages.tensors["first.weight"], expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(trainer.step.averages.weights()["first.weight"], expected, rtol=0, atol=1e-6)
     with trainer.step.averages.applied():
         torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-6)
     trainer.train_step(batches(8))

@@ -85,3 +85,16 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(new_trainer, cases, tm
     wrong = new_trainer(type(case)(lambda: type(case.make())(20), case.loss_fn, case.batch_at), "eager")
     with pytest.raises(ResumeError, match="in another shape"):
         load_training(wrong, path)
+
+
+def test_a_damaged_state_is_refused_and_notes_come_back(new_trainer, cases, tmp_path):
+    case = cases["mlp"]
+    trainer = new_trainer(case, "eager")
+    trainer.fit(case.batch_at, 2)
+    path = save_training(trainer, tmp_path / "state", notes={"losses": [0.1, 2.0]})
+    assert load_training(new_trainer(case, "eager"), path) == {"losses": [0.1, 2.0]}
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1  # one bit of one weight
+    path.write_bytes(content)
+    with pytest.raises(ResumeError, match="does not hold what was written"):
+        load_training(new_trainer(case, "eager"), path)

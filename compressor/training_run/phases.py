@@ -1,0 +1,239 @@
+"""The phases of one training run, in order: load the model, read the data, train and save."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, load_blocks
+from compressor.errors import DatasetError, UserInputError
+from compressor.lifecycle import Report, Session, State
+from compressor.model.load import LoadedModel, load_model, resolve_device
+from compressor.pipelines.journal.fingerprint import base_hashes, model_identity
+from compressor.progress import Progress, RichProgress, SilentProgress
+from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmup_cosine
+from compressor.training_run.loop import Loop, settle_masks
+from compressor.training_run.loss import mask_arguments, next_token_loss
+from compressor.training_run.place import Place
+from compressor.training_run.record import sparsities, training_record
+from compressor.training_run.result import cast_parameters, save_trained, saved_dtype
+from compressor.training_run.settings import TrainSettings, check_recipe, training_fingerprint
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training gives back.
+
+    Attributes:
+        model: the trained model; an in-memory model is changed in place and is the same object.
+        tokenizer: the tokenizer that came with the model, None for a plain module.
+        report: what the modifiers did.
+        record: everything that made the result; what `compression.json` holds.
+        output_dir: the checkpoint, None when nothing was saved.
+        losses: of all steps, those of earlier parts of the run included.
+        evaluations: step and held-out losses.
+        plans: of the captured steps, the number of operators and of bytes held.
+        seconds: wall time by phase (load, data, train, finish).
+        resumed: where the run went on; None where it began at the beginning.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    report: Report
+    record: dict[str, Any]
+    output_dir: Path | None
+    losses: list[float]
+    evaluations: list[dict[str, Any]]
+    plans: list[dict[str, int]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    resumed: str | None = None
+
+
+class TrainingRun:
+    """The phases of one run, in order: load, read, train."""
+
+    def __init__(
+        self, settings: TrainSettings, place: Place, recipe: str | None, modifiers: tuple[Any, ...], seed: int, progress: Progress | bool
+    ) -> None:
+        self.settings, self.place, self.recipe, self.modifiers, self.seed = settings, place, recipe, modifiers, seed
+        self.shows = progress is not False
+        self.bars: Progress = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def load(self, model: str | Path | nn.Module, tokenizer: Any, device: str, model_class: str | None, trust: bool) -> None:
+        """Load the model and identify it before anything is done to it."""
+        chosen = resolve_device(device)
+        self.loaded: LoadedModel = load_model(
+            model, dtype=self.settings.dtype, device=chosen, trust_remote_code=trust, model_class=model_class
+        )
+        self.tokenizer = tokenizer or self.loaded.tokenizer
+        self.own_tokenizer = tokenizer
+        self.parameters = [p for p in self.loaded.model.parameters() if p.requires_grad and p.is_floating_point()]
+        if not self.parameters:
+            raise UserInputError(f"{type(self.loaded.model).__name__}: no parameter requires a gradient; nothing would be trained")
+        self.device = self.parameters[0].device
+        if self.loaded.from_memory and device != "auto" and self.device.type != chosen.type:
+            raise UserInputError(f"device: {device!r} was given for a model that is on {self.device}; move it first, or leave device out")
+        self.save_dtype = saved_dtype(self.loaded, self.settings.save_dtype)
+        self.base = base_hashes(self.loaded.source_dir)
+        self.identity = model_identity(self.loaded, self.base, tokenizer)
+        self._lap("load")
+
+    def read(self, dataset: Any, eval_dataset: Any, max_seq_length: int | None, text_column: str) -> None:
+        """Read the data, and settle how long the run is."""
+        if dataset is None:
+            raise DatasetError("dataset: none was given, and training needs one; pass dataset=")
+        model = self.loaded.model
+        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+
+        def blocks(source: Any, name: str, length: int | None) -> TokenBlocks:
+            found = load_blocks(
+                source, tokenizer=self.tokenizer, max_seq_length=length, text_column=text_column, max_positions=limit, name=name
+            )
+            check_vocabulary(found, model)
+            return found
+
+        self.data = blocks(dataset, "dataset", max_seq_length)
+        length = self.data.input_ids.shape[1]
+        self.eval_data = None if eval_dataset is None else blocks(eval_dataset, "eval_dataset", length)
+        extra, self.attention = mask_arguments(model, self.data.input_ids[:1].to(self.device))
+        settings = self.settings
+        self.order = BlockOrder(
+            self.data,
+            batch_size=settings.batch_size,
+            accumulate=settings.accumulate,
+            seed=self.seed,
+            shuffle=settings.shuffle,
+            extra=extra,
+            device=self.device,
+        )
+        self.held_out = None
+        if self.eval_data is not None:
+            size = min(settings.batch_size, len(self.eval_data.input_ids))
+            self.held_out = BlockOrder(self.eval_data, batch_size=size, extra=extra, device=self.device, name="eval_dataset")
+        self.num_steps = settings.num_steps(self.order.steps_per_epoch)
+        self.length = self.num_steps if settings.unit == "steps" else self.num_steps / self.order.steps_per_epoch
+        self._lap("data")
+
+    def train(self) -> TrainResult:
+        """Make the steps, end the session, save."""
+        notes = check_recipe(self.modifiers, self.length, self.settings.unit)
+        run = training_fingerprint(
+            self.identity, self.recipe, self.data, self.eval_data, self.seed, self.settings, self.num_steps, self.device
+        )
+        state = State(self.loaded.model, self.device, self.seed, Report(notes=notes), keep_originals=self.loaded.from_memory)
+        with ExitStack() as held:
+            states = held.enter_context(self.place.open(run))
+            held.enter_context(_seeded(self.seed))
+            flags = held.enter_context(_training_flags(self.loaded.model))
+            session = held.enter_context(self._session(state)) if self.modifiers else None
+            if session is not None:
+                session.initialize()
+            trainer = self._trainer(session)
+            loop = Loop(trainer, self.order, self.held_out, self.num_steps, self.settings, states, shows=self.shows)
+            loop.run()
+            plans = [{"operators": len(plan.captured.ops), "bytes": plan.captured.scratch_bytes} for plan in trainer.plans]
+            self._lap("train")
+            self._settle(trainer, flags)
+            if session is not None:
+                session.finalize()
+            if self.held_out is not None:
+                batches, weights = self.held_out.in_order()
+                loop.evaluations.append({"step": self.num_steps, "as_saved": True, "loss": trainer.evaluate(batches, weights)})
+            record = training_record(
+                run, self.base, loop.losses, loop.evaluations, sparsities(self.loaded.model), state.report, self.attention
+            )
+            folder = save_trained(self.loaded, self.own_tokenizer, self.place.output_dir, record, states.token)
+            states.finish()
+            self._lap("finish")
+        return TrainResult(
+            self.loaded.model,
+            self.tokenizer,
+            state.report,
+            record,
+            folder,
+            loop.losses,
+            loop.evaluations,
+            plans,
+            self.seconds,
+            states.resumed,
+        )
+
+    def _session(self, state: State) -> Session:
+        return Session(state, self.modifiers, None if self.settings.unit == "steps" else self.order.steps_per_epoch)
+
+    def _trainer(self, session: Session | None) -> Trainer:
+        settings, model = self.settings, self.loaded.model
+        matrices, others = ([p for p in self.parameters if (p.dim() >= 2) is wanted] for wanted in (True, False))
+        groups = [
+            {"params": params, "weight_decay": decay} for params, decay in ((matrices, settings.weight_decay), (others, 0.0)) if params
+        ]
+        step = TrainStep(
+            model,
+            next_token_loss,
+            adamw(groups, lr=settings.learning_rate, weight_decay=settings.weight_decay),
+            session,
+            accumulate=settings.accumulate,
+            clip_norm=settings.clip_norm or None,
+            autocast=settings.autocast_dtype,
+            averages=WeightAverages(model, settings.ema, warmup=settings.ema_warmup) if settings.ema else None,
+        )
+        return Trainer(
+            step,
+            settings.mode,
+            schedule=warmup_cosine(settings.warmup_steps, self.num_steps),
+            check_every=settings.check_every,
+            audit_every=settings.audit_every,
+            progress=self.bars,
+        )
+
+    def _settle(self, trainer: Trainer, flags: dict[nn.Module, bool]) -> None:
+        """Bring the weights to what is saved: averages if asked, the checkpoint's dtype; and let go of what only training needs."""
+        trainer.forget_plans()
+        averages = trainer.step.averages
+        if averages is not None and self.settings.save_ema is not None:
+            averages.copy_into_model(self.settings.save_ema)
+            settle_masks(self.modifiers)
+        for parameter in self.parameters:
+            parameter.grad = None
+        cast_parameters(self.loaded.model, self.save_dtype)
+        for module, training in flags.items():
+            module.training = training
+
+    def _lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._last = now - self._last, now
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generators of torch and Python, and put back where they stood."""
+    python = random.getstate()
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            random.seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+
+
+@contextmanager
+def _training_flags(model: nn.Module) -> Iterator[dict[nn.Module, bool]]:
+    """Put a model into training mode, and its modules back to what they were."""
+    flags = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield flags
+    finally:
+        for module, training in flags.items():
+            module.training = training

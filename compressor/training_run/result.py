@@ -1,0 +1,90 @@
+"""From the trained weights to the checkpoint: in the dtype of the checkpoint that was loaded, by the writer that oneshot uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from compressor.errors import UserInputError
+from compressor.model.checkpoint import save_checkpoint
+from compressor.model.folder import weight_files
+from compressor.model.load import LoadedModel
+from compressor.nn import QuantizedLayer
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+
+def saved_dtype(loaded: LoadedModel, asked: str) -> torch.dtype | None:
+    """Decide the dtype of the checkpoint.
+
+    Args:
+        loaded: the model.
+        asked: `auto`, or one of bfloat16, float16, float32.
+
+    Returns:
+        The dtype; None leaves a model from memory as it is.
+
+    Raises:
+        UserInputError: no such dtype.
+    """
+    if asked in _DTYPES:
+        return _DTYPES[asked]
+    if asked != "auto":
+        raise UserInputError(f"save_dtype: {asked!r} is not a dtype to save in; use auto, {', '.join(_DTYPES)}")
+    if loaded.source_dir is None:
+        return None
+    sizes: Counter[torch.dtype] = Counter()
+    for name in weight_files(loaded.source_dir):
+        with safe_open(loaded.source_dir / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                part = file.get_slice(key)
+                if part.get_dtype() in _STORED:
+                    sizes[_STORED[part.get_dtype()]] += torch.Size(part.get_shape()).numel()
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Bring the parameters to a dtype; buffers, which models compute in float32 on purpose, stay. Changes the model.
+
+    Args:
+        model: the model.
+        dtype: None changes nothing.
+    """
+    if dtype is None:
+        return
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def save_trained(loaded: LoadedModel, tokenizer: Any, output_dir: Path | None, record: dict[str, Any], token: str | None) -> Path | None:
+    """Write the checkpoint.
+
+    Args:
+        loaded: the trained model.
+        tokenizer: the one that the user gave; None for that of the folder.
+        output_dir: the folder; None writes nothing.
+        record: what compression.json is to say.
+        token: part of the name of the temporary folder.
+
+    Returns:
+        The folder, or None.
+    """
+    if output_dir is None:
+        return None
+    schemes = {name: layer.scheme for name, layer in loaded.model.named_modules() if isinstance(layer, QuantizedLayer)}
+    return save_checkpoint(
+        loaded.model,
+        output_dir,
+        tokenizer=tokenizer or loaded.tokenizer,
+        source_dir=loaded.source_dir if tokenizer is None else None,
+        schemes=schemes,
+        record=record,
+        token=token,
+    )
