@@ -1,0 +1,268 @@
+"""Equal training runs of one case that take turns, held against each other: speed, guards, memory, bits."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness.replay.timing import Ratio, interleave, median_interval, ratios
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from compressor.training import Trainer
+    from harness.bench.replay_cases import Batch, Case
+
+EAGER, REPLAY, UNGUARDED, COMPILED = "eager", "replay", "unguarded", "compiled"
+_NEVER = 10**9
+_WARM_STEPS = 8  # two warm-ups, capture, proof, a second proof on an unseen batch, and some replays
+_NUM_BATCHES = 4
+_SAMPLE_SECONDS = 5e-3
+_SHORT_ROUNDS = 5  # times as many rounds where a step is shorter than a measurement: they cost nothing
+
+
+@dataclass(frozen=True)
+class Goals:
+    """What is asked of a case.
+
+    Attributes:
+        speed: least ratio of eager over replay.
+        guards: largest share of the guards in a replayed step.
+        memory: largest ratio of the tape's memory over the live peak of an eager step.
+        compiled: least ratio of a compiled step over replay; on a GPU.
+    """
+
+    speed: float
+    guards: float
+    memory: float
+    compiled: float = 1.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes beside the model, the gradients, the optimizer and the inputs.
+
+    Attributes:
+        held: by the captured step, between steps.
+        live_peak: at most at a time in an eager step, as the allocator tells.
+        recorded_peak: the same as the recorder counted it; None where it does not.
+    """
+
+    held: int
+    live_peak: int
+    recorded_peak: int | None
+
+    @property
+    def ratio(self) -> float:
+        """What is held over the live peak."""
+        return self.held / self.live_peak if self.live_peak else math.inf
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What was measured of a case.
+
+    Attributes:
+        name: of the case.
+        goals: what is asked.
+        rounds: of the timing.
+        seconds: median seconds per step, by run.
+        speed: eager over replay.
+        guards: share of the guards in a replayed step.
+        compiled: compiled over replay; None without a GPU.
+        memory: of the captured step.
+        differences: what differs between eager and replay at the end; empty where all bits are equal.
+        num_ops: operators of the step.
+    """
+
+    name: str
+    goals: Goals
+    rounds: int
+    seconds: Mapping[str, float]
+    speed: Ratio
+    guards: Ratio
+    compiled: Ratio | None
+    memory: Memory
+    differences: tuple[str, ...]
+    num_ops: int
+
+    def figures(self) -> list[tuple[str, str, str, str, str]]:
+        """Return what was measured, its value, what it is made of, the goal and whether it is met, a row each."""
+        goals, memory = self.goals, self.memory
+        times = {name: f"{_ms(seconds)} / {_ms(self.seconds[REPLAY])}" for name, seconds in self.seconds.items()}
+        held = f"{_mb(memory.held)} / {_mb(memory.live_peak)}"
+        bits = "equal" if not self.differences else "DIFFERENT"
+        rows = [
+            ("eager / replay", f"{self.speed}", times[EAGER], f">= {goals.speed:g}", self.speed.median >= goals.speed),
+            ("guards' share", _percent(self.guards), "", f"<= {goals.guards:.0%}", self.guards.median <= goals.guards),
+            ("memory / live peak", f"{memory.ratio:.2f}", held, f"<= {goals.memory:g}", memory.ratio <= goals.memory),
+            ("bits", bits, f"{self.num_ops} ops", "equal", not self.differences),
+        ]
+        if self.compiled is not None:
+            is_met = self.compiled.median >= goals.compiled
+            rows.insert(1, ("compiled / replay", f"{self.compiled}", times[COMPILED], f">= {goals.compiled:g}", is_met))
+        return [(label, value, parts, goal, "yes" if is_met else "no") for label, value, parts, goal, is_met in rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON types."""
+        goals = self.goals
+        return {
+            "name": self.name,
+            "rounds": self.rounds,
+            "num_ops": self.num_ops,
+            "median_seconds": dict(self.seconds),
+            "eager_over_replay": self.speed.to_dict() | {"goal": goals.speed, "met": self.speed.median >= goals.speed},
+            "guards_share": self.guards.to_dict() | {"goal": goals.guards, "met": self.guards.median <= goals.guards},
+            "compiled_over_replay": None
+            if self.compiled is None
+            else self.compiled.to_dict() | {"goal": goals.compiled, "met": self.compiled.median >= goals.compiled},
+            "memory": {
+                "held_bytes": self.memory.held,
+                "live_peak_bytes": self.memory.live_peak,
+                "recorded_live_peak_bytes": self.memory.recorded_peak,
+                "ratio": self.memory.ratio,
+                "goal": goals.memory,
+                "met": self.memory.ratio <= goals.memory,
+            },
+            "bitwise_equal": not self.differences,
+            "differences": list(self.differences),
+        }
+
+
+def measure(case: Case, goals: Goals, rounds: int, device: torch.device) -> CaseResult:
+    """Measure one case.
+
+    Args:
+        case: the model.
+        goals: what is asked of it.
+        rounds: of the timing; short steps are measured more often.
+        device: to run on.
+
+    Returns:
+        What was measured.
+    """
+    from harness.bench.live_peak import live_peak_bytes
+
+    trainers, batches = make_trainers(case, device), case.batches(_NUM_BATCHES, device)
+    runs = {name: stepper(trainer, batches) for name, trainer in trainers.items()}
+    turns = Turns(trainers, device)
+    interleave(runs, _WARM_STEPS, before=turns.begin, device=device)
+    probe = interleave(runs, 1, before=turns.begin, device=device)
+    slowest = max(series[0] for series in probe.values())
+    repeats = max(1, math.ceil(_SAMPLE_SECONDS / slowest))
+    rounds *= _SHORT_ROUNDS if slowest < _SAMPLE_SECONDS else 1
+    seconds = interleave(runs, rounds, repeats=repeats, before=turns.begin, device=device)
+    turns.begin(EAGER)
+    while trainers[EAGER].num_steps < trainers[REPLAY].num_steps:
+        runs[EAGER]()
+    differences = _differences(trainers, turns)
+    captured = trainers[REPLAY].plans[0].captured
+    recorded = getattr(captured, "live_peak_bytes", None)
+    memory = Memory(captured.scratch_bytes, live_peak_bytes(runs[EAGER], device), recorded)
+    over_replay = ratios(seconds, REPLAY)
+    guards = median_interval([1 - bare / full for bare, full in zip(seconds[UNGUARDED], seconds[REPLAY], strict=True)])
+    return CaseResult(
+        case.name,
+        goals,
+        rounds,
+        {name: statistics.median(series) for name, series in seconds.items()},
+        over_replay[EAGER],
+        guards,
+        over_replay.get(COMPILED),
+        memory,
+        differences,
+        len(captured.ops),
+    )
+
+
+def make_trainers(case: Case, device: torch.device) -> dict[str, Trainer]:
+    """Make equal training runs in all the ways that are compared.
+
+    Args:
+        case: the model.
+        device: to train on.
+
+    Returns:
+        Name to trainer; replay with and without guards is one and the same.
+    """
+    from compressor.training import Trainer
+
+    replay = Trainer(case.step(device), "replay")
+    trainers = {EAGER: Trainer(case.step(device), "eager"), REPLAY: replay, UNGUARDED: replay}
+    if device.type == "cuda":
+        trainers[COMPILED] = Trainer(case.step(device, model_of=_compiled), "eager")
+    return trainers
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    import torch
+
+    compiled: Any = torch.compile(model, mode="reduce-overhead")
+    found: nn.Module = compiled
+    return found
+
+
+def stepper(trainer: Trainer, batches: Sequence[Batch]) -> Callable[[], object]:
+    """Return a function that makes the next step of a run."""
+    return lambda: trainer.train_step(batches[trainer.num_steps % len(batches)])
+
+
+class Turns:
+    """Gives every trainer random generators of its own, although torch has but one that all draw from.
+
+    Args:
+        trainers: by the names of the runs; each starts where the generators stand now.
+        device: whose generators they are.
+    """
+
+    def __init__(self, trainers: Mapping[str, Trainer], device: torch.device) -> None:
+        """Let every trainer start where the generators stand now."""
+        from compressor.training.digests import rng_states
+
+        self._trainers, self._device, self._running = trainers, device, 0
+        self._states = {id(trainer): rng_states(device) for trainer in trainers.values()}
+
+    def begin(self, name: str) -> None:
+        """Let a run go on. Changes torch's generators, and whether the run's trainer looks at its guards.
+
+        Args:
+            name: of the run; that of another trainer ends with it.
+        """
+        from compressor.training.digests import rng_states, set_rng_states
+
+        trainer = self._trainers[name]
+        trainer.check_every = _NEVER if name == UNGUARDED else 1
+        if self._running:
+            self._states[self._running] = rng_states(self._device)
+        self._running = id(trainer)
+        set_rng_states(self._states[self._running], self._device)
+
+
+def _differences(trainers: Mapping[str, Trainer], turns: Turns) -> tuple[str, ...]:
+    """Say what differs between the runs that must be equal bit for bit."""
+    from compressor.training import Snapshot
+
+    ends = {}
+    for name in (EAGER, REPLAY):
+        turns.begin(name)
+        ends[name] = Snapshot.take(trainers[name].step)
+    found = ends[EAGER].differences(ends[REPLAY])
+    if trainers[REPLAY].last_action != "replay":
+        found.append(f"the last step was no replay but {trainers[REPLAY].last_action}")
+    return tuple(found)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.3g} MB"
+
+
+def _percent(share: Ratio) -> str:
+    return f"{share.median:.1%} [{share.low:.1%}, {share.high:.1%}]"
