@@ -220,7 +220,6 @@ class Turns:
     """
 
     def __init__(self, trainers: Mapping[str, Trainer], device: torch.device) -> None:
-        """Let every trainer start where the generators stand now."""
         from compressor.training.digests import rng_states
 
         self._trainers, self._device, self._running = trainers, device, 0
