@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from compressor.errors import UserInputError
+from compressor.errors import ModelError, UserInputError
 from compressor.training import TrainStep, adamw
+from compressor.training_run.loss import mask_arguments
 from harness.traceability.batches import make_batches
 from harness.traceability.zoo import Architecture, zoo
 
@@ -109,18 +110,32 @@ def _folder(source: str, size: Size, device: torch.device) -> tuple[Callable[[],
         config.use_cache = False
         return model
 
-    vocabulary = build().get_input_embeddings().num_embeddings  # type: ignore[operator]
-    return build, lambda number: {"input_ids": _tokens(vocabulary, size, number).to(device)}
+    model = build()
+    vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    mask = _mask(model, _tokens(vocabulary, size, 0).to(device))
+    return build, lambda number: {"input_ids": _tokens(vocabulary, size, number).to(device), **mask}
 
 
 def _architecture(one: Architecture, size: Size, device: torch.device) -> tuple[Callable[[], nn.Module], Callable[[int], Any]]:
     def batch_at(number: int) -> dict[str, Tensor]:
         batch = make_batches(one.kind, one.batch_options, seed=number)["same"]
-        if one.kind == "text":  # without a mask, which transformers would look into on the host
+        if one.kind == "text":
             batch = {"input_ids": _tokens(96, size, number)}
-        return {name: tensor.to(device) for name, tensor in batch.items()}
+        return {name: tensor.to(device) for name, tensor in batch.items()} | mask
 
-    return lambda: one.build().to(device), batch_at
+    def build() -> nn.Module:
+        return one.build().to(device)
+
+    mask = _mask(build(), _tokens(96, size, 0).to(device)) if one.kind == "text" else {}
+    return build, batch_at
+
+
+def _mask(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
+    """Find the whole mask of a causal model; without one, transformers looks at the positions on the host, which no capture can repeat."""
+    try:
+        return mask_arguments(model, input_ids[:1])[0]
+    except ModelError:  # it predicts no tokens, and gets them alone
+        return {}
 
 
 def _tokens(vocabulary: int, size: Size, number: int) -> Tensor:
