@@ -42,7 +42,7 @@ def classify(model: nn.Module, batch: Any) -> Tensor:
 def vectors(number: int, rows: int = 6) -> dict[str, Tensor]:
     """Draw the batch of a step: 8 numbers a row, 4 classes."""
     generator = torch.Generator().manual_seed(1000 + number)
-    return {"x": torch.randn(rows, 8, generator=generator), "y": torch.randint(0, 4, (rows,), generator=generator)}
+    return {"x": torch.randn(rows, 8, generator=generator, dtype=torch.float32), "y": torch.randint(0, 4, (rows,), generator=generator)}
 
 
 def tokens(number: int, rows: int = 2, length: int = 9) -> dict[str, Tensor]:

@@ -160,8 +160,10 @@ def timing_lines(timing: KernelTiming) -> list[str]:
 
 def _grown_line(error: GrownError) -> str:
     assert error.distance is not None
-    most = f"{error.worst}: {_spell(error.distance)}"
-    return f"{error.role}: relative {error.relative_error:.2g}, {error.num_differing} of {error.num_tensors} differ, most {most}"
+    head = f"{error.role}: relative {error.relative_error:.2g}"
+    if error.num_tensors == 1:
+        return f"{head}, max {error.distance.max_abs:.3g}"
+    return f"{head}, {error.num_differing} of {error.num_tensors} differ, most {error.worst} by {error.distance.max_abs:.3g}"
 
 
 def _spell(distance: Distance) -> str:

@@ -1,0 +1,123 @@
+"""`harness replay kernels`: functions by name, each swap alone and then all at once, tolerances as a gate, mistakes in one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from compressor.errors import UserInputError
+from harness.replay import command
+from harness.replay.kernel_sources import load_function, read_swap
+
+SOURCE = """
+import torch
+
+LIMIT = 3
+
+def silu(x):
+    print("noise that must not mix with the verdict")
+    return x / (1 + torch.exp(-x))
+
+def half(x):
+    return torch.nn.functional.silu(x.half()).to(x.dtype)
+
+def flat(x):
+    return x.flatten()
+
+class Kernels:
+    @staticmethod
+    def silu_backward(grad, x):
+        return torch.ops.aten.silu_backward(grad, x)
+"""
+SMALL = ["--rounds", "0", "--steps", "2", "--batch-size", "1", "--seq-length", "4", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "kernels_of_a_test.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def kernels(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(["kernels", "llama", *SMALL, *argv]))
+
+
+def test_a_swap_is_reported_and_its_prints_go_elsewhere(capsys):
+    assert kernels("--swap", "aten.silu=kernels_of_a_test:silu") == 0
+    streams = capsys.readouterr()
+    assert "aten.silu=kernels_of_a_test:silu: exchanged at 2 of" in streams.out and "after 2 steps" in streams.out
+    assert "A/A control" in streams.out and "noise" not in streams.out and "noise" in streams.err
+
+
+def test_a_tolerance_makes_it_a_gate(capsys):
+    swap = ("--swap", "aten.silu=kernels_of_a_test:half")
+    assert kernels(*swap) == 0
+    assert kernels(*swap, "--max-ulps", "2") == 1
+    out = capsys.readouterr().out
+    assert "regression: beyond the tolerance" in out and "ulp and 2 are allowed" in out and "model.layers.0.mlp.act_fn" in out
+    assert kernels(*swap, "--max-error", "1e-2") == 0
+    assert "pass: every op is within the tolerance" in capsys.readouterr().out
+    assert kernels(*swap, "--max-error", "1e-7") == 1
+
+
+def test_zeros_prove_nothing(capsys):
+    # The zeros that a gradient starts from can be made by anybody.
+    assert kernels("--swap", "aten._foreach_zero_=torch:_foreach_zero_", "--max-ulps", "0") == 2
+    assert "nothing but zeros" in capsys.readouterr().out
+
+
+def test_several_swaps_are_reported_one_by_one_and_together(capsys):
+    swaps = ("--swap", "aten.silu=kernels_of_a_test:silu", "--swap", "aten.silu_backward=kernels_of_a_test:Kernels.silu_backward")
+    assert kernels(*swaps, "--json", "--seed", "3") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(report["sites"]) for report in found["reports"]] == [2, 2, 4] and found["verdict"] == "pass"
+    first, second, both = found["reports"]
+    assert second["bitwise_equal"] and not first["bitwise_equal"] and both["grown"] == first["grown"]
+    assert first["sites"][0]["timing"] is None and first["sites"][0]["results"][0]["truth"]["verdict"]
+
+
+def test_rounds_time_the_ops_and_the_step(capsys):
+    assert kernels("--swap", "aten.silu=kernels_of_a_test:silu", "--rounds", "3", "--json") == 0
+    report = json.loads(capsys.readouterr().out)["reports"][0]
+    assert report["step_timing"]["control_over_original"]["num_rounds"] == 3
+    assert set(report["sites"][0]["timing"]["median_seconds"]) == {"tape", "original", "control", "variant"}
+
+
+@pytest.mark.parametrize(
+    ("swap", "message"),
+    [
+        ("aten.silu", "not of the form OP=MODULE:FUNCTION"),
+        ("aten.silu=mine", "not of the form OP=MODULE:FUNCTION"),
+        ("aten.silu=no_such_module:f", "module 'no_such_module' cannot be imported"),
+        ("aten.silu=kernels_of_a_test:sliu", "has no 'sliu'; did you mean silu?"),
+        ("aten.silu=kernels_of_a_test:LIMIT", "LIMIT is a int, which cannot be called"),
+        ("aten.sliu=kernels_of_a_test:silu", "did you mean aten.silu?"),
+        ("aten.silu=kernels_of_a_test:flat", "returned shape"),
+    ],
+)
+def test_mistakes_are_named(swap, message):
+    with pytest.raises(UserInputError) as caught:
+        kernels("--swap", swap)
+    assert message in str(caught.value)
+
+
+def test_a_tolerance_below_zero_is_refused():
+    for flag in ("--max-ulps", "--max-error"):
+        with pytest.raises(UserInputError, match=rf"{flag} -1.0: a tolerance is a number of 0 or more"):
+            kernels("--swap", "aten.silu=kernels_of_a_test:silu", flag, "-1")
+
+
+def test_functions_come_from_the_current_folder_or_from_what_is_installed(folder, monkeypatch):
+    import sys
+
+    import torch
+
+    before = list(sys.path)
+    assert load_function("torch.nn.functional", "silu", "") is torch.nn.functional.silu
+    assert read_swap("aten.silu=kernels_of_a_test:silu").variant_name == "kernels_of_a_test:silu"
+    assert sys.path == before
