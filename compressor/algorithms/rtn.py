@@ -38,8 +38,27 @@ def round_to_nearest(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs
         NumericsError: the weight holds NaN or infinity.
         SchemeError: the group size does not divide C.
     """
-    wide = qparams._replace(scale=qparams.scale.float())
-    codes_RC = quantize(weight_RC.float(), wide, args)
+    codes_RC = nearest_codes(weight_RC, qparams, args)
     error = dequantize(codes_RC, qparams, args).float() - weight_RC.float()
     energy = float(weight_RC.float().square().sum())
     return RoundedWeight(codes_RC, float(error.square().sum()) / energy if energy > 0 else 0.0)
+
+
+def nearest_codes(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs, *, checked: bool = True) -> Tensor:
+    """Round every weight to its nearest code.
+
+    Args:
+        weight_RC: [R, C] float; not modified.
+        qparams: scale and zero point, as they will be stored.
+        args: number format.
+        checked: False reads nothing on the host: NaN then becomes some code.
+
+    Returns:
+        [R, C] codes.
+
+    Raises:
+        NumericsError: the weight holds NaN or infinity.
+        SchemeError: the group size does not divide C.
+    """
+    wide = qparams._replace(scale=qparams.scale.float())
+    return quantize(weight_RC.float(), wide, args, checked=checked)

@@ -85,7 +85,7 @@ class Session:
             finally:
                 self.state.keep_originals = keep
             if not keep:
-                self.state.originals.clear()
+                self.state.forget_originals()
             self._commit(Call.INITIALIZE)
 
     def send(self, event_type: EventType, loss: torch.Tensor | None = None, modules: Sequence[str] = ()) -> None:
@@ -135,6 +135,8 @@ class Session:
                 self._roll_back()
                 self._commit(Call.ABORT)
                 raise
+            if not self.state.keep_originals:
+                self.state.forget_originals(swapped=True)
             self._commit(Call.FINALIZE)
 
     def abort(self) -> None:
@@ -177,7 +179,7 @@ class Session:
         if kind is not None:
             self.abort()
         elif self._last is Call.FINALIZE:
-            self.state.originals.clear()
+            self.state.forget_originals(swapped=True)
         elif self._last not in (Call.CREATE, Call.ABORT):
             last = self._last
             self.abort()

@@ -98,6 +98,7 @@ class State:
         token_mask: bool [batch, sequence], True for a real token, set before each forward pass; None when every token is real.
         keep_originals: keep replaced modules, so that an abort can put them back.
         originals: replaced modules by dotted name, in the order of replacement.
+        swapped: names of the originals that are kept in any case, see `swap_module`.
         claims: which modifier will change which module, by dotted name; so that no two change the same.
     """
 
@@ -108,6 +109,7 @@ class State:
     token_mask: torch.Tensor | None = None
     keep_originals: bool = False
     originals: dict[str, nn.Module] = field(default_factory=dict)
+    swapped: set[str] = field(default_factory=set)
     claims: dict[str, str] = field(default_factory=dict)
 
     def claim(self, names: Iterable[str], modifier: str) -> None:
@@ -163,10 +165,38 @@ class State:
         if self.keep_originals:
             self.originals.setdefault(name, old)
 
+    def swap_module(self, name: str, new: nn.Module) -> None:
+        """Put `new` in the place of a module whose tensors it shares. Changes the model.
+
+        The old one costs no memory, so an abort puts it back even where originals are not kept, up to the end of a successful finalize.
+
+        Args:
+            name: dotted name of the module that goes.
+            new: the module that comes; it holds the parameters of the old one.
+        """
+        keep, self.keep_originals = self.keep_originals, True
+        try:
+            self.replace_module(name, new)
+        finally:
+            self.keep_originals = keep
+        self.swapped.add(name)
+
+    def forget_originals(self, swapped: bool = False) -> None:
+        """Forget kept originals.
+
+        Args:
+            swapped: those that were swapped, too.
+        """
+        if swapped:
+            self.swapped.clear()
+        for name in self.originals.keys() - self.swapped:
+            del self.originals[name]
+
     def restore_originals(self) -> None:
         """Put every kept original back, the latest first, and forget them. Changes the model."""
         for name in reversed(tuple(self.originals)):
             _set_module(self.model, name, self.originals.pop(name))
+        self.swapped.clear()
 
 
 def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:

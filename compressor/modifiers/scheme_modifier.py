@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from pydantic import Field, PrivateAttr
@@ -179,7 +180,8 @@ class SchemeModifier(SchemeTargets, Modifier):
         linear = self._pending.pop(name)
         layer = replacement(linear, self._schemes[name], codes_RC, qparams, g_idx_C=g_idx_C, input_qparams=inputs, name=name)
         state.replace_module(name, layer)
-        state.report.modules[name] = record
+        known = state.report.modules.get(name)  # what pruning said of it stays
+        state.report.modules[name] = record if known is None else replace(record, details={**known.details, **record.details})
 
     def fall_back(self, state: State, name: str, kind: str, detail: str) -> None:
         """Count a fallback to a simpler algorithm; beyond the budget it is an error.

@@ -17,8 +17,8 @@ from compressor.numerics.packing import pack_int32, unpack_int32
 from compressor.numerics.packing_fp4 import pack_fp4, unpack_fp4
 from compressor.numerics.presets import PRESETS, preset_scheme
 from compressor.numerics.products import ProductPath, code_product, product_path, run_width, scaled_product
-from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams, check_qparams
-from compressor.numerics.quantize import check_groups, dequantize, dynamic_qparams, fake_quantize, quantize
+from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams, check_qparams, range_qparams
+from compressor.numerics.quantize import check_groups, dequantize, dynamic_qparams, fake_quantize, inside_range, quantize
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 from compressor.numerics.sizes import quantized_weight_bytes, scale_shape
 
@@ -41,6 +41,7 @@ __all__ = [
     "dynamic_qparams",
     "encode_mx_scale",
     "fake_quantize",
+    "inside_range",
     "make_observer",
     "mx_scale",
     "pack_fp4",
@@ -49,6 +50,7 @@ __all__ = [
     "product_path",
     "quantize",
     "quantized_weight_bytes",
+    "range_qparams",
     "run_width",
     "scale_shape",
     "scaled_product",

@@ -37,6 +37,21 @@ def code_range(number_type: NumberType, num_bits: int) -> tuple[float, float]:
     return -half, half - 1.0
 
 
+def last_step(number_type: NumberType, num_bits: int) -> float:
+    """Give the distance between the largest code of a format and the one below it.
+
+    Args:
+        number_type: "int" or "float".
+        num_bits: width of a code: 2 to 8 for integers, 4 (e2m1) or 8 (e4m3) for floats.
+
+    Returns:
+        1 for integers, 32 for fp8, 2 for fp4.
+    """
+    if number_type == "int":
+        return 1.0
+    return FP4_VALUES[-1] - FP4_VALUES[-2] if num_bits == 4 else 32.0
+
+
 def storage_dtype(number_type: NumberType) -> torch.dtype:
     """Give the torch dtype that holds the codes of a format.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from compressor.errors import NumericsError, SchemeError
-from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams
+from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams, range_qparams
 from compressor.numerics.quantize import check_groups, fake_quantize
 from compressor.numerics.scheme import QuantizationArgs
 
@@ -32,7 +32,9 @@ _NUM_BINS = 1 << 16
 
 
 @torch.no_grad()
-def weight_qparams(weight: Tensor, args: QuantizationArgs, name: str = "weight", global_scale: Tensor | None = None) -> QParams:
+def weight_qparams(
+    weight: Tensor, args: QuantizationArgs, name: str = "weight", global_scale: Tensor | None = None, *, checked: bool = True
+) -> QParams:
     """Choose scale and zero point for a whole weight, with the observer that args name.
 
     Args:
@@ -41,6 +43,7 @@ def weight_qparams(weight: Tensor, args: QuantizationArgs, name: str = "weight",
         name: what the weight is called, for errors only.
         global_scale: float32 [1], for formats that have one and where it is not to be this weight's own: layers that a runtime fuses
             share theirs.
+        checked: False reads nothing on the host: NaN or infinity then show in the scale.
 
     Returns:
         Scale in the dtype of the weight, shaped [1], [R, 1], [R, G] or one per block, zero point if asymmetric, and global scale.
@@ -51,7 +54,8 @@ def weight_qparams(weight: Tensor, args: QuantizationArgs, name: str = "weight",
     """
     groups_nS, shape = _as_groups(weight, args, name)
     min_n, max_n = groups_nS.amin(-1), groups_nS.amax(-1)
-    _check_range(min_n, max_n, name)
+    if checked:
+        _check_range(min_n, max_n, name)
     if args.has_global_scale and global_scale is None:
         global_scale = calculate_global_scale(min_n, max_n)
     if args.observer_kind == "mse":
@@ -127,9 +131,7 @@ class MinMaxObserver(Observer):
 
     def qparams(self) -> QParams:
         """See Observer."""
-        min_val, max_val = self._observed_range()
-        global_scale = calculate_global_scale(min_val, max_val) if self.args.has_global_scale else None
-        return calculate_qparams(min_val, max_val, self.args, global_scale)
+        return range_qparams(*self._observed_range(), self.args)
 
     def state(self) -> dict[str, Tensor]:
         """See Observer."""

@@ -83,8 +83,8 @@ def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs
         shape [1]. A scale that is stored in fewer bits is one that those bits hold.
     """
     # Tensors without dimensions rather than python numbers: for ranges without dimensions they promote the zero point to float32, as in
-    # compressed-tensors.
-    low, high = (torch.tensor(bound, device=min_vals.device) for bound in args.code_range)
+    # compressed-tensors. Filled, not copied from the host, which a CUDA graph could not repeat.
+    low, high = (torch.full((), bound, device=min_vals.device) for bound in args.code_range)
     min_vals = torch.minimum(min_vals, torch.zeros_like(min_vals))
     max_vals = torch.maximum(max_vals, torch.zeros_like(max_vals))
     num_steps = (high - low).to(max_vals.dtype)
@@ -101,6 +101,21 @@ def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs
     scale = torch.where(scale == 0, _ZERO_SCALE_BECOMES.get(args.scale_dtype or "", torch.finfo(scale.dtype).eps), scale)
     qparams = QParams(scale, zero_point, global_scale)
     return qparams.map(lambda part: part.reshape(1)) if scale.ndim == 0 else qparams
+
+
+def range_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs) -> QParams:
+    """Choose scale and zero point, and the global scale where the format has one, from a range alone.
+
+    Args:
+        min_vals: smallest value of each group, floating point.
+        max_vals: largest value of each group, same shape and dtype.
+        args: the format.
+
+    Returns:
+        As `calculate_qparams`.
+    """
+    global_scale = calculate_global_scale(min_vals, max_vals) if args.has_global_scale else None
+    return calculate_qparams(min_vals, max_vals, args, global_scale)
 
 
 def _symmetric_scale(max_abs: Tensor, largest_code: Tensor, args: QuantizationArgs, global_scale: Tensor | None) -> Tensor:

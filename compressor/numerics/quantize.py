@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from compressor.errors import NumericsError, SchemeError
-from compressor.numerics.formats import encode_, snap_
+from compressor.numerics.formats import encode_, last_step, snap_
 from compressor.numerics.qparams import QParams, calculate_qparams
 from compressor.numerics.scheme import QuantizationArgs
 
 
 @torch.no_grad()
-def quantize(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor | None = None) -> Tensor:
+def quantize(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor | None = None, *, checked: bool = True) -> Tensor:
     """Turn real values into codes.
 
     Args:
@@ -28,6 +28,7 @@ def quantize(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor 
         qparams: scale and zero point, as the strategy shapes them.
         args: the format.
         g_idx: int32 [C], the group of each column; strategy "group" only.
+        checked: False reads nothing on the host: NaN then becomes some code.
 
     Returns:
         Codes shaped like x, int8 or float8_e4m3fn.
@@ -37,7 +38,7 @@ def quantize(x: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: Tensor 
         SchemeError: the columns do not divide into groups.
     """
     scaled = _divide(*_align(x, qparams, args, g_idx))
-    if scaled.numel() and bool(torch.aminmax(scaled).min.isnan()):
+    if checked and scaled.numel() and bool(torch.aminmax(scaled).min.isnan()):
         raise NumericsError(
             f"tensor {tuple(x.shape)}: a value or its scale is NaN, which no code stands for; look for NaN in weights or data"
         )
@@ -88,6 +89,29 @@ def fake_quantize(x: Tensor, qparams: QParams, args: QuantizationArgs) -> Tensor
     codes = snap_(scaled, args.type, args.num_bits).to(aligned.scale.dtype)
     values = _multiply_(codes, aligned).reshape(x.shape)
     return values.to(x.dtype) if args.is_grouped else values
+
+
+@torch.no_grad()
+def inside_range(x: Tensor, qparams: QParams, args: QuantizationArgs) -> Tensor:
+    """Tell which values are rounded and which are cut off, for gradients that go straight through rounding but not through cutting off.
+
+    A value counts as inside as long as it lies less than one step beyond the last code: symmetric scales of compressed-tensors put the
+    largest value of a group half a step beyond it, and a weight without a gradient would remain the largest.
+
+    Args:
+        x: [R, C] weight, or an activation [..., C]; not modified.
+        qparams: scale and zero point, as the strategy shapes them.
+        args: the format.
+
+    Returns:
+        Bool, shaped like x.
+
+    Raises:
+        SchemeError: the columns do not divide into groups.
+    """
+    scaled = _divide(*_align(x, qparams, args, None))
+    (low, high), step = args.code_range, last_step(args.type, args.num_bits)
+    return ((scaled > low - step) & (scaled < high + step)).reshape(x.shape)
 
 
 @torch.no_grad()
