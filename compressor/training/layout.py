@@ -20,6 +20,7 @@ from compressor.training.operators import IDLE, Extent, Record
 # Bytes; as torch's own allocators. Some of LAPACK's routines give other bits for the same values at another alignment.
 _ALIGNMENT = {"cpu": 64}
 _DEFAULT_ALIGNMENT = 512
+_SINGLE = 16  # bytes of the largest element
 
 
 @dataclass(frozen=True)
@@ -102,34 +103,31 @@ def place(sizes: Sequence[int], first: Sequence[int], last: Sequence[int], *, al
         sizes: bytes of each.
         first: begin of each life.
         last: end of each life, inclusive.
-        alignment: the offsets are multiples of it.
+        alignment: the offsets are multiples of it, those of single numbers of `_SINGLE`.
 
     Returns:
         The offsets, and the size of the arena.
     """
-    rounded = [-(-size // alignment) * alignment for size in sizes]
-    starts, ends = np.asarray(first), np.asarray(last)
+    starts, ends, widths = (np.asarray(values, dtype=np.int64) for values in (first, last, sizes))
     offsets = np.zeros(len(sizes), dtype=np.int64)
-    widths = np.asarray(rounded, dtype=np.int64)
     done = np.zeros(len(sizes), dtype=bool)
-    for number in sorted(range(len(sizes)), key=lambda k: (-rounded[k], first[k])):
-        if rounded[number]:
+    for number in sorted(range(len(sizes)), key=lambda k: (-sizes[k], first[k])):
+        if sizes[number]:
             rivals = np.flatnonzero(done & (starts <= ends[number]) & (ends >= starts[number]))
-            offsets[number] = _best_gap(offsets[rivals], widths[rivals], rounded[number])
+            unit = _SINGLE if sizes[number] <= _SINGLE else alignment
+            offsets[number] = _best_gap(offsets[rivals], widths[rivals], sizes[number], unit)
             done[number] = True
     return offsets.tolist(), int((offsets + widths).max(initial=0))
 
 
-def _best_gap(offsets: Any, widths: Any, size: int) -> int:
+def _best_gap(offsets: Any, widths: Any, size: int, unit: int) -> int:
     """Find the smallest gap that fits between taken ranges, or the end of the last."""
     order = np.argsort(offsets, kind="stable")
-    begins, ends = offsets[order], np.maximum.accumulate((offsets + widths)[order])
-    gap_begins = np.concatenate(([0], ends[:-1])) if len(ends) else ends
-    gaps = begins - gap_begins
-    fitting = np.flatnonzero(gaps >= size)
-    if len(fitting):
-        return int(gap_begins[fitting[np.argmin(gaps[fitting])]])
-    return int(ends[-1]) if len(ends) else 0
+    ends = np.concatenate(([0], np.maximum.accumulate((offsets + widths)[order])))
+    begins = -(-ends // unit) * unit
+    rooms = offsets[order] - begins[:-1]
+    fitting = np.flatnonzero(rooms >= size)
+    return int(begins[fitting[np.argmin(rooms[fitting])]] if len(fitting) else begins[-1])
 
 
 def _operands(record: Record) -> list[Any]:
