@@ -47,8 +47,8 @@ def host_facts(step: TrainStep) -> dict[str, object]:
         facts[f"content of {held.name}"] = held.facts()
     for name, module in other_modules(step).items():
         facts[name] = {**_module_facts(module), **{key: Same(value) for key, value in module.state_dict(keep_vars=True).items()}}
-    for cls, content in classes(step).items():
-        facts[f"class {cls.__qualname__}"] = {key: frozen(value) for key, value in content.items() if not key.startswith("__")}
+    for number, (cls, content) in enumerate(classes(step).items()):  # two classes may have one name
+        facts[f"class {cls.__qualname__} ({number})"] = {key: frozen(value) for key, value in content.items() if not key.startswith("__")}
     return facts
 
 

@@ -106,6 +106,21 @@ def other_modules(step: TrainStep) -> dict[str, nn.Module]:
     return found
 
 
+def own_generators(step: TrainStep) -> list[torch.Generator]:
+    """List the random generators of torch that modules and functions hold.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Each once.
+    """
+    values = [value for module in step.model.modules() for value in module.__dict__.values()]
+    values += [value for held in containers(step) for value in held.values()]
+    values += [getter() for _, getter in variables(step)]
+    return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
+
+
 def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
     for name, module in step.model.named_modules():
         for key, value in module.__dict__.items():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import IOBase
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from compressor.errors import HostReadError, ReplayError, UntrackedRandomnessError
+from compressor.errors import GuardDriftError, HostReadError, ReplayError, UntrackedRandomnessError
 from compressor.training.held import containers
 from compressor.training.reached import variables
 from compressor.training.step import TrainStep
@@ -45,11 +46,13 @@ def watching_host(step: TrainStep) -> Iterator[None]:
         Nothing.
 
     Raises:
+        GuardDriftError: the step reaches an iterator.
         HostReadError: a tensor was read without an operator.
         UntrackedRandomnessError: a generator of Python or numpy was moved; those of the two modules are set back.
     """
     numpy_state: Any = np.random.get_state(legacy=True)
     python_state = random.getstate()
+    _refuse_iterators(step)
     own = {name: (generator, _state(generator)) for name, generator in _generators(step)}
     try:
         with _Reads():
@@ -69,6 +72,31 @@ def watching_host(step: TrainStep) -> Iterator[None]:
         raise UntrackedRandomnessError(
             f"the step draws from {moved}, and what it drew would be frozen; draw outside, and give the result with the batch"
         )
+
+
+@contextmanager
+def host_generators_kept() -> Iterator[None]:
+    """Set the generators of Python and numpy back after the block.
+
+    Yields:
+        Nothing.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        _put_back(python_state, numpy_state)
+
+
+def _refuse_iterators(step: TrainStep) -> None:
+    """An iterator that the step names moves on when it runs, and where it stands cannot be seen."""
+    for name, getter in variables(step):
+        value = getter()
+        if isinstance(value, Iterator) and not isinstance(value, IOBase):
+            raise GuardDriftError(
+                f"{name}: it is an iterator ({type(value).__name__}), which a replay would not advance; take from it outside of the step, "
+                "and give what it gave with the batch"
+            )
 
 
 def _put_back(python_state: Any, numpy_state: Any) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from compressor.errors import ProofError, ReplayError, SignatureDriftError
-from compressor.training.batch import Batch
+from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Engine
+from compressor.training.host_watch import host_generators_kept
 from compressor.training.plan import Plan, record
 from compressor.training.signature import drift
 from compressor.training.snapshot import Snapshot
+from compressor.training.step import TrainStep
 
 
 def prove(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
@@ -40,6 +43,41 @@ def prove(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
         raise
     plan.proven_with_other_batch = plan.proven_with_other_batch or unseen
     return loss
+
+
+def eager_end(step: TrainStep, buffers: InputBuffers, engine: Engine, generators: list[torch.Generator]) -> Snapshot:
+    """Run one eager step to see where it leads, and go back: state, inputs and random generators are as before the call.
+
+    Args:
+        step: the step.
+        buffers: hold its batch.
+        engine: the device's engine.
+        generators: random generators of its own that the step draws from.
+
+    Returns:
+        The state after the step, its loss among it.
+    """
+    start = Snapshot.take(step, generators)
+    inputs = {path: tensor.clone() for path, tensor in buffers.tensors.items()}
+    with host_generators_kept():
+        end = Snapshot.take(step, generators, engine.eager(lambda: step(buffers.batch)))
+    start.put_back(step, generators)
+    for path, tensor in buffers.tensors.items():
+        tensor.copy_(inputs[path])
+    return end
+
+
+def compare_recorded(eager: Snapshot, recorded: Snapshot) -> None:
+    """Refuse a step that gives other values while it is recorded.
+
+    Args:
+        eager: the state after the eager step.
+        recorded: the state after the recorded one.
+
+    Raises:
+        ProofError: they differ.
+    """
+    _compare(eager, recorded, "recorded", "a compiled region, or code that asks whether it is watched")
 
 
 def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:

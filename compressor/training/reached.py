@@ -115,6 +115,11 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         hooks = (*(parameter._backward_hooks or {}).values(), *(after or {}).values())
         yield from ((f"a hook of {name}", hook) for hook in hooks if _is_function(hook))
+    optimizer = step.optimizer
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    yield from (("a hook of the optimizer", hook) for hook in hooks if _is_function(hook))
+    if not is_foreign(type(optimizer).__module__):
+        yield "step() of the optimizer", optimizer.step
     for cls in dict.fromkeys(map(type, step.model.modules())):
         yield from ((f"{function.__qualname__}", function) for function in _methods(cls, "forward", set()))
 

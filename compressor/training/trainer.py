@@ -20,9 +20,11 @@ from compressor.progress import Progress, SilentProgress
 from compressor.training.batch import Batch, InputBuffers, batch_key, num_tokens
 from compressor.training.devices import engine_for
 from compressor.training.digests import rng_states, set_rng_states
+from compressor.training.engine import Captured
+from compressor.training.held import own_generators
 from compressor.training.optimizers import Factor, RateSchedule
 from compressor.training.plan import Plan, record
-from compressor.training.proof import prove
+from compressor.training.proof import compare_recorded, eager_end, prove
 from compressor.training.signature import drift
 from compressor.training.snapshot import Snapshot
 from compressor.training.step import TrainStep
@@ -204,8 +206,8 @@ class Trainer:
         if self.mode == "capture":
             return self._captured_once(known, batch)
         if known.plan is None:
-            known.plan = self._undone_on_error(lambda: Plan(self.step, batch, self._engine))
-            return _first_loss(known.plan)
+            known.plan, loss = self._compared_with_eager(batch, lambda: self._first_plan(batch))
+            return loss
         if self.last_action == "replay":
             return known.plan(batch)
         loss = prove(known.plan, batch, self._engine)
@@ -244,7 +246,7 @@ class Trainer:
     def _captured_once(self, known: _KeyRecord, batch: Batch) -> Tensor:
         """Run one step under the recorder, and hold its signature against the first of the key."""
 
-        def run() -> Tensor:
+        def capture() -> tuple[Captured, Tensor]:
             captured = record(self.step, InputBuffers(batch), self._engine)
             if not captured.ran_at_capture:
                 captured.replay()
@@ -252,16 +254,33 @@ class Trainer:
             if moved is not None:
                 raise SignatureDriftError(f"step {self.num_steps} is another one than the first with its plan key: {moved}")
             known.lines = captured.lines
-            return captured.loss.clone()
+            return captured, captured.loss.clone()
+
+        return (self._undone_on_error(capture) if known.lines else self._compared_with_eager(batch, capture))[1]
+
+    def _first_plan(self, batch: Batch) -> tuple[Plan, Tensor]:
+        plan = Plan(self.step, batch, self._engine)
+        return plan, _first_loss(plan)
+
+    def _compared_with_eager(self, batch: Batch, capture: Callable[[], tuple[T, Tensor]]) -> tuple[T, Tensor]:
+        """Capture a step, and refuse it where the eager one leads elsewhere: being watched must not change what is watched."""
+
+        def run() -> tuple[T, Tensor]:
+            generators = own_generators(self.step)
+            eager = eager_end(self.step, InputBuffers(batch), self._engine, generators)
+            captured, loss = capture()
+            compare_recorded(eager, Snapshot.take(self.step, generators, loss))
+            return captured, loss
 
         return self._undone_on_error(run)
 
     def _undone_on_error(self, run: Callable[[], T]) -> T:
-        start = Snapshot.take(self.step)
+        generators = own_generators(self.step)
+        start = Snapshot.take(self.step, generators)
         try:
             return self.step.ranks.together(run)
         except ReplayError:
-            start.put_back(self.step)
+            start.put_back(self.step, generators)
             raise
 
 
