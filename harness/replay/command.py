@@ -30,6 +30,9 @@ ACTIONS: Mapping[str, Action] = {
         "exchange the implementation of an op in a training step: local error, grown error, time beside its control",
         "harness.replay.kernels_command",
     ),
+    "sabotage": Action(
+        "break the ops of a captured step one at a time, and see whether `locate` names the very one", "harness.replay.sabotage_command"
+    ),
 }
 
 

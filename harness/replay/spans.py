@@ -22,6 +22,11 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), begin, (_length(tensor),), (1,))
 
 
+def first_byte(tensor: Tensor) -> Tensor:
+    """Return the first byte of a tensor's first element, as a view; on a little-endian machine its lowest."""
+    return _bytes_of(tensor)[:1]
+
+
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Say whether two tensors span a byte in common. Their addresses tell: storages of a tape are cut from one memory.
 
