@@ -29,7 +29,7 @@ class Identities:
         self._step = step
         # A module or parameter that comes or goes changes a table of one that is watched.
         tables = [table for module in (*step.model.modules(), *other_modules(step).values()) for table in _tables(module)]
-        self._parameters = list(step.model.parameters())
+        self._parameters = list(step.parameters().values())
         self._states = [step.optimizer.state.get(parameter, {}) for group in step.optimizer.param_groups for parameter in group["params"]]
         optimizer = step.optimizer
         own = (optimizer.__dict__, optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
@@ -78,7 +78,8 @@ def _tables(module: nn.Module) -> list[dict[str, object]]:
 
 def _tensors(step: TrainStep) -> list[Tensor]:
     """List every tensor but the gradients; whoever replaces one replaces an object that is watched."""
-    return [tensor for name, tensor in step.tensors().items() if not name.startswith(("grad:", "param:"))] + list(step.model.parameters())
+    others = [tensor for name, tensor in step.tensors().items() if not name.startswith(("grad:", "param:"))]
+    return others + list(step.parameters().values())
 
 
 def _hooks(parameter: Tensor) -> list[object]:

@@ -169,10 +169,11 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     Returns:
         Tensors, in the order of the schema.
     """
-    hidden = HIDDEN_WRITES.get(func._schema.name, frozenset())
+    values = {argument.name: args[i] if i < len(args) else kwargs.get(argument.name) for i, argument in enumerate(func._schema.arguments)}
+    # A layer in eval mode reads its statistics only, as a teacher's does.
+    hidden = HIDDEN_WRITES.get(func._schema.name, frozenset()) if values.get("training", True) else frozenset()
     found: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
+    for argument in func._schema.arguments:
         if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in hidden:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            found += [leaf for leaf in tree_leaves(values[argument.name]) if isinstance(leaf, Tensor)]
     return found

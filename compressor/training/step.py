@@ -177,6 +177,14 @@ class TrainStep:
         """
         return tuple((m.flags.started, m.flags.ended, m.plan_key() if isinstance(m, HasPlanKey) else m.flags.due) for m in self.modifiers)
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the model's parameters by name, and those of the optimizer that lie outside of it by their place there."""
+        named = dict(self.model.named_parameters())
+        inside = {id(parameter) for parameter in named.values()}
+        for number, group in enumerate(self.optimizer.param_groups):
+            named |= {f"group{number}[{place}]": p for place, p in enumerate(group["params"]) if id(p) not in inside}
+        return named
+
     def tensors(self) -> dict[str, Tensor]:
         """List everything that the step may read or write between steps, by role and name."""
         return dict(self._tensors())
@@ -217,7 +225,7 @@ class TrainStep:
             modifier.update_event(self.session.state, event)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.parameters().items():
             yield f"param:{name}", parameter.detach()
             if parameter.grad is not None:
                 yield f"grad:{name}", parameter.grad
@@ -230,11 +238,11 @@ class TrainStep:
                 yield from ((f"modifier{number}.{key}", value) for key, value in modifier.training_tensors().items())
 
     def _optimizer_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        names = {parameter: name for name, parameter in self.parameters().items()}
         for number, group in enumerate(self.optimizer.param_groups):
             yield from ((f"group{number}.{key}", value) for key, value in group.items() if isinstance(value, Tensor))
-            for place, parameter in enumerate(group["params"]):
-                name = names.get(parameter, f"group{number}[{place}]")
+            for parameter in group["params"]:
+                name = names[parameter]
                 state = self.optimizer.state.get(parameter, {})
                 yield from ((f"opt.{key}:{name}", value) for key, value in state.items() if isinstance(value, Tensor))
 
