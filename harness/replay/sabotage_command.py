@@ -71,6 +71,7 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     import torch
 
     from compressor.progress import RichProgress, SilentProgress
+    from compressor.training.tape import Tape
     from harness.replay.kernel_match import find_ops
     from harness.replay.kernel_sources import plan_on_tape
     from harness.replay.models import Size, steps_of
@@ -79,7 +80,9 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     subject = steps_of(args.model, Size(args.batch_size, args.seq_length), device="cpu")
     torch.manual_seed(args.seed)
     plan = plan_on_tape(subject.factory(), subject.batch_at)
-    ops = plan.captured.ops
+    tape = plan.captured
+    assert isinstance(tape, Tape)
+    ops = tape.ops
     running = [op for op in ops if op.run is not None]
     chosen = find_ops(ops, args.op) if args.op else running if args.all else one_of_each(ops)
     progress = RichProgress() if sys.stderr.isatty() else SilentProgress()
