@@ -26,9 +26,8 @@ class ConstantPruningModifier(PruningModifier):
     def on_start(self, state: State, event: Event) -> None:
         """Take note of the zeros."""
         super().on_start(state, event)
-        for (name, mask), weight in zip(self._pruned.items(), self.weights(), strict=True):
+        for mask, weight in zip(self._pruned.values(), self.weights(), strict=True):
             mask.copy_(weight == 0)
-            self._removed[name] = 0.0
 
     def on_end(self, state: State, event: Event) -> None:
         """Let the weights go."""

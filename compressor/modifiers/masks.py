@@ -40,7 +40,7 @@ class PruningModifier(Modifier):
     _pruned: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _active: bool = PrivateAttr(default=False)
     _worked: bool = PrivateAttr(default=False)
-    _removed: dict[str, float] = PrivateAttr(default_factory=dict)
+    _removed: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
     @field_validator("targets", "ignore", mode="before")
     @classmethod
@@ -52,8 +52,9 @@ class PruningModifier(Modifier):
         return "masked" if self._active else "free"
 
     def training_tensors(self) -> Mapping[str, Tensor]:
-        """Return the masks, True where a weight is kept at zero; they are there from the start on."""
-        return {f"{name}.pruned": mask for name, mask in self._pruned.items()}
+        """Return the masks, True where a weight is kept at zero, and what they removed; they are there from the start on."""
+        masks = {f"{name}.pruned": mask for name, mask in self._pruned.items()}
+        return masks | {f"{name}.removed": share for name, share in self._removed.items()}
 
     def on_initialize(self, state: State) -> bool:
         """Find the weights; nothing is changed yet."""
@@ -152,6 +153,7 @@ class PruningModifier(Modifier):
     def begin(self) -> None:
         """Make masks that keep everything, and let them count."""
         self._pruned = {name: torch.zeros_like(weight_rows(module), dtype=torch.bool) for name, module in self._modules.items()}
+        self._removed = {name: torch.zeros((), dtype=torch.float64, device=mask.device) for name, mask in self._pruned.items()}
         self._active = self._worked = True
 
     @torch.no_grad()
@@ -164,7 +166,7 @@ class PruningModifier(Modifier):
         for (name, module), mask in zip(self._modules.items(), masks, strict=True):
             weight = weight_rows(module).float()
             energy = weight.square().sum()
-            self._removed[name] = float((weight.square() * mask).sum() / energy) if float(energy) > 0 else 0.0
+            self._removed[name].copy_((weight.square() * mask).sum() / energy.clamp_min(torch.finfo(energy.dtype).tiny))
             self._pruned[name].copy_(mask)
         self.apply()
 
@@ -186,7 +188,8 @@ class PruningModifier(Modifier):
     def _record(self, state: State, name: str, sparsity: float) -> None:
         known = state.report.modules.get(name)
         if known is None:
-            known = ModuleRecord(name, type(self).__name__, self.scheme_label(), self._removed.get(name, 0.0))
+            removed = self._removed.get(name)
+            known = ModuleRecord(name, type(self).__name__, self.scheme_label(), 0.0 if removed is None else float(removed))
         state.report.modules[name] = dataclasses.replace(known, details={**known.details, "sparsity": sparsity})
 
 

@@ -148,7 +148,8 @@ class Trainer:
         """
         losses: list[float] = []
         with self._progress.task("train", max(num_steps, self.num_steps)) as task:
-            task.advance(self.num_steps)
+            if self.num_steps:
+                task.advance(self.num_steps)
             seconds, tokens = 0.0, 0
             while self.num_steps < num_steps:
                 number, begin = self.num_steps, time.monotonic()

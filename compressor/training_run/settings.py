@@ -130,12 +130,14 @@ def check_recipe(modifiers: tuple[Modifier, ...], length: float, unit: str) -> l
     """
     notes = []
     for modifier in modifiers:
-        listens = type(modifier).on_event is not Modifier.on_event
-        if modifier.start is None and not listens:
-            raise UserInputError(
-                f"{modifier.label}: it has no start, so training would never begin it; give start (0 for the whole run), "
-                "or compress with `compressor oneshot` after the training"
+        takes_part = _overrides(modifier, "on_start", "on_update", "on_end", "on_event")
+        if not takes_part or (modifier.start is None and (_overrides(modifier, "on_start") or not _overrides(modifier, "on_event"))):
+            why = (
+                "it has no start, so training would never begin it; give start (0: from the first step)"
+                if takes_part
+                else ("it takes no part in training; leave it out")
             )
+            raise UserInputError(f"{modifier.label}: {why}, or compress with `compressor oneshot` after the training")
         if modifier.start is not None and modifier.start >= length:
             raise UserInputError(
                 f"{modifier.label}: start={modifier.start:g} is not reached in a run of {length:g} {unit}; "
@@ -144,6 +146,10 @@ def check_recipe(modifiers: tuple[Modifier, ...], length: float, unit: str) -> l
         if modifier.end is not None and modifier.end > length:
             notes.append(f"{modifier.label}: end={modifier.end:g} lies behind the run of {length:g} {unit}, so it is cut short")
     return notes
+
+
+def _overrides(modifier: Modifier, *callbacks: str) -> bool:
+    return any(getattr(type(modifier), name) is not getattr(Modifier, name) for name in callbacks)
 
 
 def training_fingerprint(

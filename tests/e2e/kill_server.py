@@ -1,6 +1,6 @@
-"""A process that forks one child per run of `oneshot`, and has it killed at a chosen moment. A script: JSON lines in, JSON lines out.
+"""A process that forks one child per run of `oneshot` or `train`, and has it killed at a chosen moment. A script: JSON lines in and out.
 
-A request: {"model", "recipe", "dataset", "output_dir", ...arguments of oneshot, "kill"}. `kill` is null; or {"event": n, "moment":
+A request: {"model", "recipe", "dataset", "output_dir", ...arguments of the verb, "verb", "kill"}. `kill` is null; or {"event": n, "moment":
 "before" | "middle" | "after"}, which kills at the n-th call that changes the disk; or {"seconds": s, "signal": "KILL" | "INT"}; or
 {"full_from": n}, which fails every write from the n-th call on for lack of space; or {"file_size": n}, which lets no file grow beyond n
 bytes. The answer: {"signal", "seconds", "events", "error", "resumed", "modules"}. {"warm": true} runs without forking. Forking saves the
@@ -97,11 +97,11 @@ def child(request: dict[str, Any], answer: int) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (kill["file_size"], kill["file_size"]))
-    from compressor import CompressorError, oneshot
+    from compressor import CompressorError
 
     outcome: dict[str, Any] = {"error": None, "resumed": None}
     try:
-        result = oneshot(request.pop("model"), **request)
+        result = verb(request)(request.pop("model"), **request)
         outcome["resumed"] = result.resumed
         outcome["modules"] = list(result.report.modules)
     except (CompressorError, KeyboardInterrupt) as error:
@@ -110,6 +110,23 @@ def child(request: dict[str, Any], answer: int) -> None:
     outcome["events"] = saboteur.events
     with os.fdopen(answer, "w") as stream:
         json.dump(outcome, stream)
+
+
+def verb(request: dict[str, Any]) -> Callable[..., Any]:
+    from compressor import oneshot, train
+
+    return {"oneshot": oneshot, "train": train}[request.pop("verb", "oneshot")]
+
+
+def warm(request: dict[str, Any]) -> None:
+    """Import and load; a backward pass would start threads that a fork leaves behind."""
+    from compressor.model.load import load_model
+
+    if request.get("verb") == "train":
+        verb(request)
+        load_model(request["model"])
+    else:
+        verb(request)(request.pop("model"), **request)
 
 
 def serve(request: dict[str, Any]) -> dict[str, Any]:
@@ -137,15 +154,13 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     import torch
 
-    from compressor import oneshot
-
     torch.set_num_threads(1)
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         request = json.loads(line)
         if request.pop("warm", False):  # in this process, so that every child finds its imports done
             request.pop("kill", None)
-            oneshot(request.pop("model"), **request)
+            warm(request)
             reply: dict[str, Any] = {}
         else:
             reply = serve(request)

@@ -156,7 +156,7 @@ def test_fit_goes_on_where_it_stood_and_shows_what_it_does(new_trainer, cases, b
     assert len(trainer.fit(batches, 4)) == 4
     seen = []
     assert len(trainer.fit(batches, 7, each=lambda number, loss: seen.append(number))) == 3 and seen == [4, 5, 6]
-    assert notes[0] == ("train", 4) and notes[5] == ("train", 3)
+    assert notes[0] == ("train", 4) and notes[5] == ("train", 7)
     assert all(word in notes[-1] for word in ("loss ", "lr 1.00e-02", "tokens/s", "replay"))
 
 
