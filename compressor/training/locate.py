@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from compressor.errors import UserInputError
 from compressor.training.batch import Batch
-from compressor.training.digests import content_digest
+from compressor.training.digests import content_digest, same_bits
 from compressor.training.operators import IDLE, Record
 from compressor.training.plan import Plan
 from compressor.training.recorder import Recorder
 from compressor.training.snapshot import Snapshot
 from compressor.training.tape import Tape
+from compressor.training.trespass import FAILURES, find_trespasser, operands_of
 from compressor.training.whereabouts import Whereabouts
 
 
@@ -28,6 +31,7 @@ class Difference:
         replay: its line on the tape.
         num_differing: number of operators that differ from there on.
         num_ops: number of operators.
+        note: what else is known of it; "" where its own results differ.
     """
 
     index: int
@@ -36,11 +40,13 @@ class Difference:
     replay: str
     num_differing: int
     num_ops: int
+    note: str = ""
 
     def __str__(self) -> str:
         """Spell it on three lines."""
+        note = f" ({self.note})" if self.note else ""
         return (
-            f"{self.place} is the first that differs, and {self.num_differing} of {self.num_ops} do\n"
+            f"{self.place} is the first that differs{note}, and {self.num_differing} of {self.num_ops} do\n"
             f"  eager:  {self.eager}\n  replay: {self.replay}"
         )
 
@@ -62,19 +68,51 @@ def locate(plan: Plan, batch: Batch) -> Difference | None:
     if not isinstance(tape, Tape):
         raise UserInputError(f"locate: the plan is a {type(tape).__name__}, which cannot be watched; capture the step on the CPU")
     start = Snapshot.take(plan.step, tape.generators)
-    try:
-        plan.buffers.bind(batch)
-        eager = _eager_digests(plan)
+
+    def rewind() -> None:
         start.put_back(plan.step, tape.generators)
         plan.buffers.bind(batch)
+
+    try:
+        rewind()
+        eager, loss = _eager_digests(plan)
+        end = Snapshot.take(plan.step, tape.generators, loss)
+        rewind()
         replayed: list[tuple[str, ...]] = []
         _watch(tape, replayed)
+        differing = _differing(end, Snapshot.take(plan.step, tape.generators, tape.loss))
+        found = _first(tape, eager, replayed)
+        return _trespass(plan, tape, found, differing, rewind) or found
     finally:
         start.put_back(plan.step, tape.generators)
-    return _first(tape, eager, replayed)
 
 
-def _eager_digests(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
+def _differing(eager: Snapshot, replay: Snapshot) -> list[str]:
+    names = [name for name, tensor in eager.tensors.items() if not same_bits(tensor, replay.tensors[name])]
+    moved = any(not torch.equal(one, other) for one, other in zip(eager.rng, replay.rng, strict=True))
+    return names + ["random generators"] * moved
+
+
+def _trespass(plan: Plan, tape: Tape, found: Difference | None, differing: list[str], rewind: Callable[[], None]) -> Difference | None:
+    """Look for an operator that changed what it does not own, so that `found`, or what the step leaves, is not to blame."""
+    if found is None and not differing:
+        return None
+    if found is not None:
+        end, victim = found.index, found.place
+        operands, draws, count = operands_of(tape.ops[end]), tape.ops[end].seeded, found.num_differing
+    else:
+        left = {**plan.step.tensors(), "loss": tape.loss}
+        end, victim, draws, count = len(tape.ops), "what the step leaves", True, 0
+        operands = [left[name] for name in differing if name in left]
+    index = find_trespasser(tape, operands, end, draws, rewind)
+    if index is None:
+        return None
+    op = tape.ops[index]
+    note = f"it changes what it does not own, which {victim} gets"
+    return Difference(index, op.place, op.line, op.line, count + 1, len(tape.ops), note)
+
+
+def _eager_digests(plan: Plan) -> tuple[list[tuple[str, tuple[str, ...]]], Tensor]:
     step, seen = plan.step, []
     whereabouts = Whereabouts(step.model)
     roles: dict[str, Tensor] = {
@@ -92,8 +130,8 @@ def _eager_digests(plan: Plan) -> list[tuple[str, tuple[str, ...]]]:
         recorder.phase = phase
 
     with whereabouts.watching(), step.marking(mark), recorder:
-        step(plan.buffers.batch)
-    return seen
+        loss = step(plan.buffers.batch)
+    return seen, loss
 
 
 def _digests(op: Record, written: list[Tensor]) -> tuple[str, ...]:
@@ -108,7 +146,7 @@ def _watch(tape: Tape, replayed: list[tuple[str, ...]]) -> None:
     """Replay until the end, or until an operator fails: what made it fail lies before it, or is the operator itself."""
     try:
         tape.replay_watched(lambda op: replayed.append(_digests(op, op.written())))
-    except (RuntimeError, IndexError, ValueError):
+    except FAILURES:
         replayed += [("failed",)] * (len(tape.ops) - len(replayed))
 
 
