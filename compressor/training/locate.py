@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.errors import UserInputError
 from compressor.training.batch import Batch
-from compressor.training.digests import content_digest, same_bits
+from compressor.training.digests import content_digest, rng_digest, same_bits
 from compressor.training.operators import IDLE, Record
 from compressor.training.plan import Plan
 from compressor.training.recorder import Recorder
@@ -139,7 +139,8 @@ def _digests(op: Record, written: list[Tensor]) -> tuple[str, ...]:
         return ()
     if op.func._schema.name == "aten::mkldnn_rnn_layer":
         written = written[:3]  # the rest is a workspace with gaps
-    return tuple(content_digest(tensor) for tensor in written)
+    drawn = (rng_digest().hex(),) if op.seeded else ()  # an operator that draws also moves the generator
+    return (*(content_digest(tensor) for tensor in written), *drawn)
 
 
 def _watch(tape: Tape, replayed: list[tuple[str, ...]]) -> None:

@@ -49,15 +49,12 @@ _Lives = Sequence[tuple[Tensor, int]]
 
 
 def _last_writer(ops: Sequence[Op], tensor: Tensor, end: int) -> int:
-    """Return the last operator before `end` that writes a tensor, or else allocates it; -1 for one that was there before."""
-    allocated = -1
+    """Return the last operator before `end` that writes a tensor or allocates it; -1 for one that was there before."""
     for op in reversed(ops[:end]):
-        if op.kind not in IDLE:
-            if any(_overlap(written, tensor) for written in op.written()):
-                return op.index
-        elif any(fresh and _overlap(out, tensor) for out, fresh in zip(op.outs, op.fresh, strict=True)):
-            allocated = max(allocated, op.index)
-    return allocated
+        made = op.written() if op.kind not in IDLE else [out for out, fresh in zip(op.outs, op.fresh, strict=True) if fresh]
+        if any(_overlap(one, tensor) for one in made):
+            return op.index
+    return -1
 
 
 def _changed(tape: Tape, lives: _Lives, end: int, rewind: Callable[[], None]) -> _Lives:

@@ -1,7 +1,8 @@
 """Sabotages operators of a captured step one at a time, and sees whether `locate` names the very one.
 
-A check that nothing ever fails proves nothing. So each operator of the tape is left out, or one bit of what it writes is flipped, or it is
-run twice where it writes in place; `locate` must name it. Only where no bit of the step's result depends on it there is nothing to name.
+A check that nothing ever fails proves nothing. So each operator of the tape is left out, or a bit of what it writes is flipped, or it runs
+twice where it writes in place; or it goes astray: a bit of a tensor that is not its own is flipped, a view is written through, a random
+number is drawn. `locate` must name it. Only where no bit of what the step leaves depends on it there is nothing to name.
 """
 
 from __future__ import annotations
@@ -10,49 +11,74 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from compressor.errors import UserInputError
 from compressor.training import Plan, Snapshot, locate
 from compressor.training.operators import Kind, Op
 from compressor.training.tape import Tape
 from harness.replay.kernel_exchange import swapped
-from harness.replay.spans import first_byte
+from harness.replay.spans import first_byte, overlaps_any
 
 Run = Callable[[], object]
 
 
-def _left_out(op: Op, seed: int) -> Run | None:
-    del op, seed
-    return lambda: None
+def _left_out(plan: Plan, op: Op) -> Run | None:
+    del plan
+    return None if op.run is None else lambda: None
 
 
-def _one_bit(op: Op, seed: int) -> Run | None:
-    """Flip the lowest bit of one element of one tensor that the operator writes."""
-    run, written = op.run, [tensor for tensor in op.written() if tensor.numel()]
-    if run is None or not written:
-        return None
-    tensor = written[seed % len(written)]
-
-    def flipped() -> None:
-        run()
-        first_byte(tensor).bitwise_xor_(1)
-
-    return flipped
+def _one_bit(plan: Plan, op: Op) -> Run | None:
+    """Flip the lowest bit of a number that the operator writes."""
+    del plan
+    written = [tensor for tensor in op.written() if tensor.numel()]
+    return None if op.run is None or not written else _then(op.run, _flip(written[op.index % len(written)]))
 
 
-def _twice(op: Op, seed: int) -> Run | None:
-    del seed
-    run = op.run
-    if run is None or op.kind is not Kind.MUTATE:
-        return None
-
-    def doubled() -> None:
-        run()
-        run()
-
-    return doubled
+def _twice(plan: Plan, op: Op) -> Run | None:
+    del plan
+    return _then(op.run, op.run) if op.run is not None and op.kind is Kind.MUTATE else None
 
 
-WAYS: dict[str, Callable[[Op, int], Run | None]] = {"left out": _left_out, "one bit": _one_bit, "twice": _twice}
+def _elsewhere(plan: Plan, op: Op) -> Run | None:
+    """Flip a bit of a parameter, gradient, buffer or state that the operator does not write."""
+    own = [tensor for tensor in op.written() if tensor.numel()]
+    others = [tensor for tensor in plan.step.tensors().values() if tensor.numel() and not overlaps_any(tensor, own)]
+    return None if op.run is None or not others else _then(op.run, _flip(others[op.index % len(others)]))
+
+
+def _on_a_view(plan: Plan, op: Op) -> Run | None:
+    """Let an operator that only makes an alias write through it."""
+    del plan
+    return _flip(op.outs[0]) if op.kind is Kind.VIEW and op.outs[0].numel() else None
+
+
+def _draws(plan: Plan, op: Op) -> Run | None:
+    del plan
+    return None if op.run is None else _then(op.run, lambda: torch.rand(1))
+
+
+def _flip(tensor: Tensor) -> Run:
+    return lambda: first_byte(tensor).bitwise_xor_(1)
+
+
+def _then(one: Run, other: Run) -> Run:
+    def both() -> None:
+        one()
+        other()
+
+    return both
+
+
+WAYS: dict[str, Callable[[Plan, Op], Run | None]] = {
+    "left out": _left_out,
+    "one bit": _one_bit,
+    "twice": _twice,
+    "elsewhere": _elsewhere,
+    "on a view": _on_a_view,
+    "draws": _draws,
+}
 
 
 @dataclass(frozen=True)
@@ -88,11 +114,10 @@ class Trial:
 
 
 def one_of_each(ops: Iterable[Op]) -> list[Op]:
-    """Choose the first operator of each overload, phase and way of repetition; of those that do something."""
+    """Choose the first operator of each overload, phase and way of repetition."""
     found: dict[tuple[str, str, str], Op] = {}
     for op in ops:
-        if op.run is not None:
-            found.setdefault((str(op.func), op.phase, op.kind), op)
+        found.setdefault((str(op.func), op.phase, op.kind), op)
     return list(found.values())
 
 
@@ -128,8 +153,8 @@ def sabotage(
     trials = []
     for op in ops:
         for way in chosen:
-            run = WAYS[way](op, op.index)
-            if run is not None and op.run is not None:
+            run = WAYS[way](plan, op)
+            if run is not None:
                 trials.append(_try(plan, tape, batch, op, way, run, sound))
                 if each is not None:
                     each(trials[-1])

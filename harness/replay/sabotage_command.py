@@ -15,10 +15,11 @@ from harness.verdict import EXIT_CODES, Verdict
 if TYPE_CHECKING:
     from harness.replay.sabotage import Trial
 
-EPILOG = """ways: `left out`, the op does not run; `one bit`, the lowest bit of one number that it writes is flipped; `twice`, an op
-that writes in place runs two times. exit codes: 0 each op was named, or nothing that the step leaves depends on what was done to it; 1 one
-was missed, or another one was named; 3 bad input, or a failure of the harness itself"""
-_WAYS = ("left out", "one bit", "twice")
+EPILOG = """ways: `left out`, the op does not run; `one bit`, the lowest bit of a number that it writes is flipped; `twice`, an op that
+writes in place runs two times; `elsewhere`, it also flips a bit of a tensor that it does not write; `on a view`, an op that only makes an
+alias writes through it; `draws`, it also draws a random number. exit codes: 0 each op was named, or nothing that the step leaves depends on
+what was done to it; 1 one was missed, or another one was named; 3 bad input, or a failure of the harness itself"""
+_WAYS = ("left out", "one bit", "twice", "elsewhere", "on a view", "draws")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--op", metavar="OP", help="ops of this name only, such as aten.silu")
-    chosen.add_argument("--all", action="store_true", help="every op that runs; by default one of each overload and phase")
+    chosen.add_argument("--all", action="store_true", help="every op; by default one of each overload and phase")
     parser.add_argument("--ways", metavar="WAY", nargs="+", choices=_WAYS, default=_WAYS, help="what is done to them (default: all)")
     parser.add_argument("--batch-size", metavar="N", type=int, default=1, help="rows of a batch (default: 1)")
     parser.add_argument("--seq-length", metavar="N", type=int, default=8, help="tokens of a row (default: 8)")
@@ -82,9 +83,7 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     plan = plan_on_tape(subject.factory(), subject.batch_at)
     tape = plan.captured
     assert isinstance(tape, Tape)
-    ops = tape.ops
-    running = [op for op in ops if op.run is not None]
-    chosen = find_ops(ops, args.op) if args.op else running if args.all else one_of_each(ops)
+    chosen = find_ops(tape.ops, args.op) if args.op else tape.ops if args.all else one_of_each(tape.ops)
     progress = RichProgress() if sys.stderr.isatty() else SilentProgress()
     with progress.task("sabotage", len(chosen) * len(args.ways)) as task:
         return sabotage(plan, subject.batch_at(0), chosen, args.ways, each=lambda trial: task.advance(1, trial.place))
