@@ -41,22 +41,41 @@ _Key = tuple[tuple[Hashable, ...], ...]
 
 
 def batch_key(batch: Batch) -> _Key:
-    """Return what a plan must know of a batch: paths, shapes, dtypes and devices of tensors, and the constants themselves.
+    """Return what a plan must know of a batch: paths, shapes, strides, dtypes and devices of tensors, and the constants themselves.
 
     Args:
         batch: a nested structure of tensors and constants.
 
     Returns:
         A key that is equal for batches that fit the same buffers.
+
+    Raises:
+        BindError: a leaf is neither a dense tensor nor a Python constant, or a tensor requires its gradient.
     """
-    return _key_of(named_leaves(batch))
+    leaves = named_leaves(batch)
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise BindError(
+                f"batch{path}: it requires its gradient, which eager would leave on the caller's tensor and a replay would not; "
+                "set requires_grad on a clone in the loss function"
+            )
+    return _key_of(leaves)
 
 
 def _key_of(leaves: dict[str, Any]) -> _Key:
     return tuple(
-        (path, "tensor", tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (path, type(leaf).__name__, leaf)
+        (path, "tensor", tuple(leaf.shape), leaf.dtype, leaf.device, _strides(leaf))
+        if isinstance(leaf, Tensor)
+        else (path, type(leaf).__name__, leaf)
         for path, leaf in sorted(leaves.items())
     )
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides as a buffer would have them: other strides are other kernels, whose last bits may differ."""
+    if tensor.is_contiguous():
+        return ()
+    return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
 def num_tokens(batch: Batch) -> int:

@@ -27,7 +27,7 @@ def host_facts(step: TrainStep) -> dict[str, object]:
     facts: dict[str, object] = dict(settings(step))
     for name, module in step.model.named_modules():
         facts[f"module {name or 'model'}"] = _module_facts(module)
-    for name, parameter in step.model.named_parameters():
+    for name, parameter in step.parameters().items():
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         facts[f"parameter {name}"] = (
             parameter.requires_grad,

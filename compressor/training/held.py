@@ -52,7 +52,7 @@ class Container:
         """Return keys and values that can be compared later: plain ones by value, containers by kind, the rest by identity."""
         if len(self.content) > _MAX_ITEMS:
             return (len(self.content),)
-        return tuple((key, _fact(value)) for key, value in _items(self.content))
+        return tuple((_fact(key), _fact(value)) for key, value in _items(self.content))
 
 
 def containers(step: TrainStep) -> list[Container]:
@@ -145,7 +145,7 @@ def _visit(value: object, name: str, depth: int, found: dict[int, Container]) ->
         return
     spell: Callable[[object], str] = "[{!r}]".format if isinstance(value, list | dict) else ".{}".format
     for key, item in _items(content):
-        _visit(item, name + spell(key), depth - 1, found)
+        _visit(item, name + spell(key if type(key) in _PLAIN else type(key).__name__), depth - 1, found)
 
 
 def _items(content: Any) -> list[tuple[object, object]]:

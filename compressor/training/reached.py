@@ -8,6 +8,7 @@ the code of torch and transformers is not followed.
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -21,6 +22,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_ITEMS = 64
 _FOREIGN = frozenset({"torch", "transformers", "compressor", "torchvision", "torchaudio", "peft", "accelerate"})
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WATCHED = frozenset({"state", "param_groups", "defaults"})  # what an optimizer holds is watched by name already
 Getter = Callable[[], object]
 
 
@@ -111,7 +113,7 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
         yield from ((f"attribute '{key}' of {where}", value) for key, value in module.__dict__.items() if _is_function(value))
         for table in HOOKS:
             yield from ((f"a hook of {where}", hook) for hook in module.__dict__[table].values() if _is_function(hook))
-    for name, parameter in step.model.named_parameters():
+    for name, parameter in step.parameters().items():
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         hooks = (*(parameter._backward_hooks or {}).values(), *(after or {}).values())
         yield from ((f"a hook of {name}", hook) for hook in hooks if _is_function(hook))
@@ -126,8 +128,8 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
 
 def _methods(cls: type, name: str, seen: set[str]) -> Iterator[FunctionType]:
     """Follow a method into the methods of the same class whose names it says."""
-    function = getattr(cls, name, None)
-    if name in seen or not isinstance(function, FunctionType) or is_foreign(function.__module__):
+    function = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
+    if name in seen or not isinstance(function, FunctionType) or is_foreign(_home(function)):
         return
     seen.add(name)
     yield function
@@ -140,10 +142,16 @@ def _attributes(holder: object, function: FunctionType, name: str) -> Iterator[t
     if isinstance(holder, nn.Module | type) or is_foreign(type(holder).__module__):
         return
     said: set[str] = set()
-    for method in (function, *_methods(type(holder), function.__name__, set())):
+    for method in (inspect.unwrap(function), *_methods(type(holder), function.__name__, set())):
         said |= _said(method.__code__, ("LOAD_ATTR", "LOAD_METHOD"))
     values = getattr(holder, "__dict__", {})
-    yield from ((f"attribute '{key}' of the object of {name}", partial(values.get, key)) for key in sorted(said & values.keys()))
+    keys = sorted((said & values.keys()) - _WATCHED)
+    yield from ((f"attribute '{key}' of the object of {name}", partial(values.get, key)) for key in keys)
+
+
+def _home(function: FunctionType) -> str:
+    """The module whose code a function runs; a decorator of torch takes over the name of what it wraps, but not its globals."""
+    return str(function.__globals__.get("__name__"))
 
 
 def _is_function(value: object) -> bool:
@@ -153,9 +161,13 @@ def _is_function(value: object) -> bool:
 def _reach(function: object, name: str, seen: set[int]) -> Iterator[tuple[str, Getter]]:
     if isinstance(function, MethodType):
         function = function.__func__
-    if not isinstance(function, FunctionType) or id(function) in seen or is_foreign(function.__module__):
+    if not isinstance(function, FunctionType) or id(function) in seen:
         return
     seen.add(id(function))
+    if hasattr(function, "__wrapped__"):
+        yield from _reach(function.__wrapped__, name, seen)
+    if is_foreign(_home(function)):
+        return
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield from _found(f"variable '{variable}' that {name} closes over", partial(_content, cell), seen)
     for number, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):

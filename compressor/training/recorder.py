@@ -206,6 +206,11 @@ class Recorder(TorchDispatchMode):
     def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> None:
         for tensor in written_arguments(func, args, kwargs):
             name = self._names.get(tensor.untyped_storage()._cdata, "")
+            if name.startswith("in:"):
+                raise EscapedTensorError(
+                    f"{place} writes into batch{name.removeprefix('in:')}, which belongs to the caller, and a replay would not change it; "
+                    "clone it first"
+                )
             if name.startswith("outside:"):
                 raise EscapedTensorError(
                     f"{place} writes to a tensor of {list(tensor.shape)} that is no parameter, buffer, optimizer state or input; "
