@@ -6,12 +6,11 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from compressor.errors import GuardDriftError, PointerDriftError
 from compressor.training import Trainer, TrainStep
-from harness.replay.hazard_parts import Net, at, classify, default_optimizer, stage, vectors
+from harness.replay.hazard_parts import Net, at, classify, stage, vectors
 from harness.replay.hazards import Hazard
 from harness.replay.runs import Subject
 
@@ -82,135 +81,167 @@ def _hooked(module: Any) -> None:
     module.handle = module.first.register_forward_hook(lambda inner, args, out: out * 2)
 
 
-def _hook_closure() -> Subject:
-    box = {"scale": 1.0}
-    model = Net()
-    model.first.register_forward_hook(lambda module, args, out: out * box["scale"])
-    step = TrainStep(model, classify, default_optimizer(model.parameters()))
-    return Subject(step, at(6, lambda trainer: box.__setitem__("scale", 2.0)))
-
-
-
-def _patched_method(trainer: Trainer) -> None:
-    type(_model(trainer)).middle = lambda self, h: h * 2
-
-
-def _patched_instance(trainer: Trainer) -> None:
-    _model(trainer).last.forward = lambda x: nn.functional.linear(x, _model(trainer).last.weight) * 2
-
-
-_FLAG = {"factor": 1.0}
-_NUMBER = 1.0
-
-
-def _global_number(module: Any, h: Tensor) -> Tensor:
-    return h * _NUMBER
-
-
-def _global_dict(module: Any, h: Tensor) -> Tensor:
-    return h * _FLAG["factor"]
-
-
-def _change_global(number: int, trainer: Trainer) -> None:
-    global _NUMBER
-    _NUMBER = 2.0 if number >= 6 else 1.0
-
-
-def _change_dict(number: int, trainer: Trainer) -> None:
-    _FLAG["factor"] = 2.0 if number >= 6 else 1.0
-
-
-def _config(module: Any) -> None:
-    class Config:
-        def __init__(self) -> None:
-            self.factor = 1.0
-
-    module.config = Config()
-
-
-def _class_number() -> Subject:
-    class Scaled(Net):
-        factor = 1.0
-
-        def middle(self, h: Tensor) -> Tensor:
-            return h * self.factor
-
-    model = Scaled()
-    return Subject(
-        TrainStep(model, classify, default_optimizer(model.parameters())), at(6, lambda trainer: setattr(Scaled, "factor", 2.0))
-    )
-
-
-class _Runner:
-    """An object whose method is the loss function, as trainers of other libraries are."""
-
-    def __init__(self) -> None:
-        self.factor, self.num_epochs = 1.0, 0
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return classify(model, batch) * self.factor
-
-
-def _bound_method(attribute: str) -> Subject:
-    runner, model = _Runner(), Net()
-
-    def change(number: int, trainer: Trainer) -> None:
-        setattr(runner, attribute, float(number >= 6) + 1)
-
-    return Subject(TrainStep(model, runner.loss, default_optimizer(model.parameters())), change)
-
-
-def _teacher(change: Any) -> Subject:
-    teacher, model = Net(), Net()
-    teacher.drop.p = 0.5
-
-    def loss_fn(student: nn.Module, batch: Any) -> Tensor:
-        with torch.no_grad():
-            target = teacher(batch["x"])
-        return classify(student, batch) + (student(batch["x"]) - target).square().mean()
-
-    return Subject(TrainStep(model, loss_fn, default_optimizer(model.parameters())), at(6, lambda trainer: change(teacher)))
-
-
-def _bend(teacher: Any) -> None:
-    teacher.last.weight = nn.Parameter(torch.zeros(4, 16))
-
-
 _ISSUE_LR, _DROPOUT = "pytorch/pytorch#106802", "pytorch/pytorch#84614"
 HAZARDS: tuple[Hazard, ...] = (
-    Hazard("eval_of_all", "model.eval() while a plan is in use", stage(before=at(6, lambda t: t.step.model.eval() and None)), GuardDriftError, "training=True and is now False", _DROPOUT),
-    Hazard("eval_of_a_part", "one dropout goes to eval", stage(before=at(6, lambda t: _model(t).drop.eval() and None)), GuardDriftError, "module drop was training=True", _DROPOUT),
-    Hazard("eval_and_back", "eval() and train() again between two steps", stage(before=at(6, lambda t: t.step.model.eval().train() and None)), source=_DROPOUT),
+    Hazard(
+        "eval_of_all",
+        "model.eval() while a plan is in use",
+        stage(before=at(6, lambda t: t.step.model.eval())),
+        GuardDriftError,
+        "training=True and is now False",
+        _DROPOUT,
+    ),
+    Hazard(
+        "eval_of_a_part",
+        "one dropout goes to eval",
+        stage(before=at(6, lambda t: _model(t).drop.eval())),
+        GuardDriftError,
+        "module drop was training=True",
+        _DROPOUT,
+    ),
+    Hazard(
+        "eval_and_back",
+        "eval() and train() again between two steps",
+        stage(before=at(6, lambda t: t.step.model.eval().train())),
+        source=_DROPOUT,
+    ),
     Hazard("evaluation_between", "evaluation before every step, with dropout", stage(before=_evaluate), source="pytorch/pytorch#144386"),
-    Hazard("frozen", "a weight stops to require its gradient", stage(before=at(6, lambda t: _freeze(t))), GuardDriftError, "parameter first.weight", "deepmodeling/deepmd-kit#6001"),
-    Hazard("thawed", "a frozen weight begins to require its gradient", stage(prepare=lambda m: m.first.weight.requires_grad_(False), before=at(6, lambda t: _freeze(t, False))), GuardDriftError, "parameter first.weight", "deepmodeling/deepmd-kit#6001"),
-    Hazard("hook_added", "a forward hook comes", stage(before=at(6, _add_hook)), GuardDriftError, "hooks=(absent)", "NVIDIA/TransformerEngine#2831"),
-    Hazard("hook_removed", "a forward hook goes", stage(prepare=_hooked, before=at(6, lambda t: _model(t).handle.remove())), GuardDriftError, "module first was hooks=", "NVIDIA/TransformerEngine#2831"),
-    Hazard("gradient_hook_added", "a hook on a weight's gradient comes", stage(before=at(6, _add_gradient_hook)), GuardDriftError, "parameter first.weight", "NVIDIA/TransformerEngine#2831"),
-    Hazard("after_hook_added", "a hook after accumulation comes", stage(before=at(6, _add_after_hook)), GuardDriftError, "parameter first.weight", "NVIDIA/TransformerEngine#2831"),
-    Hazard("hook_reads_dict", "a number in a dict that a hook reads is changed", _hook_closure, GuardDriftError, "box", "NVIDIA/TransformerEngine#2831"),
+    Hazard(
+        "frozen",
+        "a weight stops to require its gradient",
+        stage(before=at(6, lambda t: _freeze(t))),
+        GuardDriftError,
+        "parameter first.weight",
+        "deepmodeling/deepmd-kit#6001",
+    ),
+    Hazard(
+        "thawed",
+        "a frozen weight begins to require its gradient",
+        stage(prepare=lambda m: m.first.weight.requires_grad_(False), before=at(6, lambda t: _freeze(t, False))),
+        GuardDriftError,
+        "parameter first.weight",
+        "deepmodeling/deepmd-kit#6001",
+    ),
+    Hazard(
+        "hook_added",
+        "a forward hook comes",
+        stage(before=at(6, _add_hook)),
+        GuardDriftError,
+        "hooks=(absent)",
+        "NVIDIA/TransformerEngine#2831",
+    ),
+    Hazard(
+        "hook_removed",
+        "a forward hook goes",
+        stage(prepare=_hooked, before=at(6, lambda t: _model(t).handle.remove())),
+        GuardDriftError,
+        "module first was hooks=",
+        "NVIDIA/TransformerEngine#2831",
+    ),
+    Hazard(
+        "gradient_hook_added",
+        "a hook on a weight's gradient comes",
+        stage(before=at(6, _add_gradient_hook)),
+        GuardDriftError,
+        "parameter first.weight",
+        "NVIDIA/TransformerEngine#2831",
+    ),
+    Hazard(
+        "after_hook_added",
+        "a hook after accumulation comes",
+        stage(before=at(6, _add_after_hook)),
+        GuardDriftError,
+        "parameter first.weight",
+        "NVIDIA/TransformerEngine#2831",
+    ),
     Hazard("rate_tensor", "the learning rate is filled in place before every step", stage(before=_set_rate), source=_ISSUE_LR),
-    Hazard("rate_number", "the learning rate is set to a Python number", stage(before=_set_group("lr", 1e-3)), PointerDriftError, "group0.lr: it is gone", "tracel-ai/burn#5779"),
-    Hazard("betas", "betas are set", stage(before=_set_group("betas", (0.8, 0.99))), GuardDriftError, "optimizer group 0: betas", "torch docs: OneCycleLR, cycle_momentum"),
-    Hazard("weight_decay", "weight_decay is scheduled", stage(before=_set_group("weight_decay", 0.2)), GuardDriftError, "optimizer group 0: weight_decay", "tracel-ai/burn#5779"),
-    Hazard("one_cycle", "OneCycleLR moves betas as Python numbers", _one_cycle, GuardDriftError, "betas", "torch docs: OneCycleLR, cycle_momentum"),
+    Hazard(
+        "rate_number",
+        "the learning rate is set to a Python number",
+        stage(before=_set_group("lr", 1e-3)),
+        PointerDriftError,
+        "group0.lr: it is gone",
+        "tracel-ai/burn#5779",
+    ),
+    Hazard(
+        "betas",
+        "betas are set",
+        stage(before=_set_group("betas", (0.8, 0.99))),
+        GuardDriftError,
+        "optimizer group 0: betas",
+        "torch docs: OneCycleLR, cycle_momentum",
+    ),
+    Hazard(
+        "weight_decay",
+        "weight_decay is scheduled",
+        stage(before=_set_group("weight_decay", 0.2)),
+        GuardDriftError,
+        "optimizer group 0: weight_decay",
+        "tracel-ai/burn#5779",
+    ),
+    Hazard(
+        "one_cycle",
+        "OneCycleLR moves betas as Python numbers",
+        _one_cycle,
+        GuardDriftError,
+        "betas",
+        "torch docs: OneCycleLR, cycle_momentum",
+    ),
     Hazard("lambda_rate", "LambdaLR fills the rate's tensor", _lambda_rate, source=_ISSUE_LR),
-    Hazard("deterministic", "use_deterministic_algorithms is switched", stage(before=at(6, lambda t: torch.use_deterministic_algorithms(True))), GuardDriftError, "deterministic algorithms", "torch docs: notes/randomness"),
-    Hazard("default_dtype", "the default dtype is switched", stage(lambda m, h: h * torch.full((), 0.1), before=at(6, lambda t: torch.set_default_dtype(torch.float64))), GuardDriftError, "default dtype", "torch docs: set_default_dtype"),
-    Hazard("num_threads", "the number of threads is switched, so that sums run in another order", stage(before=at(6, lambda t: torch.set_num_threads(torch.get_num_threads() + 1))), GuardDriftError, "number of threads", "torch docs: notes/numerical_accuracy"),
-    Hazard("matmul_precision", "the precision of float32 products is switched", stage(before=at(6, lambda t: torch.set_float32_matmul_precision("medium"))), GuardDriftError, "matmul precision", "torch docs: notes/numerical_accuracy"),
-    Hazard("accumulate_changed", "a setting of the step is changed", stage(before=at(6, lambda t: setattr(t.step, "clip_norm", 1.0))), GuardDriftError, "step settings", "pytorch/pytorch#169545"),
-    Hazard("autocast_changed", "autocast is switched on", stage(before=at(6, lambda t: setattr(t.step, "autocast", torch.bfloat16))), GuardDriftError, "step settings", "pytorch/pytorch#61880"),
-    Hazard("loss_exchanged", "the loss function is exchanged", stage(before=at(6, lambda t: setattr(t.step, "loss_fn", lambda model, batch: classify(model, batch) * 2))), GuardDriftError, "step settings", "pytorch/pytorch#114844"),
-    Hazard("patched_class", "a method of the model's class is patched", stage(lambda m, h: h, before=at(6, _patched_method)), GuardDriftError, "middle", "pytorch/pytorch#114844"),
-    Hazard("patched_instance", "forward of one layer is patched", stage(before=at(6, _patched_instance)), GuardDriftError, "module last was forward=", "NVIDIA/TransformerEngine#2831"),
-    Hazard("global_number", "a global number that forward reads is changed", stage(_global_number, before=_change_global), GuardDriftError, "_NUMBER", "tracel-ai/burn#5779"),
-    Hazard("global_dict", "a number in a global dict that forward reads is changed", stage(_global_dict, before=_change_dict), GuardDriftError, "_FLAG", "tracel-ai/burn#5779"),
-    Hazard("config_changed", "a number in the model's config is changed", stage(lambda m, h: h * m.config.factor, prepare=_config, before=at(6, lambda t: setattr(_model(t).config, "factor", 2.0))), GuardDriftError, "attribute 'config' of the model", "tracel-ai/burn#5779"),
-    Hazard("class_number", "a number of the model's class is changed", _class_number, GuardDriftError, "factor", "tracel-ai/burn#5779"),
-    Hazard("object_of_loss", "a number of the object whose method is the loss", lambda: _bound_method("factor"), GuardDriftError, "'factor'", "tracel-ai/burn#5779"),
-    Hazard("object_beside_loss", "another number of that object, which the loss never reads", lambda: _bound_method("num_epochs"), source="tracel-ai/burn#5779"),
-    Hazard("teacher_eval", "a teacher that the loss closes over goes to eval", lambda: _teacher(lambda teacher: teacher.eval()), GuardDriftError, "teacher", _DROPOUT),
-    Hazard("teacher_replaced", "a weight of the teacher is replaced", lambda: _teacher(_bend), GuardDriftError, "teacher", "pytorch/pytorch#114844"),
-    Hazard("teacher_in_place", "a weight of the teacher is written in place", lambda: _teacher(lambda teacher: teacher.last.weight.data.mul_(0.5)), source="pytorch/pytorch#114844"),
+    Hazard(
+        "deterministic",
+        "use_deterministic_algorithms is switched",
+        stage(before=at(6, lambda t: torch.use_deterministic_algorithms(True))),
+        GuardDriftError,
+        "deterministic algorithms",
+        "torch docs: notes/randomness",
+    ),
+    Hazard(
+        "default_dtype",
+        "the default dtype is switched",
+        stage(lambda m, h: h * torch.full((), 0.1), before=at(6, lambda t: torch.set_default_dtype(torch.float64))),
+        GuardDriftError,
+        "default dtype",
+        "torch docs: set_default_dtype",
+    ),
+    Hazard(
+        "num_threads",
+        "the number of threads is switched, so that sums run in another order",
+        stage(before=at(6, lambda t: torch.set_num_threads(torch.get_num_threads() + 1))),
+        GuardDriftError,
+        "number of threads",
+        "torch docs: notes/numerical_accuracy",
+    ),
+    Hazard(
+        "matmul_precision",
+        "the precision of float32 products is switched",
+        stage(before=at(6, lambda t: torch.set_float32_matmul_precision("medium"))),
+        GuardDriftError,
+        "matmul precision",
+        "torch docs: notes/numerical_accuracy",
+    ),
+    Hazard(
+        "accumulate_changed",
+        "a setting of the step is changed",
+        stage(before=at(6, lambda t: setattr(t.step, "clip_norm", 1.0))),
+        GuardDriftError,
+        "step settings",
+        "pytorch/pytorch#169545",
+    ),
+    Hazard(
+        "autocast_changed",
+        "autocast is switched on",
+        stage(before=at(6, lambda t: setattr(t.step, "autocast", torch.bfloat16))),
+        GuardDriftError,
+        "step settings",
+        "pytorch/pytorch#61880",
+    ),
+    Hazard(
+        "loss_exchanged",
+        "the loss function is exchanged",
+        stage(before=at(6, lambda t: setattr(t.step, "loss_fn", lambda model, batch: classify(model, batch) * 2))),
+        GuardDriftError,
+        "step settings",
+        "pytorch/pytorch#114844",
+    ),
 )

@@ -140,20 +140,90 @@ def _inner_autocast(module: Any, h: Tensor) -> Tensor:
 
 _PYTORCH = "pytorch/pytorch#61880"
 HAZARDS: tuple[Hazard, ...] = (
-    Hazard("batch_norm", "batch norm moves its statistics without saying so", _layer(lambda: nn.BatchNorm1d(16)), source="pytorch/pytorch#70444"),
-    Hazard("batch_norm_cumulative", "batch norm with momentum=None reads its counter", _layer(lambda: nn.BatchNorm1d(16, momentum=None)), HostReadError, "reads a tensor on the host", "pytorch/pytorch#70444"),
-    Hazard("instance_norm", "instance norm with running statistics", _layer(lambda: nn.InstanceNorm1d(16, track_running_stats=True, affine=True), lambda layer, h: layer(h.T[None].contiguous().transpose(0, 0).reshape(1, 16, 6))[0].T), source="pytorch/pytorch#70444"),
-    Hazard("layer_norm", "layer and group norm", _layer(lambda: nn.GroupNorm(4, 16), lambda layer, h: layer(layer_norm(h, (16,)))), source=_PYTORCH),
-    Hazard("lstm", "an LSTM", _layer(lambda: nn.LSTM(16, 16, batch_first=True), lambda layer, h: layer(h[None])[0][0]), source="prototype: mkldnn_rnn_layer"),
-    Hazard("lstm_dropout", "an LSTM of two layers with dropout, both ways", _layer(lambda: nn.LSTM(16, 8, 2, dropout=0.3, bidirectional=True), lambda layer, h: layer(h[:, None])[0][:, 0]), source="prototype: mkldnn_rnn_layer"),
-    Hazard("gru", "a GRU", _layer(lambda: nn.GRU(16, 16), lambda layer, h: layer(h[:, None])[0][:, 0]), source="prototype: mkldnn_rnn_layer"),
-    Hazard("convolution", "convolutions, which mkldnn runs", _layer(lambda: nn.Conv1d(1, 1, 3, padding=1), lambda layer, h: layer(h[:, None])[:, 0]), source="csarofeen/pytorch#2098"),
-    Hazard("convolution_2d", "a convolution in two dimensions with channels last, and pooling", _layer(lambda: nn.Conv2d(1, 4, 3, padding=1), lambda layer, h: torch.max_pool2d(layer(h.view(6, 1, 4, 4).to(memory_format=torch.channels_last)), 2).flatten(1)), source="csarofeen/pytorch#2098"),
-    Hazard("attention_module", "multi-head attention with dropout", _layer(lambda: nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True), lambda layer, h: layer(h[None], h[None], h[None])[0][0]), source="Dao-AILab/flash-attention#166"),
-    Hazard("transformer_layer", "an encoder layer of torch", _layer(lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), lambda layer, h: layer(h[None])[0]), source="Dao-AILab/flash-attention#166"),
+    Hazard(
+        "batch_norm",
+        "batch norm moves its statistics without saying so",
+        _layer(lambda: nn.BatchNorm1d(16)),
+        source="pytorch/pytorch#70444",
+    ),
+    Hazard(
+        "batch_norm_cumulative",
+        "batch norm with momentum=None reads its counter",
+        _layer(lambda: nn.BatchNorm1d(16, momentum=None)),
+        HostReadError,
+        "reads a tensor on the host",
+        "pytorch/pytorch#70444",
+    ),
+    Hazard(
+        "instance_norm",
+        "instance norm with running statistics",
+        _layer(
+            lambda: nn.InstanceNorm1d(16, track_running_stats=True, affine=True),
+            lambda layer, h: layer(h.T[None].contiguous().transpose(0, 0).reshape(1, 16, 6))[0].T,
+        ),
+        source="pytorch/pytorch#70444",
+    ),
+    Hazard(
+        "layer_norm",
+        "layer and group norm",
+        _layer(lambda: nn.GroupNorm(4, 16), lambda layer, h: layer(layer_norm(h, (16,)))),
+        source=_PYTORCH,
+    ),
+    Hazard(
+        "lstm",
+        "an LSTM",
+        _layer(lambda: nn.LSTM(16, 16, batch_first=True), lambda layer, h: layer(h[None])[0][0]),
+        source="prototype: mkldnn_rnn_layer",
+    ),
+    Hazard(
+        "lstm_dropout",
+        "an LSTM of two layers with dropout, both ways",
+        _layer(lambda: nn.LSTM(16, 8, 2, dropout=0.3, bidirectional=True), lambda layer, h: layer(h[:, None])[0][:, 0]),
+        source="prototype: mkldnn_rnn_layer",
+    ),
+    Hazard(
+        "gru", "a GRU", _layer(lambda: nn.GRU(16, 16), lambda layer, h: layer(h[:, None])[0][:, 0]), source="prototype: mkldnn_rnn_layer"
+    ),
+    Hazard(
+        "convolution",
+        "convolutions, which mkldnn runs",
+        _layer(lambda: nn.Conv1d(1, 1, 3, padding=1), lambda layer, h: layer(h[:, None])[:, 0]),
+        source="csarofeen/pytorch#2098",
+    ),
+    Hazard(
+        "convolution_2d",
+        "a convolution in two dimensions with channels last, and pooling",
+        _layer(
+            lambda: nn.Conv2d(1, 4, 3, padding=1),
+            lambda layer, h: torch.max_pool2d(layer(h.view(6, 1, 4, 4).to(memory_format=torch.channels_last)), 2).flatten(1),
+        ),
+        source="csarofeen/pytorch#2098",
+    ),
+    Hazard(
+        "attention_module",
+        "multi-head attention with dropout",
+        _layer(
+            lambda: nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True), lambda layer, h: layer(h[None], h[None], h[None])[0][0]
+        ),
+        source="Dao-AILab/flash-attention#166",
+    ),
+    Hazard(
+        "transformer_layer",
+        "an encoder layer of torch",
+        _layer(lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), lambda layer, h: layer(h[None])[0]),
+        source="Dao-AILab/flash-attention#166",
+    ),
     Hazard("sdpa", "scaled dot-product attention, causal and with dropout", stage(_attention), source="Dao-AILab/flash-attention#166"),
     Hazard("embedding_bag", "bags of embeddings", stage(model=lambda: _Words(False), loss_fn=_word_loss), batches=tokens, source=_PYTORCH),
-    Hazard("sparse_gradients", "embeddings with sparse gradients", stage(model=lambda: _Words(True), loss_fn=_word_loss, optimizer=lambda p: sgd(p)), DynamicShapeError, "layout torch.sparse_coo", "pytorch/pytorch#118018", batches=tokens),
+    Hazard(
+        "sparse_gradients",
+        "embeddings with sparse gradients",
+        stage(model=lambda: _Words(True), loss_fn=_word_loss, optimizer=lambda p: sgd(p)),
+        DynamicShapeError,
+        "layout torch.sparse_coo",
+        "pytorch/pytorch#118018",
+        batches=tokens,
+    ),
     Hazard("complex", "complex numbers and transforms of Fourier", stage(_complex), source=_PYTORCH),
     Hazard("lazy_conjugate", "views that are conjugated or negated lazily", stage(_lazy_bits), source=_PYTORCH),
     Hazard("index_put", "index_put that accumulates", stage(_index_put), source=_PYTORCH),
@@ -167,8 +237,22 @@ HAZARDS: tuple[Hazard, ...] = (
     Hazard("linear_algebra", "solve and cholesky", stage(_linear_algebra), source=_PYTORCH),
     Hazard("einsum", "einsum and baddbmm", stage(_einsum), source=_PYTORCH),
     Hazard("foreach", "operators over lists of tensors", stage(_foreach), source=_PYTORCH),
-    Hazard("lookup", "integer indices into a buffer", stage(_lookup, prepare=lambda m: m.register_buffer("table", torch.linspace(-1, 1, 32).view(2, 16))), source=_PYTORCH),
+    Hazard(
+        "lookup",
+        "integer indices into a buffer",
+        stage(_lookup, prepare=lambda m: m.register_buffer("table", torch.linspace(-1, 1, 32).view(2, 16))),
+        source=_PYTORCH,
+    ),
     Hazard("bfloat16", "products in bfloat16", stage(_bfloat), source=_PYTORCH),
     Hazard("autocast_inside", "autocast around a part of the model", stage(_inner_autocast), source=_PYTORCH),
-    Hazard("activations", "silu, gelu, softplus, mish, hardswish", stage(lambda m, h: sum((f(h) for f in (nn.functional.silu, gelu, nn.functional.softplus, nn.functional.mish, nn.functional.hardswish)), h)), source=_PYTORCH),
+    Hazard(
+        "activations",
+        "silu, gelu, softplus, mish, hardswish",
+        stage(
+            lambda m, h: sum(
+                (f(h) for f in (nn.functional.silu, gelu, nn.functional.softplus, nn.functional.mish, nn.functional.hardswish)), h
+            )
+        ),
+        source=_PYTORCH,
+    ),
 )
