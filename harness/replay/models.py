@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from compressor.errors import ModelError, UserInputError
+from compressor.errors import UserInputError
 from compressor.training import TrainStep, adamw
-from compressor.training_run.loss import mask_arguments
+from harness.replay.masks import causal_mask
 from harness.traceability.batches import make_batches
 from harness.traceability.zoo import Architecture, zoo
 
@@ -112,7 +112,7 @@ def _folder(source: str, size: Size, device: torch.device) -> tuple[Callable[[],
 
     model = build()
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    mask = _mask(model, _tokens(vocabulary, size, 0).to(device))
+    mask = causal_mask(model, _tokens(vocabulary, size, 0).to(device))
     return build, lambda number: {"input_ids": _tokens(vocabulary, size, number).to(device), **mask}
 
 
@@ -126,16 +126,8 @@ def _architecture(one: Architecture, size: Size, device: torch.device) -> tuple[
     def build() -> nn.Module:
         return one.build().to(device)
 
-    mask = _mask(build(), _tokens(96, size, 0).to(device)) if one.kind == "text" else {}
+    mask = causal_mask(build(), _tokens(96, size, 0).to(device)) if one.kind == "text" else {}
     return build, batch_at
-
-
-def _mask(model: nn.Module, input_ids: Tensor) -> dict[str, Any]:
-    """Find the whole mask of a causal model; without one, transformers looks at the positions on the host, which no capture can repeat."""
-    try:
-        return mask_arguments(model, input_ids[:1])[0]
-    except ModelError:  # it predicts no tokens, and gets them alone
-        return {}
 
 
 def _tokens(vocabulary: int, size: Size, number: int) -> Tensor:

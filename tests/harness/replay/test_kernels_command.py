@@ -121,3 +121,22 @@ def test_functions_come_from_the_current_folder_or_from_what_is_installed(folder
     assert load_function("torch.nn.functional", "silu", "") is torch.nn.functional.silu
     assert read_swap("aten.silu=kernels_of_a_test:silu").variant_name == "kernels_of_a_test:silu"
     assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("name", "has_mask"), [("llama", True), ("mistral", True), ("gemma2", True), ("bloom", False), ("bert", False), ("mamba2", True)]
+)
+def test_models_get_the_mask_that_gives_their_own_logits(name, has_mask):
+    import torch
+
+    from harness.replay.masks import causal_mask
+    from harness.traceability.zoo import zoo
+
+    model, ids = zoo()[name].build(), torch.arange(4, 12).reshape(1, 8)
+    found = causal_mask(model, ids)
+    assert bool(found) == has_mask
+    if found:
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=ids, **found).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    if name == "gemma2":  # layers of two kinds, each with its own window
+        assert set(found["attention_mask"]) == {"full_attention", "sliding_attention"}
