@@ -21,7 +21,6 @@ from compressor.errors import RecipeError, SchemeError
 from compressor.lifecycle import Event, EventType, State
 from compressor.modifiers.fused import shared_global_scales
 from compressor.modifiers.scheme_modifier import SchemeModifier
-from compressor.nn import weight_of
 from compressor.nn.fake_quant import FakeQuantizedLayer, fake_quantized
 from compressor.numerics import QParams, make_observer
 
@@ -30,7 +29,7 @@ class TrainingModifier(SchemeModifier):
     """Base of the quantizing modifiers that can train.
 
     Attributes:
-        disable_quantization_observer_epoch: index from which scales are fixed; None: from `end`.
+        disable_quantization_observer_epoch: index from which scales are fixed, at the latest from `end`; None: from `end`.
     """
 
     disable_quantization_observer_epoch: float | None = None
@@ -45,10 +44,6 @@ class TrainingModifier(SchemeModifier):
             for name, value in (("end", self.end), ("update", self.update), ("disable_quantization_observer_epoch", freeze)):
                 if value is not None:
                     raise RecipeError(f"{name}={value} is for training, which needs a start; give start, or leave {name} out")
-        elif freeze is not None and (freeze < self.start or (self.end is not None and freeze > self.end)):
-            raise RecipeError(
-                f"disable_quantization_observer_epoch={freeze} is not between start={self.start} and end={self.end}; give a moment between"
-            )
         if self.start is not None and self.kv_cache_scheme is not None:
             raise RecipeError("kv_cache_scheme: keys and values are calibrated, not trained; give them to a modifier of their own")
         return self
@@ -112,7 +107,6 @@ class TrainingModifier(SchemeModifier):
         """Put codes in the place of what was trained."""
         if self._layers:
             self._compress_pending(state, tuple(self._pending))
-        self._layers = {}
         return super().on_finalize(state)
 
     def trained_qparams(self, name: str) -> QParams | None:
@@ -133,15 +127,17 @@ class TrainingModifier(SchemeModifier):
             if name in self._pending and name in self._layers:
                 self._take_over(name)
         super()._compress_pending(state, modules)
+        self._layers = {name: layer for name, layer in self._layers.items() if name in self._pending}
 
     def _take_over(self, name: str) -> None:
         """Hand what training knows to the float layer, which is what codes are made from."""
         layer, module, inputs = self._layers[name], self._pending[name], self._schemes[name].input_activations
         module.register_parameter("weight", layer.weight)
         extremes = layer.input_range()
-        if inputs is not None and extremes is not None and bool((extremes["min"] < extremes["max"]).all()):
-            self._input_observers[name] = make_observer(inputs, f"{name} input")
-            self._input_observers[name].restore(extremes)
+        if inputs is not None and extremes is not None:
+            observer = self._input_observers[name] = make_observer(inputs, f"{name} input")
+            if bool((extremes["min"] < extremes["max"]).all()):  # else no batch came, which is refused as in a calibration
+                observer.restore(extremes)
 
     def _fix_when_due(self, event: Event) -> None:
         freeze = self.disable_quantization_observer_epoch
@@ -162,6 +158,6 @@ class TrainingModifier(SchemeModifier):
 
     @torch.no_grad()
     def _follow_global_scales(self) -> None:
-        weights = {name: weight_of(self._pending[name]).detach() for name in self._layers if name in self._global_scales}
+        weights = {name: self._layers[name].weight_RC.detach() for name in self._layers if name in self._global_scales}
         for name, scale in shared_global_scales(weights, self._schemes).items():
             self._global_scales[name].copy_(scale)
