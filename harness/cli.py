@@ -35,6 +35,7 @@ VERBS: Mapping[str, Verb] = {
     "bisect": Verb("find the layer, module and modifier that make a compressed model differ", "harness.bisect.command"),
     "golden": Verb("differences from golden outputs: look, accept, prune, explain", "harness.goldens.command"),
     "trace-audit": Verb("hold traced models against plain ones, bit for bit: a zoo, and toys", "harness.traceability.command"),
+    "replay": Verb("training steps in eager, capture and replay: equality, hazards, other kernels, sabotage", "harness.replay.command"),
     "mutants": Verb("plant known bugs, and print which check kills which", "harness.mutants.command"),
     "onnx": Verb("ONNX round-trips by role: what became of Q, K and V, and which pass took them", "harness.onnx_graph.command"),
 }
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The verb's exit code; 3 for bad input or a failure of the harness itself, which one line on standard error explains; 130 if
         interrupted.
     """
-    args = _parser().parse_args(argv)
+    args = _parser().parse_args(_spelt_out(sys.argv[1:] if argv is None else argv))
     try:
         code: int = importlib.import_module(VERBS[args.verb].module).run(args)
     except CompressorError as error:
@@ -67,6 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         raise SystemExit(EXIT_FAILURE) from error
     return code
+
+
+def _spelt_out(argv: Sequence[str]) -> list[str]:
+    """Insert what a verb lets its user leave out."""
+    if not argv or argv[0] not in VERBS:
+        return list(argv)
+    spell_out = getattr(importlib.import_module(VERBS[argv[0]].module), "spell_out", None)
+    return list(argv) if spell_out is None else [argv[0], *spell_out(argv[1:])]
 
 
 def _parser() -> argparse.ArgumentParser:
