@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
 def _module_facts(module: nn.Module) -> dict[str, object]:
     values = module.__dict__
     facts: dict[str, object] = {key: value for key, value in values.items() if type(value) in _PLAIN}
-    facts |= {key: Same(value) for key, value in values.items() if isinstance(value, Tensor | torch.Generator)}
+    facts |= {key: Same(value) for key, value in values.items() if isinstance(value, Tensor | torch.Generator | FunctionType)}
     facts["class"] = type(module)
     facts["forward"] = Same(values.get("forward"))
     hooks = tuple(Same(hook) for kind in HOOKS for hook in values[kind].values())

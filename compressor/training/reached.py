@@ -10,13 +10,13 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from compressor.training.step import TrainStep
+from compressor.training.step import HasPlanKey, TrainStep
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_ITEMS = 64
@@ -122,6 +122,9 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
     yield from (("a hook of the optimizer", hook) for hook in hooks if _is_function(hook))
     if not is_foreign(type(optimizer).__module__):
         yield "step() of the optimizer", optimizer.step
+    for number, modifier in enumerate(step.modifiers):  # one with a plan key speaks for itself, and so do those of this package
+        if not isinstance(modifier, HasPlanKey) and not is_foreign(type(modifier).__module__):
+            yield f"on_event() of modifier {number}", modifier.on_event
     for cls in dict.fromkeys(map(type, step.model.modules())):
         yield from ((f"{function.__qualname__}", function) for function in _methods(cls, "forward", set()))
 
@@ -144,9 +147,9 @@ def _attributes(holder: object, function: FunctionType, name: str) -> Iterator[t
     said: set[str] = set()
     for method in (inspect.unwrap(function), *_methods(type(holder), function.__name__, set())):
         said |= _said(method.__code__, ("LOAD_ATTR", "LOAD_METHOD"))
-    values = getattr(holder, "__dict__", {})
+    values = {**getattr(holder, "__dict__", {}), **(getattr(holder, "__pydantic_private__", None) or {})}
     keys = sorted((said & values.keys()) - _WATCHED)
-    yield from ((f"attribute '{key}' of the object of {name}", partial(values.get, key)) for key in keys)
+    yield from ((f"attribute '{key}' of the object of {name}", partial(getattr, holder, key, None)) for key in keys)
 
 
 def _home(function: FunctionType) -> str:
@@ -186,9 +189,10 @@ def _found(name: str, getter: Getter, seen: set[int]) -> Iterator[tuple[str, Get
         yield from _reach(value, str(getattr(value, "__qualname__", name)), seen)
 
 
-def _said(code: CodeType, operations: tuple[str, ...]) -> set[str]:
+@lru_cache(maxsize=4096)
+def _said(code: CodeType, operations: tuple[str, ...]) -> frozenset[str]:
     """Names that code, and the code within it, says in some operations."""
-    names = {str(step.argval) for step in dis.get_instructions(code) if step.opname in operations}
+    names = frozenset(str(step.argval) for step in dis.get_instructions(code) if step.opname in operations)
     return names.union(*(_said(inner, operations) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 

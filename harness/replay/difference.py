@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from compressor.errors import CompressorError, ProofError
+from compressor.lifecycle import EventType
 from compressor.training import Plan, Trainer, locate
 from compressor.training.batch import batch_key
 from harness.replay.runs import Moment, Plot, Refusal, rehearse
@@ -144,6 +145,9 @@ def _located(plot: Plot, number: int) -> str:
 
 
 def _locate(trainer: Trainer, batch: Any) -> str:
+    session = trainer.step.session
+    if session is not None and session.last is not EventType.BATCH_START:
+        session.send(EventType.BATCH_START)
     for plan in trainer.plans:
         if _fits(plan, batch):
             found = locate(plan, batch)

@@ -26,6 +26,16 @@ THEMES: Mapping[str, str] = MappingProxyType(
         "host": "harness.replay.hazards_host",
         "randomness": "harness.replay.hazards_randomness",
         "escapes": "harness.replay.hazards_escapes",
+        "addresses": "harness.replay.hazards_addresses",
+        "facts": "harness.replay.hazards_facts",
+        "python": "harness.replay.hazards_python",
+        "control": "harness.replay.hazards_control",
+        "kernels": "harness.replay.hazards_kernels",
+        "autograd": "harness.replay.hazards_autograd",
+        "optimizers": "harness.replay.hazards_optimizers",
+        "batches": "harness.replay.hazards_batches",
+        "models": "harness.replay.hazards_models",
+        "modifiers": "harness.replay.hazards_modifiers",
     }
 )
 
@@ -53,7 +63,7 @@ class Hazard:
     match: str = ""
     source: str = ""
     batches: Batches = vectors
-    steps: int = 9
+    steps: int = 8
     may_leave: tuple[str, ...] = ()
 
 

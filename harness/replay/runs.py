@@ -169,7 +169,7 @@ def rehearse(plot: Plot, mode: str) -> Iterator[Moment]:
     Raises:
         Refusal: a step raised.
     """
-    with _surroundings(plot.seed), _forwards() as forwards:
+    with _surroundings(plot.seed):
         trainer, before_step = plot.open(mode)
         for number in range(plot.num_steps):
             if before_step is not None:
@@ -177,15 +177,16 @@ def rehearse(plot: Plot, mode: str) -> Iterator[Moment]:
             batch = plot.batch(number)
             trainer.step.allocate_gradients()  # a step begins so in every mode
             before = state_of(trainer.step, batch=batch).digests() if mode != "eager" else {}
-            num_forwards, begin = len(forwards), time.perf_counter()
+            begin = time.perf_counter()
             try:
-                loss = trainer.train_step(batch)
+                with _forwards(trainer) as forwards:
+                    loss = trainer.train_step(batch)
             except Exception as error:
                 after = state_of(trainer.step, batch=batch).digests()
                 changed = [name for name in before if before[name] != after.get(name) and not _is_set_before(name)]
                 raise Refusal(number, error, changed, trainer) from error
             seconds = time.perf_counter() - begin
-            yield Moment(number, trainer.last_action, loss, len(forwards) - num_forwards, seconds, trainer, batch)
+            yield Moment(number, trainer.last_action, loss, len(forwards), seconds, trainer, batch)
 
 
 def _is_set_before(name: str) -> bool:
@@ -194,9 +195,12 @@ def _is_set_before(name: str) -> bool:
 
 
 @contextmanager
-def _forwards() -> Iterator[list[None]]:
-    """Count forward calls of modules, of whatever model."""
+def _forwards(trainer: Trainer) -> Iterator[list[None]]:
+    """Count forward calls of modules, of whatever model, as soon as there is a plan that could be replayed."""
     seen: list[None] = []
+    if not trainer.plans:
+        yield seen
+        return
     handle = register_module_forward_pre_hook(lambda module, args: seen.append(None))
     try:
         yield seen
