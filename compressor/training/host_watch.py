@@ -23,15 +23,26 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 class _Reads(TorchFunctionMode):
-    """Refuses methods that hand a tensor's values to Python."""
+    """Refuses methods that hand a tensor's values to Python.
+
+    Args:
+        put_off: let the step run to its end, since other ranks wait for it; the refusal is kept.
+    """
+
+    def __init__(self, put_off: bool) -> None:
+        super().__init__()
+        self.refusal: HostReadError | None = None
+        self._put_off = put_off
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call a function of torch, unless it reads."""
         if func in _READS:
-            raise HostReadError(
+            self.refusal = self.refusal or HostReadError(
                 f"Tensor.{_READS[func]}() in the step reads a tensor of {list(args[0].shape)} on the host, and the values would be frozen; "
                 "keep it a tensor, or read it outside of the step"
             )
+            if not self._put_off:
+                raise self.refusal
         return func(*args, **(kwargs or {}))
 
 
@@ -46,17 +57,17 @@ def watching_host(step: TrainStep) -> Iterator[None]:
         Nothing.
 
     Raises:
-        GuardDriftError: the step reaches an iterator.
         HostReadError: a tensor was read without an operator.
         UntrackedRandomnessError: a generator of Python or numpy was moved; those of the two modules are set back.
     """
     numpy_state: Any = np.random.get_state(legacy=True)
     python_state = random.getstate()
-    _refuse_iterators(step)
     own = {name: (generator, _state(generator)) for name, generator in _generators(step)}
     try:
-        with _Reads():
+        with _Reads(put_off=bool(step.ranks.groups)) as reads:
             yield
+        if reads.refusal is not None:
+            raise reads.refusal
     except ReplayError:
         _put_back(python_state, numpy_state)
         raise
@@ -88,8 +99,15 @@ def host_generators_kept() -> Iterator[None]:
         _put_back(python_state, numpy_state)
 
 
-def _refuse_iterators(step: TrainStep) -> None:
-    """An iterator that the step names moves on when it runs, and where it stands cannot be seen."""
+def refuse_iterators(step: TrainStep) -> None:
+    """Refuse iterators: one that the step names moves on when it runs, and where it stands cannot be seen.
+
+    Args:
+        step: the step.
+
+    Raises:
+        GuardDriftError: the step reaches an iterator.
+    """
     for name, getter in variables(step):
         value = getter()
         if isinstance(value, Iterator) and not isinstance(value, IOBase):

@@ -12,7 +12,7 @@ from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Captured, Engine
 from compressor.training.escapes import check_escapes
 from compressor.training.facts import difference, host_facts
-from compressor.training.host_watch import watching_host
+from compressor.training.host_watch import refuse_iterators, watching_host
 from compressor.training.identities import Identities
 from compressor.training.recorder import Recorder
 from compressor.training.step import TrainStep
@@ -94,8 +94,7 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
     Raises:
         ReplayError: by its named subclasses, what cannot be captured.
     """
-    _refuse_compiled(step.model)
-    step.ranks.refuse(step.device)
+    refuse_early(step)
     tensors, facts = step.tensors(), host_facts(step)
     whereabouts = Whereabouts(step.model)
     roles = {**{f"in:{path}": tensor for path, tensor in buffers.tensors.items()}, **tensors, **step.ranks.buckets}
@@ -117,6 +116,20 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
 
 def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
     return {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in tensors.items()}
+
+
+def refuse_early(step: TrainStep) -> None:
+    """Refuse a step that cannot be captured, as far as this can be told without running it.
+
+    Args:
+        step: the step.
+
+    Raises:
+        ReplayError: by its named subclasses, what cannot be captured.
+    """
+    _refuse_compiled(step.model)
+    step.ranks.refuse(step.device)
+    refuse_iterators(step)
 
 
 def _refuse_compiled(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +48,21 @@ _REFUSED: tuple[tuple[Callable[[Any], object], type[ReplayError], str], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What one rank does in one step.
+
+    Attributes:
+        action: warm-up, eager, capture, prove, audit or replay.
+        rehearsed: the step is run eagerly before, and undone, to compare with.
+        may_be_refused: it has to be undone where it is refused, here or on another rank.
+    """
+
+    action: str
+    rehearsed: bool = False
+    may_be_refused: bool = False
+
+
 class Ranks:
     """The ranks that run a step together, found by the DistributedDataParallel modules of its model.
 
@@ -69,8 +85,12 @@ class Ranks:
 
     @property
     def groups(self) -> frozenset[str]:
-        """Names of the process groups of more than one rank."""
-        return frozenset(wrapped.process_group.group_name for wrapped in self._wrapped if wrapped.process_group.size() > 1)
+        """Names of the process groups, which run every step to its end: DistributedDataParallel does not survive half a backward pass."""
+        return frozenset(wrapped.process_group.group_name for wrapped in self._wrapped)
+
+    @property
+    def _many(self) -> bool:
+        return any(wrapped.process_group.size() > 1 for wrapped in self._wrapped)
 
     @contextmanager
     def synchronizing(self, last: bool) -> Iterator[None]:
@@ -150,34 +170,39 @@ class Ranks:
                 "use one group, or mode='eager'"
             )
 
-    def settle(self, choose: Callable[[], str]) -> str:
+    def settle(self, choose: Callable[[], Turn]) -> Turn:
         """Choose what this rank would do, and settle with the others what it does.
 
-        All ranks prove, or none does: where one of them would and another has no plan yet, the first runs this step eagerly.
+        All ranks prove, or none does: where one of them would and another has no plan yet, the first runs this step eagerly. All ranks
+        rehearse a step that one of them captures.
 
         Args:
-            choose: gives an action of the trainer.
+            choose: gives a turn.
 
         Returns:
-            The action: the chosen one, `eager`, or a proof.
+            The turn that is to be taken.
 
         Raises:
             ReplayError: a rank could not choose.
         """
-        if not self.groups:
+        if not self._many:
             return choose()
-        action, error = "", None
+        turn, error = Turn(""), None
         try:
-            action = choose()
+            turn = choose()
         except ReplayError as caught:
             error = caught
-        refused, proving, without = self._sum(error is not None, action in PROOFS, action not in (*PROOFS, "replay"))
+        proves, has_plan = turn.action in PROOFS, turn.action in (*PROOFS, "replay")
+        refused, proving, without, rehearsed, doubtful = self._sum(
+            error is not None, proves, not has_plan, turn.rehearsed, turn.may_be_refused
+        )
         self._raise(error, refused)
-        if not proving:
-            return action
-        if without:
-            return "eager" if action in PROOFS else action
-        return action if action in PROOFS else "audit"
+        action = turn.action
+        if proving and without and proves:
+            action = "eager"
+        elif proving and not without and not proves:
+            action = "audit"
+        return Turn(action, bool(rehearsed), bool(doubtful))
 
     def together(self, run: Callable[[], T]) -> T:
         """Run something that may be refused; refused by one rank, it is refused by all.
@@ -191,7 +216,7 @@ class Ranks:
         Raises:
             ReplayError: this rank or another one refused.
         """
-        if not self.groups:
+        if not self._many:
             return run()
         result, error = None, None
         try:
@@ -211,7 +236,7 @@ class Ranks:
         Raises:
             UserInputError: another rank has other settings.
         """
-        if self._channel or not self.groups:
+        if self._channel or not self._many:
             return
         digest = int.from_bytes(hashlib.blake2b(settings.encode(), digest_size=3).digest(), "big")
         total, squares = self._sum(digest, digest * digest)
@@ -225,7 +250,9 @@ class Ranks:
         try:
             if not self._channel:
                 ranks = dist.get_process_group_ranks(group)
-                self._channel = dist.new_group(ranks, backend="gloo", use_local_synchronization=True).group_name
+                timeout = group._get_backend(torch.device("cpu")).options._timeout
+                channel = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+                self._channel = channel.group_name
             tensor = torch.tensor(numbers, dtype=torch.int64)
             dist.all_reduce(tensor, group=group_named(self._channel))
         except RuntimeError as error:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeVar, get_args
 
 import torch
@@ -20,11 +21,11 @@ from compressor.progress import Progress, SilentProgress
 from compressor.training.batch import Batch, InputBuffers, batch_key, num_tokens
 from compressor.training.devices import engine_for
 from compressor.training.digests import rng_states, set_rng_states
-from compressor.training.engine import Captured
 from compressor.training.held import own_generators
 from compressor.training.optimizers import Factor, RateSchedule
-from compressor.training.plan import Plan, record
+from compressor.training.plan import Plan, record, refuse_early
 from compressor.training.proof import compare_recorded, eager_end, prove
+from compressor.training.ranks import Turn
 from compressor.training.signature import drift
 from compressor.training.snapshot import Snapshot
 from compressor.training.step import TrainStep
@@ -199,36 +200,53 @@ class Trainer:
 
     def _planned(self, batch: Batch) -> Tensor:
         found: list[_KeyRecord] = []
-        self.last_action = self.step.ranks.settle(lambda: self._choose(batch, found))
-        known = found[0]
+        turn = self.step.ranks.settle(lambda: self._choose(batch, found))
+        self.last_action, known = turn.action, found[0]
+        run = partial(self._perform, known, batch)
+        if turn.rehearsed:
+            run = partial(self._compared_with_eager, batch, run)
+        if not turn.may_be_refused:
+            return run()
+        before = replace(known)
+        try:
+            return self._undone_on_error(run)
+        except ReplayError:
+            known.warmed, known.plan, known.lines = before.warmed, before.plan, before.lines
+            raise
+
+    def _choose(self, batch: Batch, found: list[_KeyRecord]) -> Turn:
+        """Say what is to be done with a batch, after the guards had a look; adds the record of its key to `found`."""
+        known = self._record_of((batch_key(batch), self.step.plan_key()))
+        found.append(known)
+        if known.warmed < self.warmup:
+            return Turn("warm-up")
+        if known.plan is None:
+            refuse_early(self.step)
+            return Turn("capture", rehearsed=known.lines is None, may_be_refused=True)
+        proves = self._needs_proof(known, known.plan, batch)
+        if proves or self.num_steps % self.check_every == 0:
+            known.plan.guard()
+        if not proves:
+            return Turn("replay")
+        refuse_early(self.step)
+        return Turn("audit" if known.proven else "prove")
+
+    def _perform(self, known: _KeyRecord, batch: Batch) -> Tensor:
         if self.last_action in ("warm-up", "eager"):
             known.warmed += self.last_action == "warm-up"
             return self._engine.eager(lambda: self.step.ranks.watched(lambda: self.step(batch))).clone()
         if self.mode == "capture":
             return self._captured_once(known, batch)
         if known.plan is None:
-            known.plan, loss = self._compared_with_eager(batch, lambda: self._first_plan(batch))
-            return loss
+            known.plan = Plan(self.step, batch, self._engine)
+            if not known.plan.captured.ran_at_capture:
+                known.plan.captured.replay()
+            return known.plan.captured.loss.clone()
         if self.last_action == "replay":
             return known.plan(batch)
         loss = prove(known.plan, batch, self._engine)
         known.proven = True
         return loss
-
-    def _choose(self, batch: Batch, found: list[_KeyRecord]) -> str:
-        """Say what is to be done with a batch, after the guards had a look; adds the record of its key to `found`."""
-        known = self._record_of((batch_key(batch), self.step.plan_key()))
-        found.append(known)
-        if known.warmed < self.warmup:
-            return "warm-up"
-        if known.plan is None:
-            return "capture"
-        proves = self._needs_proof(known, known.plan, batch)
-        if proves or self.num_steps % self.check_every == 0:
-            known.plan.guard()
-        if proves:
-            return "audit" if known.proven else "prove"
-        return "replay"
 
     def _record_of(self, key: Hashable) -> _KeyRecord:
         if key not in self._keys and len(self._keys) >= self.max_plans:
@@ -246,34 +264,22 @@ class Trainer:
 
     def _captured_once(self, known: _KeyRecord, batch: Batch) -> Tensor:
         """Run one step under the recorder, and hold its signature against the first of the key."""
+        captured = record(self.step, InputBuffers(batch), self._engine)
+        if not captured.ran_at_capture:
+            captured.replay()
+        moved = None if known.lines is None else drift(known.lines, captured.lines)
+        if moved is not None:
+            raise SignatureDriftError(f"step {self.num_steps} is another one than the first with its plan key: {moved}")
+        known.lines = captured.lines
+        return captured.loss.clone()
 
-        def capture() -> tuple[Captured, Tensor]:
-            captured = record(self.step, InputBuffers(batch), self._engine)
-            if not captured.ran_at_capture:
-                captured.replay()
-            moved = None if known.lines is None else drift(known.lines, captured.lines)
-            if moved is not None:
-                raise SignatureDriftError(f"step {self.num_steps} is another one than the first with its plan key: {moved}")
-            known.lines = captured.lines
-            return captured, captured.loss.clone()
-
-        return (self._undone_on_error(capture) if known.lines else self._compared_with_eager(batch, capture))[1]
-
-    def _first_plan(self, batch: Batch) -> tuple[Plan, Tensor]:
-        plan = Plan(self.step, batch, self._engine)
-        return plan, _first_loss(plan)
-
-    def _compared_with_eager(self, batch: Batch, capture: Callable[[], tuple[T, Tensor]]) -> tuple[T, Tensor]:
-        """Capture a step, and refuse it where the eager one leads elsewhere: being watched must not change what is watched."""
-
-        def run() -> tuple[T, Tensor]:
-            generators = own_generators(self.step)
-            eager = eager_end(self.step, InputBuffers(batch), self._engine, generators)
-            captured, loss = capture()
-            compare_recorded(eager, Snapshot.take(self.step, generators, loss))
-            return captured, loss
-
-        return self._undone_on_error(run)
+    def _compared_with_eager(self, batch: Batch, run: Callable[[], Tensor]) -> Tensor:
+        """Run a step, and refuse it where the eager one leads elsewhere: being watched must not change what is watched."""
+        generators = own_generators(self.step)
+        eager = eager_end(self.step, InputBuffers(batch), self._engine, generators)
+        loss = run()
+        compare_recorded(eager, Snapshot.take(self.step, generators, loss))
+        return loss
 
     def _undone_on_error(self, run: Callable[[], T]) -> T:
         generators = own_generators(self.step)
@@ -283,9 +289,3 @@ class Trainer:
         except ReplayError:
             start.put_back(self.step, generators)
             raise
-
-
-def _first_loss(plan: Plan) -> Tensor:
-    if not plan.captured.ran_at_capture:
-        plan.captured.replay()
-    return plan.captured.loss.clone()
