@@ -123,11 +123,14 @@ class TrainingModifier(SchemeModifier):
 
     def _compress_pending(self, state: State, modules: Iterable[str]) -> None:
         modules = tuple(modules)
-        for name in modules:
-            if name in self._pending and name in self._layers:
-                self._take_over(name)
+        trained = {name: self._layers[name] for name in modules if name in self._pending and name in self._layers}
+        for name in trained:
+            self._take_over(name)
         super()._compress_pending(state, modules)
-        self._layers = {name: layer for name, layer in self._layers.items() if name in self._pending}
+        for name, layer in trained.items():
+            del self._layers[name]
+            if layer.stored_dtype is not None:
+                state.model.get_submodule(name).to(layer.stored_dtype)
 
     def _take_over(self, name: str) -> None:
         """Hand what training knows to the float layer, which is what codes are made from."""

@@ -42,6 +42,7 @@ class FakeQuantizedLayer(nn.Module):
         scheme: formats of weight and input.
         name: dotted name of the layer in its model, for errors.
         fixed: the weight's scales are those that `keep_scales` stored last, and ranges of inputs no longer grow.
+        stored_dtype: what the layer is cast to once it has become codes, which come from the weight as it was trained; None: nothing else.
     """
 
     weight: nn.Parameter
@@ -51,6 +52,7 @@ class FakeQuantizedLayer(nn.Module):
         super().__init__()
         check_fit(module, scheme, name)
         self.scheme, self.name, self.fixed = scheme, name, False
+        self.stored_dtype: torch.dtype | None = None
         self.weight = module.get_parameter("weight")
         self._transposed = is_conv1d(module)
         self._global_scale = global_scale

@@ -15,6 +15,7 @@ from compressor.model.checkpoint import save_checkpoint
 from compressor.model.folder import weight_files
 from compressor.model.load import LoadedModel
 from compressor.nn import QuantizedLayer
+from compressor.nn.fake_quant import FakeQuantizedLayer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -52,14 +53,20 @@ def saved_dtype(loaded: LoadedModel, asked: str) -> torch.dtype | None:
 def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Bring the parameters to a dtype; buffers, which models compute in float32 on purpose, stay. Changes the model.
 
+    Layers in quantization-aware training become codes first, which come from the weights as they were trained.
+
     Args:
         model: the model.
         dtype: None changes nothing.
     """
     if dtype is None:
         return
+    later = [module for module in model.modules() if isinstance(module, FakeQuantizedLayer)]
+    for layer in later:
+        layer.stored_dtype = dtype
+    left_out = {id(parameter) for layer in later for parameter in layer.parameters()}
     for parameter in model.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and id(parameter) not in left_out:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -22,6 +22,7 @@ from compressor.nn.fake_quant import FakeQuantizedLayer, FakeQuantizedLinear
 from compressor.numerics import PRESETS, QuantizationScheme
 from compressor.recipe import load_recipe
 from compressor.training import Snapshot, Trainer, TrainStep, adamw, load_training, save_training
+from compressor.training_run import train
 
 NUM_STEPS, START, FREEZE, END = 60, 8, 30, 45
 TIMES = {"start": START, "end": END, "disable_quantization_observer_epoch": FREEZE}
@@ -429,3 +430,35 @@ def test_training_with_rounding_beats_rounding_and_is_not_merely_more_training()
     more = train(copy.deepcopy(base), 300, 100, 1e-3, [int2()])
     trained = train(copy.deepcopy(base), 300, 100, 1e-3, [int2(start=0, disable_quantization_observer_epoch=80)])
     assert full.evaluate(held_out) < trained < 0.7 * min(rounded, more), (full.evaluate(held_out), trained, rounded, more)
+
+
+def test_a_checkpoint_in_fewer_bits_has_the_codes_that_were_trained(tmp_path):
+    """`train` casts a model to the dtype that it was loaded in; codes come from the weights before that."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **size)).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    rows = torch.randint(0, 32, (16, 16))
+    models = {}
+    for dtype in ("float32", "bfloat16"):
+        modifier = quantizer("int4 group", ignore=["lm_head"], start=0, disable_quantization_observer_epoch=4)
+        train(
+            tmp_path / "base",
+            dataset=rows,
+            recipe=modifier,
+            output_dir=tmp_path / dtype,
+            steps=8,
+            batch_size=4,
+            learning_rate=1e-2,
+            save_dtype=dtype,
+        )
+        models[dtype] = load_compressed(tmp_path / dtype)
+    layers = {dtype: [m for m in model.modules() if isinstance(m, QuantizedLayer)] for dtype, model in models.items()}
+    assert len(layers["float32"]) == 7
+    for full, half in zip(layers["float32"], layers["bfloat16"], strict=True):
+        assert torch.equal(full.codes(), half.codes())
+        assert half.weight_qparams().scale.dtype is torch.bfloat16
+        assert torch.equal(full.weight_qparams().scale.bfloat16(), half.weight_qparams().scale)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "bfloat16")
+    assert torch.equal(loaded(rows[:2]).logits, models["bfloat16"](rows[:2]).logits)
