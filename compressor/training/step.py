@@ -78,7 +78,10 @@ class TrainStep:
         self.accumulate, self.clip_norm, self.autocast, self.averages = accumulate, clip_norm, autocast, averages
         self.ranks = Ranks(model)
         self.mark: Callable[[str], None] = _ignore
-        self.trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        places = {id(p): place for place, p in enumerate(model.parameters())}
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        # In the model's order: the norm of all gradients, a sum, is then the same however the optimizer groups them.
+        self.trained = sorted(trained, key=lambda p: places.get(id(p), len(places)))
         if not self.trained:
             raise UserInputError("TrainStep: no parameter of the optimizer requires a gradient; nothing would be trained")
         self.allocate_gradients()

@@ -20,8 +20,9 @@ from compressor.model.load import LoadedModel, load_model, resolve_device
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity
 from compressor.progress import Progress, RichProgress, SilentProgress
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmup_cosine
+from compressor.training_run.attention import causal_attention
 from compressor.training_run.loop import Loop, settle_masks
-from compressor.training_run.loss import mask_arguments, next_token_loss
+from compressor.training_run.loss import next_token_loss
 from compressor.training_run.place import Place
 from compressor.training_run.record import sparsities, training_record
 from compressor.training_run.result import cast_parameters, save_trained, saved_dtype
@@ -105,7 +106,8 @@ class TrainingRun:
         self.data = blocks(dataset, "dataset", max_seq_length)
         length = self.data.input_ids.shape[1]
         self.eval_data = None if eval_dataset is None else blocks(eval_dataset, "eval_dataset", length)
-        extra, self.attention = mask_arguments(model, self.data.input_ids[:1].to(self.device))
+        self.attention = causal_attention(model, self.data.input_ids[:1].to(self.device))
+        extra = self.attention.arguments
         settings = self.settings
         self.order = BlockOrder(
             self.data,
@@ -135,6 +137,7 @@ class TrainingRun:
             states = held.enter_context(self.place.open(run))
             held.enter_context(_seeded(self.seed))
             flags = held.enter_context(_training_flags(self.loaded.model))
+            held.enter_context(self.attention.applied(self.loaded.model))
             session = held.enter_context(self._session(state)) if self.modifiers else None
             if session is not None:
                 session.initialize()
@@ -150,7 +153,7 @@ class TrainingRun:
                 batches, weights = self.held_out.in_order()
                 loop.evaluations.append({"step": self.num_steps, "as_saved": True, "loss": trainer.evaluate(batches, weights)})
             record = training_record(
-                run, self.base, loop.losses, loop.evaluations, sparsities(self.loaded.model), state.report, self.attention
+                run, self.base, loop.losses, loop.evaluations, sparsities(self.loaded.model), state.report, self.attention.words
             )
             folder = save_trained(self.loaded, self.own_tokenizer, self.place.output_dir, record, states.token)
             states.finish()

@@ -2,6 +2,7 @@
 
 Quantization error shows only in weights that carry information, so a random model proves nothing. This script trains a tokenizer and
 a 5.8 M parameter model on the Python sources of this machine (see `reference_corpus`) and records everything that made them.
+The steps are those of `compressor.training`: captured once, proved, and replayed.
 
 Run `python -m harness.goldens.reference_model --output-dir golden/reference --work-dir /somewhere/outside/the/repo`.
 """
@@ -16,18 +17,26 @@ import platform
 import random
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from compressor.errors import HarnessError
+from compressor.model.load import resolve_device
+from compressor.progress import Progress, RichProgress
+from compressor.training import Trainer, TrainStep, adamw
+from compressor.training.trainer import Mode
+from compressor.training_run.attention import causal_attention
 from harness.goldens.reference_corpus import SourceFile, list_hash, source_files
 
 END_OF_TEXT = "<|endoftext|>"
+AUDIT_EVERY = 500  # steps after which the replay is proved against eager again
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,9 @@ class TrainingPlan:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     num_threads: int = 2
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    num_layers: int = 6
 
     def lr(self, step: int) -> float:
         """Linear warm-up, then cosine down to `final_lr_frac` of the peak."""
@@ -59,9 +71,9 @@ def reference_config(plan: TrainingPlan) -> LlamaConfig:
     """Return the architecture: grouped-query attention, SwiGLU, rotary positions, untied head."""
     return LlamaConfig(
         vocab_size=plan.vocab_size,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=6,
+        hidden_size=plan.hidden_size,
+        intermediate_size=plan.intermediate_size,
+        num_hidden_layers=plan.num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=plan.seq_len,
@@ -99,7 +111,7 @@ def train_tokenizer(files: list[SourceFile], plan: TrainingPlan, num_bytes: int 
     )
 
 
-def encode(files: list[SourceFile], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+def encode(files: list[SourceFile], tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """Return all files as one int16 token stream, an end-of-text token before each."""
     pieces = []
     for start in range(0, len(files), 256):
@@ -109,7 +121,7 @@ def encode(files: list[SourceFile], tokenizer: PreTrainedTokenizerFast) -> torch
     return torch.cat(pieces)
 
 
-def windows(tokens: torch.Tensor, plan: TrainingPlan) -> torch.Tensor:
+def windows(tokens: Tensor, plan: TrainingPlan) -> Tensor:
     """Cut a stream into [num_windows, seq_len] and shuffle the windows with the plan's seed."""
     count = tokens.numel() // plan.seq_len
     cut = tokens[: count * plan.seq_len].view(count, plan.seq_len)
@@ -117,53 +129,66 @@ def windows(tokens: torch.Tensor, plan: TrainingPlan) -> torch.Tensor:
     return cut[order]
 
 
-def loss_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross entropy in nats, under bf16 autocast."""
-    with torch.autocast(ids.device.type, torch.bfloat16):
-        logits = model(input_ids=ids, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean next-token cross entropy in nats."""
+    logits = model(**batch, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
 
-def evaluate(model: LlamaForCausalLM, held_out: torch.Tensor, plan: TrainingPlan, max_windows: int = 512) -> float:
-    """Mean held-out loss in nats per token over at most `max_windows` windows."""
-    model.eval()
-    with torch.no_grad():
-        batches = held_out[:max_windows].split(plan.batch_size)
-        total = sum(loss_of(model, ids.long()).item() * len(ids) for ids in batches)
-    model.train()
-    return total / min(max_windows, len(held_out))
-
-
-def train(
-    plan: TrainingPlan, train_ids: torch.Tensor, held_out: torch.Tensor, work_dir: Path
-) -> tuple[LlamaForCausalLM, list[dict[str, float]]]:
-    """Run the plan; return the float32 model and the log of held-out losses."""
+def reference_trainer(plan: TrainingPlan, mode: Mode = "replay", progress: Progress | None = None) -> Trainer:
+    """Make the model from the plan's seed, and the trainer of its step; changes torch's seed and number of threads."""
     torch.manual_seed(plan.seed)
     torch.set_num_threads(plan.num_threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = LlamaForCausalLM(reference_config(plan)).float().to(device).train()
+    model = LlamaForCausalLM(reference_config(plan)).float().to(resolve_device("auto")).train()
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(0.9, 0.95), fused=True)
+    # The schedule gives the rates themselves: the peak is its own factor.
+    step = TrainStep(model, loss_of, adamw(groups, lr=1.0, betas=(0.9, 0.95)), clip_norm=plan.clip_norm, autocast=torch.bfloat16)
+    return Trainer(step, mode, schedule=plan.lr, audit_every=AUDIT_EVERY, progress=progress)
+
+
+@contextmanager
+def capturable(model: nn.Module, plan: TrainingPlan) -> Iterator[None]:
+    """Let attention find its mask without the host while the block runs; refused unless it gives the model's own logits."""
+    ids = torch.arange(plan.seq_len)[None] % plan.vocab_size
+    attention = causal_attention(model, ids.to(next(model.parameters()).device))
+    if attention.kernel is None:
+        raise HarnessError(
+            f"reference model: attention is {attention.words}, not causal by its kernel; look at transformers' release notes"
+        )
+    with attention.applied(model):
+        yield
+
+
+def batch_of(plan: TrainingPlan, train_ids: Tensor, step: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the windows of a step: the next ones, from the beginning again where they end."""
+    rows = torch.arange(step * plan.batch_size, (step + 1) * plan.batch_size) % len(train_ids)
+    return {"input_ids": train_ids[rows].long().to(device)}
+
+
+def held_out_loss(trainer: Trainer, held_out: Tensor, plan: TrainingPlan, max_windows: int = 512) -> float:
+    """Mean held-out loss in nats per token over at most `max_windows` windows."""
+    parts = held_out[:max_windows].split(plan.batch_size)
+    return trainer.evaluate(({"input_ids": ids.long().to(trainer.step.device)} for ids in parts), [len(ids) for ids in parts])
+
+
+def train(
+    plan: TrainingPlan, train_ids: Tensor, held_out: Tensor, work_dir: Path, mode: Mode = "replay"
+) -> tuple[LlamaForCausalLM, list[dict[str, float]]]:
+    """Run the plan; return the float32 model and the log of held-out losses."""
+    trainer = reference_trainer(plan, mode, RichProgress())
+    model: LlamaForCausalLM = trainer.step.model
     log: list[dict[str, float]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("train", total=plan.num_steps)
-        for step in range(plan.num_steps):
-            rows = torch.arange(step * plan.batch_size, (step + 1) * plan.batch_size) % len(train_ids)
-            for group in optimizer.param_groups:
-                group["lr"] = plan.lr(step)
-            loss = loss_of(model, train_ids[rows].long().to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip_norm)
-            optimizer.step()
-            progress.update(task, advance=1, description=f"loss {loss.item():.3f}")
-            if (step + 1) % 500 == 0 or step + 1 == plan.num_steps:
-                log.append({"step": step + 1, "train": loss.item(), "held_out": evaluate(model, held_out.to(device), plan)})
-                model.save_pretrained(work_dir / "latest")
-                (work_dir / "log.json").write_text(json.dumps(log, indent=1))
+
+    def after(number: int, loss: Tensor) -> None:
+        if (number + 1) % 500 == 0 or number + 1 == plan.num_steps:
+            log.append({"step": number + 1, "train": loss.item(), "held_out": held_out_loss(trainer, held_out, plan)})
+            model.save_pretrained(work_dir / "latest")
+            (work_dir / "log.json").write_text(json.dumps(log, indent=1))
+
+    with capturable(model, plan):
+        trainer.fit(lambda number: batch_of(plan, train_ids, number, trainer.step.device), plan.num_steps, each=after)
     return model.cpu(), log
 
 
@@ -173,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--work-dir", type=Path, required=True, help="checkpoints on the way; keep it outside the repository")
     parser.add_argument("--num-steps", type=int, default=TrainingPlan.num_steps)
+    parser.add_argument("--mode", choices=("replay", "eager", "capture"), default="replay", help="how a step runs; all give the same bits")
     args = parser.parse_args(argv)
     plan = TrainingPlan(num_steps=args.num_steps)
     args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -182,12 +208,13 @@ def main(argv: list[str] | None = None) -> int:
     training, held = [f for f in files if not f.held_out], [f for f in files if f.held_out]
     tokenizer = train_tokenizer(training, plan)
     train_ids, held_out = windows(encode(training, tokenizer), plan), windows(encode(held, tokenizer), plan)
-    model, log = train(plan, train_ids, held_out, args.work_dir)
+    model, log = train(plan, train_ids, held_out, args.work_dir, args.mode)
     model.to(torch.bfloat16).save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
     bytes_per_token = sum(f.num_bytes for f in held) / (held_out.numel())
     record = {
         "plan": asdict(plan),
+        "trainer": f"compressor.training, mode {args.mode}",
         "corpus": {"files": len(files), "held_out_files": len(held), "bytes": sum(f.num_bytes for f in files), "sha256": list_hash(files)},
         "tokens_in_corpus": train_ids.numel(),
         "tokens_trained": plan.num_steps * plan.batch_size * plan.seq_len,
