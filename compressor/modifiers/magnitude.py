@@ -134,7 +134,7 @@ class MagnitudePruningModifier(PruningModifier):
         share = f"{self.final_sparsity:.4%}".rstrip("0%").rstrip(".")
         return f"{self.mask_structure}, {share}% zeros{where}"
 
-    def resolve(self, model: nn.Module) -> dict[str, nn.Module]:
+    def prunable(self, model: nn.Module) -> dict[str, nn.Module]:
         """Find the modules whose weights are pruned; see PruningModifier.
 
         Args:
@@ -146,7 +146,7 @@ class MagnitudePruningModifier(PruningModifier):
         Raises:
             SchemeError: rows do not divide into runs of the pattern (all such modules are named).
         """
-        found = super().resolve(model)
+        found = super().prunable(model)
         pattern = _pattern(self.mask_structure)
         if pattern is None:
             return found

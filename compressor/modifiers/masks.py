@@ -58,7 +58,7 @@ class PruningModifier(Modifier):
 
     def on_initialize(self, state: State) -> bool:
         """Find the weights; nothing is changed yet."""
-        self._modules = self.resolve(state.model)
+        self._modules = self.prunable(state.model)
         self._pruned, self._active, self._worked, self._removed = {}, False, False, {}
         return True
 
@@ -99,7 +99,7 @@ class PruningModifier(Modifier):
         self._pruned, self._active = {}, False
         return True
 
-    def resolve(self, model: nn.Module) -> dict[str, nn.Module]:
+    def prunable(self, model: nn.Module) -> dict[str, nn.Module]:
         """Find the modules whose weights are pruned.
 
         Args:
@@ -134,10 +134,11 @@ class PruningModifier(Modifier):
             One entry per module, in the order of the model.
         """
         planned = []
-        for name, module in self.resolve(model).items():
+        for name, module in self.prunable(model).items():
             weight = weight_rows(module)
             size = weight.numel() * weight.element_size()
             details: dict[str, float | int | str] = {"shape": "x".join(map(str, weight.shape)), "bytes_before": size, "bytes_after": size}
+            details |= {"rows": weight.shape[0], "columns": weight[0].numel()}
             planned.append(PlannedModule(name, type(self).__name__, self.scheme_label(), None, details))
         return planned
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -150,11 +150,17 @@ def _targets(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[dict[s
     for modifier in modifiers:
         modules = modifier.plan(skeleton)
         schemes = modifier.resolve(skeleton) if isinstance(modifier, _Resolving) else {}
-        state.claim([module.name for module in modules if module.reason is None], modifier.label)
+        if schemes:  # a weight is quantized once; pruned it may be, too
+            state.claim([module.name for module in modules if module.reason is None], modifier.label)
         for module in modules:
+            known = planned.get(module.name)
             # A module that one modifier changes is not "skipped" because another leaves it.
-            if module.reason is None or module.name not in planned:
+            if known is None or known.module.reason is not None:
                 planned[module.name] = Target(module, schemes.get(module.name), modifier)
+            elif module.reason is None:
+                both = replace(module if schemes else known.module, scheme=f"{known.module.scheme}, {module.scheme}")
+                scheme = schemes.get(module.name, known.scheme)
+                planned[module.name] = Target(both, scheme, modifier if schemes else known.modifier)
     changed = {name: target for name, target in planned.items() if target.module.reason is None}
     return changed, [target.module for target in planned.values() if target.module.reason is not None]
 

@@ -156,3 +156,17 @@ def test_speed_is_timed_on_this_machine() -> None:
     speed = measure_speed(torch.device("cpu"), torch.bfloat16)
     assert speed.flops > 1e6 and speed.model_flops > 1e6
     assert 0 < speed.column_seconds < 10 and 0 <= speed.rounding_seconds < 1
+
+
+def test_a_weight_may_be_pruned_and_quantized_and_the_plan_says_both() -> None:
+    pruner = {"MagnitudePruningModifier": {"final_sparsity": 0.5, "mask_structure": "2:4"}}
+    channels = {"group": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}}
+    quantizer = {"QuantizationModifier": {"config_groups": channels}}
+    model = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 4))
+    for modifiers in ({**pruner, **quantizer}, {**quantizer, **pruner}):
+        made = plan(model, recipe={"a_stage": {"a_modifiers": modifiers}})
+        schemes = {module.name: module.scheme for module in made.modules}
+        assert all("2:4, 50% zeros" in scheme and "int8 channel" in scheme for scheme in schemes.values()) and set(schemes) == {"0", "1"}
+        assert made.modules[0].details["bytes_after"] < made.modules[0].details["bytes_before"]
+    alone = plan(model, recipe={"a_stage": {"a_modifiers": pruner}})
+    assert [module.details["bytes_after"] for module in alone.modules] == [32 * 8 * 4, 8 * 4 * 4]
