@@ -159,7 +159,7 @@ def _show(results: Sequence[CaseResult], where: Mapping[str, Any], seconds: floa
     rounds = ", ".join(str(result.rounds) for result in results)
     console.print(
         f"{rounds} rounds, {seconds:g} s; torch {where['torch']}, {where['threads']} thread(s) of {where['cores']} cores, "
-        f"load before {where['load_before']}" + (f", {where['gpu']}" if where["gpu"] else "")
+        f"load before {where['load_before']}" + (f", {where['gpu']}" if where["gpu"] else "") + "; ?: the goal lies within the interval"
     )
     for result in results:
         for line in result.differences[:3]:

@@ -12,7 +12,7 @@ import torch
 from compressor.errors import UserInputError
 from harness.bench import replay, replay_cases, replay_runs
 from harness.bench.live_peak import live_peak_bytes, peak_of
-from harness.bench.replay_runs import CaseResult, Goals, Memory, measure
+from harness.bench.replay_runs import CaseResult, Goals, Memory, at_least, at_most, measure
 from harness.replay.timing import Ratio, interleave, median_interval, ratios, repeats_for
 
 CPU = torch.device("cpu")
@@ -34,7 +34,17 @@ def result(speed: float = 2.0, guards: float = 0.05, held: int = 30, differences
     seconds = {"eager": 2e-3, "replay": 1e-3, "unguarded": 9e-4, "compiled": 1e-3}
     memory = Memory(held, 10, 10)
     return CaseResult(
-        "a", GOALS, 7, seconds, ratio(speed), ratio(guards), None if compiled is None else ratio(compiled), memory, differences, 50
+        "a",
+        GOALS,
+        7,
+        seconds,
+        ratio(speed),
+        ratio(guards),
+        ratio(0.04),
+        None if compiled is None else ratio(compiled),
+        memory,
+        differences,
+        50,
     )
 
 
@@ -51,6 +61,13 @@ def test_each_figure_is_held_against_its_own_goal():
     assert met(result(compiled=0.99))["compiled / replay"] == "no" and met(result(compiled=1.0))["compiled / replay"] == "yes"
     asked = result(speed=1.49, guards=0.11, held=31).to_dict()
     assert not any(asked[key]["met"] for key in ("eager_over_replay", "guards_share", "memory"))
+
+
+def test_a_goal_within_the_interval_is_marked():
+    assert [at_least(Ratio(1.6, 1.4, 1.8, 0.95, 9), 1.5), at_least(Ratio(1.4, 1.3, 1.6, 0.95, 9), 1.5)] == ["yes?", "no?"]
+    assert [at_least(Ratio(1.6, 1.5, 1.8, 0.95, 9), 1.5), at_least(Ratio(1.4, 1.3, 1.49, 0.95, 9), 1.5)] == ["yes", "no"]
+    assert [at_most(Ratio(0.09, 0.02, 0.3, 0.95, 9), 0.1), at_most(Ratio(0.2, 0.1, 0.3, 0.95, 9), 0.1)] == ["yes?", "no?"]
+    assert [at_most(Ratio(0.09, 0.02, 0.1, 0.95, 9), 0.1), at_most(Ratio(0.2, 0.11, 0.3, 0.95, 9), 0.1)] == ["yes", "no"]
 
 
 def test_the_median_has_the_interval_of_order_statistics():
@@ -108,7 +125,7 @@ def test_the_live_peak_is_the_highest_running_sum():
 def test_a_small_run_has_all_figures_and_equal_bits():
     found = measure(replay_cases.mlp(), GOALS, 1, CPU)
     assert found.differences == () and found.rounds in (1, 5)
-    assert set(found.seconds) == {"eager", "replay", "unguarded"} and all(value > 0 for value in found.seconds.values())
+    assert set(found.seconds) == {"eager", "replay", "unguarded", "guard"} and all(value > 0 for value in found.seconds.values())
     assert found.compiled is None
     assert found.memory.held >= 0.9 * found.memory.recorded_peak  # what is alive at a time cannot lie in less
     assert found.memory.live_peak == pytest.approx(found.memory.recorded_peak, rel=0.2)  # two ways of counting
