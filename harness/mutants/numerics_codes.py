@@ -64,7 +64,7 @@ QUANTIZER_MUTANTS: tuple[Mutant, ...] = (
     bug("global_scale_upside_down", "codes", "group scales are multiplied by the global scale in place of divided", _NEAREST,
         Edit(_QUANTIZE + "_align", "qparams.scale / qparams.global_scale", "qparams.scale * qparams.global_scale")),
     bug("divides_in_bfloat16", "codes", "weights are divided by their scale in their own dtype", _NEAREST,
-        Edit("compressor.algorithms.rtn:round_to_nearest", "quantize(weight_RC.float(), wide, args)",
+        Edit("compressor.algorithms.rtn:nearest_codes", "quantize(weight_RC.float(), wide, args, checked=checked)",
              "quantize(weight_RC, qparams, args)")),
     bug("weight_overwritten", "codes", "the division overwrites the weight that was given", "quantizer.scales_positive",
         Edit(_QUANTIZE + "_divide", "scaled = x / qparams.scale", "scaled = x.div_(qparams.scale)")),

@@ -68,7 +68,7 @@ SCALE_MUTANTS: tuple[Mutant, ...] = (
              "return weight.abs().amax().expand(weight.shape[0], 1),")),
     bug("nan_is_let_through", "scales", "a weight with NaN or infinity is quantized", "quantizer.refuses_nonfinite",
         Edit(_OBSERVERS + "_check_range", "if not bool(", "if name == '' and not bool("),
-        Edit("compressor.numerics.quantize:quantize", "if scaled.numel() and", "if not scaled.numel() and")),
+        Edit("compressor.numerics.quantize:quantize", "if checked and scaled.numel() and", "if checked and not scaled.numel() and")),
     bug("infinity_cut_off", "scales", "infinity is taken for the largest number, and quantized", "quantizer.refuses_nonfinite",
         Edit(_OBSERVERS + "weight_qparams", "_as_groups(weight, args, name)",
              "_as_groups(weight.nan_to_num(nan=torch.nan), args, name)")),
