@@ -7,6 +7,7 @@ watched: by identity of its values where nothing changed, which costs no Python,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -119,6 +120,27 @@ def own_generators(step: TrainStep) -> list[torch.Generator]:
     values += [value for held in containers(step) for value in held.values()]
     values += [getter() for _, getter in variables(step)]
     return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
+
+
+@contextmanager
+def undone(step: TrainStep) -> Iterator[None]:
+    """Put back, after the block, what it writes into tensors that modules hold without having registered them.
+
+    Args:
+        step: runs in the block; its own tensors are not looked at.
+
+    Yields:
+        Nothing.
+    """
+    values = (value for module in step.model.modules() for value in module.__dict__.values())
+    loose = [value for value in values if isinstance(value, Tensor)]
+    kept = [value.detach().clone() for value in loose]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, old in zip(loose, kept, strict=True):
+                value.detach().copy_(old)
 
 
 def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:

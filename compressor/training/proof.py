@@ -10,6 +10,7 @@ from torch import Tensor
 from compressor.errors import ProofError, ReplayError, SignatureDriftError
 from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Engine
+from compressor.training.held import undone
 from compressor.training.host_watch import host_generators_kept
 from compressor.training.plan import Plan, record
 from compressor.training.signature import drift
@@ -59,7 +60,7 @@ def eager_end(step: TrainStep, buffers: InputBuffers, engine: Engine, generators
     """
     start = Snapshot.take(step, generators)
     inputs = {path: tensor.clone() for path, tensor in buffers.tensors.items()}
-    with host_generators_kept():
+    with host_generators_kept(), undone(step):
         end = Snapshot.take(step, generators, engine.eager(lambda: step(buffers.batch)))
     start.put_back(step, generators)
     for path, tensor in buffers.tensors.items():

@@ -286,10 +286,8 @@ HAZARDS: tuple[Hazard, ...] = (
     Hazard("cached_tensor", "a tensor from lru_cache, made in the first step", _cached, source=_OVERWRITTEN),
     Hazard(
         "cache_filled_in_capture",
-        "a cache is emptied, so that the captured step fills it with a tensor of its own",
+        "a cache is emptied just before the capture, so that the eager step beside it fills it anew",
         _cached_first_in_capture,
-        EscapedTensorError,
-        "variable 'cache'",
-        _OVERWRITTEN,
+        source=_OVERWRITTEN,
     ),
 )

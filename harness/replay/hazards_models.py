@@ -81,7 +81,7 @@ def _cached(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _compiled(trainer: Trainer) -> None:
-    trainer.step.model.first.compile(backend="eager")  # type: ignore[union-attr, operator]
+    trainer.step.model.first.compile(backend="eager")  # type: ignore[union-attr]
 
 
 def _compiled_loss() -> Subject:
