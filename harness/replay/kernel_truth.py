@@ -76,6 +76,8 @@ def true_results(op: Op, draws: bool) -> list[Tensor] | str:
     copies: dict[int, Tensor] = {}
 
     def widened(leaf: object) -> object:
+        if isinstance(leaf, torch.dtype):
+            return _wide(leaf)
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in copies:

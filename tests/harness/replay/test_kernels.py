@@ -93,13 +93,22 @@ def test_a_variant_that_is_nearer_to_the_truth_is_said_to_be(plans):
     [
         ("mlp", "aten.bernoulli_", "draws random numbers"),
         ("llama", "aten.arange", "no floating numbers"),
-        ("llama", "aten._to_copy", "returns torch.float32"),
     ],
 )
 def test_where_there_is_no_truth_the_reason_is_told(plans, case, match, reason):
     func = find_ops(plans[case].captured.ops, match)[0].func
     site = compare(plans, case, match, func._op).sites[0]
     assert reason in site.no_truth and all(error.truth is None for error in site.errors)
+
+
+def test_an_op_that_names_its_dtype_is_held_against_float64_as_well(plans):
+    func = find_ops(plans["llama"].captured.ops, "aten._to_copy")[0].func
+
+    def rounded(x, **settings):
+        return func._op(func._op(x, dtype=torch.bfloat16), **settings) + 1
+
+    truths = [error.truth for site in compare(plans, "llama", func, rounded).sites for error in site.errors]
+    assert truths and all(truth.original_max == 0 and truth.variant_max == 1 and truth.verdict == "farther" for truth in truths)
 
 
 def test_in_place_ops_and_optimizers_are_exchanged_by_functions_that_write_in_place(plans):
