@@ -11,10 +11,13 @@ import torch
 from compressor.errors import HarnessError, UserInputError
 from compressor.training import Plan, locate
 from harness.bench.replay_cases import lstm, mlp, small_llama
+from harness.replay.kernel_exchange import swapped
 from harness.replay.kernel_match import find_ops
 from harness.replay.kernel_sources import plan_on_tape
+from harness.replay.kernel_timing import KernelTiming
 from harness.replay.kernels import Swap, compare_kernel, compare_kernels
 from harness.replay.state import state_of
+from harness.replay.timing import Ratio
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -318,6 +321,32 @@ def test_timing_stands_beside_its_control_and_only_a_clear_difference_counts(pla
     text = report.text()
     assert text.index("A/A control ") < text.index("slower") and "time of the whole step, 7 interleaved rounds" in text
     assert compare(plans, "llama", "aten.silu", slow, rounds=0).timing is None
+
+
+def test_an_original_that_does_not_repeat_itself_spoils_the_control(plans):
+    tape = plans["llama"].captured
+    op = find_ops(tape.ops, "aten.silu")[0]
+    with swapped(tape, {op.index: lambda: op.outs[0].copy_(silu(op.args[0]) * 1.001)}):
+        report = compare(plans, "llama", "aten.silu", aten.silu)
+    assert [site.control_equal for site in report.sites] == [False, True] and not report.control_equal
+    assert "does not repeat its own bits here" in report.text() and "NOT equal" in report.text()
+    assert not report.to_dict()["control_bitwise_equal"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "control", "verdict"),
+    [
+        ((1.3, 1.2, 1.4), (1.0, 0.9, 1.1), "slower"),
+        ((0.7, 0.6, 0.8), (1.0, 0.9, 1.1), "faster"),
+        ((1.3, 1.05, 1.4), (1.0, 0.9, 1.1), "no difference shown"),  # within the noise of the control
+        ((1.03, 1.01, 1.05), (1.0, 0.999, 1.02), "no difference shown"),
+        ((0.97, 0.96, 0.98), (0.9, 0.85, 0.95), "no difference shown"),  # the control is off, too, so nothing above it counts as faster
+        ((1.03, 1.02, 1.04), (0.9, 0.85, 0.95), "slower"),
+    ],
+)
+def test_only_an_interval_that_leaves_the_control_and_one_is_a_verdict(variant, control, verdict):
+    ratio = {name: Ratio(*values, 0.95, 9) for name, values in (("variant", variant), ("control", control))}
+    assert KernelTiming({}, ratio["control"], ratio["variant"], ratio["control"]).verdict == verdict
 
 
 def test_numbers_out_of_range_are_refused(plans):
