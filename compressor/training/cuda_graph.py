@@ -1,23 +1,35 @@
 """The CUDA engine: the same two methods as the tape, with a `torch.cuda.CUDAGraph` that repeats the kernels.
 
-Written against the documentation of `torch.cuda.graph`. A capture executes nothing, so the trainer replays once after it. All eager legs
-run on the capture stream, because AccumulateGrad nodes remember the stream they were made on. The graphs of one engine share a memory
-pool; the recorder keeps the storages of every plan alive, so that no graph writes into the memory of another. `torch.cuda.graph` registers
-the default generator of the device; a step that names a generator of its own is refused by CUDA.
+Reviewed against the documentation and the source of torch 2.13 and 2.11; see the README for what of it never ran on a GPU.
+
+- Everything runs on one stream of the engine's: AccumulateGrad nodes and the workspaces of cuBLAS remember the stream they were made on.
+- A capture performs nothing. `record` therefore runs the step eagerly first, watched, and undone: all named errors come from there.
+- The graphs of an engine share a memory pool. That is sound because a replay reads nothing that another replay left in the pool: what
+  outlives a step was there before, and the loss is cloned at once.
+- Failing to end a capture leaves torch with a pool that counts as in use, and before 2.13 with generators that count as capturing; both
+  are put right before the named error is raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from compressor.errors import ReplayError
 from compressor.training.engine import Captured
+from compressor.training.intervals import Interval, merged
 from compressor.training.operators import Record
 from compressor.training.recorder import Recorder
-from compressor.training.tape import spoil
+
+T = TypeVar("T")
+_SPOILED = 0xA5
 
 
 class CudaGraphEngine:
@@ -27,13 +39,15 @@ class CudaGraphEngine:
         device: the CUDA device of the model.
     """
 
+    runs_while_capturing = False
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def eager(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run a step on the capture stream.
+        """Run a step on the engine's stream.
 
         Args:
             run: the step on its fixed inputs.
@@ -41,29 +55,60 @@ class CudaGraphEngine:
         Returns:
             What it returned, safe to use on the current stream.
         """
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            loss = run()
-        current.wait_stream(self._stream)
-        loss.record_stream(current)
+        loss = _on(self._stream, run)
+        loss.record_stream(torch.cuda.current_stream(self.device))
         return loss
 
-    def capture(self, run: Callable[[], Tensor], recorder: Recorder) -> Captured:
+    def capture(self, run: Callable[[], Tensor], recorder: Recorder, generators: Sequence[torch.Generator]) -> Captured:
         """Capture a step; nothing is executed.
 
         Args:
             run: the step on its fixed inputs.
             recorder: raises the named errors, with operator and module, before CUDA says that an operation is not permitted.
+            generators: those that the step draws from beside the default one.
 
         Returns:
             The graph.
+
+        Raises:
+            ReplayError: the step cannot be captured; the engine can go on.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph = _new_graph(generators)
         torch.cuda.synchronize(self.device)
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"), recorder:
-            loss = run()
-        return CudaGraph(graph, recorder.ops, loss.detach(), recorder.scratch)
+        torch.cuda.empty_cache()
+        with _collector_off(), _workspaces_of_its_own(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                with recorder:
+                    loss = run()
+            except BaseException as error:
+                self._abandon(graph, generators)
+                if isinstance(error, RuntimeError) and not isinstance(error, ReplayError):
+                    raise _refusal(error, recorder) from error
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                self._recover(generators)
+                raise _refusal(error, recorder) from error
+        return CudaGraph(graph, recorder, loss.detach(), self._stream)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+        """End a capture whose step has failed."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that a graph is empty says nothing of a step that failed
+                graph.capture_end()
+        except RuntimeError:  # it says once more what has already been raised
+            self._recover(generators)
+
+    def _recover(self, generators: Sequence[torch.Generator]) -> None:
+        """After a capture that could not be ended: take another pool, and let the generators see a capture end well."""
+        self._pool = torch.cuda.graph_pool_handle()
+        graph = _new_graph(generators)
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        torch.zeros(1, device=self.device)
+        graph.capture_end()
 
 
 class CudaGraph:
@@ -71,17 +116,31 @@ class CudaGraph:
 
     Args:
         graph: the captured graph.
+        recorder: has watched the capture.
+        loss: where a replay leaves the loss.
+        stream: where it was captured, and is replayed.
+
+    Attributes:
         ops: the recorded operators.
         loss: where a replay leaves the loss.
-        scratch: storages of the graph's pool.
+        generators: random generators, beside the default one, that the step draws from.
     """
 
     ran_at_capture = False
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, ops: list[Record], loss: Tensor, scratch: list[torch.UntypedStorage]) -> None:
-        self._graph, self.ops, self.loss, self._scratch = graph, ops, loss, scratch
-        leaves = (leaf for op in ops for leaf in tree_leaves((op.args, op.kwargs)))
+    def __init__(self, graph: torch.cuda.CUDAGraph, recorder: Recorder, loss: Tensor, stream: torch.cuda.Stream) -> None:
+        self._graph, self._stream = graph, stream
+        self.ops: list[Record] = recorder.ops
+        self.loss = loss
+        leaves = (leaf for op in self.ops for leaf in tree_leaves((op.args, op.kwargs)))
         self.generators = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Generator)}.values())
+        storages = recorder.storages
+        on_device = (device.type == "cuda" for device in storages.devices)
+        self._memory = merged(
+            Interval(begin, begin + size)
+            for begin, size, counts in zip(storages.addresses, storages.sizes, on_device, strict=True)
+            if counts
+        )
 
     @property
     def lines(self) -> list[str]:
@@ -91,14 +150,76 @@ class CudaGraph:
     @property
     def scratch_bytes(self) -> int:
         """Memory that the graph holds beside the model, the optimizer and the inputs."""
-        return sum(storage.nbytes() for storage in self._scratch)
+        return sum(interval.size for interval in self._memory)
 
     def replay(self) -> None:
-        """Perform one step on the current stream."""
-        self._graph.replay()
+        """Perform one step; the current stream waits for it."""
+        _on(self._stream, self._graph.replay)
 
     def replay_spoiled(self) -> None:
-        """Perform one step after every storage that it makes was filled with 0xA5."""
-        for storage in self._scratch:
-            spoil(storage)
+        """Perform one step after all memory of the pool that it writes was filled with 0xA5."""
+        _on(self._stream, self._spoil)
         self.replay()
+
+    def _spoil(self) -> None:
+        for interval in self._memory:
+            _bytes_at(interval, self.loss.device).fill_(_SPOILED)
+
+
+def _on(stream: torch.cuda.Stream, run: Callable[[], T]) -> T:
+    """Run on a stream, after what the current stream has to do, and before what it gets to do."""
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        result = run()
+    current.wait_stream(stream)
+    return result
+
+
+def _new_graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
+    """Make a graph that knows the generators; torch registers the default one itself, and from 2.13 on finds all when they are used."""
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a torch that finds them itself says that it need not be told
+        for generator in generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
+    return graph
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Collect now and not in the block: an old graph or event that is destroyed during a capture may stop it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _workspaces_of_its_own() -> Iterator[None]:
+    """Let cuBLAS take its workspace from the pool of the graph, which lives as long; others may free the one it has."""
+    clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
+    clear()
+    try:
+        yield
+    finally:
+        clear()
+
+
+def _bytes_at(interval: Interval, device: torch.device) -> Tensor:
+    """Show memory that a graph owns as a tensor."""
+    storage: Any = torch._C._construct_storage_from_data_pointer(interval.begin, device, interval.size)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _refusal(error: RuntimeError, recorder: Recorder) -> ReplayError:
+    last = recorder.ops[-1].place if recorder.ops else "before its first operator"
+    return ReplayError(
+        f"CUDA does not capture this step, after {last}: {str(error).splitlines()[0]}; "
+        "it copies from or waits for the host, or works on another stream; do that outside of the step, or use mode='eager'"
+    )

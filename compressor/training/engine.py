@@ -45,10 +45,16 @@ class Captured(Protocol):
 
 
 class Engine(Protocol):
-    """A device's way to run, capture and replay."""
+    """A device's way to run, capture and replay.
+
+    Attributes:
+        runs_while_capturing: a capture performs the step. Else nothing of it runs, and the step may take another way than the eager one.
+    """
+
+    runs_while_capturing: bool
 
     def eager(self, run: Callable[[], Tensor]) -> Tensor:
         """Run a step as it is, where a later capture will run."""
 
-    def capture(self, run: Callable[[], Tensor], recorder: Recorder) -> Captured:
-        """Capture a step, watched by the recorder."""
+    def capture(self, run: Callable[[], Tensor], recorder: Recorder, generators: Sequence[torch.Generator]) -> Captured:
+        """Capture a step, watched by the recorder; the generators are those of its own that it draws from."""

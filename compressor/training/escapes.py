@@ -15,12 +15,13 @@ from compressor.training.recorder import Recorder
 from compressor.training.step import TrainStep
 
 
-def check_escapes(step: TrainStep, recorder: Recorder) -> None:
+def check_escapes(step: TrainStep, recorder: Recorder, kept: Tensor | None = None) -> None:
     """Refuse a step that leaves tensors of its own behind.
 
     Args:
         step: it has just been recorded, and its loss was let go.
         recorder: the record.
+        kept: what the captured step keeps itself: its loss, where that lies in a storage of the step.
 
     Raises:
         EscapedTensorError: somebody holds a tensor that the step made.
@@ -30,10 +31,11 @@ def check_escapes(step: TrainStep, recorder: Recorder) -> None:
             maker = recorder.maker(leaf) if isinstance(leaf, Tensor) else None
             if maker is not None:
                 raise _escaped(f"{holder}: it keeps a tensor", maker)
-    if recorder.storages.kept or not recorder.storages.survivors():
+    own = None if kept is None else recorder.storages.number(kept.untyped_storage())
+    if not set(recorder.storages.survivors()) - {own}:
         return
     gc.collect()  # a graph that refers to itself, as functions with a context make them, holds nothing for anybody
-    left = recorder.storages.survivors()
+    left = [number for number in recorder.storages.survivors() if number != own]
     if left:
         raise _escaped(f"{_holder(recorder, left[0])}: it keeps a tensor", recorder.maker_of(left[0]))
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftError, ReplayError
+from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftError, ReplayError, SignatureDriftError
 from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Captured, Engine
 from compressor.training.escapes import check_escapes
 from compressor.training.facts import difference, host_facts
+from compressor.training.held import own_generators
 from compressor.training.host_watch import refuse_iterators, watching_host
 from compressor.training.identities import Identities
 from compressor.training.recorder import Recorder
+from compressor.training.signature import drift, neutral
+from compressor.training.snapshot import Snapshot
 from compressor.training.step import TrainStep
 from compressor.training.whereabouts import Whereabouts
+
+T = TypeVar("T")
 
 
 class Plan:
@@ -95,6 +100,47 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
         ReplayError: by its named subclasses, what cannot be captured.
     """
     refuse_early(step)
+    before = None if engine.runs_while_capturing else _rehearse(step, buffers, engine)
+    generators = own_generators(step)
+
+    def capture(recorder: Recorder) -> tuple[Captured, Tensor]:
+        captured = engine.capture(lambda: step(buffers.batch), recorder, generators)
+        return captured, captured.loss
+
+    captured, _ = _watch(step, buffers, capture)
+    moved = None if before is None else drift(neutral(before), neutral(captured.lines), ("eager", "captured"))
+    if moved is not None:
+        raise SignatureDriftError(
+            f"the step takes another way while a graph is captured, as code does that asks whether it is: {moved}\n"
+            "decide before the step; to models of transformers give the whole attention mask with the batch"
+        )
+    return captured
+
+
+def _rehearse(step: TrainStep, buffers: InputBuffers, engine: Engine) -> list[str]:
+    """Run the step eagerly under the recorder, and go back: what cannot be captured is said before anything is."""
+    generators = own_generators(step)
+    start = Snapshot.take(step, generators)
+    inputs = {path: tensor.clone() for path, tensor in buffers.tensors.items()}
+
+    def run(recorder: Recorder) -> tuple[list[str], None]:
+        def recorded() -> Tensor:
+            with recorder:
+                return step(buffers.batch)
+
+        engine.eager(recorded)
+        return [op.line for op in recorder.ops], None
+
+    try:
+        return _watch(step, buffers, run)[0]
+    finally:
+        start.put_back(step, generators)
+        for path, tensor in buffers.tensors.items():
+            tensor.copy_(inputs[path])
+
+
+def _watch(step: TrainStep, buffers: InputBuffers, run: Callable[[Recorder], tuple[T, Tensor | None]]) -> tuple[T, Tensor | None]:
+    """Run the step under a recorder, and check that it left nothing behind that a replay would not."""
     tensors, facts = step.tensors(), host_facts(step)
     whereabouts = Whereabouts(step.model)
     roles = {**{f"in:{path}": tensor for path, tensor in buffers.tensors.items()}, **tensors, **step.ranks.buckets}
@@ -104,14 +150,14 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
         recorder.phase = phase
 
     with whereabouts.watching(), step.marking(mark), watching_host(step):
-        captured = engine.capture(lambda: step(buffers.batch), recorder)
+        result = run(recorder)
     recorder.finish()
     _check_moved(tensors, step.tensors(), recorder)
-    check_escapes(step, recorder)
+    check_escapes(step, recorder, result[1])
     changed = difference(facts, host_facts(step))
     if changed is not None:
         raise GuardDriftError(f"the step changes the host: {changed}, and a replay would not repeat it; keep it in a buffer, in place")
-    return captured
+    return result
 
 
 def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from compressor.errors import DynamicShapeError, EscapedTensorError, HostReadError, ReplayError, UntrackedRandomnessError
 from compressor.training.collectives import is_collective, refuse_collective, spell_object, wait_for, without_group
 from compressor.training.digests import content_digest, rng_digest
+from compressor.training.host_tensors import host_hazard
 from compressor.training.operators import ALLOCATIONS, Extent, Kind, Record, spell_place, written_arguments
 from compressor.training.storages import Storages
 
@@ -61,15 +62,10 @@ class Recorder(TorchDispatchMode):
         for name, tensor in roles.items():
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
         self._outside: list[torch.UntypedStorage] = []  # a storage that is gone could give its identity to another
-        self.storages = Storages(keep=device.type != "cpu")
+        self.storages = Storages()
         self._aliases: dict[Extent, Tensor] = {}
-        self._watches_rng = device.type == "cpu"
+        self._device, self._watches_rng = device, device.type == "cpu"
         self._rng = rng_digest()
-
-    @property
-    def scratch(self) -> list[torch.UntypedStorage]:
-        """The storages that the step made, where they are held: not on a CPU."""
-        return self.storages.kept
 
     def maker(self, tensor: Tensor) -> Record | None:
         """Name what made the storage that a tensor lies in.
@@ -201,7 +197,13 @@ class Recorder(TorchDispatchMode):
             raise ReplayError(f"{place} changes a storage, so that addresses would not hold; allocate once and write in place")
         if torch.Tag.dynamic_output_shape in func.tags and not (name == "aten::index" and not _has_mask(given[1:])):
             raise DynamicShapeError(f"{place} has an output whose shape depends on data{_caller()}; use a mask or a fixed size instead")
-        _refuse_layout([leaf for leaf in given if isinstance(leaf, Tensor)], place)
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        _refuse_layout(tensors, place)
+        hosts = [(leaf.device, self.storages.number(leaf.untyped_storage()) is not None) for leaf in tensors]
+        target = next((leaf for leaf in given if isinstance(leaf, torch.device)), None)
+        hazard = host_hazard(name, self._device, hosts, target)
+        if hazard:
+            raise HostReadError(f"{place} {hazard}{_caller()}; keep everything of the step on {self._device}, the batch too")
 
     def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> None:
         for tensor in written_arguments(func, args, kwargs):

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
+_DEVICE = re.compile(r"@\w+(:\d+)?")
 _VALUE = re.compile(r"%\d+")
 _OUTSIDE = re.compile(r"(outside|const):\w+")
 _SHAPE = re.compile(r"\[[\d,]*\]|\([\d,]*\)|\+\d+")
@@ -29,6 +30,18 @@ def signature_hash(lines: Sequence[str]) -> str:
         32 hexadecimal digits.
     """
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def neutral(lines: Sequence[str]) -> list[str]:
+    """Leave out on which device each operand lies: kernels keep the seed of their random numbers on the host unless a graph is captured.
+
+    Args:
+        lines: of a signature.
+
+    Returns:
+        The lines without devices.
+    """
+    return [_DEVICE.sub("", line) for line in lines]
 
 
 def drift(first: Sequence[str], second: Sequence[str], names: tuple[str, str] = ("capture", "now"), limit: int = 3) -> str | None:

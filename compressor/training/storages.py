@@ -11,22 +11,18 @@ class Storages:
 
     A weak reference keeps the identity of a storage from being given to another, and lets its memory go.
 
-    Args:
-        keep: hold them, for a device whose captured step writes into the very storages of the capture.
-
     Attributes:
-        kept: the storages, where they are held.
-        sizes: bytes of each, by number.
+        addresses: where each began, by number; a graph goes on writing there when the storage is gone.
+        sizes: bytes of each.
         devices: device of each.
         peak_bytes: the most bytes that were alive at a time.
     """
 
-    def __init__(self, keep: bool) -> None:
-        self.kept: list[torch.UntypedStorage] = []
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
         self.sizes: list[int] = []
         self.devices: list[torch.device] = []
         self.peak_bytes = 0
-        self._keep = keep
         self._numbers: dict[int, int] = {}
         self._alive: dict[int, StorageWeakRef] = {}
         self._gone: list[StorageWeakRef] = []
@@ -44,11 +40,10 @@ class Storages:
         number = len(self.sizes)
         self._numbers[storage._cdata] = number
         self._alive[number] = StorageWeakRef(storage)
+        self.addresses.append(storage.data_ptr())
         self.sizes.append(0)
         self.devices.append(storage.device)
         self.grow(number, storage)
-        if self._keep:
-            self.kept.append(storage)
         return number
 
     def number(self, storage: torch.UntypedStorage) -> int | None:

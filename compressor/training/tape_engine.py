@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from compressor.training.engine import Captured
@@ -13,6 +14,8 @@ from compressor.training.tape import Tape
 
 class TapeEngine:
     """Records on a tape; for CPU tensors."""
+
+    runs_while_capturing = True
 
     def eager(self, run: Callable[[], Tensor]) -> Tensor:
         """Run a step as it is.
@@ -25,12 +28,13 @@ class TapeEngine:
         """
         return run()
 
-    def capture(self, run: Callable[[], Tensor], recorder: Recorder) -> Captured:
+    def capture(self, run: Callable[[], Tensor], recorder: Recorder, generators: Sequence[torch.Generator]) -> Captured:
         """Record a step while it runs.
 
         Args:
             run: the step on its fixed inputs.
             recorder: has the roles of the step's tensors.
+            generators: of no concern here, since the recorded operators hold theirs.
 
         Returns:
             The tape.

@@ -93,7 +93,7 @@ class Trainer:
         self.num_steps = 0
         self.last_action = ""
         self._schedule = None if schedule is None else RateSchedule(step.optimizer, schedule)
-        self._engine = engine_for(step.device)
+        self._engine = engine_for(step.device, mode)
         self._progress = SilentProgress() if progress is None else progress
         self._keys: dict[Hashable, _KeyRecord] = {}
         self._settings = f"{mode=}, {warmup=}, {check_every=}, {audit_every=}, {max_plans=}, accumulate={step.accumulate}"
