@@ -123,3 +123,11 @@ def test_a_rate_in_a_tensor_gives_the_bits_of_a_rate_that_is_a_number(batches):
             optimizer.step()
         ends.append(model.weight.detach().clone())
     assert torch.equal(*ends)
+
+
+def test_an_evaluation_may_weigh_its_batches(new_trainer, cases, batches):
+    trainer = new_trainer(cases["mlp"], "eager")
+    single = [trainer.evaluate([batches(number)]) for number in (1, 2)]
+    assert trainer.evaluate([batches(1), batches(2)], [3, 1]) == pytest.approx((3 * single[0] + single[1]) / 4)
+    with pytest.raises(UserInputError, match="1 weights were given for 2 batches"):
+        trainer.evaluate([batches(1), batches(2)], [3])
