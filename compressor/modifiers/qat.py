@@ -36,6 +36,7 @@ class TrainingModifier(SchemeModifier):
 
     _layers: dict[str, FakeQuantizedLayer] = PrivateAttr(default_factory=dict)
     _fixed: bool = PrivateAttr(default=False)
+    _trained: bool = PrivateAttr(default=False)
 
     @model_validator(mode="after")
     def _check_times(self) -> Self:
@@ -52,7 +53,8 @@ class TrainingModifier(SchemeModifier):
         """Return what a step computes with: floats, scales that follow the weights, or stored ones."""
         if not self._layers:
             return "float"
-        return "fixed scales" if self._fixed or self.update else "own scales"
+        observing = not self._fixed and any(layer.input_range() is not None for layer in self._layers.values())
+        return "stored scales" if self._fixed or self.update else "own scales", observing
 
     def training_tensors(self) -> Mapping[str, Tensor]:
         """Return stored scales and ranges of inputs; they are there from the start on."""
@@ -60,7 +62,7 @@ class TrainingModifier(SchemeModifier):
 
     def on_initialize(self, state: State) -> bool:
         """Resolve targets, and refuse what training cannot have."""
-        self._layers, self._fixed = {}, False
+        self._layers, self._fixed, self._trained = {}, False, False
         done = super().on_initialize(state)
         for name, scheme in self._schemes.items() if self.start is not None else ():
             inputs = scheme.input_activations
@@ -81,7 +83,8 @@ class TrainingModifier(SchemeModifier):
     def on_event(self, state: State, event: Event) -> None:
         """Fix the scales when it is time; let global scales follow the weights, inside the step."""
         del state
-        if event.type is EventType.BATCH_START and self._layers:
+        if event.type is EventType.BATCH_START:
+            self._trained = True
             self._fix_when_due(event)
         if event.type is EventType.OPTIM_POST_STEP and self._layers and not (self._fixed or self.update):
             self._follow_global_scales()
@@ -99,9 +102,13 @@ class TrainingModifier(SchemeModifier):
             self._fix()
 
     def on_calibration_start(self, state: State, event: Event) -> None:
-        """Watch inputs, unless training has done it."""
-        if not self._layers:
-            super().on_calibration_start(state, event)
+        """Watch inputs, unless training has done it; without any batch this is no training, whatever `start` says."""
+        if self._layers and self._trained:
+            return
+        for name in self._layers:
+            state.replace_module(name, self._pending[name])
+        self._layers = {}
+        super().on_calibration_start(state, event)
 
     def on_finalize(self, state: State) -> bool:
         """Put codes in the place of what was trained."""
@@ -144,13 +151,13 @@ class TrainingModifier(SchemeModifier):
 
     def _fix_when_due(self, event: Event) -> None:
         freeze = self.disable_quantization_observer_epoch
-        if freeze is not None and not self._fixed and event.index >= freeze:
+        if freeze is not None and self._layers and not self._fixed and event.index >= freeze:
             self._fix()
 
     def _fix(self) -> None:
         self._keep_scales()
         for layer in self._layers.values():
-            layer.fixed = True
+            layer.fixed, layer.observing = True, False
         self._fixed = True
 
     def _keep_scales(self) -> None:

@@ -41,7 +41,8 @@ class FakeQuantizedLayer(nn.Module):
         weight: the parameter of the float layer.
         scheme: formats of weight and input.
         name: dotted name of the layer in its model, for errors.
-        fixed: the weight's scales are those that `keep_scales` stored last, and ranges of inputs no longer grow.
+        fixed: the weight's scales are those that `keep_scales` stored last.
+        observing: static ranges of inputs still grow.
         stored_dtype: what the layer is cast to once it has become codes, which come from the weight as it was trained; None: nothing else.
     """
 
@@ -51,7 +52,8 @@ class FakeQuantizedLayer(nn.Module):
         """Take over the parameters of a float layer, and compute scales for the first time."""
         super().__init__()
         check_fit(module, scheme, name)
-        self.scheme, self.name, self.fixed = scheme, name, False
+        self.scheme, self.name = scheme, name
+        self.fixed, self.observing = False, True
         self.stored_dtype: torch.dtype | None = None
         self.weight = module.get_parameter("weight")
         self._transposed = is_conv1d(module)
@@ -116,7 +118,7 @@ class FakeQuantizedLayer(nn.Module):
 
 
 class FakeQuantizedLinear(FakeQuantizedLayer):
-    """A linear layer (or Conv1D of transformers) in training; static ranges of inputs are the extremes seen while they are not fixed.
+    """A linear layer (or Conv1D of transformers) in training; static ranges of inputs are the extremes seen while it observes.
 
     Attributes:
         in_features: columns of the weight.
@@ -170,7 +172,7 @@ class FakeQuantizedLinear(FakeQuantizedLayer):
     @torch.no_grad()
     def _observe(self, x: Tensor, extremes: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The extremes with this input; they are kept in training, and only looked at in evaluation."""
-        if self.fixed:
+        if not self.observing:
             return extremes
         low, high = torch.aminmax(x)
         seen = torch.minimum(extremes[0], low), torch.maximum(extremes[1], high)
