@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from harness.goldens.golden import Golden
     from harness.lifecycle.module_contract import ModuleReport
     from harness.lifecycle.report import VerifyReport
+    from harness.replay.equivalence import Equivalence
+    from harness.replay.runs import Batches, Between, Factory
 
 GOLDEN = pytest.StashKey["Golden"]()
 """Where a test's item keeps its `golden`, for the hooks that report."""
@@ -118,6 +120,48 @@ def verify(request: pytest.FixtureRequest) -> Verify:
         if not report.passed:
             pytest.fail(report.to_text(), pytrace=False)
         return report
+
+    return hold
+
+
+class AssertStepEquivalent(Protocol):
+    """How the fixture `assert_step_equivalent` is called."""
+
+    def __call__(
+        self,
+        factory: Factory,
+        batches: Batches,
+        modes: Sequence[str] = ("eager", "capture", "replay"),
+        *,
+        steps: int | None = None,
+        seed: int = 0,
+        every: int = 1,
+        before_step: Between | None = None,
+    ) -> Equivalence:
+        """Demand that a training step gives the same bits in every mode; the test fails, with the report, where it does not."""
+
+
+@pytest.fixture
+def assert_step_equivalent(request: pytest.FixtureRequest) -> AssertStepEquivalent:
+    """Hold a training step in capture and replay against eager, bit for bit; see `harness.replay.assert_equivalent`."""
+    from harness.replay.equivalence import MODES, compare_modes
+
+    def hold(
+        factory: Factory,
+        batches: Batches,
+        modes: Sequence[str] = MODES,
+        *,
+        steps: int | None = None,
+        seed: int = 0,
+        every: int = 1,
+        before_step: Between | None = None,
+    ) -> Equivalence:
+        __tracebackhide__ = True
+        found = compare_modes(factory, batches, modes, steps=steps, seed=seed, every=every, before_step=before_step)
+        request.node.user_properties.append(("harness.replay", found.verdict.value))
+        if not found.passed:
+            pytest.fail(found.to_text(), pytrace=False)
+        return found
 
     return hold
 

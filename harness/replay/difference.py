@@ -45,6 +45,9 @@ class FirstDifference:
         )
 
 
+_ELSEWHERE = "no operator of the tape differs from eager on this batch: what differs lies outside of the tape"
+
+
 def explain(plot: Plot, mode: str, moment_number: int, action: str, names: list[str]) -> FirstDifference:
     """Run both again up to the step that differs, and look at values.
 
@@ -136,12 +139,11 @@ def _located(plot: Plot, number: int) -> str:
                 if moment.number < number - 1 or number == 0:
                     continue
                 found = _locate(moment.trainer, plot.batch(number))
-                if found:
-                    return found
-                break
+                if found or moment.number >= number:
+                    return found or _ELSEWHERE
     except (Refusal, CompressorError) as error:
         return f"the operator could not be located: {error}"
-    return "" if last is None else "no operator of the tape differs from eager on this batch: what differs lies outside of the tape"
+    return "" if last is None else _ELSEWHERE
 
 
 def _locate(trainer: Trainer, batch: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -164,7 +165,9 @@ def run_hazard(theme: str, hazard: Hazard, seed: int = 0) -> HazardResult:
     """
     begin = time.perf_counter()
     try:
-        found = compare_modes(hazard.stage, hazard.batches, steps=hazard.steps, seed=seed)
+        with warnings.catch_warnings():  # what torch warns of is what the hazard is about
+            warnings.simplefilter("ignore")
+            found = compare_modes(hazard.stage, hazard.batches, steps=hazard.steps, seed=seed)
         fate, detail = _judge(hazard, found)
     except CompressorError as error:
         fate, detail = _judge_error(hazard, error)

@@ -16,7 +16,7 @@ from harness.replay.hazard_parts import Net, default_optimizer, stage, tokens
 from harness.replay.hazards import Hazard
 from harness.replay.runs import Subject
 
-_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def _llama(**settings: Any) -> nn.Module:
@@ -29,7 +29,7 @@ def _llama(**settings: Any) -> nn.Module:
 def _gpt2(**settings: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(vocab_size=32, use_cache=False, bos_token_id=0, eos_token_id=0, **sizes, **settings))
 
 
@@ -67,7 +67,8 @@ def _masked_4d(number: int) -> dict[str, Tensor]:
 
 def _checkpointed() -> nn.Module:
     model: Any = _llama()
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # the new name, and the old
+    enable({"use_reentrant": False, "preserve_rng_state": False})
     return model
 
 
@@ -123,7 +124,7 @@ def _of(make: Any, loss_fn: Any = _next_token, **step: Any) -> Any:
 
 _HF = "huggingface/transformers: masking_utils"
 HAZARDS: tuple[Hazard, ...] = (
-    Hazard("llama_whole_mask", "Llama with a mask of four dimensions", _of(_llama), source=_HF, batches=_masked_4d, steps=7),
+    Hazard("llama_whole_mask", "Llama with a mask of four dimensions", _of(_llama), source=_HF, batches=_masked_4d, steps=6),
     Hazard(
         "llama_padding_mask",
         "Llama with a padding mask, into which transformers looks on the host",
@@ -132,9 +133,9 @@ HAZARDS: tuple[Hazard, ...] = (
         "masking_utils.py",
         _HF,
         batches=partial(_masked, full=False),
-        steps=7,
+        steps=6,
     ),
-    Hazard("llama_no_mask", "Llama without a mask", _of(_llama), HostReadError, "masking_utils.py", _HF, batches=tokens, steps=7),
+    Hazard("llama_no_mask", "Llama without a mask", _of(_llama), HostReadError, "masking_utils.py", _HF, batches=tokens, steps=6),
     Hazard(
         "llama_eager_attention",
         "Llama with eager attention and no mask",
@@ -143,7 +144,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "masking_utils.py",
         _HF,
         batches=tokens,
-        steps=7,
+        steps=6,
     ),
     Hazard(
         "llama_checkpointing",
@@ -151,16 +152,16 @@ HAZARDS: tuple[Hazard, ...] = (
         _of(_checkpointed),
         source="pytorch/pytorch#162504",
         batches=_masked_4d,
-        steps=7,
+        steps=6,
     ),
-    Hazard("llama_bfloat16", "Llama in bfloat16", _of(_lowered), source=_HF, batches=_masked_4d, steps=7),
+    Hazard("llama_bfloat16", "Llama in bfloat16", _of(_lowered), source=_HF, batches=_masked_4d, steps=6),
     Hazard(
         "llama_autocast",
         "Llama under autocast, two micro-batches",
         _of(_llama, autocast=torch.bfloat16, accumulate=2),
         source=_HF,
         batches=lambda number: [_masked_4d(2 * number), _masked_4d(2 * number + 1)],
-        steps=7,
+        steps=6,
     ),
     Hazard(
         "llama_cache",
@@ -168,7 +169,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _of(partial(_llama, use_cache=True), _cached),
         source="huggingface/transformers: use_cache",
         batches=_masked_4d,
-        steps=7,
+        steps=6,
     ),
     Hazard(
         "gpt2",
@@ -176,7 +177,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _of(partial(_gpt2, attn_implementation="eager")),
         source=_HF,
         batches=partial(_masked, full=False),
-        steps=7,
+        steps=6,
     ),
     Hazard(
         "bert",
@@ -184,7 +185,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _of(_bert, lambda model, batch: cross_entropy(model(**batch).logits.flatten(0, 1), batch["input_ids"].flatten())),
         source=_HF,
         batches=tokens,
-        steps=7,
+        steps=6,
     ),
     Hazard(
         "mixtral",
@@ -192,7 +193,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _of(partial(_mixtral)),
         source="huggingface/transformers: MoE",
         batches=_masked_4d,
-        steps=7,
+        steps=6,
     ),
     Hazard("tied_embeddings", "a head that shares its weight with the embedding", _of(_Tied), source=_HF, batches=tokens),
     Hazard(
