@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 EPILOG = """Every FUNCTION is imported from the current folder or from what is installed, and runs: give only code that you trust. It is
 called with the arguments of the op, and returns what the op returns, or writes into the arguments that the op writes. Several swaps are
-reported one by one, and then all at once. exit codes: 0 measured, and within the tolerance where one is given; 1 beyond it; 2 nothing can
-be said about the tolerance: the original does not repeat its own bits, or gives nothing but zeros; 3 bad input, such as a function that
-cannot take the op's place, or a failure of the harness itself"""
+reported one by one, and then all at once, unless two mean the same op. exit codes: 0 measured, and within the tolerance where one is given;
+1 beyond it; 2 nothing can be said about the tolerance: the original does not repeat its own bits, or gives nothing but zeros; 3 bad input,
+such as a function that cannot take the op's place, or a failure of the harness itself"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +89,8 @@ def _reports(args: argparse.Namespace) -> list[KernelReport]:
     import torch
 
     from compressor.progress import RichProgress, SilentProgress
+    from compressor.training.tape import Tape
+    from harness.replay.kernel_match import find_ops
     from harness.replay.kernel_sources import plan_on_tape, read_swap
     from harness.replay.kernels import compare_kernels
     from harness.replay.models import Size, steps_of
@@ -97,13 +99,16 @@ def _reports(args: argparse.Namespace) -> list[KernelReport]:
     subject = steps_of(args.model, Size(args.batch_size, args.seq_length), device=args.device)
     torch.manual_seed(args.seed)
     plan = plan_on_tape(subject.factory(), subject.batch_at)
-    together = [[swap] for swap in swaps] + ([swaps] if len(swaps) > 1 else [])
+    tape = plan.captured
+    assert isinstance(tape, Tape)
+    meant = [op.index for swap in swaps for op in find_ops(tape.ops, swap.match)]
+    at_once = [swaps] if len(swaps) > 1 and len(set(meant)) == len(meant) else []
     progress = RichProgress() if sys.stderr.isatty() else SilentProgress()
     return [
         compare_kernels(
             plan, subject.batch_at(0), chosen, steps=args.steps, rounds=args.rounds, batch_at=subject.batch_at, progress=progress
         )
-        for chosen in together
+        for chosen in [*([swap] for swap in swaps), *at_once]
     ]
 
 

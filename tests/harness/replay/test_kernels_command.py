@@ -81,6 +81,13 @@ def test_several_swaps_are_reported_one_by_one_and_together(capsys):
     assert first["sites"][0]["timing"] is None and first["sites"][0]["results"][0]["truth"]["verdict"]
 
 
+def test_two_candidates_for_one_op_are_reported_side_by_side(capsys):
+    assert kernels("--swap", "aten.silu=kernels_of_a_test:silu", "--swap", "aten.silu.default=kernels_of_a_test:half", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["reports"]
+    assert [report["swaps"] for report in found] == [["aten.silu=kernels_of_a_test:silu"], ["aten.silu.default=kernels_of_a_test:half"]]
+    assert found[0]["worst"]["max_ulp"] < found[1]["worst"]["max_ulp"]
+
+
 def test_rounds_time_the_ops_and_the_step(capsys):
     assert kernels("--swap", "aten.silu=kernels_of_a_test:silu", "--rounds", "3", "--json") == 0
     report = json.loads(capsys.readouterr().out)["reports"][0]
