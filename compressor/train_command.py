@@ -205,5 +205,5 @@ def _lines(args: argparse.Namespace, result: TrainResult) -> list[str]:
     if result.resumed is not None:
         lines.append(result.resumed)
     lines.append(", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items()))
-    lines.append(f"checkpoint: {result.output_dir}")
+    lines.append(f"checkpoint: {args.output_dir}")
     return lines
