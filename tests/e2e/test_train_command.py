@@ -167,15 +167,22 @@ def test_the_loss_falls_and_evaluations_see_it(run: Runner, tmp_path: Path) -> N
     assert result["training"]["losses"]["means"] == pytest.approx(result["losses"])
 
 
-def test_what_is_saved_loads_and_computes_what_was_evaluated(run: Runner) -> None:
+AWARE = json.dumps({"QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16", "start": 1}})
+
+
+@pytest.mark.parametrize("recipe", [(), ("--recipe", AWARE), ("--recipe", json.dumps(PRUNE))], ids=["plain", "quantized", "pruned"])
+def test_what_is_saved_loads_and_computes_what_was_evaluated(run: Runner, recipe: tuple[str, ...]) -> None:
     from transformers import AutoModelForCausalLM
 
-    result = run("--eval-dataset", str(run.tokens), "--max-seq-length", "48", "--save-dtype", "auto", "--dtype", "float32")
+    flags = ("--eval-dataset", str(run.tokens), "--max-seq-length", "48", "--save-dtype", "auto", "--steps", "8", *recipe)
+    evaluations = run(*flags)["training"]["evaluations"]
     model = AutoModelForCausalLM.from_pretrained(run.out)
     ids = load_file(run.tokens)["input_ids"].long()
     with torch.no_grad():
-        loss = model(input_ids=ids, labels=ids).loss
-    assert result["training"]["evaluations"][-1]["loss"] == pytest.approx(loss.item(), abs=2e-3)
+        loss = model(input_ids=ids, labels=ids).loss.item()
+    assert evaluations[-1]["loss"] == pytest.approx(loss, abs=2e-3)
+    assert evaluations[-2]["loss"] == pytest.approx(loss, abs=2e-2), "what was trained is what is saved"
+    assert loss < evaluations[0]["loss"] - 0.1
 
 
 def test_the_recipe_counts_in_the_unit_of_the_length(run: Runner, tmp_path: Path) -> None:
