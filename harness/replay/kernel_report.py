@@ -167,10 +167,12 @@ def _grown_line(error: GrownError) -> str:
 
 
 def _spell(distance: Distance) -> str:
+    share = f"{distance.num_changed} of {distance.num_elements} elements"
+    if distance.max_abs == 0:
+        return f"equal numbers, but other bits (the sign of a zero, the payload of a NaN) in {share}"
     ulp = "" if distance.max_ulp is None else f", {_ulps(distance.max_ulp)} ulp"
     largest = 0.0 if distance.max_abs is None else distance.max_abs
-    share = f"{distance.num_changed} of {distance.num_elements}"
-    return f"max {largest:.3g}, relative {distance.relative_error:.2g}{ulp}, {share} elements"
+    return f"max {largest:.3g}, relative {distance.relative_error:.2g}{ulp}, {share}"
 
 
 def _ulps(count: float) -> str:

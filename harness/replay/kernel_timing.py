@@ -16,6 +16,7 @@ from compressor.training.operators import Op
 from harness.replay.kernel_exchange import Variant, device_of, exchanged, wrapped_original
 from harness.replay.timing import Ratio, Run, interleave, ratios, repeats_for
 
+_LEAST_CONFIDENCE = 0.9
 TAPE, ORIGINAL, CONTROL, VARIANT = "tape", "original", "control", "variant"
 
 
@@ -37,7 +38,12 @@ class KernelTiming:
 
     @property
     def verdict(self) -> str:
-        """`faster` or `slower` where the variant's interval leaves both the control's and 1; else `no difference shown`."""
+        """`faster` or `slower` where the variant's interval leaves both the control's and 1; else `no difference shown`.
+
+        Fewer than 5 rounds give no interval that is worth the name, and say `too few rounds to tell`.
+        """
+        if self.variant.confidence < _LEAST_CONFIDENCE:
+            return "too few rounds to tell"
         low, high = min(self.control.low, 1.0), max(self.control.high, 1.0)
         return "faster" if self.variant.high < low else "slower" if self.variant.low > high else "no difference shown"
 

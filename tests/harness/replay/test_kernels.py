@@ -347,6 +347,14 @@ def test_an_original_that_does_not_repeat_itself_spoils_the_control(plans):
 def test_only_an_interval_that_leaves_the_control_and_one_is_a_verdict(variant, control, verdict):
     ratio = {name: Ratio(*values, 0.95, 9) for name, values in (("variant", variant), ("control", control))}
     assert KernelTiming({}, ratio["control"], ratio["variant"], ratio["control"]).verdict == verdict
+    few = Ratio(*variant, 0.75, 3)
+    assert KernelTiming({}, ratio["control"], few, ratio["control"]).verdict == "too few rounds to tell"
+
+
+def test_the_sign_of_a_zero_is_told_from_an_error(plans):
+    report = compare(plans, "mlp", "aten.relu", lambda x: x * (x > 0))
+    assert not report.sites[0].bitwise_equal and report.exceeded(max_ulps=0, max_error=0) == []
+    assert "equal numbers, but other bits (the sign of a zero" in report.text()
 
 
 def test_numbers_out_of_range_are_refused(plans):
