@@ -2,20 +2,26 @@
 
 Naming every tensor and every fact takes as long as replaying a small model. So the guards first compare objects by identity, which is done
 without a line of Python per attribute, and only where one differs do they compare by name and value. The objects are held, so that no
-other one can take over an identity.
+other one can take over an identity. What is empty is only asked whether it still is.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Mapping
 from itertools import chain
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from compressor.training.facts import settings
 from compressor.training.held import TABLES, classes, containers, other_modules
 from compressor.training.reached import variables
 from compressor.training.step import HasTensors, TrainStep
+
+_END = object()
+_parameter_facts = operator.attrgetter("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_step_facts = operator.attrgetter("loss_fn", "accumulate", "clip_norm", "autocast", "averages")
 
 
 class Identities:
@@ -26,21 +32,23 @@ class Identities:
     """
 
     def __init__(self, step: TrainStep) -> None:
-        self._step = step
-        # A module or parameter that comes or goes changes a table of one that is watched.
-        tables = [table for module in (*step.model.modules(), *other_modules(step).values()) for table in _tables(module)]
+        self._step, self._device = step, step.device.type
         self._parameters = list(step.parameters().values())
-        self._states = [step.optimizer.state.get(parameter, {}) for group in step.optimizer.param_groups for parameter in group["params"]]
-        optimizer = step.optimizer
-        own = (optimizer.__dict__, optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        lists = [optimizer.param_groups] + [group["params"] for group in step.optimizer.param_groups]
-        self._views = [table.values() for table in (*tables, *step.optimizer.param_groups, *self._states, *own)] + lists
-        self._held = containers(step)
-        self._views += [held.values() for held in self._held] + [content.values() for content in classes(step).values()]
-        self._filled = [view for view in self._views if view]
-        self._own_tensors = _tensors(step)
+        self._modifiers = [modifier for modifier in step.modifiers if isinstance(modifier, HasTensors)]
         self._getters = [getter for _, getter in variables(step, with_modules=True)]
-        self._seen = self._look()
+        tables = list(_tables(step))
+        self._empty = [table for table in tables if not table]
+        # Where nothing but tensors is kept, their addresses say all: another tensor on the same memory is as good.
+        self._states = [table.values() for table in tables if table and _holds_only_tensors(table)]
+        filled = [table for table in tables if table and not _holds_only_tensors(table)]
+        self._views = [table.values() if isinstance(table, Mapping) else table for table in filled]
+        # A value that leaves a dict for the next would go to its end, so that the order of all values shows it; in a list it need not.
+        self._lists = [table for table in filled if not isinstance(table, Mapping)]
+        known = {id(tensor) for values in self._states for tensor in values}
+        others = (tensor for name, tensor in step.tensors().items() if not name.startswith("param:"))
+        self._tensors: list[Tensor] = [*self._parameters, *(tensor for tensor in others if id(tensor) not in known)]
+        self._values = self._by_value()
+        self._objects = list(self._by_identity())
 
     def unchanged(self) -> bool:
         """Say whether every object of the step is the very same one, at the same address.
@@ -48,40 +56,59 @@ class Identities:
         Returns:
             True when nothing at all was exchanged.
         """
-        (objects, numbers, values), (old_objects, old_numbers, old_values) = self._look(), self._seen
-        if numbers != old_numbers or values != old_values or len(objects) != len(old_objects):
+        try:
+            if any(self._empty) or self._by_value() != self._values:
+                return False
+        except TypeError:  # no tensor any more
             return False
-        return all(map(operator.is_, objects, old_objects))
+        return not any(map(operator.is_not, self._by_identity(), self._objects))
 
-    def _look(self) -> tuple[list[object], list[int], list[object]]:
-        """Collect objects, sizes of tables and addresses, and what is compared by value."""
-        step, parameters = self._step, self._parameters
-        objects: list[object] = list(chain.from_iterable(self._filled))
-        gradients = [parameter.grad for parameter in parameters]
-        objects += gradients
-        objects += [parameter.requires_grad for parameter in parameters]
-        for parameter in parameters:
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                objects += _hooks(parameter)
-        for modifier in step.modifiers:
-            if isinstance(modifier, HasTensors):
-                objects += modifier.training_tensors().values()
-        numbers = [*map(len, self._views), *map(Tensor.data_ptr, self._own_tensors)]
-        numbers += [gradient.data_ptr() for gradient in gradients if gradient is not None]
-        objects += [getter() for getter in self._getters]
-        return objects, numbers, [value for _, value in settings(step)]
+    def _by_identity(self) -> Iterator[object]:
+        """Give all objects one by one; the last is a mark, so that more or fewer of them differ in a place."""
+        return chain(
+            _step_facts(self._step),
+            chain.from_iterable(self._views),
+            chain.from_iterable(map(_parameter_facts, self._parameters)),
+            map(operator.call, self._getters),
+            *(modifier.training_tensors().values() for modifier in self._modifiers),
+            (_END,),
+        )
 
-
-def _tables(module: nn.Module) -> list[dict[str, object]]:
-    return [module.__dict__, *(module.__dict__[name] for name in TABLES)]
-
-
-def _tensors(step: TrainStep) -> list[Tensor]:
-    """List every tensor but the gradients; whoever replaces one replaces an object that is watched."""
-    others = [tensor for name, tensor in step.tensors().items() if not name.startswith(("grad:", "param:"))]
-    return others + list(step.parameters().values())
+    def _by_value(self) -> list[Any]:
+        """Collect sizes, addresses and settings of torch."""
+        return [
+            *map(len, self._lists),
+            *map(Tensor.data_ptr, chain(self._tensors, chain.from_iterable(self._states))),
+            *map(Tensor.stride, self._parameters),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device),
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            torch.is_grad_enabled(),
+        ]
 
 
-def _hooks(parameter: Tensor) -> list[object]:
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return [*(parameter._backward_hooks or {}).values(), "after", *(after or {}).values()]
+def _tables(step: TrainStep) -> Iterator[Any]:
+    """List the dicts, lists and sets whose content is watched; what comes or goes changes one of them."""
+    for module in (*step.model.modules(), *other_modules(step).values()):
+        yield from (module.__dict__, *(module.__dict__[name] for name in TABLES))
+    optimizer = step.optimizer
+    yield from (optimizer.param_groups, *optimizer.param_groups, *(group["params"] for group in optimizer.param_groups))
+    yield from (optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
+    yield from (optimizer.__dict__, optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    yield from (held.content for held in containers(step))
+    yield from classes(step).values()
+    yield from () if step.averages is None else _nested(step.averages.__dict__)
+    for parameter in step.parameters().values():
+        yield from (hooks for hooks in _parameter_facts(parameter)[2:] if hooks is not None)
+
+
+def _nested(table: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    yield table
+    for value in table.values():
+        yield from _nested(value) if isinstance(value, dict) else ()
+
+
+def _holds_only_tensors(table: object) -> bool:
+    return isinstance(table, dict) and all(type(value) is Tensor for value in table.values())

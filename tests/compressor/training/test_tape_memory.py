@@ -81,7 +81,7 @@ def test_recording_needs_no_more_memory_than_the_step_itself(new_trainer, cases)
     peaks, batch = [], cases["llama"].batch_at(9)
 
     class Measured(TapeEngine):
-        def capture(self, run, recorder):
+        def capture(self, run, recorder, generators):
             with recorder, AliveBytes() as counter:
                 loss = run()
             peaks.append(counter.peak)
