@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 import pytest
 import torch
@@ -132,3 +133,23 @@ def test_the_command_fails_where_an_op_was_missed(capsys, monkeypatch):
     assert run_command() == 1
     out = capsys.readouterr().out
     assert "op 3, one bit: missed" in out and "op 4, one bit: locate named op 9" in out
+
+
+def test_an_op_that_goes_astray_is_named_with_who_gets_what_it_spoils(plans):
+    plan, batch = plans["mlp"], CASES["mlp"].batch_at(9)
+    relu = next(op for op in plan.captured.ops if str(op.func) == "aten.relu.default")
+    bias, loss = plan.step.model.last.bias.detach(), plan.captured.loss
+    for victim, reader in (
+        (bias, r"op \d+ \(forward, last\): aten.addmm.default"),
+        (plan.step.model.norm.running_mean, "what the step leaves"),
+    ):
+        with module.swapped(plan.captured, {relu.index: module._then(relu.run, lambda victim=victim: victim.add_(1))}):
+            found = locate(plan, batch)
+        assert found is not None and found.index == relu.index
+        assert re.search(
+            rf"aten.relu.default is the first that differs \(it changes what it does not own, which {reader} gets\)", str(found)
+        )
+    last = plan.captured.ops[-1]
+    with module.swapped(plan.captured, {last.index: lambda: loss.add_(1)}):  # nobody reads it, but it is what the step returns
+        found = locate(plan, batch)
+    assert found is not None and found.index == last.index and locate(plan, batch) is None
