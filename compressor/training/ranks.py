@@ -75,6 +75,7 @@ class Ranks:
 
     def __init__(self, model: nn.Module) -> None:
         self._wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self._sharded = [name for name, parameter in model.named_parameters() if type(parameter).__name__ == "DTensor"]
         self.buckets: dict[str, Tensor] = {}
         self._channel = ""  # the name of a group: who holds a group keeps its threads from ending with it
 
@@ -153,8 +154,12 @@ class Ranks:
             device: where the step runs.
 
         Raises:
-            ReplayError: a feature of DistributedDataParallel that cannot be replayed.
+            ReplayError: sharded parameters, or a feature of DistributedDataParallel that cannot be replayed.
         """
+        if self._sharded:
+            raise ReplayError(
+                f"{self._sharded[0]}: it is a DTensor; a tape holds whole tensors, so use DistributedDataParallel, or mode='eager'"
+            )
         for wrapped in self._wrapped:
             for asks, error, text in _REFUSED:
                 if asks(wrapped):

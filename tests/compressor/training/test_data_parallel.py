@@ -101,6 +101,11 @@ def test_trainers_made_differently_are_refused_before_they_wait(ranks):
         )
 
 
+def test_a_rank_that_waits_in_vain_says_so_when_its_time_is_up(ranks):
+    assert ranks[0]["left alone"]["text"].startswith("ReplayError: rank 0 of 2: the other ranks did not answer")
+    assert ranks[1]["left alone"]["text"] == "nothing was raised"
+
+
 def test_one_rank_may_evaluate_alone_and_leaves_no_trace(ranks):
     for found in ranks:
         case = found["evaluated"]
@@ -248,6 +253,17 @@ def test_ranks_that_are_not_known_to_run_the_step_are_not_waited_for(mlp_trainer
             Plan(step, batches(0), engine_for(step.device))
     finally:
         dist.destroy_process_group()
+
+
+def test_sharded_parameters_are_refused(alone, batches):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    step = TrainStep(model, _classify, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ReplayError, match=r"0\.weight: it is a DTensor; a tape holds whole tensors"):
+        Plan(step, batches(0), engine_for(step.device))
 
 
 def test_a_tape_outlives_its_group_only_to_say_so(batches):

@@ -222,6 +222,20 @@ def resumed() -> dict[str, Any]:
     return {"end": end, "again": digest(again)}
 
 
+def left_alone() -> dict[str, Any]:
+    """Rank 1 makes three steps, rank 0 a fourth one."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mlp(), process_group=group)
+    trainer = Trainer(TrainStep(model, loss_fn, adamw(model.parameters())), "replay")
+    try:
+        for number in range(3 if dist.get_rank() else 4):
+            trainer.train_step(batch_of(number))
+    except CompressorError as error:
+        return {"text": f"{type(error).__name__}: {error}"}
+    return {"text": "nothing was raised"}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"equal: {name}": lambda settings=settings: equal(settings) for name, settings in SETTINGS.items()},
     "by hand": by_hand,
@@ -234,6 +248,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "settings": settings_differ,
     "evaluated": evaluated,
     "resumed": resumed,
+    "left alone": left_alone,
 }
 
 
