@@ -46,14 +46,19 @@ class RichProgress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as RichBars
+        from rich.table import Column
+
+        def whole(width: int) -> Column:
+            """On a narrow terminal the bar gives way first, and numbers never."""
+            return Column(no_wrap=True, min_width=width)
 
         columns = (
-            TextColumn("{task.description:<12}"),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.description:<12}", table_column=whole(5)),
+            BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4, max_width=28)),
+            MofNCompleteColumn(table_column=whole(2 * len(str(total)) + 1)),
+            TimeElapsedColumn(table_column=whole(7)),
+            TimeRemainingColumn(table_column=whole(7)),
+            TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True)),
         )
         with RichBars(*columns, console=Console(file=sys.stderr)) as bars:
             task_id = bars.add_task(description, total=total, note="")

@@ -161,7 +161,7 @@ class Trainer:
                 tokens += num_tokens(batch)
                 rate = float(self.step.optimizer.param_groups[0]["lr"])
                 speed = tokens / max(seconds, 1e-9)
-                task.advance(1, f"loss {losses[-1]:.4f}  lr {rate:.2e}  {speed:,.0f} tokens/s  {self.last_action}")
+                task.advance(1, f"loss {losses[-1]:.3f} lr {rate:.1e} {speed:,.0f} tokens/s {self.last_action}")
                 if each is not None:
                     each(number, loss)
         return losses
