@@ -6,6 +6,8 @@ watched: by identity of its values where nothing changed, which costs no Python,
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from compressor.training.step import TrainStep
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OPAQUE = (
-    *(nn.Module, Tensor, torch.optim.Optimizer, torch.Generator, TrainStep),
+    *(nn.Module, Tensor, torch.optim.Optimizer, torch.Generator, TrainStep, logging.Logger),
     *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.dtype, torch.device),
 )
 # What a module keeps in tables of its own; those are watched as such.
@@ -28,6 +30,7 @@ TABLES = (
     "_parameters", "_buffers", "_modules",
     "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+_CONTAINERS = (list, dict, set, deque)
 _DEPTH, _MAX_CONTAINERS, _MAX_ITEMS = 4, 512, 4096
 
 
@@ -37,7 +40,7 @@ class Container:
 
     Attributes:
         name: how it is reached, for messages.
-        content: the very list or dict.
+        content: the very list, dict, set or deque.
         keep: held, so that its identity is not given to another.
     """
 
@@ -47,12 +50,14 @@ class Container:
 
     def values(self) -> Any:
         """Return a live view of what it holds."""
-        return self.content if isinstance(self.content, list) else self.content.values()
+        return self.content.values() if isinstance(self.content, dict) else self.content
 
     def facts(self) -> tuple[object, ...]:
         """Return keys and values that can be compared later: plain ones by value, containers by kind, the rest by identity."""
         if len(self.content) > _MAX_ITEMS:
             return (len(self.content),)
+        if isinstance(self.content, set):
+            return (frozenset(map(_fact, self.content)),)
         return tuple((_fact(key), _fact(value)) for key, value in _items(self.content))
 
 
@@ -159,25 +164,25 @@ def _visit(value: object, name: str, depth: int, found: dict[int, Container]) ->
         for number, item in enumerate(value[:_MAX_ITEMS]):
             _visit(item, f"{name}[{number}]", depth - 1, found)
         return
-    content = value if isinstance(value, list | dict) else getattr(value, "__dict__", None)
-    if not isinstance(content, list | dict) or id(content) in found:
+    content = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
+    if not isinstance(content, _CONTAINERS) or id(content) in found:
         return
     found[id(content)] = Container(name, content, value)
     if len(content) > _MAX_ITEMS:
         return
-    spell: Callable[[object], str] = "[{!r}]".format if isinstance(value, list | dict) else ".{}".format
+    spell: Callable[[object], str] = "[{!r}]".format if isinstance(value, _CONTAINERS) else ".{}".format
     for key, item in _items(content):
         _visit(item, name + spell(key if type(key) in _PLAIN else type(key).__name__), depth - 1, found)
 
 
 def _items(content: Any) -> list[tuple[object, object]]:
-    return list(enumerate(content) if isinstance(content, list) else content.items())
+    return list(content.items() if isinstance(content, dict) else enumerate(content))
 
 
 def _fact(value: object) -> object:
     if type(value) in _PLAIN:
         return value
-    if isinstance(value, list | dict):
+    if isinstance(value, _CONTAINERS):
         return type(value).__name__
     if isinstance(value, tuple):
         return tuple(map(_fact, value))

@@ -126,7 +126,7 @@ def _generators(step: TrainStep) -> Iterator[tuple[str, Any]]:
     for held in containers(step):
         if isinstance(held.keep, _GENERATORS):
             yield held.name, held.keep
-        items = enumerate(held.content) if isinstance(held.content, list) else held.content.items()
+        items = held.content.items() if isinstance(held.content, dict) else enumerate(held.content)
         yield from ((f"{held.name}: {key!r}", value) for key, value in items if isinstance(value, _GENERATORS))
     yield from ((name, getter()) for name, getter in variables(step) if isinstance(getter(), _GENERATORS))
     for name, module in step.model.named_modules():

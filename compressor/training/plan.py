@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftError, ReplayError, SignatureDriftError
@@ -184,6 +185,11 @@ def _refuse_compiled(model: nn.Module) -> None:
             raise ReplayError(
                 f"{name or 'the model'}: it is compiled by torch.compile, whose graphs run other operators while they are watched; "
                 "train the module that was compiled, or use mode='eager'"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ReplayError(
+                f"{name or 'the model'}: it is a module of torch.jit, whose attributes cannot be guarded; train what it was made from, "
+                "or use mode='eager'"
             )
 
 

@@ -1,15 +1,19 @@
 """The Python variables that a step's functions reach: what they close over, their defaults, and the globals they name.
 
 A replay runs no Python. So a counter in a closure would stand still, and a flag that changes between steps would not be seen: the guards
-compare these variables like any other fact. Functions are followed into the functions they reach, methods into the methods they name;
-the code of torch and transformers is not followed.
+compare these variables like any other fact. Functions are followed into the functions they reach, methods into the methods they name,
+modules and classes into those of their attributes that the code names; the code of libraries is not followed.
 """
 
 from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -20,9 +24,11 @@ from compressor.training.step import HasPlanKey, TrainStep
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_ITEMS = 64
-_FOREIGN = frozenset({"torch", "transformers", "compressor", "torchvision", "torchaudio", "peft", "accelerate"})
+_LIBRARIES = frozenset({"torch", "transformers", "compressor", "torchvision", "torchaudio", "peft", "accelerate", "numpy"})
+_FOREIGN = _LIBRARIES | sys.stdlib_module_names
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WATCHED = frozenset({"state", "param_groups", "defaults"})  # what an optimizer holds is watched by name already
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 Getter = Callable[[], object]
 
 
@@ -66,7 +72,9 @@ def frozen(value: object) -> object:
         return (type(value).__name__, *map(frozen, value))
     if isinstance(value, dict) and len(value) <= _MAX_ITEMS:
         return ("dict", *((frozen(key), frozen(item)) for key, item in value.items()))
-    if isinstance(value, list | dict):
+    if isinstance(value, set | frozenset) and len(value) <= _MAX_ITEMS:
+        return ("set", frozenset(map(frozen, value)))
+    if isinstance(value, list | dict | set | deque):
         return (type(value).__name__, len(value))
     return Same(value)
 
@@ -86,7 +94,7 @@ def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str,
     for name, root in _roots(step):
         if isinstance(root, MethodType):
             found += _attributes(root.__self__, root.__func__, name)
-        elif not isinstance(root, FunctionType):
+        elif not isinstance(root, FunctionType | partial):
             values = getattr(root, "__dict__", {})
             found += [(f"attribute '{key}' of {name}", partial(values.get, key)) for key in values]
             root = type(root).__call__ if callable(root) else None
@@ -101,7 +109,7 @@ def is_foreign(module_name: str | None) -> bool:
         module_name: the module that defines it.
 
     Returns:
-        True for torch, transformers and this package.
+        True for the standard library, torch, transformers and their like, and this package.
     """
     return (module_name or "").split(".", 1)[0] in _FOREIGN
 
@@ -136,17 +144,17 @@ def _methods(cls: type, name: str, seen: set[str]) -> Iterator[FunctionType]:
         return
     seen.add(name)
     yield function
-    for other in sorted(_said(function.__code__, ("LOAD_ATTR", "LOAD_METHOD"))):
+    for other in sorted(_said(function.__code__, _ATTRIBUTES)):
         yield from _methods(cls, other, seen)
 
 
-def _attributes(holder: object, function: FunctionType, name: str) -> Iterator[tuple[str, Getter]]:
+def _attributes(holder: object, function: Any, name: str) -> Iterator[tuple[str, Getter]]:
     """What a bound method may read of its object: the attributes that it, or a method it calls, names."""
     if isinstance(holder, nn.Module | type) or is_foreign(type(holder).__module__):
         return
     said: set[str] = set()
     for method in (inspect.unwrap(function), *_methods(type(holder), function.__name__, set())):
-        said |= _said(method.__code__, ("LOAD_ATTR", "LOAD_METHOD"))
+        said |= _said(method.__code__, _ATTRIBUTES)
     values = {**getattr(holder, "__dict__", {}), **(getattr(holder, "__pydantic_private__", None) or {})}
     keys = sorted((said & values.keys()) - _WATCHED)
     yield from ((f"attribute '{key}' of the object of {name}", partial(getattr, holder, key, None)) for key in keys)
@@ -158,12 +166,15 @@ def _home(function: FunctionType) -> str:
 
 
 def _is_function(value: object) -> bool:
-    return isinstance(value, FunctionType | MethodType)
+    return isinstance(value, FunctionType | MethodType | partial)
 
 
 def _reach(function: object, name: str, seen: set[int]) -> Iterator[tuple[str, Getter]]:
     if isinstance(function, MethodType):
         function = function.__func__
+    if isinstance(function, partial):
+        yield from _bound(function, name, seen)
+        return
     if not isinstance(function, FunctionType) or id(function) in seen:
         return
     seen.add(id(function))
@@ -171,22 +182,103 @@ def _reach(function: object, name: str, seen: set[int]) -> Iterator[tuple[str, G
         yield from _reach(function.__wrapped__, name, seen)
     if is_foreign(_home(function)):
         return
+    said = _said(function.__code__, _ATTRIBUTES)
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield from _found(f"variable '{variable}' that {name} closes over", partial(_content, cell), seen)
+        yield from _found(f"variable '{variable}' that {name} closes over", partial(_content, cell), seen, said)
     for number, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
-        yield from _found(f"default {number} of {name}", partial(_itself, default), seen)
+        yield from _found(f"default {number} of {name}", partial(_itself, default), seen, said)
     space = function.__globals__
     for variable in sorted(_said(function.__code__, ("LOAD_GLOBAL", "LOAD_NAME")) & space.keys()):
-        yield from _found(f"global '{variable}' that {name} reads", partial(space.get, variable), seen)
+        yield from _found(f"global '{variable}' that {name} reads", partial(space.get, variable), seen, said)
 
 
-def _found(name: str, getter: Getter, seen: set[int]) -> Iterator[tuple[str, Getter]]:
+def _bound(function: partial[object], name: str, seen: set[int]) -> Iterator[tuple[str, Getter]]:
+    """What a `functools.partial` holds."""
+    for number, value in enumerate(function.args):
+        yield from _found(f"argument {number} of {name}", partial(_itself, value), seen, frozenset())
+    for key, value in function.keywords.items():
+        yield from _found(f"argument '{key}' of {name}", partial(_itself, value), seen, frozenset())
+    yield from _reach(function.func, name, seen)
+
+
+def _found(name: str, getter: Getter, seen: set[int], said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+    """Give a variable, and what lies behind it, given the attributes that the code around it names."""
     value = getter()
-    if isinstance(value, ModuleType | type):
+    if isinstance(value, ModuleType):
+        yield from _named(vars(value), f"of module {value.__name__}", seen, said | ({"environ"} if "getenv" in said else set()))
+        return
+    if isinstance(value, type):
+        yield from _of_class(value, seen, said)
         return
     yield name, getter
-    if _is_function(value):
+    if isinstance(value, ContextVar):
+        yield f"value of {name}", partial(_current, value)
+    elif value is os.getenv:
+        yield "environ of module os", partial(_itself, os.environ)
+    elif _is_function(value):
         yield from _reach(value, str(getattr(value, "__qualname__", name)), seen)
+    elif type(value) not in _PLAIN and not isinstance(value, nn.Module):
+        for function in filter(_is_function, _items(value)):
+            yield from _reach(function, str(getattr(function, "__qualname__", name)), seen)
+        if not is_foreign(type(value).__module__):
+            yield from _of_object(value, name, seen, said)
+
+
+def _items(value: object) -> list[object]:
+    """What a small container or an object holds."""
+    if isinstance(value, list | tuple):
+        held: Collection[object] = value
+    else:
+        held = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
+    return list(held) if len(held) <= _MAX_ITEMS else []
+
+
+def _named(space: Mapping[str, object], where: str, seen: set[int], said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+    """What code names of a module or a class."""
+    for key in sorted(said & space.keys()):
+        mark = hash((id(space[key]), where, key))
+        if mark not in seen and not (key.startswith("__") and key.endswith("__")):
+            seen.add(mark)
+            yield from _found(f"'{key}' {where}", partial(space.get, key), seen, said)
+
+
+def _of_class(cls: type, seen: set[int], said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+    for base in cls.__mro__:
+        if is_foreign(base.__module__) or issubclass(base, nn.Module):
+            continue
+        where = f"of class {base.__qualname__}"
+        yield from _named(vars(base), where, seen, said)
+        for key in sorted(said & vars(base).keys()):
+            function = getattr(vars(base)[key], "fget", None) or getattr(vars(base)[key], "__func__", None)
+            yield from _reach(function, f"{base.__qualname__}.{key}", seen)
+
+
+def _of_object(value: object, name: str, seen: set[int], said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+    """What code reads of a plain object: slots, the methods that it names, and the attributes of its class that these name."""
+    cls = type(value)
+    for slot in (slot for base in cls.__mro__ for slot in _slots(base)):
+        yield from _found(f"{name}.{slot}", partial(getattr, value, slot, None), seen, said)
+    methods = [function for key in sorted({*said, "__call__"}) for function in _methods(cls, key, set())]
+    for function in methods:
+        said |= _said(function.__code__, _ATTRIBUTES)
+        yield from _reach(function, function.__qualname__, seen)
+    properties = [key for key in sorted(said) if isinstance(getattr(cls, key, None), property)]
+    for key in properties:
+        getter = getattr(cls, key).fget
+        said |= _said(getter.__code__, _ATTRIBUTES) if isinstance(getter, FunctionType) else frozenset()
+    yield from _of_class(cls, seen, said)
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    return tuple(slot for slot in ((slots,) if isinstance(slots, str) else slots) if not slot.startswith("__"))
+
+
+def _current(variable: ContextVar[object]) -> object:
+    try:
+        return variable.get()
+    except LookupError:  # never set in this context
+        return None
 
 
 @lru_cache(maxsize=4096)

@@ -282,11 +282,9 @@ def _has_mask(given: Sequence[Any]) -> bool:
 
 def _refuse_layout(tensors: Sequence[Any], place: str) -> None:
     for tensor in tensors:
-        if tensor.layout is not torch.strided:
-            raise DynamicShapeError(
-                f"{place} works on a tensor of layout {tensor.layout}, whose size depends on data; "
-                "use dense tensors (Embedding(sparse=False))"
-            )
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+            raise DynamicShapeError(f"{place} works on {kind}, whose size depends on data; use dense tensors (Embedding(sparse=False))")
 
 
 def _short(dtype: torch.dtype) -> str:

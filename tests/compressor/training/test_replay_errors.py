@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -184,17 +185,18 @@ def test_check_every_thins_the_guards(mlp_trainer, batches):
         trainer.train_step(batches(10))
 
 
-class Slots:
-    """Its attributes stand in no table that could be watched."""
+class Box:
+    """Reached through a weak reference, behind which no guard looks."""
 
-    __slots__ = ("scale",)
+    scale: object = None
 
 
 def test_a_python_number_that_differs_on_another_batch_is_signature_drift(mlp_trainer, batches):
-    box = Slots()
+    box = Box()
+    behind = weakref.ref(box)
 
     def loss_fn(model, batch):
-        return cross_entropy(model(batch["x"]), batch["y"]) * box.scale
+        return cross_entropy(model(batch["x"]), batch["y"]) * behind().scale
 
     for mode in ("capture", "replay"):
         box.scale = 1
@@ -207,11 +209,12 @@ def test_a_python_number_that_differs_on_another_batch_is_signature_drift(mlp_tr
 
 
 def test_a_tensor_swapped_where_no_guard_looks_is_found_by_the_audit(mlp_trainer, batches):
-    box = Slots()
+    box = Box()
+    behind = weakref.ref(box)
     box.scale = torch.tensor(1.0)
 
     def loss_fn(model, batch):
-        return cross_entropy(model(batch["x"]), batch["y"]) * box.scale
+        return cross_entropy(model(batch["x"]), batch["y"]) * behind().scale
 
     trainer = mlp_trainer(loss_fn=loss_fn, audit_every=8)
     for number in range(6):

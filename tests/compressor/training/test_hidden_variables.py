@@ -1,0 +1,174 @@
+"""What a loss function reads in places that are easy to forget: a change between two steps is named, never missed."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from compressor.errors import DynamicShapeError, GuardDriftError, ReplayError
+from compressor.training import Trainer, TrainStep, adamw
+
+SETTINGS = types.ModuleType("settings_of_the_test")
+SETTINGS.scale = 1.0  # type: ignore[attr-defined]
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+
+class Settings:
+    """A class whose attribute is read, and one behind a property."""
+
+    scale = 1.0
+    scales = [1.0]  # noqa: RUF012 - exchanged in place, which is the point
+
+    @property
+    def first(self) -> float:
+        return self.scales[0]
+
+
+class Case(NamedTuple):
+    """What the loss is multiplied with, and what changes it."""
+
+    scale: Callable[[], Any]
+    change: Callable[[], Any]
+
+
+def module_attribute() -> Case:
+    SETTINGS.scale = 1.0  # type: ignore[attr-defined]
+    return Case(lambda: SETTINGS.scale, lambda: setattr(SETTINGS, "scale", 2.0))  # type: ignore[attr-defined]
+
+
+def environment() -> Case:
+    os.environ["SCALE"] = "1"
+    return Case(lambda: float(os.environ["SCALE"]), lambda: os.environ.__setitem__("SCALE", "2"))
+
+
+def getenv() -> Case:
+    os.environ["SCALE"] = "1"
+    return Case(lambda: float(os.getenv("SCALE", "")), lambda: os.environ.__setitem__("SCALE", "2"))
+
+
+def member_of_a_set() -> Case:
+    names: set[str] = set()
+    return Case(lambda: 2 if "twice" in names else 1, lambda: names.add("twice"))
+
+
+def end_of_a_deque() -> Case:
+    values = collections.deque([1.0])
+    return Case(lambda: values[-1], lambda: values.append(2.0))
+
+
+def slot() -> Case:
+    slots = Slots()
+    slots.scale = 1.0
+    return Case(lambda: slots.scale, lambda: setattr(slots, "scale", 2.0))
+
+
+def class_attribute() -> Case:
+    Settings.scale = 1.0
+    return Case(lambda: Settings.scale, lambda: setattr(Settings, "scale", 2.0))
+
+
+def behind_a_property() -> Case:
+    Settings.scales[0] = 1.0
+    settings = Settings()
+    return Case(lambda: settings.first, lambda: Settings.scales.__setitem__(0, 2.0))
+
+
+def context_variable() -> Case:
+    variable = contextvars.ContextVar("variable", default=1.0)
+    return Case(variable.get, lambda: variable.set(2.0))
+
+
+def bound_by_partial() -> Case:
+    held = {"scale": 1.0}
+
+    def read(held: dict[str, float]) -> float:
+        return held["scale"]
+
+    return Case(functools.partial(read, held=held), lambda: held.__setitem__("scale", 2.0))
+
+
+def method_of_an_object() -> Case:
+    held = [1.0]
+
+    class Reader:
+        def scale(self) -> float:
+            return held[0]
+
+    reader = Reader()
+    return Case(lambda: reader.scale(), lambda: held.__setitem__(0, 2.0))
+
+
+CASES = (
+    *(module_attribute, environment, getenv, member_of_a_set, end_of_a_deque, slot, class_attribute),
+    *(behind_a_property, context_variable, bound_by_partial, method_of_an_object),
+)
+
+
+def trainer(loss_fn: Callable[[nn.Module, Any], Tensor], model: nn.Module | None = None) -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4) if model is None else model
+    return Trainer(TrainStep(model, loss_fn, adamw(model.parameters(), lr=1e-2)), "replay")
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_a_value_that_changes_between_two_steps_is_named(make: Callable[[], Case], batches: Callable[..., Any]) -> None:
+    case = make()
+    run = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]) * case.scale())
+    run.fit(batches, 6)
+    assert run.last_action == "replay"
+    case.change()
+    with pytest.raises(GuardDriftError):
+        run.train_step(batches(6))
+
+
+def test_a_function_of_torch_that_is_exchanged_is_named(batches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(lambda model, batch: functional.cross_entropy(functional.relu(model(batch["x"])), batch["y"]))
+    run.fit(batches, 6)
+    monkeypatch.setattr(functional, "relu", torch.sigmoid)
+    with pytest.raises(GuardDriftError, match=r"'relu' of module torch\.nn\.functional"):
+        run.train_step(batches(6))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:The PyTorch API of nested tensors:UserWarning")
+def test_what_cannot_be_guarded_or_has_no_fixed_size_is_refused_by_name(batches: Callable[..., Any]) -> None:
+    def plain(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    def nested(model: nn.Module, batch: Any) -> Tensor:
+        rows = torch.nested.nested_tensor(list(batch["x"]))
+        return functional.cross_entropy(model(torch.nested.to_padded_tensor(rows, 0.0)), batch["y"])
+
+    with pytest.raises(ReplayError, match=r"torch\.jit"):
+        trainer(plain, torch.jit.script(nn.Linear(8, 4))).fit(batches, 6)
+    with pytest.raises(DynamicShapeError, match="nested tensor"):
+        trainer(nested).fit(batches, 6)
+
+
+def test_code_that_logs_and_settings_that_stay_are_no_drift(batches: Callable[..., Any]) -> None:
+    import logging
+
+    log = logging.getLogger("a test of variables")
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        log.debug("a step of %d rows on %s", len(batch["x"]), sys.platform)
+        return functional.cross_entropy(model(batch["x"]), batch["y"]) * Settings().first
+
+    run = trainer(loss_fn)
+    run.fit(batches, 6)
+    log.setLevel(logging.DEBUG)
+    run.fit(batches, 8)
+    assert run.last_action == "replay"
