@@ -54,7 +54,7 @@ class MagnitudePruningModifier(PruningModifier):
         init_sparsity: share of zeros at the start.
         final_sparsity: share of zeros at the end.
         update_scheduler: `linear`, `cubic`, `polynomial` or `polynomial_decay`; see `compressor.algorithms.sparsity_schedule`.
-        scheduler_args: `exponent` of the polynomials, 2 by default.
+        scheduler_args: `exponent` of the polynomials, 2 by default; the other schedules take none.
         mask_structure: `unstructured`, or `N:M`: N of every M neighbours in a row stay, such as `2:4`.
         leave_enabled: keep the weights at zero after `end`, until the training is over; else they may grow again.
         apply_globally: one share over all targets together, in place of the same share in each.
@@ -109,6 +109,13 @@ class MagnitudePruningModifier(PruningModifier):
                 f"{pattern.of} weights stay; give final_sparsity={pattern.sparsity:g}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_exponent(self) -> Self:
+        exponent = self.scheduler_args.get("exponent")
+        if exponent is None or self.update_scheduler.startswith("polynomial") or (self.update_scheduler == "cubic" and exponent == 3):
+            return self
+        raise RecipeError(f"scheduler_args: update_scheduler={self.update_scheduler!r} takes no exponent={exponent}; give polynomial_decay")
 
     @model_validator(mode="after")
     def _check_times(self) -> Self:

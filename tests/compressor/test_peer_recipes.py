@@ -77,6 +77,14 @@ quant_stage:
 # What this is
 A model card.
 """,
+    "gradual pruning": """
+pruning_stage:
+  pruning_modifiers:
+    MagnitudePruningModifier:
+      {init_sparsity: 0.0, final_sparsity: 0.5, start: 0.0, end: 2.0, update: 0.5, targets: ["re:.*q_proj$"], update_scheduler: cubic,
+       scheduler_args: {exponent: 3}, mask_structure: unstructured, leave_enabled: false, apply_globally: false}
+    ConstantPruningModifier: {targets: ["re:.*q_proj$"], start: 2.0}
+""",
     "a flat list": "- QuantizationModifier: {scheme: W8A16}\n",
 }
 

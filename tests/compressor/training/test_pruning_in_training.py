@@ -105,6 +105,19 @@ def test_every_update_has_the_sparsity_of_the_formula(cases, new_trainer, settin
     assert bool(report.notes) is not modifier.leave_enabled and all("set leave_enabled" in note for note in report.notes)
 
 
+def test_epochs_as_fractions_drive_the_schedule(cases, new_trainer):
+    plain = new_trainer(cases["mlp"], "eager").step
+    modifier = MagnitudePruningModifier(final_sparsity=0.8, update_scheduler="linear", start=0.5, end=1.5, update=0.25, leave_enabled=True)
+    session = Session(State(plain.model), [modifier], steps_per_epoch=10)
+    session.initialize()
+    trainer, seen = Trainer(TrainStep(plain.model, plain.loss_fn, plain.optimizer, session), "eager"), []
+    for step in range(20):
+        trainer.train_step(cases["mlp"].batch_at(step))
+        seen.append(round(modifier.sparsity, 9))
+    # updates at 0.5, 0.8 (the first batch from 0.75 on), 1.0 and 1.3; then the end
+    assert seen == [0.0] * 8 + [0.24] * 2 + [0.4] * 3 + [0.64] * 1 + [0.8] * 6
+
+
 def test_zeros_are_plus_zero_and_their_gradients_and_moments_die(cases, new_trainer):
     modifier = MagnitudePruningModifier(final_sparsity=0.5, start=0, end=1, leave_enabled=True)
     trainer, _ = run(cases, new_trainer, "mlp", "replay", [modifier], 30)
@@ -200,6 +213,7 @@ sparse_stage:
         ({"final_sparsity": 0.5, "update_scheduler": "calc(0.5)"}, "does not exist"),
         ({"final_sparsity": 0.5, "scheduler_args": {"exponant": 2}}, "did you mean 'exponent'"),
         ({"final_sparsity": 0.5, "scheduler_args": {"exponent": 0}}, "not positive"),
+        ({"final_sparsity": 0.5, "scheduler_args": {"exponent": 2}}, "takes no exponent=2.0; give polynomial_decay"),
         ({"final_sparsity": 0.5, "mask_structure": 124}, "in quotes"),
         ({"final_sparsity": 0.5, "mask_structure": "4:4"}, "all weights or none"),
         ({"final_sparsity": 0.5, "mask_structure": "block_4"}, "llm-compressor that is not available"),

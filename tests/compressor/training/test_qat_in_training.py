@@ -369,15 +369,18 @@ def test_a_calibration_without_training_is_one_whatever_start_says(scheme):
 
 def test_conv1d_of_gpt2_trains_and_gives_equal_codes(cases, new_trainer):
     case = cases["gpt2"]
-    modifier = quantizer("int4 group", ["Conv1D"], start=1)
-    trainer = make(case, new_trainer, "replay", [modifier, MagnitudePruningModifier(targets="Conv1D", final_sparsity=0.5, start=0, end=4)])
+    times = {"start": 0, "end": 4, "leave_enabled": True}
+    pruner = MagnitudePruningModifier(targets="Conv1D", mask_structure="2:4", final_sparsity=0.5, **times)
+    trainer = make(case, new_trainer, "replay", [pruner, quantizer("int4 group", ["Conv1D"], start=1)])
     trainer.fit(case.batch_at, 9)
     model, batch = trainer.step.model.eval(), case.batch_at(30)
     with torch.no_grad():
         want = model(**batch).logits
         trainer.step.session.finalize()
         assert torch.equal(model(**batch).logits, want)
-    assert sum(isinstance(module, QuantizedLayer) for module in model.modules()) == 8
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+    assert len(layers) == 8
+    assert all(int((layer.codes() != 0).unflatten(1, (-1, 4)).sum(-1).max()) <= 2 for layer in layers)  # along the inputs
 
 
 @pytest.mark.parametrize(
