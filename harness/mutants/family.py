@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "transforms": "harness.mutants.transforms",
         "goldens": "harness.mutants.golden_store",
         "checkpoints": "harness.mutants.checkpoints",
+        "replay": "harness.mutants.replay",
     }
 )
 

@@ -180,6 +180,8 @@ def _judge(hazard: Hazard, found: Equivalence) -> tuple[Fate, str]:
     if found.differences:
         return Fate.SILENT, str(next(iter(found.differences.values())))
     for run in found.runs.values():
+        if run.overwritten:
+            return Fate.SILENT, f"{run.mode}: the loss that step {run.overwritten[0]} returned was overwritten by a later step"
         refusal = run.refusal
         if refusal is not None and not refusal.is_named:
             return Fate.UNNAMED, f"{run.mode}: {refusal}"

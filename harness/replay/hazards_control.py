@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compressor.errors import GuardDriftError, HostReadError, ProofError
+from compressor.errors import GuardDriftError, HostReadError, ProofError, SignatureDriftError
 from compressor.training import Trainer, TrainStep
 from harness.replay.hazard_parts import Net, classify, default_optimizer, stage
 from harness.replay.hazards import Hazard
@@ -113,7 +114,28 @@ def _warmed(module: Any, h: Tensor) -> Tensor:
     return h + torch.where(module.seen.add_(1) > 4, h, torch.zeros_like(h))
 
 
+def _number_in_memory() -> Subject:
+    """A number in raw memory, where no guard can look."""
+    box, model = ctypes.c_double(1.0), Net()
+
+    def loss_fn(module: nn.Module, batch: Any) -> Tensor:
+        return classify(module, batch) * box.value
+
+    def change(number: int, trainer: Trainer) -> None:
+        box.value = 1.0 + number
+
+    return Subject(TrainStep(model, loss_fn, default_optimizer(model.parameters())), change)
+
+
 HAZARDS: tuple[Hazard, ...] = (
+    Hazard(
+        "number_in_memory",
+        "a number where no guard can look changes before every step",
+        _number_in_memory,
+        SignatureDriftError,
+        "only a Python number differs",
+        "tracel-ai/burn#5779",
+    ),
     Hazard(
         "counter",
         "a module counts its calls and acts at every tenth",

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import batch_norm, cross_entropy
 
-from compressor.errors import EscapedTensorError, GuardDriftError, SignatureDriftError
+from compressor.errors import EscapedTensorError, GuardDriftError, ReplayError, SignatureDriftError
 from compressor.training import Trainer, TrainStep
 from harness.replay.hazard_parts import Net, at, classify, default_optimizer, stage
 from harness.replay.hazards import Hazard
@@ -92,27 +92,6 @@ def _closure_in_place(first: int) -> Subject:
     return Subject(TrainStep(model, loss_fn, default_optimizer(model.parameters())), fill)
 
 
-def _boxed(depth: str) -> Subject:
-    """A tensor in an object that the loss function reaches."""
-
-    class Box:
-        factor = torch.ones(())
-
-    box = Box()
-    holder = {"dict": {"box": box}, "attribute": box}[depth]
-
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        found: Any = holder["box"] if isinstance(holder, dict) else holder
-        return classify(model, batch) * found.factor
-
-    def swap(number: int, trainer: Trainer) -> None:
-        if number == 6:
-            box.factor = torch.full((), 2.0)
-
-    model = Net()
-    return Subject(TrainStep(model, loss_fn, default_optimizer(model.parameters())), swap)
-
-
 def _cached() -> Subject:
     @functools.lru_cache(maxsize=2)
     def mask(rows: int) -> Tensor:
@@ -157,7 +136,26 @@ def _write_outside(module: Any, h: Tensor) -> Tensor:
     return h + _OUTSIDE.add_(1).sum() * 0
 
 
+def _statistics(module: Any) -> None:
+    module.mean, module.var = torch.zeros(16), torch.ones(16)
+
+
+def _resized(module: Any, h: Tensor) -> Tensor:
+    room = torch.empty(0)
+    room.resize_(h.shape).fill_(0.5)
+    return h + room
+
+
 HAZARDS: tuple[Hazard, ...] = (
+    Hazard(
+        "loose_statistics",
+        "batch norm with statistics that are no buffers, which its schema does not say it writes",
+        stage(lambda m, h: batch_norm(h, m.mean, m.var, training=True), prepare=_statistics),
+        EscapedTensorError,
+        "writes to a tensor of [16]",
+        "pytorch/pytorch#70444",
+    ),
+    Hazard("resized", "a tensor is resized in the step", stage(_resized), ReplayError, "changes a storage", "torch docs: Tensor.resize_"),
     Hazard(
         "kept_activation",
         "a module stores an activation",
@@ -254,22 +252,6 @@ HAZARDS: tuple[Hazard, ...] = (
         "the same tensor is written in place once a plan is in use",
         functools.partial(_closure_in_place, 5),
         source="pytorch/pytorch#106802",
-    ),
-    Hazard(
-        "swapped_in_dict",
-        "a tensor in an object in a dict that the loss function closes over is exchanged",
-        functools.partial(_boxed, "dict"),
-        GuardDriftError,
-        "box",
-        "pytorch/pytorch#114844",
-    ),
-    Hazard(
-        "swapped_in_object",
-        "a tensor in an object that the loss function closes over is exchanged",
-        functools.partial(_boxed, "attribute"),
-        GuardDriftError,
-        "holder",
-        "pytorch/pytorch#114844",
     ),
     Hazard(
         "swapped_attribute",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from compressor.errors import GuardDriftError, HostReadError, SignatureDriftError
+from compressor.errors import GuardDriftError, HostReadError, ReplayError, SignatureDriftError
 from compressor.training import Trainer, TrainStep, adamw
 from harness.replay.hazard_parts import Net, default_optimizer, stage, tokens
 from harness.replay.hazards import Hazard
@@ -196,6 +196,14 @@ HAZARDS: tuple[Hazard, ...] = (
         steps=6,
     ),
     Hazard("tied_embeddings", "a head that shares its weight with the embedding", _of(_Tied), source=_HF, batches=tokens),
+    Hazard(
+        "compiled_module",
+        "a layer is compiled from the beginning",
+        stage(before=lambda number, trainer: _compiled(trainer) if number == 0 else None),
+        ReplayError,
+        "it is compiled by torch.compile",
+        "design: torch.compile under a dispatch mode",
+    ),
     Hazard(
         "compiled_later",
         "a layer is compiled while a plan is in use",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -109,6 +110,27 @@ def _bend(teacher: Any) -> None:
     teacher.last.weight = nn.Parameter(torch.zeros(4, 16))
 
 
+def _boxed(depth: str) -> Subject:
+    """A tensor in an object that the loss function reaches."""
+
+    class Box:
+        factor = torch.ones(())
+
+    box = Box()
+    holder = {"dict": {"box": box}, "attribute": box}[depth]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        found: Any = holder["box"] if isinstance(holder, dict) else holder
+        return classify(model, batch) * found.factor
+
+    def swap(number: int, trainer: Trainer) -> None:
+        if number == 6:
+            box.factor = torch.full((), 2.0)
+
+    model = Net()
+    return Subject(TrainStep(model, loss_fn, default_optimizer(model.parameters())), swap)
+
+
 _DROPOUT = "pytorch/pytorch#84614"
 HAZARDS: tuple[Hazard, ...] = (
     Hazard(
@@ -195,5 +217,21 @@ HAZARDS: tuple[Hazard, ...] = (
         "a weight of the teacher is written in place",
         lambda: _teacher(lambda teacher: teacher.last.weight.data.mul_(0.5)),
         source="pytorch/pytorch#114844",
+    ),
+    Hazard(
+        "swapped_in_dict",
+        "a tensor in an object in a dict that the loss function closes over is exchanged",
+        functools.partial(_boxed, "dict"),
+        GuardDriftError,
+        "box",
+        "pytorch/pytorch#114844",
+    ),
+    Hazard(
+        "swapped_in_object",
+        "a tensor in an object that the loss function closes over is exchanged",
+        functools.partial(_boxed, "attribute"),
+        GuardDriftError,
+        "holder",
+        "pytorch/pytorch#114844",
     ),
 )

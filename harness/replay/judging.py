@@ -52,6 +52,9 @@ def judge_mode(run: ModeRun, difference: FirstDifference | None, plot: Plot) -> 
     claim, evidence = CLAIMS[run.mode], run.to_dict()
     if difference is not None:
         return claim.record(Outcome.FAIL, str(difference), evidence=evidence, findings=difference.names)
+    if run.overwritten:
+        text = f"the loss that step {run.overwritten[0]} returned was overwritten later, and so were {len(run.overwritten) - 1} more"
+        return claim.record(Outcome.FAIL, text, evidence=evidence)
     refusal = run.refusal
     if refusal is not None:
         kind = "refused" if refusal.is_named else "broke without a named error"

@@ -8,6 +8,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from compressor.training import Trainer
 from harness.replay.runs import Plot, Refusal, rehearse
 
@@ -28,6 +30,7 @@ class ModeRun:
         num_plans: captured plans at the end.
         num_ops: operators of the largest of them.
         proven_elsewhere: a plan was proven on a batch that it had not been captured with.
+        overwritten: steps whose returned loss was another one when the run was over.
         refusal: the step that raised, after which the run ended.
     """
 
@@ -40,6 +43,7 @@ class ModeRun:
     num_plans: int = 0
     num_ops: int = 0
     proven_elsewhere: bool = False
+    overwritten: list[int] = field(default_factory=list)
     refusal: Refusal | None = None
 
     def seconds_per_step(self) -> float | None:
@@ -75,11 +79,13 @@ def run_mode(plot: Plot, mode: str, every: int) -> ModeRun:
         What was seen.
     """
     run = ModeRun(mode)
+    returned: list[Tensor] = []
     try:
         with closing(rehearse(plot, mode)) as moments:  # type: ignore[type-var]
             for moment in moments:
                 run.actions.append(moment.action)
                 run.losses.append(float(moment.loss))
+                returned.append(moment.loss)
                 run.seconds.append(moment.seconds)
                 run.num_replays += moment.action == "replay" and not moment.num_forwards
                 if moment.number % every == 0 or moment.number + 1 == plot.num_steps:
@@ -87,6 +93,8 @@ def run_mode(plot: Plot, mode: str, every: int) -> ModeRun:
                 _note_plans(run, moment.trainer)
     except Refusal as refusal:
         run.refusal = refusal
+    pairs = zip(returned, run.losses, strict=True)
+    run.overwritten = [number for number, (loss, then) in enumerate(pairs) if repr(float(loss)) != repr(then)]  # NaN is NaN
     return run
 
 
