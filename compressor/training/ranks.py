@@ -272,9 +272,9 @@ class Ranks:
             raise error
         if refused:
             group = self._wrapped[0].process_group
+            who = "another rank" if refused == 1 else f"{refused} other ranks"
             raise ReplayError(
-                f"rank {group.rank()} of {group.size()}: {refused} other ranks refused this step, so it is undone here too; "
-                "look for the error there"
+                f"rank {group.rank()} of {group.size()}: {who} refused this step, so it is undone here too; look there for the error"
             )
 
 

@@ -82,7 +82,7 @@ def test_ranks_with_shapes_of_their_own_wait_for_each_other_with_proofs(ranks):
 def test_what_one_rank_refuses_is_undone_on_all_and_training_goes_on(ranks, case, rank, error):
     found = [results[case] for results in ranks]
     assert found[rank]["text"].startswith(error)
-    assert found[1 - rank]["text"].startswith(f"ReplayError: rank {1 - rank} of 2: 1 other ranks refused this step")
+    assert found[1 - rank]["text"].startswith(f"ReplayError: rank {1 - rank} of 2: another rank refused this step")
     assert [one["changed"] for one in found] == [[], []]
     assert found[0]["shared"] == found[1]["shared"] and found[0]["last"] == found[1]["last"] != "warm-up"
 
