@@ -85,13 +85,14 @@ class PruningModifier(Modifier):
                 f"{self.label}: it never pruned, because start={self.start} was not reached; "
                 "give a start within the training, or no start for oneshot"
             )
-        zeros, total = 0, 0
+        zeros, wanted, total = 0, 0, 0
         for name in self._modules:
             weight = _present_weight(state.model.get_submodule(name))
             found = int((weight == 0).sum())
             self._record(state, name, found / weight.numel())
             zeros, total = zeros + found, total + weight.numel()
-        if zeros < num_zeros(self.wanted_sparsity, total):
+            wanted += num_zeros(self.wanted_sparsity, weight.numel())
+        if zeros < wanted:
             state.report.notes.append(
                 f"{self.label}: {zeros / total:.1%} of the weights are zero at the end, not {self.wanted_sparsity:.1%}; what came after it "
                 "changed them: set leave_enabled, or keep the zeros with a ConstantPruningModifier"

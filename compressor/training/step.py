@@ -209,9 +209,9 @@ class TrainStep:
             self.mark = _ignore
 
     def _update(self) -> None:
-        if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.trained, self.clip_norm)
         self._tell(EventType.OPTIM_PRE_STEP)
+        if self.clip_norm is not None:  # after the modifiers: the gradient of a pruned weight is no part of the norm
+            nn.utils.clip_grad_norm_(self.trained, self.clip_norm)
         self.optimizer.step()
         self._tell(EventType.OPTIM_POST_STEP)
         if self.averages is not None:

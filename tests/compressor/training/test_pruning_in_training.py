@@ -10,7 +10,7 @@ from torch import nn
 
 from compressor.algorithms.magnitude import num_zeros
 from compressor.errors import LifecycleError, RecipeError, SchemeError, TargetError
-from compressor.lifecycle import Modifier, Session, State
+from compressor.lifecycle import EventType, Modifier, Session, State
 from compressor.modifiers.magnitude import ConstantPruningModifier, MagnitudePruningModifier
 from compressor.recipe import load_recipe
 from compressor.training import Snapshot, Trainer, TrainStep, load_training, save_training
@@ -127,6 +127,25 @@ def test_zeros_are_plus_zero_and_their_gradients_and_moments_die(cases, new_trai
     assert weight[mask].abs().view(torch.int32).tolist() == weight[mask].detach().view(torch.int32).tolist() == [0] * int(mask.sum())
     assert not weight.grad[mask].any() and weight.grad[~mask].any()
     assert float(trainer.step.optimizer.state[weight]["exp_avg"][mask].abs().max()) < 1e-2
+
+
+@pytest.mark.parametrize("mode", ["eager", "replay"])
+def test_gradients_of_pruned_weights_are_no_part_of_the_norm_that_is_clipped(cases, new_trainer, mode):
+    modifier = MagnitudePruningModifier(final_sparsity=0.9, start=0, end=1, leave_enabled=True)
+    trainer = make(cases, new_trainer, "mlp", mode, [modifier], clip_norm=0.01)
+    trainer.fit(cases["mlp"].batch_at, 8)
+    norm = torch.stack([parameter.grad.square().sum() for parameter in trainer.step.model.parameters()]).sum().sqrt()
+    assert float(norm) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_odd_sizes_bring_no_note_about_zeros_that_cannot_be():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    session = Session(State(model), [MagnitudePruningModifier(final_sparsity=0.5)])
+    session.initialize()
+    session.send(EventType.CALIBRATION_START)
+    session.send(EventType.CALIBRATION_END)
+    session.finalize()
+    assert [int((layer.weight == 0).sum()) for layer in model] == [4, 4, 1] and session.state.report.notes == []
 
 
 @pytest.mark.parametrize(("name", "mode"), [("mlp", "capture"), ("llama", "replay")])
