@@ -425,6 +425,8 @@ def test_ctrl_c_keeps_a_state_and_says_how_to_go_on(run: Runner, tmp_path: Path)
         train(run.model, dataset=run.tokens, output_dir=tmp_path / "o", progress=PressAt(5), **small())
     assert "stopped after step 5 of 8; 5 steps are kept in" in info.value.__notes__[0] and "--resume" in info.value.__notes__[0]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    states = sorted(path.name for path in (tmp_path / "o.partial-run").glob("state-*"))
+    assert states == ["state-00000004.safetensors", "state-00000005.safetensors"], "the last two are kept"
     result = train(run.model, dataset=run.tokens, output_dir=tmp_path / "o", resume=True, **small(mode="replay"))
     assert result.resumed == "resumed after step 5 of 8" and result.losses == whole.losses
     assert [(tmp_path / name / "model.safetensors").read_bytes() for name in ("o", "whole")].count(

@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "replayed": {"mode": "replay", "weight_decay": 0.1},
     "gradual pruning": {"mode": "eager", "recipe": GRADUAL, "ema": [0.5], "save_ema": 0.5},
     "quantization-aware": {"mode": "eager", "recipe": AWARE},
-    "quantization-aware, replayed": {"mode": "replay", "recipe": AWARE},
+    "quantization-aware, replayed": {"mode": "replay", "recipe": {**GRADUAL, **AWARE}},
 }
 ENDS_IN_HALF = {"write", "write_bytes", "write_text", "copyfile", "serialize_file"}  # calls that a kill can leave half done
 
