@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.training.held import classes, containers, other_modules
-from compressor.training.reached import HOOKS, Same, frozen, variables
+from compressor.training.frozen import Same, frozen
+from compressor.training.held import GLOBAL_HOOKS, classes, containers, other_modules
+from compressor.training.reached import HOOKS, variables
 from compressor.training.step import TrainStep
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -91,7 +92,23 @@ def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
     yield "default dtype", torch.get_default_dtype()
     yield "matmul precision", torch.get_float32_matmul_precision()
     yield "grad mode", torch.is_grad_enabled()
+    yield "attention kernels and mkldnn", backends()
     yield "step settings", (Same(step.loss_fn), step.accumulate, step.clip_norm, step.autocast, Same(step.averages))
+    yield "parts of the step", (Same(step.model), Same(step.optimizer), Same(step.session))
+    yield "global hooks", tuple(Same(hook) for table in GLOBAL_HOOKS for hook in table.values())
+
+
+def backends() -> tuple[bool, ...]:
+    """Return which implementations torch may choose from."""
+    return (
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_benchmark(),
+    )
 
 
 def _module_facts(module: nn.Module) -> dict[str, object]:

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
 
-from compressor.training.reached import Same, is_foreign, variables
+from compressor.training.frozen import MAX_ARRAY_BYTES, Same, frozen
+from compressor.training.reached import is_foreign, variables
 from compressor.training.step import TrainStep
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -30,6 +34,12 @@ TABLES = (
     "_parameters", "_buffers", "_modules",
     "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+# Hooks that torch runs for every module and every optimizer.
+GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
+    *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
+    *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
+    *(torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks),
+)
 _CONTAINERS = (list, dict, set, deque)
 _DEPTH, _MAX_CONTAINERS, _MAX_ITEMS = 4, 512, 4096
 
@@ -112,6 +122,20 @@ def other_modules(step: TrainStep) -> dict[str, nn.Module]:
     return found
 
 
+def arrays(step: TrainStep) -> list[np.ndarray[Any, Any]]:
+    """List the small numpy arrays that functions of a step reach: they can be written in place.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Each once.
+    """
+    values = [getter() for _, getter in variables(step)] + [value for held in containers(step) for value in held.values()]
+    small = [value for value in values if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject]
+    return list({id(array): array for array in small}.values())
+
+
 def own_generators(step: TrainStep) -> list[torch.Generator]:
     """List the random generators of torch that modules and functions hold.
 
@@ -186,4 +210,4 @@ def _fact(value: object) -> object:
         return type(value).__name__
     if isinstance(value, tuple):
         return tuple(map(_fact, value))
-    return Same(value)
+    return frozen(value) if isinstance(value, np.ndarray) else Same(value)

@@ -12,16 +12,18 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from compressor.training.held import TABLES, classes, containers, other_modules
+from compressor.training.facts import backends
+from compressor.training.held import GLOBAL_HOOKS, TABLES, arrays, classes, containers, other_modules
 from compressor.training.reached import variables
 from compressor.training.step import HasTensors, TrainStep
 
 _END = object()
 _parameter_facts = operator.attrgetter("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-_step_facts = operator.attrgetter("loss_fn", "accumulate", "clip_norm", "autocast", "averages")
+_step_facts = operator.attrgetter("model", "optimizer", "session", "loss_fn", "accumulate", "clip_norm", "autocast", "averages")
 
 
 class Identities:
@@ -36,6 +38,7 @@ class Identities:
         self._parameters = list(step.parameters().values())
         self._modifiers = [modifier for modifier in step.modifiers if isinstance(modifier, HasTensors)]
         self._getters = [getter for _, getter in variables(step, with_modules=True)]
+        self._arrays = arrays(step)
         tables = list(_tables(step))
         self._empty = [table for table in tables if not table]
         # Where nothing but tensors is kept, their addresses say all: another tensor on the same memory is as good.
@@ -86,6 +89,8 @@ class Identities:
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
             torch.is_grad_enabled(),
+            backends(),
+            *map(np.ndarray.tobytes, self._arrays),
         ]
 
 
@@ -97,6 +102,7 @@ def _tables(step: TrainStep) -> Iterator[Any]:
     yield from (optimizer.param_groups, *optimizer.param_groups, *(group["params"] for group in optimizer.param_groups))
     yield from (optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
     yield from (optimizer.__dict__, optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    yield from GLOBAL_HOOKS
     yield from (held.content for held in containers(step))
     yield from classes(step).values()
     yield from () if step.averages is None else _nested(step.averages.__dict__)

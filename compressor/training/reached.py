@@ -11,7 +11,6 @@ import dis
 import inspect
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache, partial
@@ -20,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
+from compressor.training.frozen import PLAIN
 from compressor.training.step import HasPlanKey, TrainStep
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_ITEMS = 64
 _LIBRARIES = frozenset({"torch", "transformers", "compressor", "torchvision", "torchaudio", "peft", "accelerate", "numpy"})
 _FOREIGN = _LIBRARIES | sys.stdlib_module_names
@@ -30,53 +29,6 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_p
 _WATCHED = frozenset({"state", "param_groups", "defaults"})  # what an optimizer holds is watched by name already
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 Getter = Callable[[], object]
-
-
-class Same:
-    """Equal to itself alone; holds the object, so that its identity is not given to another.
-
-    Args:
-        thing: the object.
-    """
-
-    __slots__ = ("_object",)
-
-    def __init__(self, thing: object) -> None:
-        self._object = thing
-
-    def __eq__(self, other: object) -> bool:
-        """Compare by identity."""
-        return isinstance(other, Same) and self._object is other._object
-
-    def __hash__(self) -> int:
-        """Hash the identity."""
-        return id(self._object)
-
-    def __repr__(self) -> str:
-        """Name what it is, without an address."""
-        return str(getattr(self._object, "__qualname__", type(self._object).__name__))
-
-
-def frozen(value: object) -> object:
-    """Return what can be compared later: numbers and strings by value, small containers by their content, the rest by identity.
-
-    Args:
-        value: anything.
-
-    Returns:
-        A value that later changes of `value` do not reach.
-    """
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, list | tuple) and len(value) <= _MAX_ITEMS:
-        return (type(value).__name__, *map(frozen, value))
-    if isinstance(value, dict) and len(value) <= _MAX_ITEMS:
-        return ("dict", *((frozen(key), frozen(item)) for key, item in value.items()))
-    if isinstance(value, set | frozenset) and len(value) <= _MAX_ITEMS:
-        return ("set", frozenset(map(frozen, value)))
-    if isinstance(value, list | dict | set | deque):
-        return (type(value).__name__, len(value))
-    return Same(value)
 
 
 def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str, Getter]]:
@@ -217,7 +169,7 @@ def _found(name: str, getter: Getter, seen: set[int], said: frozenset[str]) -> I
         yield "environ of module os", partial(_itself, os.environ)
     elif _is_function(value):
         yield from _reach(value, str(getattr(value, "__qualname__", name)), seen)
-    elif type(value) not in _PLAIN and not isinstance(value, nn.Module):
+    elif type(value) not in PLAIN and not isinstance(value, nn.Module):
         for function in filter(_is_function, _items(value)):
             yield from _reach(function, str(getattr(function, "__qualname__", name)), seen)
         if not is_foreign(type(value).__module__):

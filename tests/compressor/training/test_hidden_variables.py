@@ -8,13 +8,17 @@ import functools
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
 
 from compressor.errors import DynamicShapeError, GuardDriftError, ReplayError
 from compressor.training import Trainer, TrainStep, adamw
@@ -101,6 +105,16 @@ def bound_by_partial() -> Case:
     return Case(functools.partial(read, held=held), lambda: held.__setitem__("scale", 2.0))
 
 
+def numpy_array() -> Case:
+    array = np.ones(3)
+    return Case(lambda: float(array[0]), lambda: array.__setitem__(0, 2.0))
+
+
+def numpy_array_of_an_object() -> Case:
+    held = types.SimpleNamespace(array=np.ones(3))
+    return Case(lambda: float(held.array[0]), lambda: held.array.__setitem__(0, 2.0))
+
+
 def method_of_an_object() -> Case:
     held = [1.0]
 
@@ -115,6 +129,7 @@ def method_of_an_object() -> Case:
 CASES = (
     *(module_attribute, environment, getenv, member_of_a_set, end_of_a_deque, slot, class_attribute),
     *(behind_a_property, context_variable, bound_by_partial, method_of_an_object),
+    *(numpy_array, numpy_array_of_an_object),
 )
 
 
@@ -156,6 +171,39 @@ def test_what_cannot_be_guarded_or_has_no_fixed_size_is_refused_by_name(batches:
         trainer(plain, torch.jit.script(nn.Linear(8, 4))).fit(batches, 6)
     with pytest.raises(DynamicShapeError, match="nested tensor"):
         trainer(nested).fit(batches, 6)
+
+
+@contextmanager
+def doubling_every_linear() -> Iterator[None]:
+    handle = register_module_forward_hook(lambda module, args, output: 2 * output)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def other_attention() -> Iterator[None]:
+    with sdpa_kernel([SDPBackend.MATH]):
+        yield
+
+
+@pytest.mark.parametrize(("change", "named"), [(doubling_every_linear, "global hooks"), (other_attention, "attention kernels")])
+def test_a_setting_of_torch_that_changes_what_runs_is_named(change: Any, named: str, batches: Callable[..., Any]) -> None:
+    run = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]))
+    run.fit(batches, 6)
+    with change(), pytest.raises(GuardDriftError, match=named):
+        run.train_step(batches(6))
+    run.fit(batches, 8)
+    assert run.last_action == "replay"
+
+
+def test_another_optimizer_is_named(batches: Callable[..., Any]) -> None:
+    run = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]))
+    run.fit(batches, 6)
+    run.step.optimizer = adamw(run.step.model.parameters(), lr=1e-2)
+    with pytest.raises(ReplayError, match=r"parts of the step|group0"):
+        run.train_step(batches(6))
 
 
 def test_code_that_logs_and_settings_that_stay_are_no_drift(batches: Callable[..., Any]) -> None:

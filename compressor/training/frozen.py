@@ -1,0 +1,60 @@
+"""Values that a later change of the original does not reach, to compare with what is there later."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+MAX_ARRAY_BYTES = 1 << 16  # larger ones are compared by identity: to look at them would cost as much as a step
+_MAX_ITEMS = 64
+
+
+class Same:
+    """Equal to itself alone; holds the object, so that its identity is not given to another.
+
+    Args:
+        thing: the object.
+    """
+
+    __slots__ = ("_object",)
+
+    def __init__(self, thing: object) -> None:
+        self._object = thing
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by identity."""
+        return isinstance(other, Same) and self._object is other._object
+
+    def __hash__(self) -> int:
+        """Hash the identity."""
+        return id(self._object)
+
+    def __repr__(self) -> str:
+        """Name what it is, without an address."""
+        return str(getattr(self._object, "__qualname__", type(self._object).__name__))
+
+
+def frozen(value: object) -> object:
+    """Return what can be compared later: numbers and strings by value, small containers by their content, the rest by identity.
+
+    Args:
+        value: anything.
+
+    Returns:
+        A value that later changes of `value` do not reach.
+    """
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject:
+        return ("array", value.shape, str(value.dtype), value.tobytes())
+    if isinstance(value, list | tuple) and len(value) <= _MAX_ITEMS:
+        return (type(value).__name__, *map(frozen, value))
+    if isinstance(value, dict) and len(value) <= _MAX_ITEMS:
+        return ("dict", *((frozen(key), frozen(item)) for key, item in value.items()))
+    if isinstance(value, set | frozenset) and len(value) <= _MAX_ITEMS:
+        return ("set", frozenset(map(frozen, value)))
+    if isinstance(value, list | dict | set | deque):
+        return (type(value).__name__, len(value))
+    return Same(value)
