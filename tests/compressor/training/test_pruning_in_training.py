@@ -138,6 +138,16 @@ def test_gradients_of_pruned_weights_are_no_part_of_the_norm_that_is_clipped(cas
     assert float(norm) == pytest.approx(0.01, rel=1e-3)
 
 
+def test_only_zeros_are_kept_and_the_smallest_other_weight_trains(cases, new_trainer):
+    plain = new_trainer(cases["mlp"], "eager").step
+    with torch.no_grad():
+        plain.model.last.weight[:, :2] = torch.tensor([0.0, 1e-30])
+    session = Session(State(plain.model), [ConstantPruningModifier(start=0)])
+    session.initialize()
+    Trainer(TrainStep(plain.model, plain.loss_fn, plain.optimizer, session), "eager").fit(cases["mlp"].batch_at, 5)
+    assert not plain.model.last.weight[:, 0].any() and plain.model.last.weight[:, 1].abs().min() > 1e-6
+
+
 def test_odd_sizes_bring_no_note_about_zeros_that_cannot_be():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
     session = Session(State(model), [MagnitudePruningModifier(final_sparsity=0.5)])
@@ -251,6 +261,9 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_changes(cases, n
         make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=1 / 3, mask_structure="2:3")])
     with pytest.raises(TargetError, match="no float weight of two dimensions"):
         make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=0.5, targets=["BatchNorm1d"])])
+    tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    assert list(MagnitudePruningModifier(final_sparsity=0.5, targets=["Embedding", "Linear"]).prunable(tied)) == ["0"]
     trainer = make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=0.5, start=50, end=60)])
     trainer.fit(cases["mlp"].batch_at, 2)
     with pytest.raises(ExceptionGroup) as raised:
