@@ -13,6 +13,8 @@ averages.py      moving averages of weights            digests.py    hashes, and
 identities.py    the quick half of the guards          escapes.py    tensors that outlive the step
 operators.py     operators as seen and as repeated     linking.py    how each is repeated
 storages.py      the storages of a step and their lives layout.py    where they lie in one arena
+ranks.py         what data-parallel ranks do alike     collectives.py their operators
+host_tensors.py  what no graph repeats                 intervals.py   which memory a graph writes
 """
 
 from __future__ import annotations

@@ -17,6 +17,11 @@ from compressor.training.signature import drift
 from compressor.training.snapshot import Snapshot
 from compressor.training.step import TrainStep
 
+_WATCHED = (
+    "a compiled region, code that asks whether it is watched, "
+    "or kernels that add in no fixed order (torch.use_deterministic_algorithms(True) forbids those)"
+)
+
 
 def prove(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
     """Perform one step, three times from the same state, and compare.
@@ -78,7 +83,7 @@ def compare_recorded(eager: Snapshot, recorded: Snapshot) -> None:
     Raises:
         ProofError: they differ.
     """
-    _compare(eager, recorded, "recorded", "a compiled region, or code that asks whether it is watched")
+    _compare(eager, recorded, "recorded", _WATCHED)
 
 
 def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
@@ -117,7 +122,7 @@ def _record_again(plan: Plan, eager: Snapshot, engine: Engine, rewind: Callable[
         rewind()
         again.replay()
     end = Snapshot.take(plan.step, plan.captured.generators, again.loss)
-    _compare(eager, end, "recorded", "a compiled region, or code that asks whether it is watched")
+    _compare(eager, end, "recorded", _WATCHED)
 
 
 def _compare(eager: Snapshot, other: Snapshot, kind: str, advice: str) -> None:

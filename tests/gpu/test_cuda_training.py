@@ -156,21 +156,22 @@ def test_twenty_steps_are_equal_bit_for_bit_on_every_engine(place, settings):
 @pytest.mark.parametrize("settings", ["autocast", "everything"])
 @pytest.mark.parametrize("engine", ["unseen", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_a_llama_with_its_whole_mask_is_equal_bit_for_bit(place, settings):
-    _equal(place, "llama", settings)
+    _equal(place, "llama", settings, MODES if place.engine == "cuda" else ("eager", "replay"))
 
 
-def _equal(place: Place, model: str, settings: str) -> None:
+def _equal(place: Place, model: str, settings: str, modes: tuple[str, ...] = MODES) -> None:
     num_steps = 20 if place.engine == "cuda" else 9  # the tape's own tests make twenty
     model_of, loss_fn, batch_at = (Mlp, classify, place.vectors) if model == "mlp" else (llama, predict, place.tokens)
     chosen, ends, losses = SETTINGS[settings], {}, {}
     count = chosen.get("accumulate", 1)
-    for mode in MODES:
+    for mode in modes:
         trainer = place.trainer(model_of, mode, loss_fn, **chosen)
         batches = [batch_at(n) if count == 1 else [batch_at(n * count + k) for k in range(count)] for n in range(num_steps)]
         losses[mode] = [trainer.train_step(batch).item() for batch in batches]
         ends[mode] = Snapshot.take(trainer.step)
-    assert losses["eager"] == losses["capture"] == losses["replay"]
-    assert ends["eager"].differences(ends["replay"]) == [] == ends["eager"].differences(ends["capture"])
+    for mode in modes:
+        assert losses["eager"] == losses[mode]
+        assert ends["eager"].differences(ends[mode]) == []
     assert trainer.last_action == "replay" and len(set(losses["eager"])) == num_steps
     assert isinstance(trainer.plans[0].captured, CudaGraph if place.engine == "cuda" else Tape)
 
