@@ -78,7 +78,9 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
         help="how a step runs, with the same bits: captured once and repeated, as it is, or recorded every time (replay)",
     )
     parser.add_argument("--check-every", type=_positive, default=1, metavar="N", help="check the guards at every Nth replay (1)")
-    parser.add_argument("--audit-every", type=_count, default=0, metavar="N", help="prove replay against eager at every Nth step (0: once)")
+    parser.add_argument(
+        "--audit-every", type=_count, default=500, metavar="N", help="prove replay against eager again at every Nth step (500; 0: once)"
+    )
     parser.add_argument("--save-every", type=_count, metavar="N", help="keep a state after every N steps; 0: never (a tenth of the run)")
     parser.add_argument("--run-dir", metavar="R", help="folder that keeps the last two states until the end (O.partial-run)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest state of an earlier run of the same command")
