@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from pydantic import PrivateAttr, model_validator
 from torch import Tensor
 
@@ -66,8 +67,14 @@ class TrainingModifier(SchemeModifier):
         done = super().on_initialize(state)
         for name, scheme in self._schemes.items() if self.start is not None else ():
             inputs = scheme.input_activations
-            if inputs is not None and inputs.dynamic is not True and inputs.observer_kind != "minmax":
+            if inputs is None or inputs.dynamic is True:
+                continue
+            if inputs.observer_kind != "minmax":
                 raise SchemeError(f"{name} input: observer={inputs.observer!r} counts values on the host; training needs 'minmax'")
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                raise SchemeError(
+                    f"{name} input: each of {dist.get_world_size()} ranks would find a static range of its own; use dynamic=True"
+                )
         return done
 
     def on_start(self, state: State, event: Event) -> None:
@@ -142,7 +149,8 @@ class TrainingModifier(SchemeModifier):
     def _take_over(self, name: str) -> None:
         """Hand what training knows to the float layer, which is what codes are made from."""
         layer, module, inputs = self._layers[name], self._pending[name], self._schemes[name].input_activations
-        module.register_parameter("weight", layer.weight)
+        for key, parameter in layer.named_parameters():
+            module.register_parameter(key, parameter)
         extremes = layer.input_range()
         if inputs is not None and extremes is not None:
             observer = self._input_observers[name] = make_observer(inputs, f"{name} input")

@@ -399,11 +399,16 @@ def test_settings_that_cannot_be_are_refused_with_what_to_do(settings, said):
         load_recipe({"a_stage": {"a_modifiers": {"QuantizationModifier": settings}}})
 
 
-def test_what_training_cannot_have_is_refused_before_anything_changes(cases, new_trainer):
+def test_what_training_cannot_have_is_refused_before_anything_changes(cases, new_trainer, monkeypatch):
     scheme = {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8, "observer": "mse"}, "targets": ["Linear"]}
     plain = new_trainer(cases["mlp"], "eager").step
     with pytest.raises(SchemeError, match="observer='mse' counts values on the host"):
         Session(State(plain.model), [QuantizationModifier(config_groups={"g": scheme}, start=0)]).initialize()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.distributed, "is_initialized", lambda: True)
+        patched.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(SchemeError, match="each of 2 ranks"):
+            Session(State(plain.model), [quantizer("int8, static int8", start=0)]).initialize()
     assert not any(isinstance(module, FakeQuantizedLayer) for module in plain.model.modules())
     for times, error in (({"start": 0}, CalibrationError), ({"start": 9}, CalibrationError)):
         session = Session(State(plain.model), [quantizer("int8, static int8", **times)])
