@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compressor.errors import HostReadError, ReplayError, UserInputError
+from compressor.errors import HostReadError, ProofError, ReplayError, UserInputError
 from compressor.training import Plan, Snapshot, Trainer, TrainStep, adamw
 from compressor.training.devices import engine_for
 
@@ -253,6 +253,17 @@ def test_ranks_that_are_not_known_to_run_the_step_are_not_waited_for(mlp_trainer
             Plan(step, batches(0), engine_for(step.device))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_tape_that_forgets_to_fill_a_bucket_fails_the_proof(alone, batches):
+    trainer = _trainer("replay")
+    for number in range(3):
+        trainer.train_step(batches(number))
+    tape = trainer.plans[0].captured
+    next(op for op in tape.ops if op.line.startswith("backward") and " -> bucket:0" in op.line and "c10d" not in op.line).run = None
+    tape.relink()
+    with pytest.raises(ProofError, match="the replayed step is not the eager one"):
+        trainer.train_step(batches(3))
 
 
 def test_sharded_parameters_are_refused(alone, batches):
