@@ -16,6 +16,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from compressor.errors import ReplayError
+from compressor.training.capturing import run_captured
 from compressor.training.engine import Captured
 from compressor.training.intervals import Interval, merged
 from compressor.training.operators import Record
@@ -30,6 +32,8 @@ from compressor.training.recorder import Recorder
 
 T = TypeVar("T")
 _SPOILED = 0xA5
+# Threads that pin memory for a data loader may go on meanwhile; the backward pass is captured from its own thread all the same.
+_ERROR_MODE = "thread_local"
 
 
 class CudaGraphEngine:
@@ -76,37 +80,26 @@ class CudaGraphEngine:
         graph = _new_graph(generators)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        with _collector_off(), _workspaces_of_its_own(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                with recorder:
-                    loss = run()
-            except BaseException as error:
-                self._abandon(graph, generators)
-                if isinstance(error, RuntimeError) and not isinstance(error, ReplayError):
-                    raise _refusal(error, recorder) from error
-                raise
-            try:
-                graph.capture_end()
-            except RuntimeError as error:
-                self._recover(generators)
-                raise _refusal(error, recorder) from error
-        return CudaGraph(graph, recorder, loss.detach(), self._stream)
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
-        """End a capture whose step has failed."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that a graph is empty says nothing of a step that failed
-                graph.capture_end()
-        except RuntimeError:  # it says once more what has already been raised
-            self._recover(generators)
+        def watched() -> Tensor:
+            with recorder:
+                return run()
+
+        with _collector_off(), _workspaces_of_its_own(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            loss = run_captured(
+                partial(graph.capture_begin, pool=self._pool, capture_error_mode=_ERROR_MODE),
+                watched,
+                partial(_end, graph),
+                partial(self._recover, generators),
+                partial(_refusal, recorder),
+            )
+        return CudaGraph(graph, recorder, loss.detach(), self._stream)
 
     def _recover(self, generators: Sequence[torch.Generator]) -> None:
         """After a capture that could not be ended: take another pool, and let the generators see a capture end well."""
         self._pool = torch.cuda.graph_pool_handle()
         graph = _new_graph(generators)
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self._pool, capture_error_mode=_ERROR_MODE)
         torch.zeros(1, device=self.device)
         graph.capture_end()
 
@@ -217,7 +210,13 @@ def _bytes_at(interval: Interval, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def _refusal(error: RuntimeError, recorder: Recorder) -> ReplayError:
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that a graph is empty says nothing of a step that was refused at its first operator
+        graph.capture_end()
+
+
+def _refusal(recorder: Recorder, error: RuntimeError) -> ReplayError:
     last = recorder.ops[-1].place if recorder.ops else "before its first operator"
     return ReplayError(
         f"CUDA does not capture this step, after {last}: {str(error).splitlines()[0]}; "

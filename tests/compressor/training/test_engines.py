@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from compressor.errors import UserInputError
+from compressor.errors import HostReadError, ReplayError, UserInputError
 from compressor.training import Trainer, TrainStep, adamw
+from compressor.training.capturing import run_captured
 from compressor.training.cuda_graph import _bytes_at
 from compressor.training.devices import engine_for
 from compressor.training.host_tensors import host_hazard
@@ -78,3 +79,41 @@ def test_where_a_kernel_keeps_its_seed_is_no_drift_but_another_operator_is():
     assert drift(eager, captured) is not None
     assert drift(neutral(eager), neutral(captured)) is None
     assert drift(neutral(eager), neutral(captured[:1])) is not None
+
+
+def _captured(run_error=None, end_error=None):
+    """Capture something that fails as asked for; return what was called, and what was raised or returned."""
+    calls = []
+
+    def step(name, error=None):
+        def call():
+            calls.append(name)
+            if error is not None:
+                raise error
+            return name
+
+        return call
+
+    try:
+        result = run_captured(
+            step("begin"), step("run", run_error), step("end", end_error), step("recover"), lambda error: ReplayError(f"named: {error}; do")
+        )
+    except (RuntimeError, KeyError, KeyboardInterrupt) as error:
+        return calls, error
+    return calls, result
+
+
+def test_a_capture_that_fails_is_ended_put_right_and_named():
+    assert _captured() == (["begin", "run", "end"], "run")
+    calls, error = _captured(run_error=RuntimeError("not permitted"))
+    assert calls == ["begin", "run", "end"] and isinstance(error, ReplayError) and str(error) == "named: not permitted; do"
+    calls, error = _captured(run_error=RuntimeError("not permitted"), end_error=RuntimeError("invalidated"))
+    assert calls == ["begin", "run", "end", "recover"] and str(error) == "named: not permitted; do"
+    calls, error = _captured(end_error=RuntimeError("unjoined work"))
+    assert calls == ["begin", "run", "end", "recover"] and str(error) == "named: unjoined work; do"
+
+
+@pytest.mark.parametrize("error", [HostReadError("op 3: read; do"), KeyError("of the step"), KeyboardInterrupt()])
+def test_what_the_recorder_or_the_step_raises_is_passed_on_from_a_closed_capture(error):
+    for end_error, calls in ((None, ["begin", "run", "end"]), (RuntimeError("invalidated"), ["begin", "run", "end", "recover"])):
+        assert _captured(error, end_error) == (calls, error)
