@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from harness.bench.turns import UNGUARDED, Turns, timed_guards
 from harness.replay.timing import Ratio, interleave, median_interval, ratios
 
 if TYPE_CHECKING:
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
     from compressor.training import Trainer
     from harness.bench.replay_cases import Batch, Case
 
-EAGER, REPLAY, UNGUARDED, GUARD, COMPILED = "eager", "replay", "unguarded", "guard", "compiled"
-_NEVER = 10**9
+EAGER, REPLAY, COMPILED = "eager", "replay", "compiled"
 _WARM_STEPS = 8  # two warm-ups, capture, proof, a second proof on an unseen batch, and some replays
 _NUM_BATCHES = 4
 _SAMPLE_SECONDS = 5e-3
@@ -72,8 +73,8 @@ class CaseResult:
         rounds: of the timing.
         seconds: median seconds per step, by run.
         speed: eager over replay.
-        guards: share of the guards in a replayed step: what a step without them is shorter by.
-        guard_alone: time of nothing but the guards, over a replayed step; less noisy, but in a warm cache.
+        guards: share of the guards in a replayed step, timed where they run.
+        unguarded: a replayed step without guards over one with them; the same told otherwise, with more noise.
         compiled: compiled over replay; None without a GPU.
         memory: of the captured step.
         differences: what differs between eager and replay at the end; empty where all bits are equal.
@@ -86,7 +87,7 @@ class CaseResult:
     seconds: Mapping[str, float]
     speed: Ratio
     guards: Ratio
-    guard_alone: Ratio
+    unguarded: Ratio
     compiled: Ratio | None
     memory: Memory
     differences: tuple[str, ...]
@@ -96,7 +97,7 @@ class CaseResult:
         """Return what was measured, its value, what it is made of, the goal and whether it is met, a row each."""
         goals, memory = self.goals, self.memory
         times = {name: f"{_ms(seconds)} / {_ms(self.seconds[REPLAY])}" for name, seconds in self.seconds.items()}
-        held, alone = f"{_mb(memory.held)} / {_mb(memory.live_peak)}", f"guards alone: {self.guard_alone.median:.1%}"
+        held, less = f"{_mb(memory.held)} / {_mb(memory.live_peak)}", f"a step without: {self.unguarded.median - 1:+.1%}"
         bits = "equal" if not self.differences else "DIFFERENT"
         speed = ("eager / replay", f"{self.speed}", times[EAGER], f">= {goals.speed:g}", at_least(self.speed, goals.speed))
         compiled = []
@@ -106,7 +107,7 @@ class CaseResult:
         return [
             speed,
             *compiled,
-            ("guards' share", _percent(self.guards), alone, f"<= {goals.guards:.0%}", at_most(self.guards, goals.guards)),
+            ("guards' share", _percent(self.guards), less, f"<= {goals.guards:.0%}", at_most(self.guards, goals.guards)),
             ("memory / live peak", f"{memory.ratio:.2f}", held, f"<= {goals.memory:g}", "yes" if memory.ratio <= goals.memory else "no"),
             ("bits", bits, f"{self.num_ops} ops", "equal", "no" if self.differences else "yes"),
         ]
@@ -121,7 +122,7 @@ class CaseResult:
             "median_seconds": dict(self.seconds),
             "eager_over_replay": self.speed.to_dict() | {"goal": goals.speed, "met": self.speed.median >= goals.speed},
             "guards_share": self.guards.to_dict() | {"goal": goals.guards, "met": self.guards.median <= goals.guards},
-            "guard_alone_over_replay": self.guard_alone.to_dict(),
+            "unguarded_over_replay": self.unguarded.to_dict(),
             "compiled_over_replay": None
             if self.compiled is None
             else self.compiled.to_dict() | {"goal": goals.compiled, "met": self.compiled.median >= goals.compiled},
@@ -138,7 +139,7 @@ class CaseResult:
         }
 
 
-def measure(case: Case, goals: Goals, rounds: int, device: torch.device) -> CaseResult:
+def measure(case: Case, goals: Goals, rounds: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> CaseResult:
     """Measure one case.
 
     Args:
@@ -146,6 +147,7 @@ def measure(case: Case, goals: Goals, rounds: int, device: torch.device) -> Case
         goals: what is asked of it.
         rounds: of the timing; short steps are measured more often.
         device: to run on.
+        clock: gives seconds.
 
     Returns:
         What was measured.
@@ -156,12 +158,14 @@ def measure(case: Case, goals: Goals, rounds: int, device: torch.device) -> Case
     runs = {name: stepper(trainer, batches) for name, trainer in trainers.items()}
     turns = Turns(trainers, device)
     interleave(runs, _WARM_STEPS, before=turns.begin, device=device)
-    probe = interleave(runs, 1, before=turns.begin, device=device)
+    probe = interleave(runs, 1, before=turns.begin, device=device, clock=clock)
     slowest = max(series[0] for series in probe.values())
     repeats = max(1, math.ceil(_SAMPLE_SECONDS / slowest))
     rounds *= _SHORT_ROUNDS if slowest < _SAMPLE_SECONDS else 1
     plan = trainers[REPLAY].plans[0]
-    seconds = interleave({**runs, GUARD: plan.guard}, rounds, repeats=repeats, before=turns.begin, device=device)
+    with timed_guards(plan, clock) as spent:
+        seconds = interleave(runs, rounds, repeats=repeats, before=turns.begin, device=device, clock=clock)
+    in_guards = [statistics.fmean(spent[number * repeats : (number + 1) * repeats]) for number in range(rounds)]
     turns.begin(EAGER)
     while trainers[EAGER].num_steps < trainers[REPLAY].num_steps:
         runs[EAGER]()
@@ -170,7 +174,7 @@ def measure(case: Case, goals: Goals, rounds: int, device: torch.device) -> Case
     recorded = getattr(captured, "live_peak_bytes", None)
     memory = Memory(captured.scratch_bytes, live_peak_bytes(runs[EAGER], device), recorded)
     over_replay = ratios(seconds, REPLAY)
-    guards = median_interval([1 - bare / full for bare, full in zip(seconds[UNGUARDED], seconds[REPLAY], strict=True)])
+    guards = median_interval([part / whole for part, whole in zip(in_guards, seconds[REPLAY], strict=True)])
     return CaseResult(
         case.name,
         goals,
@@ -178,7 +182,7 @@ def measure(case: Case, goals: Goals, rounds: int, device: torch.device) -> Case
         {name: statistics.median(series) for name, series in seconds.items()},
         over_replay[EAGER],
         guards,
-        over_replay[GUARD],
+        over_replay[UNGUARDED],
         over_replay.get(COMPILED),
         memory,
         differences,
@@ -216,38 +220,6 @@ def _compiled(model: nn.Module) -> nn.Module:
 def stepper(trainer: Trainer, batches: Sequence[Batch]) -> Callable[[], object]:
     """Return a function that makes the next step of a run."""
     return lambda: trainer.train_step(batches[trainer.num_steps % len(batches)])
-
-
-class Turns:
-    """Gives every trainer random generators of its own, although torch has but one that all draw from.
-
-    Args:
-        trainers: by the names of the runs; each starts where the generators stand now.
-        device: whose generators they are.
-    """
-
-    def __init__(self, trainers: Mapping[str, Trainer], device: torch.device) -> None:
-        from compressor.training.digests import rng_states
-
-        self._trainers, self._device, self._running = trainers, device, 0
-        self._states = {id(trainer): rng_states(device) for trainer in trainers.values()}
-
-    def begin(self, name: str) -> None:
-        """Let a run go on. Changes torch's generators, and whether the run's trainer looks at its guards.
-
-        Args:
-            name: of the run; that of another trainer ends with it.
-        """
-        from compressor.training.digests import rng_states, set_rng_states
-
-        trainer = self._trainers.get(name)
-        if trainer is None:  # what draws nothing and has no steps, such as the guards alone
-            return
-        trainer.check_every = _NEVER if name == UNGUARDED else 1
-        if self._running:
-            self._states[self._running] = rng_states(self._device)
-        self._running = id(trainer)
-        set_rng_states(self._states[self._running], self._device)
 
 
 def _differences(trainers: Mapping[str, Trainer], turns: Turns) -> tuple[str, ...]:
