@@ -20,7 +20,7 @@ from compressor.modifiers.magnitude import ConstantPruningModifier, MagnitudePru
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.nn import QuantizedLayer
 from compressor.nn.fake_quant import FakeQuantizedLayer, FakeQuantizedLinear
-from compressor.numerics import PRESETS, QuantizationScheme
+from compressor.numerics import PRESETS, QuantizationScheme, weight_qparams
 from compressor.recipe import load_recipe
 from compressor.training import Snapshot, Trainer, TrainStep, adamw, load_training, save_training
 from compressor.training_run import train
@@ -227,6 +227,19 @@ def test_values_and_straight_through_gradients_are_those_of_the_definition(grown
     assert torch.allclose(weight.detach().double()[clear], values[clear], rtol=1e-6, atol=1e-9)
     assert torch.equal(linear.weight.grad.double(), gradient)
     assert (int((gradient == 0).sum()) > 5) is (grown > 1.0)
+
+
+@pytest.mark.parametrize("scheme", ["int4 group", "int8 channel, asymmetric", "int4 tensor, mse"])
+def test_scales_that_are_stored_are_those_of_the_weight_at_that_moment(scheme):
+    torch.manual_seed(5)
+    layer = FakeQuantizedLinear(nn.Linear(16, 6), _scheme(scheme), "layer", None)
+    before = {key: tensor.clone() for key, tensor in layer.tensors().items()}
+    with torch.no_grad():
+        layer.weight.add_(torch.rand(6, 16))
+    layer.keep_scales()
+    wanted = weight_qparams(layer.weight, layer.weight_args)
+    for key, tensor in layer.tensors().items():
+        assert torch.equal(tensor, getattr(wanted, key.removeprefix("weight_"))) and not torch.equal(tensor, before[key])
 
 
 def test_gradients_of_inputs_stop_where_values_are_cut_off():
