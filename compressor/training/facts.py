@@ -101,10 +101,10 @@ def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
 def backends() -> tuple[bool, ...]:
     """Return which implementations torch may choose from."""
     return (
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
         torch._C._get_mkldnn_enabled(),
         torch._C._get_cudnn_enabled(),
         torch._C._get_cudnn_benchmark(),

@@ -1,0 +1,129 @@
+"""The quick half of the guards lets unchanged steps pass by itself, and stops at whatever was exchanged, however its parts are taken."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import compressor.training.identities as identities
+import compressor.training.plan as plan_module
+from compressor.errors import GuardDriftError, PointerDriftError, ReplayError
+
+
+class _ForeignTraversal:
+    """A garbage collector that shows nothing of what a table holds."""
+
+    @staticmethod
+    def get_referents(*tables):
+        return []
+
+
+@pytest.fixture(params=["traversal of this interpreter", "another traversal"])
+def traversal(request, monkeypatch):
+    """Run with the traversal of this interpreter, and with one that says nothing, as another interpreter's might."""
+    if request.param == "another traversal":
+        monkeypatch.setattr(identities, "gc", _ForeignTraversal)
+    return request.param
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_an_unchanged_step_never_needs_the_slow_half(new_trainer, cases, monkeypatch, traversal, name):
+    trainer = new_trainer(cases[name], "replay", ema=True, schedule=True, clip_norm=1.0)
+    for number in range(5):
+        trainer.train_step(cases[name].batch_at(number))
+    quick = trainer.plans[0]._identities
+    assert bool(quick._traversed) is (traversal == "traversal of this interpreter")
+    monkeypatch.setattr(plan_module, "host_facts", lambda step: pytest.fail("the slow half ran"))
+    for number in range(5, 10):
+        trainer.train_step(cases[name].batch_at(number))
+        assert trainer.last_action == "replay"
+
+
+def _transpose(trainer):
+    weight = trainer.step.model.square.weight
+    weight.data = weight.data.t()
+
+
+def _other_average(trainer):
+    averages = trainer.step.averages.weights()
+    averages["first.weight"] = averages["first.weight"].clone()
+
+
+def _state_elsewhere(trainer):
+    state = trainer.step.optimizer.state[trainer.step.model.first.weight]
+    state["exp_avg"].data = state["exp_avg"].data.clone()
+
+
+def _state_as_number(trainer):
+    trainer.step.optimizer.state[trainer.step.model.first.weight]["step"] = 5.0
+
+
+def _gradient_elsewhere(trainer):
+    gradient = trainer.step.model.first.weight.grad
+    gradient.data = gradient.data.clone()
+
+
+def _equal_rate(trainer):
+    group = trainer.step.optimizer.param_groups[0]
+    group["lr"] = group["lr"].clone()
+
+
+def _attribute(trainer):
+    trainer.step.model.first.note = 3
+
+
+def _another_layer(trainer):
+    trainer.step.model.another = torch.nn.Linear(2, 2)
+
+
+def _threads(trainer):
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+CHANGES = {
+    "a square weight is transposed in place": (_transpose, PointerDriftError),
+    "an average is another tensor": (_other_average, PointerDriftError),
+    "optimizer state lies elsewhere": (_state_elsewhere, PointerDriftError),
+    "optimizer state is a number": (_state_as_number, PointerDriftError),
+    "a gradient lies elsewhere": (_gradient_elsewhere, PointerDriftError),
+    "an equal rate in another tensor": (_equal_rate, PointerDriftError),
+    "a new attribute": (_attribute, GuardDriftError),
+    "a new layer": (_another_layer, ReplayError),
+    "a number of threads": (_threads, GuardDriftError),
+    "a hook of a parameter": (lambda t: t.step.model.first.weight.register_hook(lambda grad: grad), GuardDriftError),
+    "a hook after accumulation": (lambda t: t.step.model.last.bias.register_post_accumulate_grad_hook(print), GuardDriftError),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_is_exchanged_stops_the_next_step(new_trainer, cases, traversal, name):
+    change, error = CHANGES[name]
+    trainer = new_trainer(cases["mlp"], "replay", ema=True)
+    threads = torch.get_num_threads()
+    if name.startswith("a square"):
+        trainer = _with_square(new_trainer, cases)
+    for number in range(5):
+        trainer.train_step(cases["mlp"].batch_at(number))
+    gc.collect()
+    change(trainer)
+    try:
+        with pytest.raises(error):
+            trainer.train_step(cases["mlp"].batch_at(5))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _with_square(new_trainer, cases):
+    from dataclasses import replace
+
+    class Square(cases["mlp"].make):
+        def __init__(self):
+            super().__init__()
+            self.square = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return super().forward(self.square(x))
+
+    return new_trainer(replace(cases["mlp"], make=Square), "replay")
