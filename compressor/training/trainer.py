@@ -120,7 +120,7 @@ class Trainer:
             ReplayError: the step cannot be captured or replayed; the step's tensors are as before the call.
         """
         session = self.step.session
-        if session is not None:
+        if session is not None and session.last is not EventType.BATCH_START:  # a step that was refused may be tried again
             session.send(EventType.BATCH_START)
         if self._schedule is not None:
             self._schedule.set(self.num_steps)
