@@ -113,6 +113,8 @@ def _how_it_was_made(training: Mapping[str, Any]) -> str:
 (standard library and installed packages), read in place and kept nowhere. One file in a hundred is held out, chosen by the hash of its
 content. The same files give the same list hash.
 
+{_which_trainer(training)}
+
 | | |
 | --- | --- |
 | seed | {plan["seed"]} |
@@ -126,6 +128,15 @@ content. The same files give the same list hash.
 | time | {training["minutes"]} minutes on {training["machine"]["device"]} |
 | versions | {versions} |
 """
+
+
+def _which_trainer(training: Mapping[str, Any]) -> str:
+    """Say which code made the steps: records of before the trainer do not name it."""
+    if "trainer" in training:
+        return f"The steps were made by {training['trainer']}."
+    return """The script makes its steps with `compressor.training` (captured once, proved, replayed). These weights are older: a plain loop of torch made
+them, which stands in `tests/harness/goldens/test_reference_training.py`. 50 steps of the script, eager and replayed, end with the bits of
+50 steps of that loop: losses and all weights, at full size (seen once, with the rates of all 6,000 steps) and at a small one (in the test)."""
 
 
 def _the_fixed_tokens(arrays: Mapping[str, Any]) -> str:

@@ -84,3 +84,9 @@ def test_the_readme_in_the_repository_is_rendered_from_its_records(reference_mod
     records = [json.loads((reference_model / name).read_text()) for name in ("training.json", "arrays.json", "quality.json")]
     assert (reference_model / "README.md").read_text() == render_readme(*records)
     assert is_good_enough(records[2])
+
+
+def test_readme_says_which_code_made_the_steps() -> None:
+    assert "These weights are older" in render_readme(_TRAINING, _ARRAYS, _GOOD)
+    named = render_readme(_TRAINING | {"trainer": "compressor.training, mode replay"}, _ARRAYS, _GOOD)
+    assert "The steps were made by compressor.training, mode replay." in named and "older" not in named
