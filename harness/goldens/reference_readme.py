@@ -32,6 +32,12 @@ Written by `python -m harness.goldens.reference_readme golden/reference` from th
 """
 
 
+_OLDER_WEIGHTS = """The script makes its steps with `compressor.training` (captured once, proved, replayed). These weights are older:
+a plain loop of torch made them, which stands in `tests/harness/goldens/test_reference_training.py`. 50 steps of the script, eager and
+replayed, end with the bits of 50 steps of that loop: losses and all weights, at full size (seen once, with the rates of all 6,000 steps)
+and at a small one (in the test)."""
+
+
 def measure_quality(folder: Path, work_dir: Path) -> dict[str, Any]:
     """Compress the model both ways and compare the losses on the held-out sequences.
 
@@ -134,9 +140,7 @@ def _which_trainer(training: Mapping[str, Any]) -> str:
     """Say which code made the steps: records of before the trainer do not name it."""
     if "trainer" in training:
         return f"The steps were made by {training['trainer']}."
-    return """The script makes its steps with `compressor.training` (captured once, proved, replayed). These weights are older: a plain loop of torch made
-them, which stands in `tests/harness/goldens/test_reference_training.py`. 50 steps of the script, eager and replayed, end with the bits of
-50 steps of that loop: losses and all weights, at full size (seen once, with the rates of all 6,000 steps) and at a small one (in the test)."""
+    return _OLDER_WEIGHTS
 
 
 def _the_fixed_tokens(arrays: Mapping[str, Any]) -> str:
