@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from compressor.training.operators import IDLE, Extent, Record
 
-# Bytes; as torch's own allocators. Some of LAPACK's routines give other bits for the same values at another alignment.
+# Bytes; as torch's own allocators, so that kernels take the same way.
 _ALIGNMENT = {"cpu": 64}
 _DEFAULT_ALIGNMENT = 512
 _SINGLE = 16  # bytes of the largest element
