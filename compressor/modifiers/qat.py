@@ -54,7 +54,7 @@ class TrainingModifier(SchemeModifier):
         """Return what a step computes with: floats, scales that follow the weights, or stored ones."""
         if not self._layers:
             return "float"
-        observing = not self._fixed and any(layer.input_range() is not None for layer in self._layers.values())
+        observing = any(layer.observing for layer in self._layers.values())
         return "stored scales" if self._fixed or self.update else "own scales", observing
 
     def training_tensors(self) -> Mapping[str, Tensor]:

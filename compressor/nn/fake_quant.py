@@ -53,7 +53,7 @@ class FakeQuantizedLayer(nn.Module):
         super().__init__()
         check_fit(module, scheme, name)
         self.scheme, self.name = scheme, name
-        self.fixed, self.observing = False, True
+        self.fixed, self.observing = False, False
         self.stored_dtype: torch.dtype | None = None
         self.weight = module.get_parameter("weight")
         self._transposed = is_conv1d(module)
@@ -139,6 +139,7 @@ class FakeQuantizedLinear(FakeQuantizedLayer):
             if args.observer_kind != "minmax":
                 raise SchemeError(f"{name} input: observer={args.observer!r} counts values on the host; training needs 'minmax'")
             self._extremes = self.weight.new_zeros(1), self.weight.new_zeros(1)
+            self.observing = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., C] with the fake-quantized weight.

@@ -100,6 +100,7 @@ def captures(trainer: Trainer, batch_at: Any, num_steps: int = NUM_STEPS) -> tup
         *(("mlp", scheme, TIMES) for scheme in SCHEMES),
         ("mlp", "int4 group", {"start": START, "end": END, "update": 5}),
         ("mlp", "int8, static int8", {"start": START, "end": END, "update": 5, "disable_quantization_observer_epoch": FREEZE}),
+        ("mlp", "fp8 channel", {"start": START, "update": 5, "disable_quantization_observer_epoch": FREEZE}),
         ("mlp", "int4 group", {"start": 0}),
         ("llama", "int4 group", TIMES),
         ("llama", "int8, static int8", TIMES),
@@ -113,8 +114,9 @@ def test_sixty_steps_are_equal_in_all_modes(cases, new_trainer, name, scheme, ti
         losses[mode], captured = captures(trainer, cases[name].batch_at)
         ends[mode] = Snapshot.take(trainer.step)
     assert all(losses["eager"] == losses[mode] and ends["eager"].differences(ends[mode]) == [] for mode in modes)
-    # start, the freeze and the end are STRUCTURE; scales that are written at every update are DATA
-    moments = [times["start"], times.get("disable_quantization_observer_epoch"), times.get("end")]
+    # start, the freeze and the end are STRUCTURE; scales that are written at every update are DATA, and so is their last one
+    freeze = times.get("disable_quantization_observer_epoch") if "update" not in times or "static" in scheme else None
+    moments = [times["start"], freeze, times.get("end")]
     assert captured == sorted({2, *(moment + 2 for moment in moments if moment is not None)})
     assert trainer.last_action == "replay"
 
@@ -240,6 +242,50 @@ def test_scales_that_are_stored_are_those_of_the_weight_at_that_moment(scheme):
     wanted = weight_qparams(layer.weight, layer.weight_args)
     for key, tensor in layer.tensors().items():
         assert torch.equal(tensor, getattr(wanted, key.removeprefix("weight_"))) and not torch.equal(tensor, before[key])
+
+
+@pytest.mark.parametrize(
+    ("times", "moments"),
+    [
+        ({"start": 2, "disable_quantization_observer_epoch": 6}, [6]),
+        ({"start": 2, "end": 6}, [6]),
+        ({"start": 1, "update": 3}, [1, 4, 7]),
+        ({"start": 1, "update": 3, "disable_quantization_observer_epoch": 6}, [1, 4, 6]),
+    ],
+)
+def test_scales_are_stored_at_their_moments_and_stay_between(cases, new_trainer, times, moments):
+    modifier = quantizer("int8 channel, asymmetric", ["first"], **times)
+    trainer, wanted = make(cases["mlp"], new_trainer, "replay", [modifier]), None
+    for step in range(10):
+        before = trainer.step.model.first.weight.detach().clone()
+        trainer.train_step(cases["mlp"].batch_at(step))
+        if step in moments:
+            wanted = weight_qparams(before, modifier.schemes["first"].weights)
+        if wanted is not None:
+            tensors = modifier.training_tensors()
+            assert torch.equal(tensors["first.weight_scale"], wanted.scale)
+            assert torch.equal(tensors["first.weight_zero_point"], wanted.zero_point)
+            assert torch.equal(trainer.step.model.first.weight_qparams().scale, wanted.scale)
+
+
+def test_global_scales_of_siblings_follow_their_weights(new_trainer):
+    small = Small(lambda: nn.ModuleDict({"gate_proj": nn.Linear(16, 16), "up_proj": nn.Linear(16, 4)}), gated, ids_at)
+    modifier = QuantizationModifier(scheme="NVFP4A16", start=1, disable_quantization_observer_epoch=8)
+    trainer, fixed = make(small, new_trainer, "replay", [modifier]), 0.0
+    for step in range(12):
+        weights = [layer.weight.detach().clone() for layer in trainer.step.model.values()]
+        trainer.train_step(small.batch_at(step))
+        if step >= 1:
+            now = weights if step >= 8 else [layer.weight.detach() for layer in trainer.step.model.values()]
+            largest = max(float(weight.abs().max()) for weight in now)
+            fixed = 448 * 6 / largest if step <= 8 else fixed
+            scales = [float(tensor) for name, tensor in modifier.training_tensors().items() if name.endswith("global_scale")]
+            assert len(scales) == 2 and scales == pytest.approx([fixed, fixed], rel=1e-6)
+
+
+def gated(model: nn.Module, batch: Any) -> Tensor:
+    x = nn.functional.embedding(batch["ids"], torch.eye(16))
+    return cross_entropy(model["up_proj"](torch.tanh(model["gate_proj"](x))).flatten(0, 1), batch["ids"].flatten() % 4)
 
 
 def test_gradients_of_inputs_stop_where_values_are_cut_off():
