@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -554,5 +555,7 @@ def test_a_checkpoint_in_fewer_bits_has_the_codes_that_were_trained(tmp_path):
         assert torch.equal(full.codes(), half.codes())
         assert half.weight_qparams().scale.dtype is torch.bfloat16
         assert torch.equal(full.weight_qparams().scale.bfloat16(), half.weight_qparams().scale)
+    stored = load_file(tmp_path / "bfloat16" / "model.safetensors")
+    assert {tensor.dtype for name, tensor in stored.items() if name.endswith("weight_scale")} == {torch.bfloat16}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "bfloat16")
     assert torch.equal(loaded(rows[:2]).logits, models["bfloat16"](rows[:2]).logits)
