@@ -91,6 +91,10 @@ def shown(args: tuple[Any, ...]) -> str:
 
 
 def child(request: dict[str, Any], answer: int) -> None:
+    import torch
+
+    # A fork leaves torch's pool of threads behind; it is made anew here, before the threads that load weights ask for it all at once.
+    torch.set_num_threads(1)
     kill = request.pop("kill") or {}
     saboteur = Saboteur(kill)
     if "file_size" in kill:
