@@ -18,6 +18,7 @@ _PUBLIC: dict[str, str] = {
     "compare_kernels": "harness.replay.kernels",
     "compare_modes": "harness.replay.equivalence",
     "plan_on_tape": "harness.replay.kernel_sources",
+    "replay_machine": "harness.replay.machine",
 }
 
 __all__ = sorted(_PUBLIC)
