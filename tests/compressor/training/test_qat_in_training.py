@@ -109,7 +109,7 @@ def captures(trainer: Trainer, batch_at: Any, num_steps: int = NUM_STEPS) -> tup
 )
 def test_sixty_steps_are_equal_in_all_modes(cases, new_trainer, name, scheme, times):
     ends, losses = {}, {}
-    recorded = name == "mlp" and scheme in ("int4 group", "int8, static int8")  # recording every step takes long
+    recorded = name == "mlp" and times is TIMES and scheme in ("int4 group", "int8, static int8")  # recording every step takes long
     modes = ("eager", "capture", "replay") if recorded else ("eager", "replay")
     for mode in modes:
         trainer = make(cases[name], new_trainer, mode, [quantizer(scheme, ignore=["lm_head"] if name == "llama" else [], **times)])
