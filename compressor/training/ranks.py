@@ -192,16 +192,15 @@ class Ranks:
         """
         if not self._many:
             return choose()
-        turn, error = Turn(""), None
+        turn, chosen = Turn(""), False
         try:
-            turn = choose()
-        except ReplayError as caught:
-            error = caught
-        proves, has_plan = turn.action in PROOFS, turn.action in (*PROOFS, "replay")
-        refused, proving, without, rehearsed, doubtful = self._sum(
-            error is not None, proves, not has_plan, turn.rehearsed, turn.may_be_refused
-        )
-        self._raise(error, refused)
+            turn, chosen = choose(), True
+        finally:  # whatever keeps this rank from choosing, the others are told
+            proves, has_plan = turn.action in PROOFS, turn.action in (*PROOFS, "replay")
+            refused, proving, without, rehearsed, doubtful = self._sum(
+                not chosen, proves, not has_plan, turn.rehearsed, turn.may_be_refused
+            )
+        self._raise(None, refused)
         action = turn.action
         if proving and without and proves:
             action = "eager"

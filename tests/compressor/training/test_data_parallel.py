@@ -101,6 +101,11 @@ def test_trainers_made_differently_are_refused_before_they_wait(ranks):
         )
 
 
+def test_an_error_that_is_not_ours_keeps_nobody_waiting(ranks):
+    assert ranks[0]["stumbled"]["text"].startswith("ReplayError: rank 0 of 2: another rank refused this step")
+    assert ranks[1]["stumbled"]["text"] == "KeyError: 'gone'"
+
+
 def test_a_rank_that_waits_in_vain_says_so_when_its_time_is_up(ranks):
     assert ranks[0]["left alone"]["text"].startswith("ReplayError: rank 0 of 2: the other ranks did not answer")
     assert ranks[1]["left alone"]["text"] == "nothing was raised"

@@ -222,6 +222,19 @@ def resumed() -> dict[str, Any]:
     return {"end": end, "again": digest(again)}
 
 
+def stumbled() -> dict[str, Any]:
+    """On rank 1 the key of a plan cannot be made, by an error that is none of ours."""
+    trainer = make("replay")
+    trainer.train_step(batch_of(0))
+    if dist.get_rank() == 1:
+        trainer.step.plan_key = lambda: {}["gone"]
+    try:
+        trainer.train_step(batch_of(1))
+    except (CompressorError, KeyError) as error:
+        return {"text": f"{type(error).__name__}: {error}"}
+    return {"text": "nothing was raised"}
+
+
 def left_alone() -> dict[str, Any]:
     """Rank 1 makes three steps, rank 0 a fourth one."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
@@ -248,6 +261,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "settings": settings_differ,
     "evaluated": evaluated,
     "resumed": resumed,
+    "stumbled": stumbled,
     "left alone": left_alone,
 }
 
