@@ -15,7 +15,7 @@ operators.py     operators as seen and as repeated     linking.py    how each is
 storages.py      the storages of a step and their lives layout.py    where they lie in one arena
 ranks.py         what data-parallel ranks do alike     collectives.py their operators
 host_tensors.py  what no graph repeats                 intervals.py   which memory a graph writes
-capturing.py     how a capture that fails is ended
+capturing.py     how a capture that fails is ended      arena.py      memory that plans take turns in
 """
 
 from __future__ import annotations

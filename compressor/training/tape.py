@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from compressor.training.arena import Arena
 from compressor.training.layout import lay_out
 from compressor.training.linking import link
 from compressor.training.operators import Extent, Kind, Op, Record
@@ -32,6 +33,7 @@ class Tape:
         loss: the tensor that the step returned: an extent of a storage of the step, or an alias of a tensor that stays.
         value: its value at capture.
         storages: the storages that the step made.
+        arena: the memory to replay on; other tapes may have it too, since nothing but the loss is read after a replay, and that at once.
 
     Attributes:
         ops: the operators on the tape's memory.
@@ -43,13 +45,11 @@ class Tape:
 
     ran_at_capture = True
 
-    def __init__(self, records: Sequence[Record], loss: Extent | Tensor, value: Tensor, storages: Storages) -> None:
+    def __init__(self, records: Sequence[Record], loss: Extent | Tensor, value: Tensor, storages: Storages, arena: Arena) -> None:
         kept = [loss.storage] if isinstance(loss, Extent) else []
         self.layout = layout = lay_out(records, storages.sizes, storages.devices, kept)
         self.live_peak_bytes = storages.peak_bytes
-        self._arenas = {
-            device: torch.empty(count, dtype=torch.uint8, device=device).untyped_storage() for device, count in layout.arena_bytes.items()
-        }
+        self._arenas = {device: arena.at_least(device, count) for device, count in layout.arena_bytes.items()}
         ranges = zip(layout.devices, layout.offsets, layout.sizes, strict=True)
         places = [self._arenas[device][begin : begin + size] for device, begin, size in ranges]
         self._bytes = [_as_bytes(place) for place in places]

@@ -7,15 +7,23 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from compressor.training.arena import Arena
 from compressor.training.engine import Captured
 from compressor.training.recorder import Recorder
 from compressor.training.tape import Tape
 
 
 class TapeEngine:
-    """Records on a tape; for CPU tensors."""
+    """Records on a tape; for CPU tensors.
+
+    Attributes:
+        arena: the memory that all its tapes replay on.
+    """
 
     runs_while_capturing = True
+
+    def __init__(self) -> None:
+        self.arena = Arena()
 
     def eager(self, run: Callable[[], Tensor]) -> Tensor:
         """Run a step as it is.
@@ -41,4 +49,4 @@ class TapeEngine:
         """
         with recorder:
             loss = run()
-        return Tape(recorder.ops, recorder.alias(loss), loss, recorder.storages)
+        return Tape(recorder.ops, recorder.alias(loss), loss, recorder.storages, self.arena)

@@ -85,7 +85,7 @@ def test_recording_needs_no_more_memory_than_the_step_itself(new_trainer, cases)
             with recorder, AliveBytes() as counter:
                 loss = run()
             peaks.append(counter.peak)
-            return Tape(recorder.ops, recorder.alias(loss), loss, recorder.storages)
+            return Tape(recorder.ops, recorder.alias(loss), loss, recorder.storages, self.arena)
 
     step = new_trainer(cases["llama"], "eager").step
     step(batch)
@@ -93,6 +93,25 @@ def test_recording_needs_no_more_memory_than_the_step_itself(new_trainer, cases)
     with AliveBytes() as counter:
         step(batch)
     assert peaks == [counter.peak]
+
+
+def test_plans_of_several_shapes_take_turns_in_one_arena(new_trainer, cases):
+    rows = [24, 6, 12]
+    order = [count for count in rows for _ in range(4)] + [6, 24, 12, 24, 6, 12] * 2
+    losses = {}
+    for mode in ("eager", "replay"):
+        trainer = new_trainer(cases["mlp"], mode)
+        losses[mode] = [trainer.train_step(vectors(number, count)).item() for number, count in enumerate(order)]
+    tapes = [plan.captured for plan in trainer.plans]
+    assert losses["eager"] == losses["replay"] and trainer.last_action == "replay" and len(tapes) == 3
+    held = {arena.data_ptr(): arena.nbytes() for tape in tapes for arena in tape._arenas.values()}
+    assert list(held.values()) == [max(sum(tape.layout.arena_bytes.values()) for tape in tapes)]
+
+
+def vectors(number, count):
+    """A batch of an MLP."""
+    draw = torch.Generator().manual_seed(number)
+    return {"x": torch.randn(count, 8, generator=draw), "y": torch.randint(0, 4, (count,), generator=draw)}
 
 
 def _is_read_last(records, number):
