@@ -137,17 +137,27 @@ def moments(events: list[str]) -> list[tuple[int, str]]:
     ]
 
 
+def kill_and_resume(killer: Killer, name: str, places: list[tuple[int, str]]) -> None:
+    events = killer.reference(name)[1]
+    for number, moment in places:
+        folder = killer.new_folder()
+        done = killer.ask(name, folder, kill={"event": number, "moment": moment})
+        assert done["signal"] == signal.SIGKILL, done
+        killer.resumes(name, folder, f"killed {moment} {events[number]}")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(killer: Killer, name: str) -> None:
     events = killer.reference(name)[1]
     places = moments(events)
     assert len(places) > 60 and sum("state-" in event for event in events) >= 12
-    chosen = random.Random(name).sample(places, 2 if CASES[name]["mode"] == "eager" else 1)
-    for number, moment in chosen:
-        folder = killer.new_folder()
-        done = killer.ask(name, folder, kill={"event": number, "moment": moment})
-        assert done["signal"] == signal.SIGKILL, done
-        killer.resumes(name, folder, f"killed {moment} {events[number]}")
+    kill_and_resume(killer, name, random.Random(name).sample(places, 2 if CASES[name]["mode"] == "eager" else 1))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_a_training_killed_at_every_moment(killer: Killer, name: str) -> None:
+    kill_and_resume(killer, name, moments(killer.reference(name)[1]))
 
 
 @pytest.mark.parametrize(("name", "steps"), [("gradual pruning", (3, 6, 9)), ("quantization-aware", (3, 6, 9))])
