@@ -35,8 +35,10 @@ def _binds() -> str | None:
 
 
 def _killers(mutant: Mutant | None) -> Sequence[Killer]:
+    """The one that the bug names looks first: which of forty hazards sees it besides is not worth forty looks."""
     names = dict.fromkeys(one.killer.removeprefix("hazards.") for one in MUTANTS if one.killer.startswith("hazards."))
-    return [Killer("plan.binds", _binds), *(Killer(f"hazards.{name}", partial(_hazard, name)) for name in names)]
+    killers = [Killer("plan.binds", _binds), *(Killer(f"hazards.{name}", partial(_hazard, name)) for name in names)]
+    return sorted(killers, key=lambda killer: mutant is not None and killer.name != mutant.killer)
 
 
 FAMILY = Family("replay", {mutant.name: mutant for mutant in MUTANTS}, _killers)

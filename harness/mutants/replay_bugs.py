@@ -40,7 +40,7 @@ MUTANTS: Sequence[Mutant] = (
         "objects are not compared by identity",
         "patched_instance",
         "identities:Identities.unchanged",
-        "return not any(map(operator.is_not, self._by_identity(), self._objects))",
+        "return _same(self._by_identity(), self._objects)",
         "return True",
     ),
     _guard(
