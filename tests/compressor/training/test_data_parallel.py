@@ -22,7 +22,7 @@ from compressor.training import Plan, Snapshot, Trainer, TrainStep, adamw
 from compressor.training.devices import engine_for
 
 WORKER = Path(__file__).with_name("two_ranks.py")
-EQUAL = ("many buckets", "bucket views", "everything")
+EQUAL = ("many buckets", "bucket views", "everything", "modifiers")
 MODES = ("eager", "capture", "replay")
 
 

@@ -18,6 +18,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from compressor.errors import CompressorError
+from compressor.lifecycle import Session, State
+from compressor.modifiers.magnitude import MagnitudePruningModifier
+from compressor.modifiers.quantization import QuantizationModifier
 from compressor.training import Snapshot, Trainer, TrainStep, adamw, load_training, locate, save_training
 from compressor.training.digests import raw_bytes
 
@@ -26,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "many buckets": {"ddp": {"bucket_cap_mb": 0.0001}},
     "bucket views": {"ddp": {"gradient_as_bucket_view": True}, "accumulate": 2},
     "everything": {"ddp": {"bucket_cap_mb": 0.0001}, "accumulate": 2, "clip_norm": 0.5, "autocast": torch.bfloat16},
+    "modifiers": {"modifiers": True, "clip_norm": 0.5},
 }
 
 
@@ -55,8 +59,19 @@ def batch_of(number: int, rows: int = 6) -> dict[str, Tensor]:
 def make(mode: str, ddp: dict[str, Any] | None = None, trainer: dict[str, Any] | None = None, **step: Any) -> Trainer:
     torch.manual_seed(0)
     model = DistributedDataParallel(Mlp(), **(ddp or {}))
+    if step.pop("modifiers", False):
+        step["session"] = pruned_and_quantized(model.module)
     torch.manual_seed(100 + dist.get_rank())  # the masks of dropout differ between ranks
     return Trainer(TrainStep(model, loss_fn, adamw(model.parameters(), lr=1e-2), **step), mode, **{"audit_every": 7, **(trainer or {})})
+
+
+def pruned_and_quantized(model: nn.Module) -> Session:
+    int4 = {"group": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 8}}}
+    pruner = MagnitudePruningModifier(final_sparsity=0.5, mask_structure="2:4", start=2, end=8, update=2, leave_enabled=True)
+    quantizer = QuantizationModifier(config_groups=int4, start=11, disable_quantization_observer_epoch=16)
+    session = Session(State(model), [pruner, quantizer])
+    session.initialize()
+    return session
 
 
 def batch_for(trainer: Trainer, number: int) -> Any:
