@@ -30,6 +30,7 @@ THEMES: Mapping[str, str] = MappingProxyType(
         "addresses": "harness.replay.hazards_addresses",
         "facts": "harness.replay.hazards_facts",
         "python": "harness.replay.hazards_python",
+        "settings": "harness.replay.hazards_settings",
         "control": "harness.replay.hazards_control",
         "kernels": "harness.replay.hazards_kernels",
         "autograd": "harness.replay.hazards_autograd",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -218,7 +219,7 @@ def _surroundings(seed: int) -> Iterator[None]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     settings = torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    grad, anomaly = torch.is_grad_enabled(), torch.is_anomaly_enabled()
+    grad, anomaly, environment = torch.is_grad_enabled(), torch.is_anomaly_enabled(), dict(os.environ)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -236,3 +237,6 @@ def _surroundings(seed: int) -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         torch.set_grad_enabled(grad)
         torch.autograd.set_detect_anomaly(anomaly)
+        if os.environ != environment:
+            os.environ.clear()
+            os.environ.update(environment)
