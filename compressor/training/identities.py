@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,6 @@ from compressor.training.held import GLOBAL_HOOKS, TABLES, arrays, classes, cont
 from compressor.training.reached import variables
 from compressor.training.step import HasTensors, TrainStep
 
-_END = object()
 _parameter_facts = operator.attrgetter("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _step_facts = operator.attrgetter("model", "optimizer", "session", "loss_fn", "accumulate", "clip_norm", "autocast", "averages")
 
@@ -44,14 +43,14 @@ class Identities:
         tables = list(_tables(step))
         self._empty = [table for table in tables if not table]
         filled = [table for table in tables if table]
-        self._traversed = [table for table in filled if _same([*gc.get_referents(table), _END], [*_values(table), _END])]
+        self._traversed = [table for table in filled if _identical(gc.get_referents(table), list(_values(table)))]
         self._views = [_values(table) for table in filled if not any(table is traversed for traversed in self._traversed)]
         # A value that leaves a dict for the next would go to its end, so that the order of all values shows it; in a list it need not.
         self._lists = [table for table in filled if not isinstance(table, Mapping)]
         others = (tensor for name, tensor in step.tensors().items() if not name.startswith("param:"))
         self._tensors: list[Tensor] = [*self._parameters, *others]
         self._values = self._by_value()
-        self._objects = list(self._by_identity())
+        self._objects = self._by_identity()
 
     def unchanged(self) -> bool:
         """Say whether every object of the step is the very same one, at the same address.
@@ -61,19 +60,18 @@ class Identities:
         """
         if any(self._empty) or self._by_value() != self._values:
             return False
-        return _same(self._by_identity(), self._objects)
+        return _identical(self._by_identity(), self._objects)
 
-    def _by_identity(self) -> Iterator[object]:
-        """Give all objects one by one; the last is a mark, so that more or fewer of them differ in a place."""
-        return chain(
-            _step_facts(self._step),
-            gc.get_referents(*self._traversed),
-            chain.from_iterable(self._views),
-            chain.from_iterable(map(_parameter_facts, self._parameters)),
-            map(operator.call, self._getters),
-            *(modifier.training_tensors().values() for modifier in self._modifiers),
-            (_END,),
-        )
+    def _by_identity(self) -> list[object]:
+        """Collect all objects."""
+        objects: list[object] = gc.get_referents(*self._traversed)
+        objects += _step_facts(self._step)
+        objects += chain.from_iterable(self._views)
+        objects += chain.from_iterable(map(_parameter_facts, self._parameters))
+        objects += map(operator.call, self._getters)
+        for modifier in self._modifiers:
+            objects += modifier.training_tensors().values()
+        return objects
 
     def _by_value(self) -> list[Any]:
         """Collect sizes, addresses and settings of torch."""
@@ -112,9 +110,9 @@ def _values(table: Any) -> Any:
     return table.values() if isinstance(table, Mapping) else table
 
 
-def _same(some: Iterable[object], others: Iterable[object]) -> bool:
-    """Say whether two sequences hold the very same objects, as far as the shorter one goes."""
-    return not any(map(operator.is_not, some, others))
+def _identical(some: list[object], others: list[object]) -> bool:
+    """Say whether two lists hold the very same objects."""
+    return len(some) == len(others) and not any(map(operator.is_not, some, others))
 
 
 def _nested(table: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
