@@ -14,7 +14,7 @@ from harness.mutants.replay_bugs import MUTANTS
 def _hazard(name: str) -> str | None:
     from harness.replay.hazards import all_hazards, run_hazard
 
-    result = run_hazard(*all_hazards()[name])
+    result = run_hazard(*all_hazards()[name], modes=("replay",))
     return None if result.is_well else f"{result.fate.value}: {result.detail.splitlines()[0]}"
 
 

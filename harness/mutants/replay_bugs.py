@@ -36,14 +36,6 @@ MUTANTS: Sequence[Mutant] = (
         "if True:",
     ),
     _guard(
-        "objects_ignored",
-        "objects are not compared by identity",
-        "patched_instance",
-        "identities:Identities.unchanged",
-        "return _same(self._by_identity(), self._objects)",
-        "return True",
-    ),
-    _guard(
         "containers_unseen",
         "lists, dicts and objects are not looked into",
         "swapped_in_dict",

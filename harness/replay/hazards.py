@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
 from compressor.errors import CompressorError, UserInputError
-from harness.replay.equivalence import Equivalence, compare_modes
+from harness.replay.equivalence import MODES, Equivalence, compare_modes
 from harness.replay.hazard_parts import vectors
 from harness.replay.runs import Batches, Subject
 from harness.verdict import CheckRecord, Claim, Outcome
@@ -153,13 +153,14 @@ def chosen_hazards(names: Iterable[str] | None) -> dict[str, tuple[str, Hazard]]
     return {name: entry for name, entry in known.items() if name in wanted or entry[0] in wanted}
 
 
-def run_hazard(theme: str, hazard: Hazard, seed: int = 0) -> HazardResult:
-    """Run one hazard in all modes.
+def run_hazard(theme: str, hazard: Hazard, seed: int = 0, modes: Sequence[str] = MODES) -> HazardResult:
+    """Run one hazard.
 
     Args:
         theme: of the hazard.
         hazard: the hazard.
         seed: of every generator.
+        modes: replay, and capture where there is time.
 
     Returns:
         What became of it.
@@ -168,7 +169,7 @@ def run_hazard(theme: str, hazard: Hazard, seed: int = 0) -> HazardResult:
     try:
         with warnings.catch_warnings():  # what torch warns of is what the hazard is about
             warnings.simplefilter("ignore")
-            found = compare_modes(hazard.stage, hazard.batches, steps=hazard.steps, seed=seed)
+            found = compare_modes(hazard.stage, hazard.batches, modes, steps=hazard.steps, seed=seed)
         fate, detail = _judge(hazard, found)
     except CompressorError as error:
         fate, detail = _judge_error(hazard, error)

@@ -29,4 +29,5 @@ def test_a_planted_bug_is_killed(bug: str) -> None:
 
 
 def test_without_a_planted_bug_nothing_is_seen() -> None:
-    assert fate_of(FAMILY, None, all_checks=True).killed_by == {}
+    cheap = replace(FAMILY, killers=lambda one: FAMILY.killers(one)[:8])  # test_hazards.py runs all of them
+    assert fate_of(cheap, None, all_checks=True).killed_by == {}
