@@ -29,6 +29,7 @@ from harness.validation.policy import Policy
 from harness.validation.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
 from harness.validation.record import check_record, file_hashes, read_record
 from harness.validation.scoring import Scores, TokenBatch, model_logits, score_models
+from harness.validation.sparsity import check_sparsity
 from harness.validation.subject import Subject, read_subject
 from harness.validation.weights import check_weights
 from harness.verdict import EXIT_CODES, CheckRecord, Verdict, decide
@@ -131,7 +132,7 @@ def validate(
     records = [*check_files(subject), *check_record(subject.compressed.folder, base_hashes, data.sha256), check_accepted(subject)]
     loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)
     modules = inspect_modules(subject, loaded, progress=progress)
-    records += [loads, *check_weights(subject, modules, policy)]
+    records += [loads, *check_weights(subject, modules, policy), check_sparsity(subject)]
     quality, scores = None, None
     if loaded is None:
         records += [claim.skipped("the checkpoint does not load") for claim in (FINITE, PERPLEXITY, KL, TOP1, ACCURACY)]

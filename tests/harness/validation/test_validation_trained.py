@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from compressor import oneshot
 from harness.cli import main
 from harness.validation.compare import validate
+from harness.validation.sparsity import check_sparsity
+from harness.validation.subject import read_subject
 
 KV_ONLY = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}}}
 
@@ -92,3 +94,75 @@ def test_keys_and_values_alone_may_be_quantized(reference_model, tmp_path):
     save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
     broken = validate(reference_model, tmp_path / "out", reference_model / "heldout.safetensors", num_samples=24)
     assert "v_scale: is missing" in record_of(broken, "files.tensors").findings[0]
+
+
+@pytest.fixture
+def pruned(workspace, tmp_path):
+    """A dense 2:4 checkpoint with the record that a pruner writes."""
+    folder = tmp_path / "pruned"
+    shutil.copytree(workspace.base, folder)
+    tensors, modules = load_file(folder / "model.safetensors"), {}
+    for name, weight in tensors.items():
+        if "mlp" in name:
+            smallest = weight.abs().unflatten(-1, (-1, 4)).topk(2, dim=-1, largest=False).indices
+            tensors[name] = weight.unflatten(-1, (-1, 4)).scatter(-1, smallest, 0).flatten(-2).contiguous()
+            modules[name.removesuffix(".weight")] = {"scheme": "2:4, 50% zeros", "details": {"sparsity": 0.5}}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "compression.json").write_text(json.dumps({"modules": modules}))
+    return folder
+
+
+def sparsity_of(workspace, folder):
+    return check_sparsity(read_subject(workspace.base, folder, trained=True))
+
+
+def test_zeros_that_were_promised_are_counted_in_the_file(workspace, pruned):
+    record = sparsity_of(workspace, pruned)
+    assert record.outcome == "pass" and record.evidence == {"modules": 6, "share of zeros": 0.5}
+    assert outcomes(validate(workspace.base, pruned, workspace.dataset, trained=True))["weights.sparsity"] == "pass"
+
+
+def plant(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors["model.layers.1.mlp.up_proj.weight"])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def one_too_many(weight):
+    weight[3, 4:8] = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    weight[3, 8:12] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (
+            lambda weight: weight.view(-1).index_fill_(0, (weight.view(-1) == 0).nonzero()[0], 1),
+            "49.98% of its weights",
+        ),
+        (one_too_many, "1 blocks of 4 keep more than 2 weights"),
+    ],
+    ids=["a zero that grew", "the share kept, the pattern broken"],
+)
+def test_a_zero_that_is_missing_is_named(workspace, pruned, change, fault):
+    plant(pruned, change)
+    record = sparsity_of(workspace, pruned)
+    assert record.outcome == "fail" and all("model.layers.1.mlp.up_proj" in text for text in record.findings)
+    assert any(fault in text for text in record.findings), record.findings
+
+
+def test_a_pruned_module_that_is_not_there_is_named(workspace, pruned):
+    record = json.loads((pruned / "compression.json").read_text())
+    record["modules"]["model.layers.9.mlp.up_proj"] = {"scheme": "50% zeros", "details": {"sparsity": 0.5}}
+    (pruned / "compression.json").write_text(json.dumps(record))
+    assert sparsity_of(workspace, pruned).findings == ("model.layers.9.mlp.up_proj: its weight cannot be read",)
+
+
+def test_zeros_of_codes_are_zeros_of_the_weight(workspace, compressed):
+    checkpoint = compressed("W4A16")
+    modules = {"model.layers.0.mlp.down_proj": {"scheme": "int4 group 16", "details": {"sparsity": 0.9}}}
+    (checkpoint.folder / "compression.json").write_text(json.dumps({"modules": modules}))
+    assert "90.00% were promised" in sparsity_of(workspace, checkpoint.folder).findings[0]
+    modules["model.layers.0.mlp.down_proj"]["details"]["sparsity"] = 0.001
+    (checkpoint.folder / "compression.json").write_text(json.dumps({"modules": modules}))
+    assert sparsity_of(workspace, checkpoint.folder).outcome == "pass"
