@@ -169,7 +169,7 @@ def _replay_session(trainer: Trainer, num_steps: int) -> None:
 
 def _make_optimizer_state(trainer: Trainer, stored: dict[str, Tensor]) -> None:
     step = trainer.step
-    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    names = {parameter: name for name, parameter in step.parameters().items()}
     for number, group in enumerate(step.optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             suffix = ":" + names.get(parameter, f"group{number}[{place}]")
