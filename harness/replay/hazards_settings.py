@@ -8,11 +8,14 @@ import types
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils import prune
 
-from compressor.errors import GuardDriftError
+from compressor.errors import EscapedTensorError, GuardDriftError
 from compressor.training import Trainer, TrainStep
-from harness.replay.hazard_parts import Net, classify, default_optimizer, stage
+from harness.replay.hazard_parts import Net, at, classify, default_optimizer, stage
 from harness.replay.hazards import Hazard
 from harness.replay.runs import Subject
 
@@ -42,6 +45,11 @@ def _from_array(module: Any, h: Tensor) -> Tensor:
 
 def _from_environment(module: Any, h: Tensor) -> Tensor:
     return h * float(os.environ.get("HAZARD_FACTOR", "1"))
+
+
+def _attention(module: Any, h: Tensor) -> Tensor:
+    q = h.view(1, 6, 2, 8).transpose(1, 2)
+    return scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(6, 16)
 
 
 def _set_everywhere(number: int, trainer: Trainer) -> None:
@@ -102,5 +110,30 @@ HAZARDS: tuple[Hazard, ...] = (
         GuardDriftError,
         "box",
         "tracel-ai/burn#5779",
+    ),
+    Hazard(
+        "attention_kernel",
+        "flash attention is forbidden while a plan is in use",
+        stage(_attention, before=at(6, lambda trainer: torch.backends.cuda.enable_flash_sdp(False))),
+        GuardDriftError,
+        "attention kernels and mkldnn",
+        "torch docs: scaled_dot_product_attention",
+    ),
+    Hazard(
+        "mkldnn",
+        "mkldnn is switched off while a plan is in use",
+        stage(before=at(6, lambda trainer: torch.backends.mkldnn.set_flags(False))),
+        GuardDriftError,
+        "attention kernels and mkldnn",
+        "torch docs: backends.mkldnn",
+    ),
+    Hazard(
+        "pruned_by_torch",
+        "torch.nn.utils.prune, whose hook makes the weight anew in every forward",
+        stage(prepare=lambda module: prune.l1_unstructured(module.last, "weight", 0.3)),
+        EscapedTensorError,
+        "attribute 'weight' of last",
+        "torch docs: nn.utils.prune",
+        may_leave=("attribute:last.weight",),
     ),
 )

@@ -20,6 +20,14 @@ from compressor.errors import ReplayError, UserInputError
 from compressor.training import Trainer, TrainStep
 from harness.replay.state import TrainingState, state_of
 
+_sdp = torch.backends.cuda
+# Which implementations torch may choose from: how each is read, and set.
+_KERNELS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (_sdp.flash_sdp_enabled, _sdp.enable_flash_sdp),
+    (_sdp.mem_efficient_sdp_enabled, _sdp.enable_mem_efficient_sdp),
+    (_sdp.math_sdp_enabled, _sdp.enable_math_sdp),
+    (lambda: torch.backends.mkldnn.enabled, lambda allowed: torch.backends.mkldnn.set_flags(allowed)),
+)
 Between = Callable[[int, Trainer], None]
 Batches = Sequence[Any] | Callable[[int], Any]
 
@@ -220,6 +228,7 @@ def _surroundings(seed: int) -> Iterator[None]:
     settings = torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     grad, anomaly, environment = torch.is_grad_enabled(), torch.is_anomaly_enabled(), dict(os.environ)
+    kernels = [(read(), write) for read, write in _KERNELS]
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -237,6 +246,8 @@ def _surroundings(seed: int) -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         torch.set_grad_enabled(grad)
         torch.autograd.set_detect_anomaly(anomaly)
+        for allowed, write in kernels:
+            write(allowed)
         if os.environ != environment:
             os.environ.clear()
             os.environ.update(environment)
