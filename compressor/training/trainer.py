@@ -70,7 +70,7 @@ class Trainer:
         schedule: Factor | None = None,
         warmup: int = 2,
         check_every: int = 1,
-        audit_every: int = 500,
+        audit_every: int = 1000,
         max_plans: int = 8,
         progress: Progress | None = None,
     ) -> None:

@@ -51,7 +51,7 @@ def train(
     save_every: int | None = None,
     mode: Mode = "replay",
     check_every: int = 1,
-    audit_every: int = 500,
+    audit_every: int = 1000,
     device: str = "auto",
     dtype: str = "float32",
     save_dtype: str = "auto",
