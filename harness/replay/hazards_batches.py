@@ -165,7 +165,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "one_row",
         "a batch of one row, which would broadcast into the buffers",
         stage(),
-        source="TransformerEngine: static inputs",
+        source="NVIDIA/TransformerEngine: graphed callables, static inputs",
         batches=lambda number: vectors(number, 1 if number == 7 else 6),
     ),
     Hazard(

@@ -173,16 +173,19 @@ HAZARDS: tuple[Hazard, ...] = (
         "lstm",
         "an LSTM",
         _layer(lambda: nn.LSTM(16, 16, batch_first=True), lambda layer, h: layer(h[None])[0][0]),
-        source="prototype: mkldnn_rnn_layer",
+        source="torch source: aten::mkldnn_rnn_layer",
     ),
     Hazard(
         "lstm_dropout",
         "an LSTM of two layers with dropout, both ways",
         _layer(lambda: nn.LSTM(16, 8, 2, dropout=0.3, bidirectional=True), lambda layer, h: layer(h[:, None])[0][:, 0]),
-        source="prototype: mkldnn_rnn_layer",
+        source="torch source: aten::mkldnn_rnn_layer",
     ),
     Hazard(
-        "gru", "a GRU", _layer(lambda: nn.GRU(16, 16), lambda layer, h: layer(h[:, None])[0][:, 0]), source="prototype: mkldnn_rnn_layer"
+        "gru",
+        "a GRU",
+        _layer(lambda: nn.GRU(16, 16), lambda layer, h: layer(h[:, None])[0][:, 0]),
+        source="torch source: aten::mkldnn_rnn_layer",
     ),
     Hazard(
         "convolution",

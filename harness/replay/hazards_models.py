@@ -202,7 +202,7 @@ HAZARDS: tuple[Hazard, ...] = (
         stage(before=lambda number, trainer: _compiled(trainer) if number == 0 else None),
         ReplayError,
         "it is compiled by torch.compile",
-        "design: torch.compile under a dispatch mode",
+        "torch docs: torch.compile, torch_dispatch modes",
     ),
     Hazard(
         "compiled_later",
@@ -210,13 +210,13 @@ HAZARDS: tuple[Hazard, ...] = (
         stage(before=lambda number, trainer: _compiled(trainer) if number == 6 else None),
         GuardDriftError,
         "module first was _compiled_call_impl",
-        "design: torch.compile under a dispatch mode",
+        "torch docs: torch.compile, torch_dispatch modes",
     ),
     Hazard(
         "compiled_closure",
         "the loss function calls a model compiled by a backend that changes no bit",
         _compiled_loss,
-        source="design: torch.compile under a dispatch mode",
+        source="torch docs: torch.compile, torch_dispatch modes",
     ),
     Hazard(
         "other_thread",

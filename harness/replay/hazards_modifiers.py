@@ -187,16 +187,18 @@ def _qat() -> Modifier:
     )  # fmt: skip
 
 
-_TENTH = "design: a handler that acts on every 10th step"
+_TENTH = "README, Training: what follows the step index"
 HAZARDS: tuple[Hazard, ...] = (
-    Hazard("data", "a tensor of a modifier is filled before every step", _with(lambda: _Scales(start=0)), source="design: rule 5"),
+    Hazard(
+        "data", "a tensor of a modifier is filled before every step", _with(lambda: _Scales(start=0)), source="README, Training: modifiers"
+    ),
     Hazard(
         "unnamed_data",
         "the same without training_tensors()",
         _with(lambda: _UnnamedScales(start=0)),
         SignatureDriftError,
         "neither parameter, buffer",
-        "design: rule 5",
+        "README, Training: modifiers",
     ),
     Hazard(
         "number_of_modifier",
@@ -208,7 +210,11 @@ HAZARDS: tuple[Hazard, ...] = (
         steps=12,
     ),
     Hazard(
-        "keyed_number", "the same number as part of plan_key()", _with(lambda: _KeyedNumber(start=0)), source="design: rule 5", steps=14
+        "keyed_number",
+        "the same number as part of plan_key()",
+        _with(lambda: _KeyedNumber(start=0)),
+        source="README, Training: modifiers",
+        steps=14,
     ),
     Hazard(
         "step_in_key",
@@ -216,7 +222,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _with(lambda: _StepInKey(start=0)),
         PlanStormError,
         "keep step numbers out of plan_key()",
-        "design: rule 2",
+        "README, Training: plan keys",
         steps=12,
     ),
     Hazard(
@@ -228,22 +234,33 @@ HAZARDS: tuple[Hazard, ...] = (
         _TENTH,
         steps=13,
     ),
-    Hazard("start_and_end", "a hook from step 5 to step 10", _with(lambda: _Hooks(start=5, end=10)), source="design: rule 5", steps=16),
+    Hazard(
+        "start_and_end",
+        "a hook from step 5 to step 10",
+        _with(lambda: _Hooks(start=5, end=10)),
+        source="README, Training: modifiers",
+        steps=16,
+    ),
     Hazard(
         "two_modifiers",
         "two modifiers that start and end at times of their own",
         _with(lambda: _Hooks(start=4, end=9), lambda: _Scales(start=2)),
-        source="design: rule 5",
+        source="README, Training: modifiers",
         steps=16,
     ),
     Hazard(
         "swapped_function",
         "a function of the model is exchanged at start",
         _with(lambda: _Swaps(start=6)),
-        source="design: rule 5",
+        source="README, Training: modifiers",
         steps=12,
     ),
-    Hazard("masks_between", "weights are masked in place after every step", _with(lambda: _Masks(start=0)), source="design: rule 5"),
+    Hazard(
+        "masks_between",
+        "weights are masked in place after every step",
+        _with(lambda: _Masks(start=0)),
+        source="README, Training: modifiers",
+    ),
     Hazard(
         "keeps_loss",
         "a modifier keeps the loss that it is told",
@@ -252,20 +269,28 @@ HAZARDS: tuple[Hazard, ...] = (
         "keeps a tensor",
         "pytorch/pytorch#144386",
     ),
-    Hazard("gradual_pruning", "gradual magnitude pruning", _with(_gradual("unstructured", 0.6, True)), source="issue F", steps=20),
+    Hazard(
+        "gradual_pruning",
+        "gradual magnitude pruning",
+        _with(_gradual("unstructured", 0.6, True)),
+        source="README, Pruning and quantization-aware training",
+        steps=20,
+    ),
     Hazard(
         "pruning_2_of_4",
         "2:4 magnitude pruning, whose end lets weights grow",
         _with(_gradual("2:4", 0.5, False)),
-        source="issue F",
+        source="README, Pruning and quantization-aware training",
         steps=20,
     ),
-    Hazard("constant_pruning", "zeros that stay zeros", _with(_constant), source="issue F", steps=18),
+    Hazard(
+        "constant_pruning", "zeros that stay zeros", _with(_constant), source="README, Pruning and quantization-aware training", steps=18
+    ),
     Hazard(
         "quantization_aware",
         "quantization-aware training from step 2 on, with observers frozen at step 12",
         _with(_qat),
-        source="issue F",
+        source="README, Pruning and quantization-aware training",
         steps=18,
     ),
 )

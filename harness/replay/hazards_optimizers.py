@@ -205,7 +205,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _plain(_Rare),
         GuardDriftError,
         "num_steps",
-        "design: a handler that acts on every 10th step",
+        "README, Training: what follows the step index",
         steps=13,
     ),
     Hazard(
