@@ -78,7 +78,7 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
     ),
     Elsewhere(
         63,
-        "Eager, capture and replay give the same bits, on batches not seen at capture and with outputs spoiled first; all state is compared",
+        "Eager, capture and replay give the same bits, on batches unseen at capture and with outputs spoiled first; all state compared",
         "harness/replay/equivalence.py",
         "harness replay MODEL",
         ("pytorch#84614", "pytorch#114844", "pytorch#181723", "burn#5779", "TransformerEngine#2937"),
