@@ -52,6 +52,9 @@ class Snapshot:
         for name, tensor in step.tensors().items():
             if name in self.tensors:  # what a failed step has added or replaced stays; the guards name it
                 tensor.copy_(self.tensors[name])
+        for name, parameter in step.parameters().items():
+            if f"grad:{name}" not in self.tensors:  # made by the step; the next backward pass would add to it
+                parameter.grad = None
         set_rng_states(self.rng, step.device, generators)
 
     def differences(self, other: Snapshot) -> list[str]:

@@ -429,3 +429,13 @@ def test_an_lstm_is_equal(mlp_trainer, batches):
         states.append(Snapshot.take(trainer.step))
     assert losses[0] == losses[1]
     assert states[0].differences(states[1]) == []
+
+
+def test_a_gradient_that_a_refused_step_made_is_gone(mlp_trainer, batches):
+    trainer = mlp_trainer()
+    for number in range(2):
+        trainer.train_step(batches(number))
+    _replace_parameter(trainer)  # the optimizer holds the old one, so nobody allocates a gradient for the new one
+    with pytest.raises(ReplayError, match=r"grad:last.weight"):
+        trainer.train_step(batches(2))
+    assert trainer.step.model.last.weight.grad is None
