@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -66,9 +67,16 @@ def _key_of(leaves: dict[str, Any]) -> _Key:
     return tuple(
         (path, "tensor", tuple(leaf.shape), leaf.dtype, leaf.device, _strides(leaf))
         if isinstance(leaf, Tensor)
-        else (path, type(leaf).__name__, leaf)
+        else (path, type(leaf).__name__, *_constant(leaf))
         for path, leaf in sorted(leaves.items())
     )
+
+
+def _constant(value: Any) -> tuple[Hashable, ...]:
+    """Return a constant as a key: -0.0 is not 0.0, and each NaN is equal to the next."""
+    if not isinstance(value, float):
+        return (value,)
+    return ("nan" if math.isnan(value) else value, math.copysign(1.0, value))
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -102,14 +110,17 @@ class InputBuffers:
 
     def __init__(self, batch: Batch) -> None:
         self._key = batch_key(batch)
-        leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in named_leaves(batch).values()]
-        self._leaves, self._structure = leaves, tree_flatten_with_path(batch)[1]
+        self._leaves = {path: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for path, leaf in named_leaves(batch).items()}
+        self._structure = tree_flatten_with_path(batch)[1]
         self.tensors = {path: leaf for path, leaf in named_leaves(self.batch).items() if isinstance(leaf, Tensor)}
 
     @property
     def batch(self) -> Batch:
         """The buffers as a batch; new aliases each time, so that what a step sets on them (`requires_grad`) does not stay."""
-        return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves], self._structure)
+        leaves = dict.fromkeys(self._leaves)
+        for path, leaf in sorted(self._leaves.items()):  # the same record, in whatever order a dict came
+            leaves[path] = leaf.detach() if isinstance(leaf, Tensor) else leaf
+        return tree_unflatten(list(leaves.values()), self._structure)
 
     def bind(self, batch: Batch) -> None:
         """Copy a batch in.

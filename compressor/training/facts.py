@@ -15,6 +15,7 @@ from compressor.training.reached import HOOKS, variables
 from compressor.training.step import TrainStep
 
 _PLAIN = (bool, int, float, str, type(None))
+_MAX_SPELLED = 8
 
 
 def host_facts(step: TrainStep) -> dict[str, object]:
@@ -127,6 +128,11 @@ def _spell(before: Any, after: Any) -> str:
     if isinstance(before, dict) and isinstance(after, dict):
         key = next(key for key in {**before, **after} if before.get(key, _MISSING) != after.get(key, _MISSING))
         return f"{key}={before.get(key, _MISSING)!r} and is now {after.get(key, _MISSING)!r}"
+    if isinstance(before, tuple) and isinstance(after, tuple) and max(len(before), len(after)) > _MAX_SPELLED:
+        # Of a large one only what differs: an environment holds what belongs into no log.
+        gone, come = (tuple(item for item in some if item not in other) for some, other in ((before, after), (after, before)))
+        if gone or come:
+            return f"{gone!r} and is now {come!r}, among {len(after)}"
     return f"{before!r} and is now {after!r}"
 
 

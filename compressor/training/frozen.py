@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 
 import numpy as np
@@ -49,6 +50,8 @@ def frozen(value: object) -> object:
         return value
     if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject:
         return ("array", value.shape, str(value.dtype), value.tobytes())
+    if isinstance(value, bytearray | array) and len(value) <= MAX_ARRAY_BYTES // 8:
+        return (type(value).__name__, bytes(value))
     if isinstance(value, list | tuple) and len(value) <= _MAX_ITEMS:
         return (type(value).__name__, *map(frozen, value))
     if isinstance(value, dict) and len(value) <= _MAX_ITEMS:

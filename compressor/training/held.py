@@ -7,6 +7,7 @@ watched: by identity of its values where nothing changed, which costs no Python,
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -122,8 +123,8 @@ def other_modules(step: TrainStep) -> dict[str, nn.Module]:
     return found
 
 
-def arrays(step: TrainStep) -> list[np.ndarray[Any, Any]]:
-    """List the small numpy arrays that functions of a step reach: they can be written in place.
+def arrays(step: TrainStep) -> list[np.ndarray[Any, Any] | array[Any] | bytearray]:
+    """List the small arrays, of numpy and of Python, that functions of a step reach: they can be written in place.
 
     Args:
         step: the step; not changed.
@@ -133,7 +134,8 @@ def arrays(step: TrainStep) -> list[np.ndarray[Any, Any]]:
     """
     values = [getter() for _, getter in variables(step)] + [value for held in containers(step) for value in held.values()]
     small = [value for value in values if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject]
-    return list({id(array): array for array in small}.values())
+    flat = [value for value in values if isinstance(value, bytearray | array) and len(value) <= MAX_ARRAY_BYTES // 8]
+    return list({id(one): one for one in (*small, *flat)}.values())
 
 
 def own_generators(step: TrainStep) -> list[torch.Generator]:
@@ -210,4 +212,4 @@ def _fact(value: object) -> object:
         return type(value).__name__
     if isinstance(value, tuple):
         return tuple(map(_fact, value))
-    return frozen(value) if isinstance(value, np.ndarray) else Same(value)
+    return frozen(value) if isinstance(value, np.ndarray | bytearray | array) else Same(value)

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +85,7 @@ class Identities:
             torch.get_float32_matmul_precision(),
             torch.is_grad_enabled(),
             backends(),
-            *map(np.ndarray.tobytes, self._arrays),
+            *(bytes(some) if isinstance(some, bytearray) else some.tobytes() for some in self._arrays),
         ]
 
 

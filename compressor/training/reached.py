@@ -134,7 +134,7 @@ def _reach(function: object, name: str, seen: set[int]) -> Iterator[tuple[str, G
         yield from _reach(function.__wrapped__, name, seen)
     if is_foreign(_home(function)):
         return
-    said = _said(function.__code__, _ATTRIBUTES)
+    said = _said_within(function, set())
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield from _found(f"variable '{variable}' that {name} closes over", partial(_content, cell), seen, said)
     for number, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
@@ -231,6 +231,17 @@ def _current(variable: ContextVar[object]) -> object:
         return variable.get()
     except LookupError:  # never set in this context
         return None
+
+
+def _said_within(function: FunctionType, passed: set[int]) -> frozenset[str]:
+    """Attributes that a function names, and those named by functions that it reaches: it may hand them what it holds."""
+    if id(function) in passed or is_foreign(_home(function)):
+        return frozenset()
+    passed.add(id(function))
+    named = _said(function.__code__, ("LOAD_GLOBAL", "LOAD_NAME"))
+    held = [*map(_content, function.__closure__ or ()), *(function.__globals__.get(name) for name in named)]
+    inner = (_said_within(value, passed) for value in held if isinstance(value, FunctionType))
+    return _said(function.__code__, _ATTRIBUTES).union(*inner)
 
 
 @lru_cache(maxsize=4096)

@@ -17,6 +17,11 @@ from compressor.training.tape_engine import TapeEngine
 from harness.replay.kernels import Swap
 
 _WARMUP = 2
+# What running somebody's module may raise beside ImportError.
+_BROKEN = (
+    *(SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError),
+    *(ArithmeticError, AssertionError, OSError, RuntimeError),
+)
 
 
 def plan_on_tape(step: TrainStep, batch_at: Callable[[int], Any]) -> Plan:
@@ -79,6 +84,12 @@ def load_function(module_name: str, name: str, where: str) -> Callable[..., Any]
         except ImportError as error:
             raise UserInputError(
                 f"--swap {where!r}: module {module_name!r} cannot be imported ({error}); run in its folder, or install it"
+            ) from error
+        except _BROKEN as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UserInputError(
+                f"--swap {where!r}: module {module_name!r} fails while it is imported ({type(error).__name__}: {reason}); "
+                "make it importable first"
             ) from error
     for part in name.split("."):
         if not hasattr(value, part):

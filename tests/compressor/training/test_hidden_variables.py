@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import contextvars
 import functools
@@ -106,13 +107,42 @@ def bound_by_partial() -> Case:
 
 
 def numpy_array() -> Case:
-    array = np.ones(3)
-    return Case(lambda: float(array[0]), lambda: array.__setitem__(0, 2.0))
+    values = np.ones(3)
+    return Case(lambda: float(values[0]), lambda: values.__setitem__(0, 2.0))
 
 
 def numpy_array_of_an_object() -> Case:
     held = types.SimpleNamespace(array=np.ones(3))
     return Case(lambda: float(held.array[0]), lambda: held.array.__setitem__(0, 2.0))
+
+
+class Heir(Settings):
+    """Inherits what is read of it."""
+
+
+def class_attribute_that_a_helper_reads() -> Case:
+    Settings.scale = 1.0
+    heir = Heir()
+
+    def read(settings: Settings) -> float:
+        return settings.scale
+
+    return Case(lambda: read(heir), lambda: setattr(Settings, "scale", 2.0))
+
+
+def bytes_in_place() -> Case:
+    values = bytearray([1])
+    return Case(lambda: float(values[0]), lambda: values.__setitem__(0, 2))
+
+
+def array_of_python() -> Case:
+    values = array.array("d", [1.0])
+    return Case(lambda: values[0], lambda: values.__setitem__(0, 2.0))
+
+
+def array_in_a_list() -> Case:
+    values = [array.array("d", [1.0])]
+    return Case(lambda: values[0][0], lambda: values[0].__setitem__(0, 2.0))
 
 
 def method_of_an_object() -> Case:
@@ -129,7 +159,8 @@ def method_of_an_object() -> Case:
 CASES = (
     *(module_attribute, environment, getenv, member_of_a_set, end_of_a_deque, slot, class_attribute),
     *(behind_a_property, context_variable, bound_by_partial, method_of_an_object),
-    *(numpy_array, numpy_array_of_an_object),
+    *(numpy_array, numpy_array_of_an_object, class_attribute_that_a_helper_reads),
+    *(bytes_in_place, array_of_python, array_in_a_list),
 )
 
 
@@ -148,6 +179,34 @@ def test_a_value_that_changes_between_two_steps_is_named(make: Callable[[], Case
     case.change()
     with pytest.raises(GuardDriftError):
         run.train_step(batches(6))
+
+
+def test_a_variable_of_the_environment_is_named_without_the_others(batches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET_OF_THE_TEST", "hush")
+    monkeypatch.setenv("SCALE", "1")
+    run = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]) * float(os.environ["SCALE"]))
+    run.fit(batches, 6)
+    monkeypatch.setenv("SCALE", "2")
+    with pytest.raises(GuardDriftError, match="SCALE") as caught:
+        run.train_step(batches(6))
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "plans"), [("replay", (0.0, -0.0), 2), ("replay", ("nan", "nan"), 1), ("capture", (1.0, 1.0), 0)]
+)
+def test_constants_of_a_batch_are_told_apart_by_their_bits(mode: Any, values: Any, plans: int, batches: Callable[..., Any]) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["x"]), batch["y"]) + torch.full((), batch["w"]).atan2(torch.full((), -1.0)).nan_to_num()
+
+    def batch_at(number: int) -> Any:
+        batch = {**batches(number), "w": float(values[number >= 8])}
+        return dict(sorted(batch.items(), reverse=bool(number % 2)))  # the order of a dict means nothing
+
+    eager, run = trainer(loss_fn), trainer(loss_fn)
+    eager.mode, run.mode = "eager", mode
+    assert eager.fit(batch_at, 14) == run.fit(batch_at, 14)
+    assert len(run.plans) == plans
 
 
 def test_a_function_of_torch_that_is_exchanged_is_named(batches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

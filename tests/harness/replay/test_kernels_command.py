@@ -101,13 +101,17 @@ def test_rounds_time_the_ops_and_the_step(capsys):
         ("aten.silu", "not of the form OP=MODULE:FUNCTION"),
         ("aten.silu=mine", "not of the form OP=MODULE:FUNCTION"),
         ("aten.silu=no_such_module:f", "module 'no_such_module' cannot be imported"),
+        ("aten.silu=broken_kernels_of_a_test:f", "fails while it is imported (RuntimeError: boom); make it importable"),
+        ("aten.silu=misspelt_kernels_of_a_test:f", "fails while it is imported (SyntaxError: "),
         ("aten.silu=kernels_of_a_test:sliu", "has no 'sliu'; did you mean silu?"),
         ("aten.silu=kernels_of_a_test:LIMIT", "LIMIT is a int, which cannot be called"),
         ("aten.sliu=kernels_of_a_test:silu", "did you mean aten.silu?"),
         ("aten.silu=kernels_of_a_test:flat", "returned shape"),
     ],
 )
-def test_mistakes_are_named(swap, message):
+def test_mistakes_are_named(swap, message, folder):
+    (folder / "broken_kernels_of_a_test.py").write_text('raise RuntimeError("boom\\nand more")\n')
+    (folder / "misspelt_kernels_of_a_test.py").write_text("def f(:\n")
     with pytest.raises(UserInputError) as caught:
         kernels("--swap", swap)
     assert message in str(caught.value)
