@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressor.errors import TargetError
+from compressor.errors import TargetError, UserInputError
 
 Detail = float | int | str
 
@@ -100,6 +100,9 @@ class State:
         originals: replaced modules by dotted name, in the order of replacement.
         swapped: names of the originals that are kept in any case, see `swap_module`.
         claims: which modifier will change which module, by dotted name; so that no two change the same.
+
+    Raises:
+        UserInputError: no generator takes the seed.
     """
 
     model: nn.Module
@@ -111,6 +114,11 @@ class State:
     originals: dict[str, nn.Module] = field(default_factory=dict)
     swapped: set[str] = field(default_factory=set)
     claims: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a seed that no generator takes."""
+        if not -(2**63) <= self.seed < 2**64:
+            raise UserInputError(f"seed: {self.seed} was given, and torch takes whole numbers from -2**63 to 2**64 - 1; give one of them")
 
     def claim(self, names: Iterable[str], modifier: str) -> None:
         """Note that a modifier will change modules, which no other may.

@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
-from compressor.errors import TargetError
+from compressor.errors import TargetError, UserInputError
 from compressor.lifecycle import Fallback, ModuleRecord, Report, State
 
 
@@ -118,3 +119,14 @@ def test_report_is_sorted_and_plain() -> None:
             {"module": "b", "kind": "rtn", "detail": "no token"},
         ],
     }
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30])
+def test_a_seed_that_no_generator_takes_is_an_error_in_words(seed: int) -> None:
+    with pytest.raises(UserInputError, match=f"^seed: {seed} was given"):
+        State(nested(), seed=seed)
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, -(2**63), -1])
+def test_every_seed_that_torch_takes_is_taken(seed: int) -> None:
+    torch.Generator().manual_seed(State(nested(), seed=seed).seed)
