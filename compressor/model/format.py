@@ -210,7 +210,10 @@ def _args(args: QuantizationArgs | None) -> dict[str, Any] | None:
 
 
 def check_readable(
-    schemes: Mapping[str, QuantizationScheme], model: nn.Module | None = None, kv_cache_scheme: QuantizationArgs | None = None
+    schemes: Mapping[str, QuantizationScheme],
+    model: nn.Module | None = None,
+    kv_cache_scheme: QuantizationArgs | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Refuse schemes that could be written but that transformers with compressed-tensors 0.20 would not read back.
 
@@ -218,12 +221,13 @@ def check_readable(
         schemes: dotted name of every module that is to be quantized, to its scheme.
         model: the model, compressed or not yet; None judges the schemes alone, for a model in bfloat16.
         kv_cache_scheme: format of keys and values, None where they are not to be quantized.
+        dtype: that the model will be saved in, where its weights have another one for now.
 
     Raises:
         SchemeError: columns regrouped by activation, asymmetric packed weights beside another scheme, fp4 or MX formats in a model that
             does not compute in bfloat16 and that cannot be unpacked at once, or layers that it has no quantized form for.
     """
-    dtype = torch.bfloat16 if model is None else _float_dtype(model, schemes)
+    dtype = dtype or (torch.bfloat16 if model is None else _float_dtype(model, schemes))
     embeddings = [] if model is None else _of_kind(model, schemes, nn.Embedding | QuantizedEmbedding)
     at_once = _needs_dequantize(schemes, dtype, embeddings)
     faults = {

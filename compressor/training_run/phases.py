@@ -25,7 +25,7 @@ from compressor.training_run.loop import Loop, settle_masks
 from compressor.training_run.loss import next_token_loss
 from compressor.training_run.place import Place
 from compressor.training_run.record import sparsities, training_record
-from compressor.training_run.result import cast_parameters, save_trained, saved_dtype
+from compressor.training_run.result import cast_parameters, check_saveable, save_trained, saved_dtype
 from compressor.training_run.settings import TrainSettings, check_recipe, training_fingerprint
 
 
@@ -141,6 +141,8 @@ class TrainingRun:
             session = held.enter_context(self._session(state)) if self.modifiers else None
             if session is not None:
                 session.initialize()
+                if self.place.output_dir is not None:
+                    check_saveable(session.modifiers, self.loaded.model, self.save_dtype)
             trainer = self._trainer(session)
             loop = Loop(trainer, self.order, self.held_out, self.num_steps, self.settings, states, shows=self.shows)
             loop.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from safetensors import safe_open
 from torch import nn
 
 from compressor.errors import UserInputError
+from compressor.lifecycle import Modifier
 from compressor.model.checkpoint import save_checkpoint
 from compressor.model.folder import weight_files
+from compressor.model.format import check_readable
 from compressor.model.load import LoadedModel
+from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.nn import QuantizedLayer
 from compressor.nn.fake_quant import FakeQuantizedLayer
 
@@ -68,6 +72,23 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point() and id(parameter) not in left_out:
             parameter.data = parameter.data.to(dtype)
+
+
+def check_saveable(modifiers: Sequence[Modifier], model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Refuse, before the first step, what transformers would not read back from the checkpoint, as oneshot does.
+
+    Args:
+        modifiers: initialized.
+        model: not yet changed by them.
+        dtype: of the checkpoint; None for that of the weights.
+
+    Raises:
+        SchemeError: see `check_readable`.
+    """
+    parts = [part for part in modifiers if isinstance(part, SchemeModifier)]
+    schemes = {name: scheme for part in parts for name, scheme in part.schemes.items()}
+    kv = next((part.kv_cache_scheme for part in parts if part.kv_cache_scheme is not None), None)
+    check_readable(schemes, model, kv, dtype)
 
 
 def save_trained(loaded: LoadedModel, tokenizer: Any, output_dir: Path | None, record: dict[str, Any], token: str | None) -> Path | None:
