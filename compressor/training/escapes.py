@@ -43,7 +43,7 @@ def check_escapes(step: TrainStep, recorder: Recorder, kept: Tensor | None = Non
 def _escaped(text: str, maker: Record) -> EscapedTensorError:
     return EscapedTensorError(
         f"{text} that {maker.place} made, and a replay neither repeats the assignment nor keeps the values; "
-        "return it through the loss, or copy_ it into a buffer"
+        "let go of it before the step ends, or copy_ it into a buffer"
     )
 
 

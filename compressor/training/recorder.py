@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from compressor.errors import DynamicShapeError, EscapedTensorError, HostReadError, ReplayError, UntrackedRandomnessError
+from compressor.training.callers import advice_on_reading, caller
 from compressor.training.collectives import is_collective, refuse_collective, spell_object, wait_for, without_group
 from compressor.training.digests import content_digest, rng_digest
 from compressor.training.host_tensors import host_hazard
@@ -189,21 +188,18 @@ class Recorder(TorchDispatchMode):
     def _refuse(self, func: Any, given: Sequence[Any], place: str) -> None:
         name = func._schema.name
         if name in _HOST_READS:
-            raise HostReadError(
-                f"{place} reads a tensor on the host{_caller()}, and the value would be frozen; "
-                "keep it a tensor (torch.where, a tensor lr, fused=True), or decide before the step"
-            )
+            raise HostReadError(f"{place} reads a tensor on the host{caller()}, and the value would be frozen; {advice_on_reading()}")
         if name in _STORAGE_CHANGES:
             raise ReplayError(f"{place} changes a storage, so that addresses would not hold; allocate once and write in place")
         if torch.Tag.dynamic_output_shape in func.tags and not (name == "aten::index" and not _has_mask(given[1:])):
-            raise DynamicShapeError(f"{place} has an output whose shape depends on data{_caller()}; use a mask or a fixed size instead")
+            raise DynamicShapeError(f"{place} has an output whose shape depends on data{caller()}; use a mask or a fixed size instead")
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         _refuse_layout(tensors, place)
         hosts = [(leaf.device, self.storages.number(leaf.untyped_storage()) is not None) for leaf in tensors]
         target = next((leaf for leaf in given if isinstance(leaf, torch.device)), None)
         hazard = host_hazard(name, self._device, hosts, target)
         if hazard:
-            raise HostReadError(f"{place} {hazard}{_caller()}; keep everything of the step on {self._device}, the batch too")
+            raise HostReadError(f"{place} {hazard}{caller()}; keep everything of the step on {self._device}, the batch too")
 
     def _check_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: str) -> None:
         for tensor in written_arguments(func, args, kwargs):
@@ -255,13 +251,6 @@ class Recorder(TorchDispatchMode):
         if not leaf.is_contiguous():
             text += f"({','.join(map(str, leaf.stride()))})"
         return text + (f"+{leaf.storage_offset()}" if leaf.storage_offset() else "")
-
-
-def _caller() -> str:
-    """Name the line, outside torch and this package, that the running operator came from."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
-    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def _kind(func: Any, outs: Sequence[Tensor], fresh: Sequence[bool]) -> Kind:

@@ -84,6 +84,8 @@ class TrainStep:
         self.trained = sorted(trained, key=lambda p: places.get(id(p), len(places)))
         if not self.trained:
             raise UserInputError("TrainStep: no parameter of the optimizer requires a gradient; nothing would be trained")
+        if any(isinstance(parameter, nn.UninitializedParameter) for parameter in self.trained):
+            raise UserInputError("TrainStep: a lazy layer has no parameters yet; call the model on a batch before the optimizer is made")
         self.allocate_gradients()
 
     @property

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from compressor.errors import (
@@ -23,8 +24,9 @@ from compressor.errors import (
     ReplayError,
     SignatureDriftError,
     UntrackedRandomnessError,
+    UserInputError,
 )
-from compressor.training import Snapshot, locate, sgd
+from compressor.training import Snapshot, Trainer, TrainStep, adamw, locate, sgd
 from compressor.training.proof import prove
 from compressor.training.tape import Kind
 
@@ -439,3 +441,31 @@ def test_a_gradient_that_a_refused_step_made_is_gone(mlp_trainer, batches):
     with pytest.raises(ReplayError, match=r"grad:last.weight"):
         trainer.train_step(batches(2))
     assert trainer.step.model.last.weight.grad is None
+
+
+def _normal(model: nn.Module, batch: Any) -> Tensor:
+    return -torch.distributions.Normal(model(batch["x"]), 1.0, validate_args=True).log_prob(batch["y"][:, None].float()).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "optimizer", "where", "advice"),
+    [
+        (None, torch.optim.Adam, r"at torch/optim/optimizer\.py:\d+", "fused=True"),
+        (_normal, torch.optim.SGD, r"at test_replay_errors\.py:\d+", "validate_args=False"),
+    ],
+)
+def test_a_read_by_torch_itself_is_named_with_the_switch_that_helps(loss_fn: Any, optimizer: Any, where: str, advice: str) -> None:
+    model = nn.Linear(8, 2)
+    loss_fn = loss_fn or (lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"]))
+    run = Trainer(TrainStep(model, loss_fn, optimizer(model.parameters(), lr=1e-2)), "replay", warmup=1)
+    batch = {"x": torch.ones(4, 8), "y": torch.zeros(4, dtype=torch.long)}
+    run.train_step(batch)
+    with pytest.raises(HostReadError, match=where) as caught:
+        run.train_step(batch)
+    assert advice in str(caught.value)
+
+
+def test_a_lazy_layer_without_parameters_is_refused() -> None:
+    model = nn.LazyLinear(2)
+    with pytest.raises(UserInputError, match="a lazy layer has no parameters yet"):
+        TrainStep(model, lambda model, batch: model(batch).mean(), adamw(model.parameters()))
