@@ -142,7 +142,7 @@ def _host_values(step: TrainStep) -> Iterator[tuple[str, str]]:
         yield f"requires_grad:{name}", repr(parameter.requires_grad)
     for name, module in step.model.named_modules():
         for key, value in module.__dict__.items():
-            if type(value) in _PLAIN:
+            if type(value) in _PLAIN and not key.startswith("_torchdynamo"):  # torch.compile counts its wrappers
                 yield f"attribute:{name}.{key}".replace(":.", ":"), repr(value)
     for number, group in enumerate(step.optimizer.param_groups):
         yield from (

@@ -264,3 +264,13 @@ def test_a_used_trainer_and_a_batch_of_a_graph_are_refused():
     part = torch.ones(3, requires_grad=True) * 2
     with pytest.raises(UserInputError, match="give tensors that belong to no graph"):
         compare_modes(_step, [{"x": part, "y": cross_entropy}], steps=3)
+
+
+def test_a_compiled_model_is_refused_by_name_and_not_said_to_differ_in_eager():
+    def factory():
+        model = torch.compile(torch.nn.Linear(8, 2), backend="eager")
+        return model, lambda model, batch: model(batch).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    found = compare_modes(factory, lambda number: torch.full((4, 8), float(number)), steps=5)
+    assert found.records[0].outcome.value == "pass"
+    assert "compiled by torch.compile" in str(found.refusal)
