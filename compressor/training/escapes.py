@@ -60,7 +60,11 @@ def _held(step: TrainStep) -> Iterator[tuple[str, object]]:
 def _holder(recorder: Recorder, number: int) -> str:
     """Say who holds a storage, as well as can be seen from outside."""
     for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:  # isinstance asks the thing, which may warn
-        if recorder.storages.number(tensor.untyped_storage()) != number:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # somebody's sparse or fake tensor, which has none
+            continue
+        if recorder.storages.number(storage) != number:
             continue
         for owner in gc.get_referrers(tensor):
             if isinstance(owner, dict):

@@ -11,8 +11,10 @@ import dis
 import inspect
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -23,12 +25,21 @@ from compressor.training.frozen import PLAIN
 from compressor.training.step import HasPlanKey, TrainStep
 
 _MAX_ITEMS = 64
+_NEAR = 4  # calls from one function to the next
 _LIBRARIES = frozenset({"torch", "transformers", "compressor", "torchvision", "torchaudio", "peft", "accelerate", "numpy"})
 _FOREIGN = _LIBRARIES | sys.stdlib_module_names
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WATCHED = frozenset({"state", "param_groups", "defaults"})  # what an optimizer holds is watched by name already
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 Getter = Callable[[], object]
+
+
+@dataclass
+class _Walk:
+    """What was met on the way, and the functions that are still to be looked into: one after the other, since they lead deep."""
+
+    seen: set[int] = field(default_factory=set)
+    functions: deque[tuple[object, str]] = field(default_factory=deque)
 
 
 def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str, Getter]]:
@@ -42,7 +53,7 @@ def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str,
         Name for messages, and a function that gives the value of the moment.
     """
     found: list[tuple[str, Getter]] = []
-    seen: set[int] = set()
+    walk = _Walk()
     for name, root in _roots(step):
         if isinstance(root, MethodType):
             found += _attributes(root.__self__, root.__func__, name)
@@ -50,7 +61,9 @@ def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str,
             values = getattr(root, "__dict__", {})
             found += [(f"attribute '{key}' of {name}", partial(values.get, key)) for key in values]
             root = type(root).__call__ if callable(root) else None
-        found += _reach(root, name, seen)
+        walk.functions.append((root, name))
+    while walk.functions:
+        found += _reach(*walk.functions.popleft(), walk)
     return found if with_modules else [(name, getter) for name, getter in found if not isinstance(getter(), nn.Module)]
 
 
@@ -121,46 +134,46 @@ def _is_function(value: object) -> bool:
     return isinstance(value, FunctionType | MethodType | partial)
 
 
-def _reach(function: object, name: str, seen: set[int]) -> Iterator[tuple[str, Getter]]:
+def _reach(function: object, name: str, walk: _Walk) -> Iterator[tuple[str, Getter]]:
     if isinstance(function, MethodType):
         function = function.__func__
     if isinstance(function, partial):
-        yield from _bound(function, name, seen)
+        yield from _bound(function, name, walk)
         return
-    if not isinstance(function, FunctionType) or id(function) in seen:
+    if not isinstance(function, FunctionType) or id(function) in walk.seen:
         return
-    seen.add(id(function))
+    walk.seen.add(id(function))
     if hasattr(function, "__wrapped__"):
-        yield from _reach(function.__wrapped__, name, seen)
+        walk.functions.append((function.__wrapped__, name))
     if is_foreign(_home(function)):
         return
-    said = _said_within(function, set())
+    said = _said_within(function)
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield from _found(f"variable '{variable}' that {name} closes over", partial(_content, cell), seen, said)
+        yield from _found(f"variable '{variable}' that {name} closes over", partial(_content, cell), walk, said)
     for number, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
-        yield from _found(f"default {number} of {name}", partial(_itself, default), seen, said)
+        yield from _found(f"default {number} of {name}", partial(_itself, default), walk, said)
     space = function.__globals__
     for variable in sorted(_said(function.__code__, ("LOAD_GLOBAL", "LOAD_NAME")) & space.keys()):
-        yield from _found(f"global '{variable}' that {name} reads", partial(space.get, variable), seen, said)
+        yield from _found(f"global '{variable}' that {name} reads", partial(space.get, variable), walk, said)
 
 
-def _bound(function: partial[object], name: str, seen: set[int]) -> Iterator[tuple[str, Getter]]:
+def _bound(function: partial[object], name: str, walk: _Walk) -> Iterator[tuple[str, Getter]]:
     """What a `functools.partial` holds."""
     for number, value in enumerate(function.args):
-        yield from _found(f"argument {number} of {name}", partial(_itself, value), seen, frozenset())
+        yield from _found(f"argument {number} of {name}", partial(_itself, value), walk, frozenset())
     for key, value in function.keywords.items():
-        yield from _found(f"argument '{key}' of {name}", partial(_itself, value), seen, frozenset())
-    yield from _reach(function.func, name, seen)
+        yield from _found(f"argument '{key}' of {name}", partial(_itself, value), walk, frozenset())
+    walk.functions.append((function.func, name))
 
 
-def _found(name: str, getter: Getter, seen: set[int], said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+def _found(name: str, getter: Getter, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
     """Give a variable, and what lies behind it, given the attributes that the code around it names."""
     value = getter()
     if isinstance(value, ModuleType):
-        yield from _named(vars(value), f"of module {value.__name__}", seen, said | ({"environ"} if "getenv" in said else set()))
+        yield from _named(vars(value), f"of module {value.__name__}", walk, said | ({"environ"} if "getenv" in said else set()))
         return
     if isinstance(value, type):
-        yield from _of_class(value, seen, said)
+        yield from _of_class(value, walk, said)
         return
     yield name, getter
     if isinstance(value, ContextVar):
@@ -168,12 +181,11 @@ def _found(name: str, getter: Getter, seen: set[int], said: frozenset[str]) -> I
     elif value is os.getenv:
         yield "environ of module os", partial(_itself, os.environ)
     elif _is_function(value):
-        yield from _reach(value, str(getattr(value, "__qualname__", name)), seen)
+        walk.functions.append((value, str(getattr(value, "__qualname__", name))))
     elif type(value) not in PLAIN and not isinstance(value, nn.Module):
-        for function in filter(_is_function, _items(value)):
-            yield from _reach(function, str(getattr(function, "__qualname__", name)), seen)
+        walk.functions += [(function, str(getattr(function, "__qualname__", name))) for function in filter(_is_function, _items(value))]
         if not is_foreign(type(value).__module__):
-            yield from _of_object(value, name, seen, said)
+            yield from _of_object(value, name, walk, said)
 
 
 def _items(value: object) -> list[object]:
@@ -185,40 +197,40 @@ def _items(value: object) -> list[object]:
     return list(held) if len(held) <= _MAX_ITEMS else []
 
 
-def _named(space: Mapping[str, object], where: str, seen: set[int], said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+def _named(space: Mapping[str, object], where: str, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
     """What code names of a module or a class."""
     for key in sorted(said & space.keys()):
         mark = hash((id(space[key]), where, key))
-        if mark not in seen and not (key.startswith("__") and key.endswith("__")):
-            seen.add(mark)
-            yield from _found(f"'{key}' {where}", partial(space.get, key), seen, said)
+        if mark not in walk.seen and not (key.startswith("__") and key.endswith("__")):
+            walk.seen.add(mark)
+            yield from _found(f"'{key}' {where}", partial(space.get, key), walk, said)
 
 
-def _of_class(cls: type, seen: set[int], said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+def _of_class(cls: type, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
     for base in cls.__mro__:
         if is_foreign(base.__module__) or issubclass(base, nn.Module):
             continue
         where = f"of class {base.__qualname__}"
-        yield from _named(vars(base), where, seen, said)
+        yield from _named(vars(base), where, walk, said)
         for key in sorted(said & vars(base).keys()):
             function = getattr(vars(base)[key], "fget", None) or getattr(vars(base)[key], "__func__", None)
-            yield from _reach(function, f"{base.__qualname__}.{key}", seen)
+            walk.functions.append((function, f"{base.__qualname__}.{key}"))
 
 
-def _of_object(value: object, name: str, seen: set[int], said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+def _of_object(value: object, name: str, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
     """What code reads of a plain object: slots, the methods that it names, and the attributes of its class that these name."""
     cls = type(value)
     for slot in (slot for base in cls.__mro__ for slot in _slots(base)):
-        yield from _found(f"{name}.{slot}", partial(getattr, value, slot, None), seen, said)
+        yield from _found(f"{name}.{slot}", partial(getattr, value, slot, None), walk, said)
     methods = [function for key in sorted({*said, "__call__"}) for function in _methods(cls, key, set())]
     for function in methods:
         said |= _said(function.__code__, _ATTRIBUTES)
-        yield from _reach(function, function.__qualname__, seen)
+        walk.functions.append((function, function.__qualname__))
     properties = [key for key in sorted(said) if isinstance(getattr(cls, key, None), property)]
     for key in properties:
         getter = getattr(cls, key).fget
         said |= _said(getter.__code__, _ATTRIBUTES) if isinstance(getter, FunctionType) else frozenset()
-    yield from _of_class(cls, seen, said)
+    yield from _of_class(cls, walk, said)
 
 
 def _slots(cls: type) -> tuple[str, ...]:
@@ -233,15 +245,18 @@ def _current(variable: ContextVar[object]) -> object:
         return None
 
 
-def _said_within(function: FunctionType, passed: set[int]) -> frozenset[str]:
-    """Attributes that a function names, and those named by functions that it reaches: it may hand them what it holds."""
-    if id(function) in passed or is_foreign(_home(function)):
-        return frozenset()
-    passed.add(id(function))
-    named = _said(function.__code__, ("LOAD_GLOBAL", "LOAD_NAME"))
-    held = [*map(_content, function.__closure__ or ()), *(function.__globals__.get(name) for name in named)]
-    inner = (_said_within(value, passed) for value in held if isinstance(value, FunctionType))
-    return _said(function.__code__, _ATTRIBUTES).union(*inner)
+def _said_within(function: FunctionType) -> frozenset[str]:
+    """Attributes that a function names, and those named by functions near it: it may hand them what it holds."""
+    passed: dict[int, FunctionType] = {}
+    level = [function]
+    for _ in range(_NEAR):
+        level = [one for one in level if id(one) not in passed and not is_foreign(_home(one))]
+        passed |= {id(one): one for one in level}
+        named = [(one.__globals__, _said(one.__code__, ("LOAD_GLOBAL", "LOAD_NAME"))) for one in level]
+        held = [content for one in level for content in map(_content, one.__closure__ or ())]
+        held += [space.get(name) for space, names in named for name in names]
+        level = [value for value in held if isinstance(value, FunctionType)]
+    return frozenset().union(*(_said(one.__code__, _ATTRIBUTES) for one in passed.values()))
 
 
 @lru_cache(maxsize=4096)

@@ -32,6 +32,7 @@ class Unseen(TapeEngine):
     is_capturing = False
 
     def __init__(self, step: TrainStep) -> None:
+        super().__init__()
         self.step = step
 
     def capture(self, run, recorder, generators):
