@@ -58,7 +58,7 @@ class RichProgress:
             MofNCompleteColumn(table_column=whole(2 * len(str(total)) + 1)),
             TimeElapsedColumn(table_column=whole(7)),
             TimeRemainingColumn(table_column=whole(7)),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", table_column=Column(no_wrap=False)),
         )
         with RichBars(*columns, console=Console(file=sys.stderr)) as bars:
             task_id = bars.add_task(description, total=total, note="")

@@ -197,7 +197,7 @@ MUTANTS: Sequence[Mutant] = (
         "Python numbers of a batch are not part of a plan's key",
         "changing_number",
         "batch:_key_of",
-        "(path, type(leaf).__name__, leaf)",
+        "(path, type(leaf).__name__, *_constant(leaf))",
         "(path, type(leaf).__name__)",
     ),
     _key(
