@@ -21,10 +21,11 @@ _AUTOCAST: Mapping[str, torch.dtype | None] = {"off": None, "bf16": torch.bfloat
 
 # A resumed run may choose these otherwise: every mode gives the same bits, and checks and states change none.
 _CHANGE_NOTHING = ("mode", "check_every", "audit_every", "save_every")
+_MAX_EPOCHS = 1_000_000  # far beyond any run; a slip of the keyboard is told before the first step
 # A setting, what it must be, and that in words.
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("steps", lambda value: value is None or value >= 1, "at least 1"),
-    ("epochs", lambda value: value is None or 0 < value < math.inf, "above 0"),
+    ("epochs", lambda value: value is None or 0 < value <= _MAX_EPOCHS, f"above 0, and at most {_MAX_EPOCHS:,}"),
     ("batch_size", lambda value: value >= 1, "at least 1"),
     ("accumulate", lambda value: value >= 1, "at least 1"),
     ("learning_rate", lambda value: 0 < value < math.inf, "above 0"),

@@ -115,7 +115,7 @@ def _with_modules(subject: Subject, classes: Mapping[str, Sequence[str]]) -> Sub
             module, _, last = key.rpartition(".")
             # a module that the meta model does not have (experts that newer versions fuse) is taken for a Linear
             names = classes.get(module, ("Linear",))
-            if last != "weight" or len(entry.shape) != 2 or any(_matches(module, names, pattern) for pattern in ignore):
+            if last != "weight" or len(entry.shape) != 2 or _is_ignored(module, classes, ignore):
                 continue
             group = _group_of(module, names, groups)
             if group is not None:
@@ -125,6 +125,15 @@ def _with_modules(subject: Subject, classes: Mapping[str, Sequence[str]]) -> Sub
     if not modules:
         return _with_problem(subject, "quantization_config targets no weight of the base: nothing is quantized")
     return replace(subject, modules=modules)
+
+
+def _is_ignored(module: str, classes: Mapping[str, Sequence[str]], ignore: Sequence[str]) -> bool:
+    """Say whether ignore patterns mean a module, or the layer that keeps it fused: experts that are one module have one name there."""
+    meant = {module: classes.get(module, ("Linear",))}
+    if module not in classes:
+        parts = module.split(".")
+        meant |= {".".join(parts[:count]): () for count in range(1, len(parts))}
+    return any(_matches(name, names, pattern) for name, names in meant.items() for pattern in ignore)
 
 
 def _only_keys_and_values(config: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from compressor import oneshot
 from harness.validation.acceptance import check_loads
+from harness.validation.files import check_tensors
 from harness.validation.inspection import inspect_modules
 from harness.validation.subject import read_subject
 from harness.verdict import Outcome
@@ -66,3 +67,10 @@ def test_a_failure_that_nobody_announced_stays_a_failure(mixtral: Path, tmp_path
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     record, loaded = check_loads(read_subject(mixtral, out), allow_dequantize_load=False)
     assert record.outcome is Outcome.FAIL and loaded is None
+
+
+def test_experts_that_were_left_alone_are_expected_as_in_the_base(mixtral: Path, tmp_path: Path) -> None:
+    out = _compressed(mixtral, tmp_path / "out", targets=["re:.*self_attn.*_proj$"], scheme="FP8_DYNAMIC")
+    subject = read_subject(mixtral, out)
+    assert sorted(name.rpartition(".")[2] for name in subject.modules) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert check_tensors(subject).outcome is Outcome.PASS
