@@ -10,7 +10,7 @@ from compressor.training_run.settings import TrainSettings
 
 @pytest.mark.parametrize("epochs", [0.0, -1.0, float("nan"), float("inf"), 1e300])
 def test_a_number_of_epochs_that_no_run_has_is_refused(epochs: float) -> None:
-    with pytest.raises(UserInputError, match="epochs: .* must be above 0, and at most 1,000,000"):
+    with pytest.raises(UserInputError, match=r"epochs: .* must be above 0, and at most 1,000,000"):
         TrainSettings(epochs=epochs)
 
 
