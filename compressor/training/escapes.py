@@ -62,7 +62,7 @@ def _holder(recorder: Recorder, number: int) -> str:
     for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:  # isinstance asks the thing, which may warn
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # somebody's sparse or fake tensor, which has none
+        except (NotImplementedError, RuntimeError, ValueError):  # somebody's sparse, fake or lazy tensor, which has none
             continue
         if recorder.storages.number(storage) != number:
             continue

@@ -37,27 +37,30 @@ class Same:
         return str(getattr(self._object, "__qualname__", type(self._object).__name__))
 
 
-def frozen(value: object) -> object:
+def frozen(value: object, depth: int = 6) -> object:
     """Return what can be compared later: numbers and strings by value, small containers by their content, the rest by identity.
 
     Args:
         value: anything.
+        depth: containers within containers that are looked into; deeper ones, and those that hold themselves, are compared by identity.
 
     Returns:
         A value that later changes of `value` do not reach.
     """
     if type(value) in PLAIN:
         return value
+    if depth < 0:
+        return Same(value)
     if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject:
         return ("array", value.shape, str(value.dtype), value.tobytes())
     if isinstance(value, bytearray | array) and len(value) <= MAX_ARRAY_BYTES // 8:
         return (type(value).__name__, bytes(value))
     if isinstance(value, list | tuple) and len(value) <= _MAX_ITEMS:
-        return (type(value).__name__, *map(frozen, value))
+        return (type(value).__name__, *(frozen(item, depth - 1) for item in value))
     if isinstance(value, dict) and len(value) <= _MAX_ITEMS:
-        return ("dict", *((frozen(key), frozen(item)) for key, item in value.items()))
+        return ("dict", *((frozen(key, depth - 1), frozen(item, depth - 1)) for key, item in value.items()))
     if isinstance(value, set | frozenset) and len(value) <= _MAX_ITEMS:
-        return ("set", frozenset(map(frozen, value)))
+        return ("set", frozenset(frozen(item, depth - 1) for item in value))
     if isinstance(value, list | dict | set | deque):
         return (type(value).__name__, len(value))
     return Same(value)

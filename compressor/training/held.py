@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from compressor.training.foreign import is_foreign
 from compressor.training.frozen import MAX_ARRAY_BYTES, Same, frozen
-from compressor.training.reached import is_foreign, variables
+from compressor.training.reached import variables
 from compressor.training.step import TrainStep
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

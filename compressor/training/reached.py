@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import inspect
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
@@ -21,13 +20,12 @@ from typing import Any
 
 from torch import nn
 
+from compressor.training.foreign import is_foreign
 from compressor.training.frozen import PLAIN
 from compressor.training.step import HasPlanKey, TrainStep
 
 _MAX_ITEMS = 64
 _NEAR = 4  # calls from one function to the next
-_LIBRARIES = frozenset({"torch", "transformers", "compressor", "torchvision", "torchaudio", "peft", "accelerate", "numpy"})
-_FOREIGN = _LIBRARIES | sys.stdlib_module_names
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WATCHED = frozenset({"state", "param_groups", "defaults"})  # what an optimizer holds is watched by name already
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -67,18 +65,6 @@ def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str,
     return found if with_modules else [(name, getter) for name, getter in found if not isinstance(getter(), nn.Module)]
 
 
-def is_foreign(module_name: str | None) -> bool:
-    """Say whether code is a library's that no user changes while it trains, or that speaks for itself.
-
-    Args:
-        module_name: the module that defines it.
-
-    Returns:
-        True for the standard library, torch, transformers and their like, and this package.
-    """
-    return (module_name or "").split(".", 1)[0] in _FOREIGN
-
-
 def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
     yield "loss_fn", step.loss_fn
     for name, module in step.model.named_modules():
@@ -99,18 +85,21 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
         if not isinstance(modifier, HasPlanKey) and not is_foreign(type(modifier).__module__):
             yield f"on_event() of modifier {number}", modifier.on_event
     for cls in dict.fromkeys(map(type, step.model.modules())):
-        yield from ((f"{function.__qualname__}", function) for function in _methods(cls, "forward", set()))
+        yield from ((f"{function.__qualname__}", function) for function in _methods(cls, "forward"))
 
 
-def _methods(cls: type, name: str, seen: set[str]) -> Iterator[FunctionType]:
+def _methods(cls: type, name: str) -> list[FunctionType]:
     """Follow a method into the methods of the same class whose names it says."""
-    function = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
-    if name in seen or not isinstance(function, FunctionType) or is_foreign(_home(function)):
-        return
-    seen.add(name)
-    yield function
-    for other in sorted(_said(function.__code__, _ATTRIBUTES)):
-        yield from _methods(cls, other, seen)
+    found: dict[str, FunctionType] = {}
+    names, seen = [name], {name}
+    while names:
+        function = inspect.unwrap(getattr(cls, names.pop(), None))  # type: ignore[arg-type]
+        if isinstance(function, FunctionType) and not is_foreign(_home(function)):
+            found[function.__qualname__] = function
+            new = _said(function.__code__, _ATTRIBUTES) - seen
+            names += sorted(new, reverse=True)
+            seen |= new
+    return list(found.values())
 
 
 def _attributes(holder: object, function: Any, name: str) -> Iterator[tuple[str, Getter]]:
@@ -118,7 +107,7 @@ def _attributes(holder: object, function: Any, name: str) -> Iterator[tuple[str,
     if isinstance(holder, nn.Module | type) or is_foreign(type(holder).__module__):
         return
     said: set[str] = set()
-    for method in (inspect.unwrap(function), *_methods(type(holder), function.__name__, set())):
+    for method in (inspect.unwrap(function), *_methods(type(holder), function.__name__)):
         said |= _said(method.__code__, _ATTRIBUTES)
     values = {**getattr(holder, "__dict__", {}), **(getattr(holder, "__pydantic_private__", None) or {})}
     keys = sorted((said & values.keys()) - _WATCHED)
@@ -170,7 +159,10 @@ def _found(name: str, getter: Getter, walk: _Walk, said: frozenset[str]) -> Iter
     """Give a variable, and what lies behind it, given the attributes that the code around it names."""
     value = getter()
     if isinstance(value, ModuleType):
-        yield from _named(vars(value), f"of module {value.__name__}", walk, said | ({"environ"} if "getenv" in said else set()))
+        of_module = (
+            _of_library(value, walk, said) if is_foreign(value.__name__) else _named(vars(value), f"of module {value.__name__}", walk, said)
+        )
+        yield from of_module
         return
     if isinstance(value, type):
         yield from _of_class(value, walk, said)
@@ -206,6 +198,22 @@ def _named(space: Mapping[str, object], where: str, walk: _Walk, said: frozenset
             yield from _found(f"'{key}' {where}", partial(space.get, key), walk, said)
 
 
+def _of_library(module: ModuleType, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+    """Functions of a library that code may call: somebody may put others in their place. What else a library holds is its own affair."""
+    space = vars(module)
+    if module is os and said & {"environ", "getenv"}:
+        yield "environ of module os", partial(_itself, os.environ)
+    for key in sorted(said & space.keys()):
+        value, mark = space[key], hash((id(space[key]), id(module), key))
+        if mark in walk.seen:
+            continue
+        walk.seen.add(mark)
+        if isinstance(value, ModuleType):
+            yield from _of_library(value, walk, said)
+        elif callable(value) and not isinstance(value, type):
+            yield f"'{key}' of module {module.__name__}", partial(space.get, key)
+
+
 def _of_class(cls: type, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
     for base in cls.__mro__:
         if is_foreign(base.__module__) or issubclass(base, nn.Module):
@@ -222,7 +230,7 @@ def _of_object(value: object, name: str, walk: _Walk, said: frozenset[str]) -> I
     cls = type(value)
     for slot in (slot for base in cls.__mro__ for slot in _slots(base)):
         yield from _found(f"{name}.{slot}", partial(getattr, value, slot, None), walk, said)
-    methods = [function for key in sorted({*said, "__call__"}) for function in _methods(cls, key, set())]
+    methods = [function for key in sorted({*said, "__call__"}) for function in _methods(cls, key)]
     for function in methods:
         said |= _said(function.__code__, _ATTRIBUTES)
         walk.functions.append((function, function.__qualname__))
