@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Iterator
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from compressor.errors import EscapedTensorError
 from compressor.training.operators import Record
@@ -27,8 +27,8 @@ def check_escapes(step: TrainStep, recorder: Recorder, kept: Tensor | None = Non
         EscapedTensorError: somebody holds a tensor that the step made.
     """
     for holder, value in _held(step):
-        for leaf in tree_leaves(value):
-            maker = recorder.maker(leaf) if isinstance(leaf, Tensor) else None
+        for tensor in _tensors(value):
+            maker = recorder.maker(tensor)
             if maker is not None:
                 raise _escaped(f"{holder}: it keeps a tensor", maker)
     own = None if kept is None else recorder.storages.number(kept.untyped_storage())
@@ -55,6 +55,18 @@ def _held(step: TrainStep) -> Iterator[tuple[str, object]]:
                 yield f"attribute '{key}' of {name or 'the model'}", value
     for name, getter in variables(step):
         yield name, getter()
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Give the tensors in a value and the containers within it, each container once: one may hold itself."""
+    waiting, seen = [value], set()
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, Tensor):
+            yield thing
+        elif isinstance(thing, list | tuple | dict | deque) and id(thing) not in seen:
+            seen.add(id(thing))
+            waiting += reversed(thing.values() if isinstance(thing, dict) else thing)
 
 
 def _holder(recorder: Recorder, number: int) -> str:

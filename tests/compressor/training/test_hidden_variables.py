@@ -279,3 +279,31 @@ def test_code_that_logs_and_settings_that_stay_are_no_drift(batches: Callable[..
     log.setLevel(logging.DEBUG)
     run.fit(batches, 8)
     assert run.last_action == "replay"
+
+
+def test_what_a_library_holds_is_its_own_affair(batches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss says `.modules()` of a model, and `sys` has a table of that name, which grows whenever something is imported."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        scale = len(list(model.modules())) if sys.platform else 0
+        return functional.cross_entropy(model(batch["x"]), batch["y"]) * scale
+
+    run = trainer(loss_fn)
+    run.fit(batches, 6)
+    monkeypatch.setitem(sys.modules, "a_module_that_came_later", types.ModuleType("a_module_that_came_later"))
+    run.fit(batches, 8)
+    assert run.last_action == "replay"
+
+
+def test_containers_that_hold_themselves_and_long_chains_of_methods_have_an_end(batches: Callable[..., Any]) -> None:
+    held: dict[str, Any] = {"scale": 1.0}
+    held["itself"] = held
+    names = [f"method_{number}" for number in range(400)]
+    text = [f"lambda self, n: self.{after}(n - 1) if n else 1.0" for after in names[1:]] + ["lambda self, n: 1.0"]
+    chain = type("Chain", (), {name: eval(body) for name, body in zip(names, text, strict=True)})()  # 400 methods, each names the next
+    run = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]) * held["scale"] * chain.method_0(3))
+    run.fit(batches, 6)
+    assert run.last_action == "replay"
+    held["scale"] = 2.0
+    with pytest.raises(GuardDriftError):
+        run.train_step(batches(6))
