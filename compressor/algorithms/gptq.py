@@ -4,6 +4,9 @@ Weights that read one input share its Hessian and are solved as one stack of row
 before the first column is rounded, so a group's scale does not depend on the order of the columns; `scale_search` may choose them. The
 column loop itself, in two forms of the same arithmetic, is in `gptq_forms`.
 
+An input column that was zero on every calibration token is dead: it says nothing. Its weights are rounded to nearest and the columns
+beside it are solved as if it were not there. The paper's code zeroes its weights, which is wrong wherever the column fires on other data.
+
 Shapes: R rows (out features), C columns (in features), G groups.
 """
 
@@ -36,7 +39,7 @@ class GPTQSolution:
     Attributes:
         codes_RC: [R, C] in the storage dtype of the format, original order of the columns.
         loss_R: [R] float32, 1/2 * e H e^T per row, with the damped Hessian.
-        num_dead: columns whose Hessian diagonal is zero; their weights are set to zero first.
+        num_dead: columns whose Hessian diagonal is zero; their weights are rounded to nearest.
     """
 
     codes_RC: Tensor
@@ -93,7 +96,7 @@ def quantize_gptq(
         global_scales: one per weight, float32 [1], where the format has one and it is not to be the weight's own; else None.
 
     Returns:
-        The quantized weights, and how many input columns are always zero (their weights became zero).
+        The quantized weights, and how many input columns are always zero (their weights were rounded to nearest).
 
     Raises:
         NumericsError: a weight is not finite, or the damped Hessian is not positive definite.
@@ -170,20 +173,20 @@ def solve_gptq(
         NumericsError: the weight is not finite, or the damped Hessian is not positive definite.
 
     Source: Frantar et al. 2022, arXiv:2210.17323; R form after Chen et al. 2025, arXiv:2507.18553. Differs from the paper in that the
-    scales are fixed before the first column is rounded, so that a group's scale does not depend on the order of the columns.
+    scales are fixed before the first column is rounded, so that a group's scale does not depend on the order of the columns, and in that
+    weights of dead columns are rounded, not zeroed.
     """
     if not bool(torch.isfinite(weight_RC).all()):
         raise NumericsError(f"{name}: its weight holds NaN or infinity; repair the model before compressing it")
     order = order_C if order_C is not None else torch.arange(weight_RC.shape[1], device=weight_RC.device)
-    damped_CC, dead_C = _damped(hessian_CC, order, damp_frac)
+    damped_CC, num_dead = _damped(hessian_CC, order, damp_frac)
     work_CR = weight_RC.t().index_select(0, order).float().contiguous()
-    work_CR[dead_C] = 0
     columns = GridColumns(grid, order)
     solve = solve_r_form if solver == "r_form" else solve_reference
     codes_CR, loss_R = solve(work_CR, damped_CC, columns, block_size, name)
     codes_RC = torch.empty_like(codes_CR)
     codes_RC[order] = codes_CR
-    return GPTQSolution(codes_RC.t().contiguous(), loss_R, int(dead_C.sum()))
+    return GPTQSolution(codes_RC.t().contiguous(), loss_R, num_dead)
 
 
 def _groups(weights: Sequence[Tensor], args: QuantizationArgs, order_C: Tensor | None) -> tuple[Tensor, list[Tensor]]:
@@ -212,11 +215,14 @@ def _stacked_qparams(qparams: Sequence[QParams], rows: Sequence[int], args: Quan
     return QParams(stacked(scales), stacked(zeros) if zeros else None)
 
 
-def _damped(hessian_CC: Tensor, order_C: Tensor, damp_frac: float) -> tuple[Tensor, Tensor]:
-    """Return H + lambda I in the given order, with ones on dead diagonals, and which (ordered) columns are dead."""
+def _damped(hessian_CC: Tensor, order_C: Tensor, damp_frac: float) -> tuple[Tensor, int]:
+    """Return H + lambda I in the given order, lambda a share of the mean diagonal of live columns, and how many columns are dead."""
     H_CC = hessian_CC.index_select(0, order_C).index_select(1, order_C)
     diagonal = H_CC.diagonal()
     dead_C = diagonal == 0
-    diagonal[dead_C] = 1
-    diagonal.add_(damp_frac * diagonal.mean())
-    return H_CC, dead_C
+    if num_dead := int(dead_C.sum()):
+        # Squares may underflow where products with other columns do not.
+        H_CC[dead_C] = 0
+        H_CC[:, dead_C] = 0
+    diagonal.add_(damp_frac * diagonal.mean() * (len(diagonal) / max(1, len(diagonal) - num_dead)))
+    return H_CC, num_dead

@@ -22,6 +22,8 @@ from compressor.nn import weight_of
 from compressor.nn.experts import Expert
 from compressor.numerics import QuantizationScheme, weight_qparams
 
+_DEAD = "dead_columns"  # in the details of a module's record
+
 
 class GPTQModifier(SchemeModifier):
     """Quantize with second-order error compensation (GPTQ), layer after layer.
@@ -78,6 +80,18 @@ class GPTQModifier(SchemeModifier):
         super().on_calibration_end(state, event)
         self._hessians = InputHessians(share=self.share_inputs)
 
+    def on_finalize(self, state: State) -> bool:
+        """Say of how many modules some input columns were always zero."""
+        records = [state.report.modules[name] for name in self._schemes if name in state.report.modules]
+        dead = {record.name: record.details[_DEAD] for record in records if _DEAD in record.details}
+        if dead:
+            most = max(dead, key=lambda name: int(dead[name]))
+            state.report.notes.append(
+                f"{self.label}: {len(dead)} of {len(self._schemes)} modules have input columns that were zero on every calibration token "
+                f"({most} most of them, {dead[most]}); nothing is known of these columns, so their weights were rounded to nearest"
+            )
+        return super().on_finalize(state)
+
     def compress(self, state: State, names: list[str]) -> None:
         """Solve the named modules, those with one input and one format together."""
         for hessian, members in self._by_hessian(state, names):
@@ -126,6 +140,10 @@ class GPTQModifier(SchemeModifier):
         """Quantize weights that share input and format together."""
         args = self._schemes[names[0]].weights
         assert args is not None
+        if not hessian_CC.diagonal().any():
+            for name in names:
+                self._round(state, name, "dead_input", f"its input was zero on all {num_tokens} calibration tokens")
+            return
         weights = [weight_of(self._pending[name]) for name in names]
         try:
             solved, num_dead = quantize_gptq(
@@ -146,10 +164,10 @@ class GPTQModifier(SchemeModifier):
             for name in names:
                 self._round(state, name, "not_positive_definite", str(error))
             return
-        if num_dead:
-            self.fall_back(state, names[0], "dead_columns", f"{num_dead} input columns are always zero; their weights become zero")
+        dead = {_DEAD: num_dead} if num_dead else {}
         for name, own in zip(names, solved, strict=True):
-            record = ModuleRecord(name, type(self).__name__, scheme_label(args), own.relative_error, num_tokens, {"loss": own.loss})
+            details = {"loss": own.loss, **dead}
+            record = ModuleRecord(name, type(self).__name__, scheme_label(args), own.relative_error, num_tokens, details)
             self.place(state, name, own.codes_RC, own.qparams, record, own.g_idx_C)
 
     def _round(self, state: State, name: str, kind: str, detail: str) -> None:

@@ -134,7 +134,7 @@ def static_input_qparams(observer: Observer, name: str, dtype: torch.dtype) -> Q
         Scale [1] and zero point [1] or None.
 
     Raises:
-        CalibrationError: the observer saw no data.
+        CalibrationError: the observer saw no data, or nothing but zeros.
         NumericsError: the range gives no usable scale.
     """
     try:
@@ -144,6 +144,11 @@ def static_input_qparams(observer: Observer, name: str, dtype: torch.dtype) -> Q
             f"{name}: its static input range was never observed ({error}); add data that exercises it; "
             "calibrate_all_experts shows every expert all tokens"
         ) from error
+    if not any(bool(observer.state()[end].any()) for end in ("min", "max")):
+        raise CalibrationError(
+            f"{name}: its input was zero on every calibration token, and a static range of zero would cut off whatever comes later; "
+            "add data that exercises it, choose a scheme with dynamic inputs, or ignore the module"
+        )
     qparams = qparams._replace(scale=qparams.scale.to(dtype))
     check_qparams(qparams, f"{name} input")
     return qparams

@@ -98,7 +98,7 @@ class Observer(ABC):
         """Return what it has learnt so far.
 
         Returns:
-            For `restore` of an equal observer; empty before the first batch.
+            For `restore` of an equal observer: the extremes as "min" and "max", and what else it keeps; empty before the first batch.
         """
 
     @abstractmethod

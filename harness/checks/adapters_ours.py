@@ -132,7 +132,7 @@ class OurSolver:
     search: bool = False
     damp_frac: float = 0.01
     kind: ClassVar[str] = "solver"
-    dead_value: ClassVar[float | None] = 0.0
+    dead_value: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         """Read what the format says."""

@@ -16,7 +16,7 @@ from harness.checks.nearest import nearest
 
 
 def damped(hessian_CC: Tensor, damp_frac: float) -> Tensor:
-    """Return H + lambda I with ones on dead diagonals, lambda a share of the mean diagonal.
+    """Return H + lambda I, lambda a share of the mean diagonal of the columns that are not dead.
 
     Args:
         hessian_CC: [C, C].
@@ -27,8 +27,7 @@ def damped(hessian_CC: Tensor, damp_frac: float) -> Tensor:
     """
     H_CC = hessian_CC.to(torch.float64).clone()
     diagonal = H_CC.diagonal()
-    diagonal[diagonal == 0] = 1
-    diagonal += damp_frac * diagonal.mean()
+    diagonal += damp_frac * diagonal[diagonal != 0].mean()
     return H_CC
 
 

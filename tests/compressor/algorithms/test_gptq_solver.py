@@ -143,17 +143,75 @@ def test_a_weight_on_the_grid_stays(solver: Solver) -> None:
     assert float(solution.loss_R.abs().max()) == pytest.approx(0.0, abs=1e-9)
 
 
+def with_dead(hessian: Tensor, dead: Tensor, zero: float = 0.0) -> Tensor:
+    """The Hessian of the same inputs with some columns zero."""
+    hessian = hessian.clone()
+    hessian[dead] = zero
+    hessian[:, dead] = zero
+    return hessian
+
+
+DEAD = {"three": torch.tensor([0, 17, 47]), "a whole group": torch.arange(16, 32), "all but one": torch.arange(47)}
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_dead_columns_become_zero_and_are_counted(solver: Solver) -> None:
-    args = FORMATS["int4 group"]
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("which", DEAD)
+def test_dead_columns_are_rounded_and_the_others_solved_as_without_them(solver: Solver, name: str, which: str) -> None:
+    args, dead = FORMATS[name], DEAD[which]
     weight, hessian = problem()
-    dead = torch.tensor([0, 17, 47])
-    hessian[dead] = 0
-    hessian[:, dead] = 0
-    solution, values = solve(weight, hessian, args, solver=solver)
-    assert solution.num_dead == 3
-    assert torch.equal(values[:, dead], torch.zeros(weight.shape[0], 3))
-    assert bool(torch.isfinite(solution.loss_R).all())
+    hessian = with_dead(1e-4 * hessian, dead)
+    grid, qparams = grid_of(weight, args)
+    rounded = round_to_nearest(weight, qparams, args).codes_RC
+    live = torch.ones(48, dtype=torch.bool)
+    live[dead] = False
+    smaller = Grid(grid.scale_RG, grid.zero_RG, grid.group_C[live], args)
+    alone = solve_gptq(weight[:, live], hessian[live][:, live], smaller, solver=solver)
+    for order_C in (None, activation_order(hessian)):
+        solution, _ = solve(weight, hessian, args, solver=solver, order_C=order_C)
+        assert solution.num_dead == len(dead)
+        assert torch.equal(solution.codes_RC[:, dead], rounded[:, dead])
+        assert bool(torch.isfinite(solution.loss_R).all())
+        if order_C is None:
+            assert (solution.codes_RC[:, live] != alone.codes_RC).float().mean() <= 1e-3
+
+
+@pytest.mark.parametrize("actorder", [None, "static", "weight", "group"])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_dead_columns_are_rounded_on_the_scales_that_were_chosen(solver: Solver, actorder: ActOrder | None) -> None:
+    args = FORMATS["int4 group asymmetric"]
+    weight, hessian = problem()
+    dead = torch.tensor([1, 2, 3, *range(32, 48)])
+    (solved,), num_dead = quantize_gptq([weight], with_dead(hessian, dead), args, actorder=actorder, solver=solver, scale_search=True)
+    group_C = torch.arange(48) // 16 if solved.g_idx_C is None else solved.g_idx_C
+    scale, zero = (part[:, group_C] for part in (solved.qparams.scale, solved.qparams.zero_point) if part is not None)
+    nearest = (weight / scale + zero).round().clamp(*args.code_range)
+    assert num_dead == len(dead)
+    assert torch.equal(solved.codes_RC[:, dead].float(), nearest[:, dead])
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_inputs_of_negative_zero_are_dead_and_squares_that_underflow_are_too(solver: Solver) -> None:
+    weight, hessian = problem()
+    dead = torch.tensor([5, 40])
+    expected, _ = solve(weight, with_dead(hessian, dead), FORMATS["int4 group"], solver=solver)
+    for odd in (-0.0, 1e-25):
+        odd_hessian = with_dead(hessian, dead, odd)
+        odd_hessian.diagonal()[dead] = odd if odd == 0 else 0.0
+        solution, _ = solve(weight, odd_hessian, FORMATS["int4 group"], solver=solver)
+        assert solution.num_dead == 2
+        assert torch.equal(solution.codes_RC, expected.codes_RC)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_column_that_hardly_fires_is_no_dead_one(solver: Solver) -> None:
+    weight, hessian = problem()
+    faint = torch.ones(48)
+    faint[[5, 40]] = 1e-6
+    solution, _ = solve(weight, hessian * faint[:, None] * faint, FORMATS["int4 group"], solver=solver)
+    silent, _ = solve(weight, with_dead(hessian, torch.tensor([5, 40])), FORMATS["int4 group"], solver=solver)
+    assert solution.num_dead == 0
+    assert (solution.codes_RC != silent.codes_RC)[:, [5, 40]].sum() <= 2  # ties may fall otherwise
 
 
 def test_the_last_column_is_optimal() -> None:

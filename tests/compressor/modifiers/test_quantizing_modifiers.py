@@ -176,13 +176,8 @@ def _silent_v(model: Block) -> Callable[[Tensor], Tensor]:
     return lambda x: model.o(model.q(x) + model.k(x))
 
 
-def _dead_inputs(model: Block) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
-        x = x.clone()
-        x[..., 3] = 0
-        return model(x)
-
-    return run
+def _dead_input(model: Block) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(0 * x)
 
 
 def _one_direction(model: Block) -> Callable[[Tensor], Tensor]:
@@ -193,7 +188,7 @@ def _one_direction(model: Block) -> Callable[[Tensor], Tensor]:
     ("kind", "make_run", "settings", "count"),
     [
         ("no_tokens", _silent_v, {}, 1),
-        ("dead_columns", _dead_inputs, {}, 1),
+        ("dead_input", _dead_input, {}, 4),
         ("not_positive_definite", _one_direction, {"dampening_frac": 1e-12}, 3),
     ],
 )
@@ -208,6 +203,32 @@ def test_fallbacks_are_counted_and_an_error_beyond_the_budget(
     state = calibrate(model, gptq(fallback_budget=4, **settings), batches(), run=make_run(model))
     assert [fallback.kind for fallback in state.report.fallbacks].count(kind) >= count
     assert len(codes(model)) == 4
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("settings", [{}, {"solver": "reference"}, {"actorder": "group"}, {"actorder": None}, {"share_inputs": False}])
+def test_dead_columns_are_rounded_and_noted_and_no_fallback(zero: float, settings: dict[str, Any]) -> None:
+    model, rounded, data = Block(), Block(), batches()
+    for x in data:
+        x[..., 3:9] = zero
+    state = calibrate(model, gptq(**settings), data)
+    assert state.report.fallbacks == []
+    assert {name: record.details.get("dead_columns") for name, record in state.report.modules.items()} == {
+        "q": 6, "k": 6, "v": 6, "o": None
+    }  # fmt: skip
+    (note,) = state.report.notes
+    assert "3 of 4 modules have input columns that were zero on every calibration token (q most of them, 6)" in note
+    if settings == {"solver": "reference"}:  # its scales are those of rounding
+        calibrate(rounded, QuantizationModifier(config_groups={"all": GROUPED}), [])
+        for name in "qkv":
+            assert torch.equal(codes(model)[name][:, 3:9], codes(rounded)[name][:, 3:9])
+    assert all(bool(found[:, 3:9].any(0).all()) for name, found in codes(model).items() if name != "o")
+
+
+def test_without_dead_columns_nothing_is_noted() -> None:
+    state = calibrate(Block(), gptq(), batches())
+    assert state.report.notes == []
+    assert all("dead_columns" not in record.details for record in state.report.modules.values())
 
 
 @pytest.mark.parametrize("modifier", [gptq(fallback_budget=9), QuantizationModifier(config_groups={"all": GROUPED})])
@@ -259,6 +280,14 @@ def test_static_inputs_get_the_range_of_the_data() -> None:
     layer = model.q
     assert isinstance(layer, QuantizedLinear)
     torch.testing.assert_close(layer.get_buffer("input_scale"), (largest / 448).reshape(1))
+
+
+@pytest.mark.parametrize("observer", ["minmax", "mse"])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_static_range_of_nothing_but_zeros_is_an_error(observer: str, zero: float) -> None:
+    with pytest.raises(CalibrationError, match=r"q: its input was zero on every calibration token, .* dynamic inputs"):
+        modifier = QuantizationModifier(scheme="FP8", input_observer=observer)
+        calibrate(Block(width=128), modifier, [torch.full((2, 4, 128), zero)])
 
 
 def test_a_static_input_without_data_is_an_error() -> None:

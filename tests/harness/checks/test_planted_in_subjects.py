@@ -121,6 +121,27 @@ class FirstBatchTwice(OurSolver):
         return super().hessian([batches[0], *batches])
 
 
+class Zeroing(OurSolver):
+    """Gives dead columns zeros, as the code of the paper does, and says so."""
+
+    dead_value = 0.0
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        dead = (hessian.diagonal() == 0)[None]
+        found = super().solve(weights, hessian, block_size, like)
+        return [
+            replace(one, values=one.values * ~dead, quantized=replace(one.quantized, codes=one.quantized.codes * ~dead)) for one in found
+        ]
+
+
+class ClaimsToZero(OurSolver):
+    """Says that it gives dead columns zeros, and rounds them."""
+
+    dead_value = 0.0
+
+
 def _half_a_step(weight: Tensor) -> Tensor:
     return weight + 0.5 * weight.abs().amax() / 7.5
 
@@ -190,6 +211,14 @@ def test_a_check_sees_a_bug_that_others_see_first(name: str) -> None:
     with find_family(family).mutants[mutant].planted():
         seen = killer.look()
     assert seen and "could not be completed" not in seen, seen
+
+
+def test_dead_columns_take_the_value_that_the_solver_declares() -> None:
+    outcomes = {
+        type(subject): harness.check(subject, checks=["solver.dead_columns"], draws=False).records[0].outcome
+        for subject in (OurSolver(INT4), Zeroing(INT4), ClaimsToZero(INT4))
+    }
+    assert outcomes == {OurSolver: Outcome.PASS, Zeroing: Outcome.PASS, ClaimsToZero: Outcome.FAIL}
 
 
 def test_no_check_is_left_without_a_bug() -> None:
