@@ -94,7 +94,7 @@ View = dict[tuple[nn.Module, str], _Place]
 class ModuleValues:
     """Attributes and buffers that paused forwards have set on modules, so that each of them finds its own again when it goes on.
 
-    A forward starts with what the forwards before it left, as plain forwards do. A distinction is made between data (tensors, numbers,
+    Every forward starts with what the modules held before the run. A distinction is made between data (tensors, numbers,
     containers) and set-up (flags such as "hooks are installed", handles, functions): set-up outlives trial calls and the run.
     """
 
@@ -188,7 +188,8 @@ class _Copier:
             return value
         if isinstance(value, Tensor):
             if id(value) not in self._copies:
-                self._copies[id(value)] = value.clone()
+                self._copies[id(value)] = copied = value.clone()
+                copied.__dict__.update({name: self.copy(item) for name, item in value.__dict__.items()})
             return self._copies[id(value)]
         if type(value) in (list, tuple, set, frozenset):
             return type(value)(self.copy(item) for item in value)

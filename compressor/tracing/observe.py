@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data.collate import Batch, call_model
+from compressor.errors import CompressorError, TracingError
+from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.isolation import TorchState, foreign_random
 from compressor.tracing.order import Trail
+from compressor.tracing.out_of_memory import is_out_of_memory
 from compressor.tracing.partition import Partition, module_names
 from compressor.tracing.records import Stage
 
@@ -40,7 +43,7 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
     """Run one plain forward and note the targets that it calls.
 
     Args:
-        model: as it was afterwards, but for what its own forward changes.
+        model: as it was afterwards, but for what its own forward writes to in place.
         cut: its targets.
         batch: on the device of the model; not modified.
 
@@ -61,13 +64,54 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
     np.random.seed(_UNUSUAL_SEED)
     before = foreign_random()
     try:
-        with ExitStack() as hooks, torch.no_grad():
+        with ExitStack() as hooks, without_traces(), torch.no_grad():
             for name, module in cut.targets.items():
                 hooks.callback(module.register_forward_pre_hook(note(name)).remove)
-            call_model(model, copied_batch(batch))
-        return Trail(tuple(trail), foreign_random=foreign_random() != before)
+            plain_forward(model, batch)
+            draws = foreign_random() != before
+        return Trail(tuple(trail), foreign_random=draws)
     finally:
         state.restore()
+
+
+def plain_forward(model: nn.Module, batch: Batch) -> Any:
+    """Run the model as it is.
+
+    Args:
+        model: the model.
+        batch: on the device of the model; not modified.
+
+    Returns:
+        What the forward returns.
+
+    Raises:
+        TracingError: the forward raised something, which is no matter of tracing.
+    """
+    try:
+        return call_model(model, copied_batch(batch))
+    except Exception as error:
+        if isinstance(error, CompressorError) or is_out_of_memory(error):
+            raise
+        raise TracingError(
+            f"forward: the model itself raises {type(error).__name__}: {error}; give batches that it can run ({describe(batch)})"
+        ) from error
+
+
+def describe(batch: Batch) -> str:
+    """Say what is in a batch.
+
+    Args:
+        batch: not modified.
+
+    Returns:
+        Names, types and shapes, for messages.
+    """
+    items = batch.items() if isinstance(batch, dict) else ((f"argument {place}", value) for place, value in enumerate(batch))
+    return ", ".join(f"{name} {_kind(value)}" for name, value in items)
+
+
+def _kind(value: Any) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def kind_of(batch: Batch) -> Kind:

@@ -80,7 +80,7 @@ class Plan:
         self.stages: tuple[Stage, ...] = ()
         self._asked, self._graph, self._verify, self._device = asked, graph, verify, device
         self._trails: dict[Kind, Trail] = {}
-        self._is_apart = False
+        self._num_apart = 0  # batches that were run in turns to show that they do not notice each other
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -128,8 +128,7 @@ class Plan:
         with quiet():
             chosen = self._plan(batches)
             if chosen is None:
-                self._observe(batches)
-                self._check_apart(batches)
+                self._look(batches)
         if chosen is not None and self._graph is not None:
             return GraphRun(
                 self.model,
@@ -197,11 +196,17 @@ class Plan:
                 self._trails[kind] = observe_trail(self.model, self.partition, here)
         self.stages = stages_of(self.model, next(iter(self._trails.values())))
 
-    def _check_apart(self, batches: Sequence[Batch]) -> None:
-        """Show once that forwards which take turns do not notice each other."""
-        if not self._is_apart and len(batches) > 1 and self._verify != "off":
-            check_apart(self.model, self.partition.targets, batches, self._device, tuple(self._trails.values()))
-            self._is_apart = True
+    def _look(self, batches: Sequence[Batch]) -> None:
+        """Prepare for the suspend engine: see which targets are called, and that forwards which take turns do not notice each other."""
+        try:
+            self._observe(batches)
+            if self._num_apart < min(len(batches), 2) and self._verify != "off":
+                check_apart(self.model, self.partition.targets, batches, self._device, tuple(self._trails.values()))
+                self._num_apart = min(len(batches), 2)
+        except TracingError as error:
+            if self._asked != "auto":
+                raise
+            raise TracingError(f"{error} ({self.why})") from error
 
     def report(self) -> str:
         """Say in a few lines what was decided and why."""
@@ -267,5 +272,5 @@ def trace(
     if plan._plan(batches) is None:
         if targets_per_stage != 1:
             raise TracingError(f"targets_per_stage: {targets_per_stage} was given, but {plan.why}; give 1")
-        plan._observe(batches[:1])
+        plan._look(batches)
     return plan

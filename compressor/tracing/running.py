@@ -26,6 +26,9 @@ class RunningStage(Protocol):
     def calibrate(self, stop_early: bool = True) -> None:
         """Call the targets for every sample without consequences."""
 
+    def rehearse(self) -> None:
+        """Call the targets for every sample without consequences, whether or not something is watched; for the proof."""
+
     def skip_calibration(self) -> None:
         """Take the statistics of the targets for complete, though nothing is called: an earlier run has compressed what lies inside."""
 

@@ -132,7 +132,7 @@ class Sample(greenlet):
         self.parent = getcurrent()
         if self._torch_state is not None:
             self._torch_state.restore()
-            self._values.restore(self._view)
+        self._values.restore(self._view)
         try:
             yield
         finally:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
 
 @runtime_checkable
 class ValueStore(Protocol):
@@ -101,3 +103,24 @@ class MemoryStore:
     def close(self) -> None:
         """Forget everything."""
         self._values.clear()
+
+
+class RenewingStore(MemoryStore):
+    """Gives every tensor as a new object over the same memory, as stores do that move tensors: for the proof, whether a model notices."""
+
+    def get(self, sample: int) -> dict[str, Any]:
+        """Return what is live for a sample.
+
+        Args:
+            sample: number of a sample that has been put.
+
+        Returns:
+            The values that were put, tensors among them as new objects.
+        """
+        renewed: dict[int, Any] = {}
+        values = super().get(sample)
+        for value in values.values():
+            if type(value) is Tensor and id(value) not in renewed:
+                renewed[id(value)] = value.detach()
+                renewed[id(value)].__dict__.update(value.__dict__)
+        return {name: renewed.get(id(value), value) for name, value in values.items()}

@@ -143,9 +143,7 @@ class SuspendedRun:
             return
         self._router.calibrated.add(stage.name)
         if self._replays is not None and stage.name in self._router.repeated:
-            for sample in samples:
-                self._on_sample(sample.index)
-                self._replays.run(self.model, stage.name, sample.index)
+            self._rehearse(stage, samples)
             return
         first, *others = samples
         self._advance(first, propagate=False)
@@ -153,6 +151,14 @@ class SuspendedRun:
         with cutting(self.model, inside) if stop_early and each_once else nullcontext():
             for sample in others:
                 sample.unseen = set(inside)
+                self._advance(sample, propagate=False)
+
+    def _rehearse(self, stage: Stage, samples: list[Sample]) -> None:
+        for sample in samples:
+            if self._replays is not None and stage.name in self._router.repeated:
+                self._on_sample(sample.index)
+                self._replays.run(self.model, stage.name, sample.index)
+            else:
                 self._advance(sample, propagate=False)
 
     def _skip_calibration(self, stage: Stage) -> None:
@@ -222,6 +228,10 @@ class Stage:
             stop_early: False runs every sample in full.
         """
         self._run._calibrate(self, self._samples, stop_early)
+
+    def rehearse(self) -> None:
+        """Call the target for every sample without consequences, as `calibrate` does for hooks; for the proof."""
+        self._run._rehearse(self, self._samples)
 
     def skip_calibration(self) -> None:
         """Take the statistics of the target for complete, though nothing is called: an earlier run has compressed what lies inside."""

@@ -50,7 +50,10 @@ class GraphEngine:
         for variant in self.planner.variants:
             variant.num_batches = sum(one is variant for one in chosen)
         order = sorted(range(len(batches)), key=lambda sample: (sample > 0, not has_padding(batches[sample]), sample))
-        self.verify(chosen, batches, [sample for sample in order if self._needs_proof(chosen[sample], batches[sample])])
+        taken = [sample for sample in order if self._needs_proof(chosen[sample], batches[sample])]
+        if len(taken) == 1:  # alone it would meet nothing that another sample has left behind
+            taken += [sample for sample in order if sample != taken[0]][:1]
+        self.verify(chosen, batches, taken)
         return chosen
 
     def _needs_proof(self, variant: Variant, batch: Batch) -> bool:
@@ -79,7 +82,7 @@ class GraphEngine:
         for sample in samples:
             batch = batches[sample] if self._device is None else batch_to(batches[sample], self._device)
             cases.append(Case(chosen[sample].program, batch, sample))
-        verify_programs(self._model, cases, list(self.planner.groups))
+        verify_programs(self._model, cases, self.planner.groups)
         self.num_verified += len(samples)
 
     def stages(self) -> tuple[Stage, ...]:

@@ -35,6 +35,7 @@ class GraphRun:
         model: the model; its modules may be replaced between the two passes of a stage.
         outputs: what each forward returned, when kept; None for a forward that was ended early.
         uncalled: targets that no sample calls.
+        node: of the module call that runs, or ran last; for errors.
     """
 
     def __init__(
@@ -45,14 +46,15 @@ class GraphRun:
         groups: Mapping[str, int],
         store: ValueStore | None,
         *,
-        device: torch.device | None,
-        watched: Callable[[], Watched],
-        on_sample: Callable[[int], None],
-        quiet: Callable[[], AbstractContextManager[None]],
-        keep_outputs: bool,
+        device: torch.device | None = None,
+        watched: Callable[[], Watched] = dict,
+        on_sample: Callable[[int], None] = lambda index: None,
+        quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
+        keep_outputs: bool = False,
     ) -> None:
         """Schedule the stages; nothing runs yet."""
         self.model = model
+        self.node: fx.Node | None = None
         self.outputs: list[Any] = [None] * len(batches)
         self._batches: list[Batch | None] = list(batches)
         self._programs = list(programs)
@@ -142,6 +144,7 @@ class GraphRun:
         """Hooks are awake, but inside targets that have been calibrated."""
 
         def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.node = node
             with self._quiet() if _name(node) in self._calibrated else nullcontext():
                 return call_plainly(node, module, args, kwargs)
 
@@ -151,6 +154,7 @@ class GraphRun:
         """Hooks are awake inside the targets of the stage only."""
 
         def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.node = node
             with nullcontext() if _name(node) in targets else self._quiet():
                 return call_plainly(node, module, args, kwargs)
 
@@ -244,6 +248,11 @@ class GraphStage:
                 run._store.prefetch(others[min(position + 1, len(others) - 1)])
                 self._watch.begin()
                 run._calibrate_sample(sample, self._stop.samples[sample], self._stop, False)
+
+    def rehearse(self) -> None:
+        """Call the targets for every sample without consequences, as `calibrate` does for hooks; for the proof."""
+        for sample, segment in self._stop.samples.items():
+            self._run._calibrate_sample(sample, segment, self._stop, True)
 
     def skip_calibration(self) -> None:
         """Take the statistics of the targets for complete, though nothing is called: an earlier run has compressed what lies inside."""

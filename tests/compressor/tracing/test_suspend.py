@@ -475,9 +475,8 @@ def test_rotary_tables_that_grow_and_shrink_with_the_sequence_are_those_of_plain
     config = LlamaConfig(**SIZES, num_key_value_heads=1, use_cache=False, max_position_embeddings=8, rope_parameters=scaling)
     model = LlamaForCausalLM(config).eval()
     batches: list[Batch] = [{"input_ids": torch.arange(length)[None] + 1} for length in (5, 20, 12, 30, 4)]
-    plain = copy.deepcopy(model)
-    with torch.no_grad():
-        expected = [call_model(plain, batch) for batch in batches]
+    with torch.no_grad():  # a table is kept from batch to batch, and every sample starts from the state of the model
+        expected = [call_model(copy.deepcopy(model), batch) for batch in batches]
     before = model.model.rotary_emb.inv_freq.clone()
     assert_same(suspended(copy.deepcopy(model), batches, [])[1], expected)
     with SuspendedRun(model, list(infer_targets(model).targets), batches, keep_outputs=True) as run:
