@@ -20,12 +20,13 @@ from torch import nn
 from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError
 from compressor.lifecycle import Report, Session, State
-from compressor.model.checkpoint import save_checkpoint
+from compressor.model.checkpoint import MAX_SHARD_BYTES, save_checkpoint
 from compressor.model.experts import UnfusedModel, unfused_experts
 from compressor.model.experts_format import reader_notes
 from compressor.model.experts_stages import expert_targets
 from compressor.model.format import check_readable
 from compressor.model.load import LoadedModel, load_model, resolve_device
+from compressor.model.saving import attach_save, save_compressed
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.nn import QuantizedLayer
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
@@ -47,6 +48,7 @@ class OneshotResult:
         output_dir: the checkpoint, None when nothing was saved.
         seconds: wall time by phase (load, data, compress, save).
         resumed: where the run went on, such as "resumed after stage 3 of 6"; None where it began at the beginning.
+        source_dir: the folder whose tokenizer files `save` copies; None where the caller gave the model or a tokenizer.
     """
 
     model: nn.Module
@@ -56,6 +58,26 @@ class OneshotResult:
     output_dir: Path | None
     seconds: dict[str, float] = field(default_factory=dict)
     resumed: str | None = None
+    source_dir: Path | None = None
+
+    def save(self, output_dir: str | Path, max_shard_size: int | str = MAX_SHARD_BYTES) -> Path:
+        """Write the checkpoint, tokenizer included: what `output_dir=` would have written, byte for byte.
+
+        Args:
+            output_dir: folder to write; may hold other files, but no model.
+            max_shard_size: above this the weights are split over several files: bytes, or text such as "5GB".
+
+        Returns:
+            The absolute path of the folder.
+
+        Raises:
+            OutputError: the folder cannot be used.
+            SchemeError: transformers would not read the checkpoint back.
+            CheckpointError: the model is not fit to be written, or the disk is full or fails; nothing is left behind.
+        """
+        return save_compressed(
+            self.model, output_dir, self.record, tokenizer=self.tokenizer, source_dir=self.source_dir, max_shard_size=max_shard_size
+        )
 
 
 def oneshot(
@@ -98,7 +120,8 @@ def oneshot(
         recipe: YAML or JSON text or file, dict, modifier or list of modifiers.
         dataset: HF Dataset, .jsonl/.txt/.parquet/.safetensors file, list of texts, token tensors or a DataLoader; needed by modifiers
             that calibrate.
-        output_dir: where the checkpoint goes; must not exist or be empty. None keeps the result in memory.
+        output_dir: where the checkpoint goes; must not exist or be empty. None keeps the result in memory, to be saved later by
+            `result.save` or `model.save_pretrained`.
         run_dir: where finished stages are kept until the run ends, so that it can be resumed; by default `<output_dir>.partial-run`, and
             nothing is kept without output_dir.
         resume: go on where an earlier run with the same arguments stopped; the result is bitwise that of a run that never stopped.
@@ -160,7 +183,7 @@ def oneshot(
         model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
     )
     base = base_hashes(loaded.source_dir)
-    identity = None if place.run_dir is None else model_identity(loaded, base, tokenizer)  # before anything is done to it
+    identity = model_identity(loaded, base, tokenizer)  # before anything is done to it
     clock.lap("load")
     state = State(model=loaded.model, device=_run_device(loaded, device), seed=seed, report=Report(), keep_originals=loaded.from_memory)
     with ExitStack() as held:
@@ -198,7 +221,9 @@ def oneshot(
         folder = None if output_dir is None else _save(loaded, tokenizer, output_dir, record, journal.token)
         clock.lap("save")
         journal.finish()
-    return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, state.report, record, folder, clock.seconds, journal.summary)
+    attach_save(loaded.model, record)
+    source = loaded.source_dir if tokenizer is None else None
+    return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, state.report, record, folder, clock.seconds, journal.summary, source)
 
 
 def _check_use(pipeline: str, settings: SequentialSettings, dataset: Any) -> None:
@@ -217,14 +242,14 @@ def _settle_experts(experts: UnfusedModel, session: Session, calibrate_all: bool
     if calibrate_all:
         experts.calibrate_all()
     state.report.notes += experts.describe()
-    if not to_disk:
-        return
     schemes = {name: scheme for part in session.modifiers if isinstance(part, SchemeModifier) for name, scheme in part.schemes.items()}
     kv = [part.kv_cache_scheme for part in session.modifiers if isinstance(part, SchemeModifier) and part.kv_cache_scheme is not None]
-    check_readable(schemes, state.model, kv[0] if kv else None)
+    if to_disk:
+        check_readable(schemes, state.model, kv[0] if kv else None)
     for note in reader_notes(state.model, schemes):
-        state.report.notes.append(note)
-        warnings.warn(note, UserWarning, stacklevel=3)
+        state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later
+        if to_disk:
+            warnings.warn(note, UserWarning, stacklevel=3)
 
 
 def _run_device(loaded: LoadedModel, device: str) -> torch.device:

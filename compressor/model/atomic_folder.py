@@ -6,6 +6,7 @@ before that (a full disk, ctrl-C, a bug) leaves the place as it was.
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import stat
@@ -15,16 +16,42 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from compressor.errors import CheckpointError, OutputError
+from compressor.errors import CheckpointError, ModelError, OutputError, UserInputError
 from compressor.model.atomic_file import flush, reason
 
+# What says that a folder holds a model, whole or in part.
+_MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "compression.json", "*.bin")
 
-def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None) -> Path:
+
+def real_path(path: object, name: str = "output_dir", error: type[UserInputError] = OutputError) -> Path:
+    """Make a path of the user's absolute, with its symbolic links followed.
+
+    Args:
+        path: need not exist.
+        name: of the argument, for the error.
+        error: class of the error.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        UserInputError: of the class that was given: it is no path, or cannot be followed.
+    """
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise error(f"{name}: {path!r} is no path; name a folder")
+    try:
+        return Path(path).resolve()
+    except (RuntimeError, OSError, ValueError) as problem:  # links in a circle, a NUL in the name
+        raise error(f"{name}: {str(path)!r} cannot be followed ({problem}); name another folder") from problem
+
+
+def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None, beside_others: bool = False) -> Path:
     """Refuse an output folder that could not be written, before the work starts. Nothing stays changed on the disk.
 
     Args:
         output_dir: folder to be written; must not exist, or be empty.
         source: folder of the model that is compressed, which must stay untouched; None for a model from memory.
+        beside_others: the folder may hold other files, such as a tokenizer, but no model.
 
     Returns:
         The absolute path of the folder.
@@ -32,14 +59,15 @@ def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None
     Raises:
         OutputError: it is a file, not empty, the current folder, a mount point, inside the source folder, or cannot be created.
     """
-    target = Path(output_dir).resolve()
-    if source is not None and target.is_relative_to(Path(source).resolve()):
+    target = real_path(output_dir)
+    if source is not None and target.is_relative_to(real_path(source, "model", ModelError)):
         raise OutputError(f"{target}: the output folder lies in the folder of the model that is compressed; name one outside of it")
     try:
         if target.exists():
-            _check_empty_dir(target)
-        ancestor = next(parent for parent in target.parents if parent.exists())
-        probe = ancestor / f".{target.name}.probe"  # always the same name: one that a kill leaves is taken away by the next run
+            _check_empty_dir(target, beside_others)
+        places = (target, *target.parents) if beside_others else target.parents
+        # Always the same name: one that a kill leaves is taken away by the next run.
+        probe = next(place for place in places if place.exists()) / f".{target.name}.probe"
         probe.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # another run has taken it for its own
             probe.rmdir()
@@ -49,29 +77,40 @@ def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None
 
 
 @contextmanager
-def whole_or_nothing(target: Path, num_bytes: int = 0, token: str | None = None) -> Iterator[Path]:
+def whole_or_nothing(target: Path, num_bytes: int = 0, token: str | None = None, *, beside_others: bool = False) -> Iterator[Path]:
     """Give a temporary sibling of `target` to write into; rename it to `target` at the end, or remove it.
+
+    A folder that is there already and may hold other files gets the files one by one, each whole, config.json as the last: before it
+    nobody takes the folder for a model.
 
     Args:
         target: what `check_output_dir` returned.
         num_bytes: about how much will be written; more than the disk has free is an error before anything is written.
         token: part of the temporary name, for a run that a later one may have to clean up after; None for a random one.
+        beside_others: `target` may hold other files.
 
     Yields:
         The temporary folder.
 
     Raises:
+        OutputError: `target` holds a file of a name that is written; nothing of the output is left.
         CheckpointError: the disk is full or fails, or `target` was filled meanwhile; nothing of the output is left.
     """
     new_parents = [parent for parent in target.parents if not parent.exists()]
-    partial = partial_path(target, token or secrets.token_hex(4))
+    inside = beside_others and target.exists()
+    partial = partial_path(target / target.name if inside else target, token or secrets.token_hex(4))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _check_space(target.parent, num_bytes)
+        if beside_others:  # what a kill left behind
+            shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
         _flush_all(partial)
-        partial.rename(target)  # replaces an empty folder, refuses any other
+        if inside:
+            _move_into(partial, target)
+        else:
+            partial.rename(target)  # replaces an empty folder, refuses any other
         for parent in (target.parent, *(made.parent for made in new_parents)):
             flush(parent)
     except BaseException as error:
@@ -97,14 +136,35 @@ def partial_path(target: Path, token: str) -> Path:
     return target.with_name(f".{target.name}.partial-{token}")
 
 
-def _check_empty_dir(target: Path) -> None:
+def _check_empty_dir(target: Path, beside_others: bool) -> None:
     if not target.is_dir():
         raise OutputError(f"{target}: is a file where a folder is to be written; name a new folder")
+    if beside_others:
+        model = next((name for pattern in _MODEL_FILES for name in sorted(target.glob(pattern))), None)
+        if model is not None:
+            raise OutputError(f"{target}: holds a model already ({model.name}), and nothing is overwritten; name a new folder")
+        return
     if any(target.iterdir()):
         raise OutputError(f"{target}: exists and is not empty, and nothing is overwritten; name a new folder")
     if target == Path.cwd() or target.is_mount():
         kind = "the current folder" if target == Path.cwd() else "a mount point"
         raise OutputError(f"{target}: is {kind} and cannot be replaced in one step; name a folder in it")
+
+
+def _move_into(partial: Path, target: Path) -> None:
+    paths = sorted(partial.iterdir(), key=lambda path: (path.name == "config.json", path.name))
+    taken = [path.name for path in paths if (target / path.name).exists()]
+    if taken:
+        raise OutputError(f"{target}: holds {taken[0]} already, and nothing is overwritten; name a new folder")
+    moved: list[Path] = []
+    try:
+        for path in paths:
+            moved.append(path.rename(target / path.name))
+        partial.rmdir()
+    except BaseException:
+        for path in moved:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
 
 
 def _check_space(parent: Path, num_bytes: int) -> None:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compressor.errors import CheckpointError
+from compressor.errors import CheckpointError, OutputError
 from compressor.model.atomic_folder import check_output_dir, whole_or_nothing
 from compressor.model.audit import audit_qparams
 from compressor.model.experts_format import kept_fused, with_expert_settings, with_fused_floats
@@ -32,9 +32,11 @@ from compressor.numerics.scheme import QuantizationScheme
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["check_output_dir", "save_checkpoint"]
+__all__ = ["MAX_SHARD_BYTES", "RECORD_FILE", "as_pretrained", "check_output_dir", "save_checkpoint"]
 
-_RECORD_FILE = "compression.json"
+MAX_SHARD_BYTES = 5_000_000_000
+
+RECORD_FILE = "compression.json"
 # What a tokenizer or processor may read; never Python files, which _copy_code treats apart.
 _TOKENIZER_PATTERNS = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt"),
@@ -50,9 +52,10 @@ def save_checkpoint(
     tokenizer: PreTrainedTokenizerBase | None = None,
     source_dir: str | Path | None = None,
     schemes: Mapping[str, QuantizationScheme],
-    record: Mapping[str, Any],
-    max_shard_bytes: int = 5_000_000_000,
+    record: Mapping[str, Any] | None,
+    max_shard_bytes: int | str = MAX_SHARD_BYTES,
     token: str | None = None,
+    beside_others: bool = False,
 ) -> Path:
     """Write a compressed model: all of its folder, or nothing.
 
@@ -63,9 +66,10 @@ def save_checkpoint(
         tokenizer: saved if `source_dir` holds no tokenizer.
         source_dir: folder the model came from; its tokenizer files are copied byte for byte.
         schemes: name of every quantized layer in the model to its scheme; may be empty.
-        record: what compression.json is to say; JSON types.
-        max_shard_bytes: above this the weights are split over several files with an index.
+        record: what compression.json is to say; JSON types. None writes none.
+        max_shard_bytes: above this the weights are split over several files with an index; a number, or text such as "5GB".
         token: part of the name of the temporary folder; None for a random one.
+        beside_others: the folder may hold other files, such as a tokenizer, but none that are written.
 
     Returns:
         The absolute path of the folder.
@@ -75,26 +79,35 @@ def save_checkpoint(
         CheckpointError: a scale, zero point or code is not fit to be written, the record is no JSON, the disk is full or fails, or what was
             written does not read back; nothing is left behind.
     """
-    target = check_output_dir(output_dir, source=source_dir)
+    target = check_output_dir(output_dir, source=source_dir, beside_others=beside_others)
+    _check_shard_size(max_shard_bytes)
     audit_qparams(model, schemes)
     state = _state(model)
-    transformers_model = _as_pretrained(model)
+    transformers_model = as_pretrained(model)
     described = config_of(model, schemes) if transformers_model is None else None
     if described is not None:
-        record = {**record, "quantization_config": described}
-    record_text = _to_json(record)
-    with whole_or_nothing(target, num_bytes=_num_bytes(state), token=token) as folder:
+        record = {**(record or {}), "quantization_config": described}
+    record_text = None if record is None else _to_json(record)
+    with whole_or_nothing(target, num_bytes=_num_bytes(state), token=token, beside_others=beside_others) as folder:
         if transformers_model is None:
             _write_module(folder, state, max_shard_bytes)
         else:
             _write_pretrained(folder, transformers_model, with_fused_floats(model, state), schemes, max_shard_bytes)
             _write_tokenizer(folder, transformers_model, tokenizer, None if source_dir is None else Path(source_dir))
-        (folder / _RECORD_FILE).write_text(record_text, encoding="utf-8")
+        if record_text is not None:
+            (folder / RECORD_FILE).write_text(record_text, encoding="utf-8")
     return target
 
 
-def _as_pretrained(model: nn.Module) -> PreTrainedModel | None:
-    """The model if it is one of transformers, which then has been imported already."""
+def as_pretrained(model: nn.Module) -> PreTrainedModel | None:
+    """Tell whether a model is one of transformers.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The model if it is one of transformers, which then has been imported already; else None.
+    """
     transformers = sys.modules.get("transformers")
     return model if transformers is not None and isinstance(model, transformers.PreTrainedModel) else None
 
@@ -119,11 +132,21 @@ def _to_json(content: Mapping[str, Any]) -> str:
         return json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{_RECORD_FILE}: the record is no JSON ({one_line(error)}); use text, finite numbers, lists and dicts"
+            f"{RECORD_FILE}: the record is no JSON ({one_line(error)}); use text, finite numbers, lists and dicts"
         ) from error
 
 
-def _write_module(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) -> None:
+def _check_shard_size(size: object) -> None:
+    wrong = OutputError(f"max_shard_size: {size!r} is no size; give a number of bytes above 0, or text such as '5GB'")
+    if not isinstance(size, int | str) or isinstance(size, bool) or (isinstance(size, int) and size < 1):
+        raise wrong
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=size)
+    except ValueError as error:
+        raise wrong from error
+
+
+def _write_module(folder: Path, state: dict[str, Tensor], max_shard_bytes: int | str) -> None:
     """Write every name, tied or not, so that `load_state_dict(load_file(...))` works as it stands."""
     whole = _unshare(state, set(state))
     split = split_torch_state_dict_into_shards(whole, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes)
@@ -147,20 +170,19 @@ def _unshare(state: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
 
 
 def _write_pretrained(
-    folder: Path, model: PreTrainedModel, state: dict[str, Tensor], schemes: Mapping[str, QuantizationScheme], max_shard_bytes: int
+    folder: Path, model: PreTrainedModel, state: dict[str, Tensor], schemes: Mapping[str, QuantizationScheme], max_shard_bytes: int | str
 ) -> None:
     config = copy.deepcopy(model.config)
-    renamed: dict[str, str] = {}
-    if schemes:
-        renamed = stored_names(model, [*schemes, *unquantized_linears(model)])
-        state = _untie(model, config, state)
+    renamed = stored_names(model, [*schemes, *unquantized_linears(model)]) if schemes else {}
+    state = _untie(model, config, state)
     described = config_of(model, schemes, renamed)
     if described is not None:
         config.quantization_config = with_expert_settings(described, model, schemes, renamed)
     shapes = {key: value.shape for key, value in state.items()}
     with _lent_config(model, config), kept_fused(model, state, schemes), quiet_transformers():
         try:
-            model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_bytes)
+            # That of the class: a compressed model may have one of its own, which ends here.
+            type(model).save_pretrained(model, folder, state_dict=state, max_shard_size=max_shard_bytes)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"{type(model).__name__}: transformers cannot save it ({one_line(error)}); nothing was kept") from error
     if model.can_generate():

@@ -19,10 +19,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from compressor.errors import ModelError
+from compressor.model.checkpoint import RECORD_FILE
 from compressor.model.experts import UnfusedModel, unfuse_into
-from compressor.model.folder import check_weight_files, one_line, read_config, some, weight_files
+from compressor.model.folder import check_weight_files, one_line, read_config, read_json, some, weight_files
 from compressor.model.format import stored_names
 from compressor.model.load import LOAD_ERRORS, quiet_transformers, resolve_class, resolve_device
+from compressor.model.saving import attach_save
 from compressor.model.targets import matches
 from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
 from compressor.nn.expert_layout import split_weights
@@ -78,7 +80,14 @@ def load_compressed(
     _fill(model, tensors, split, folder)
     _read_generation_config(model, folder)
     set_matmul(model, matmul)
+    attach_save(model, _record(folder))
     return model.to(resolve_device(device)).eval()
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    """What compression.json says, which goes along when the model is saved again; None for a checkpoint of others."""
+    path = folder / RECORD_FILE
+    return read_json(path) if path.is_file() else None
 
 
 def _read(folder: Path) -> dict[str, Tensor]:

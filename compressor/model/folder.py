@@ -33,7 +33,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder}: no config.json was found; give the folder that holds config.json and the safetensors files")
-    return _read_json(path)
+    return read_json(path)
 
 
 def check_not_quantized(config: Mapping[str, Any], where: str) -> None:
@@ -114,7 +114,7 @@ def weight_files(folder: Path) -> list[str]:
     if (folder / _SINGLE_FILE).exists():
         return [_SINGLE_FILE]
     if (folder / _INDEX_FILE).exists():
-        weight_map = _read_json(folder / _INDEX_FILE).get("weight_map")
+        weight_map = read_json(folder / _INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelError(f"{folder / _INDEX_FILE}: has no weight_map from names to files; restore the file")
         return sorted(set(weight_map.values()))
@@ -131,7 +131,18 @@ def _check_header(path: Path) -> None:
         raise ModelError(f"{path}: not a whole safetensors file ({one_line(error)}); fetch it again") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file of JSON.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The object in it.
+
+    Raises:
+        ModelError: it cannot be read, is no JSON, or holds no object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

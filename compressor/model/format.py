@@ -17,7 +17,7 @@ from compressor.errors import SchemeError
 from compressor.model.experts_format import fused_modules
 from compressor.model.folder import some
 from compressor.model.targets import matches
-from compressor.nn import QuantizedEmbedding, QuantizedLayer
+from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from compressor.nn.kv_cache import kv_scheme_of
 from compressor.nn.quantized_linear import is_conv1d
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
@@ -239,7 +239,8 @@ def check_readable(
         "modules by one such scheme without inputs": [] if at_once else [n for n, s in schemes.items() if _unpacks_to_bfloat16(s, dtype)],
         "transformers reads packed embeddings only where all modules have one scheme without inputs; give all one scheme, or ignore "
         "these": [] if at_once else [name for name in embeddings if _hides_weight(schemes[name])],
-        "transformers has no quantized form of Conv1D; keep the model in memory (no output_dir), or ignore these": _conv1ds(model, schemes),
+        "transformers has no quantized form of Conv1D; ignore these, or keep the model in memory (no output_dir), from where "
+        "save_checkpoint writes it for load_compressed": _conv1ds(model, schemes),
         "transformers unpacks these weights while it loads, and then leaves keys and values as they are; leave kv_cache_scheme out, or use "
         "another scheme": list(schemes) if at_once and kv_cache_scheme is not None else [],
     }
@@ -259,4 +260,5 @@ def _of_kind(model: nn.Module, schemes: Mapping[str, QuantizationScheme], kind: 
 
 
 def _conv1ds(model: nn.Module | None, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
-    return [] if model is None else [name for name in schemes if is_conv1d(model.get_submodule(name))]
+    modules = {} if model is None else {name: model.get_submodule(name) for name in schemes}
+    return [name for name, module in modules.items() if is_conv1d(module) or (isinstance(module, QuantizedLinear) and module.is_transposed)]

@@ -9,7 +9,17 @@ kv_cache.py keys and values in 8 bits   experts.py  experts one by one
 
 from __future__ import annotations
 
-from compressor.nn.build import check_fit, empty_layer, from_buffers, is_quantizable, quantized, replacement, set_matmul, weight_of
+from compressor.nn.build import (
+    check_fit,
+    empty_layer,
+    float_layer,
+    from_buffers,
+    is_quantizable,
+    quantized,
+    replacement,
+    set_matmul,
+    weight_of,
+)
 from compressor.nn.layer import QuantizedLayer
 from compressor.nn.quantized_embedding import (
     Fp4QuantizedEmbedding,
@@ -42,6 +52,7 @@ __all__ = [
     "check_fit",
     "check_shards",
     "empty_layer",
+    "float_layer",
     "from_buffers",
     "is_quantizable",
     "quantized",

@@ -3,6 +3,7 @@
 replacement    codes and scales that an algorithm has chosen -> layer
 quantized      rounding to nearest -> layer: the shortest way from a module to a layer, for users and tests
 empty_layer    a layer without values, for a loader to fill
+float_layer    the way back: a float module with the values of the codes
 from_buffers   the buffers of an equal layer -> layer
 """
 
@@ -153,6 +154,34 @@ def empty_layer(module: nn.Module, scheme: QuantizationScheme, *, name: str = ""
     return layer
 
 
+@torch.no_grad()
+def float_layer(layer: QuantizedLayer) -> nn.Module:
+    """Make the float module that holds what a quantized layer's weight stands for.
+
+    Args:
+        layer: it is not changed; of quantized inputs the result knows nothing.
+
+    Returns:
+        nn.Linear, nn.Embedding, or Conv1D of transformers where the layer stands for one; the bias is shared.
+    """
+    weight = layer.dequantized_weight()
+    rows, columns = layer.weight_size
+    found: nn.Module
+    if isinstance(layer, QuantizedEmbedding):
+        return nn.Embedding(rows, columns, padding_idx=layer.padding_idx, _weight=weight).train(layer.training)
+    assert isinstance(layer, QuantizedLinear)
+    with torch.device("meta"):
+        if layer.is_transposed:
+            from transformers.pytorch_utils import Conv1D
+
+            found, weight = Conv1D(rows, columns), weight.t().contiguous()
+        else:
+            found = nn.Linear(columns, rows, bias=False)
+    found.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+    found.register_parameter("bias", layer.bias)
+    return found.train(layer.training)
+
+
 def set_matmul(model: nn.Module, matmul: Matmul) -> int:
     """Choose how all quantized linear layers of a model multiply. Changes the model.
 
@@ -200,6 +229,7 @@ def _bare_layer(module: nn.Module, scheme: QuantizationScheme, name: str) -> Qua
     else:
         bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
         layer = QuantizedLinear.class_of(scheme)(*linear_shape(module), scheme, bias, dtype, name)
+        layer.is_transposed = is_conv1d(module)
     return layer.train(module.training)
 
 

@@ -35,9 +35,11 @@ class QuantizedLinear(QuantizedLayer):
         out_features: rows of the weight.
         bias: in the dtype of the model, or None.
         matmul: "reference" (as transformers computes) or "native" (codes times codes where both are int8 or fp8).
+        is_transposed: it stands for a Conv1D of transformers, whose float weight lies as [in, out].
     """
 
     bias: nn.Parameter | None
+    is_transposed: bool = False
 
     def __init__(
         self, in_features: int, out_features: int, scheme: QuantizationScheme, bias: nn.Parameter | None, dtype: torch.dtype, name: str = ""
@@ -85,6 +87,7 @@ class QuantizedLinear(QuantizedLayer):
         layer = QuantizedLinear.class_of(scheme)(*linear_shape(linear), scheme, linear.bias, linear.weight.dtype, name)  # type: ignore[arg-type]
         layer.store(codes_RC, qparams, g_idx_C)
         layer._store_input(input_qparams)
+        layer.is_transposed = is_conv1d(linear)
         return layer.train(linear.training)
 
     @staticmethod

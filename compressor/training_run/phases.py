@@ -16,7 +16,9 @@ from torch import nn
 from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, load_blocks
 from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
+from compressor.model.checkpoint import MAX_SHARD_BYTES
 from compressor.model.load import LoadedModel, load_model, resolve_device
+from compressor.model.saving import attach_save, save_compressed
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity
 from compressor.progress import Progress, RichProgress, SilentProgress
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmup_cosine
@@ -44,6 +46,7 @@ class TrainResult:
         plans: of the captured steps, the number of operators and of bytes held.
         seconds: wall time by phase (load, data, train, finish).
         resumed: where the run went on; None where it began at the beginning.
+        source_dir: the folder whose tokenizer files `save` copies; None where the caller gave the model or a tokenizer.
     """
 
     model: nn.Module
@@ -56,6 +59,26 @@ class TrainResult:
     plans: list[dict[str, int]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     resumed: str | None = None
+    source_dir: Path | None = None
+
+    def save(self, output_dir: str | Path, max_shard_size: int | str = MAX_SHARD_BYTES) -> Path:
+        """Write the checkpoint, tokenizer included: what `output_dir=` would have written, byte for byte.
+
+        Args:
+            output_dir: folder to write; may hold other files, but no model.
+            max_shard_size: above this the weights are split over several files: bytes, or text such as "5GB".
+
+        Returns:
+            The absolute path of the folder.
+
+        Raises:
+            OutputError: the folder cannot be used.
+            SchemeError: transformers would not read the checkpoint back.
+            CheckpointError: the model is not fit to be written, or the disk is full or fails; nothing is left behind.
+        """
+        return save_compressed(
+            self.model, output_dir, self.record, tokenizer=self.tokenizer, source_dir=self.source_dir, max_shard_size=max_shard_size
+        )
 
 
 class TrainingRun:
@@ -159,6 +182,7 @@ class TrainingRun:
             )
             folder = save_trained(self.loaded, self.own_tokenizer, self.place.output_dir, record, states.token)
             states.finish()
+            attach_save(self.loaded.model, record)
             self._lap("finish")
         return TrainResult(
             self.loaded.model,
@@ -171,6 +195,7 @@ class TrainingRun:
             plans,
             self.seconds,
             states.resumed,
+            self.loaded.source_dir if self.own_tokenizer is None else None,
         )
 
     def _session(self, state: State) -> Session:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
-from compressor.model.atomic_folder import check_output_dir
+from compressor.model.atomic_folder import check_output_dir, real_path
 from compressor.pipelines.journal.fingerprint import Fingerprint, digest
 from compressor.pipelines.journal.place import RECORD_FILE
 from compressor.pipelines.journal.run_folder import default_run_dir
@@ -87,7 +87,7 @@ def check_place(output_dir: str | Path | None, run_dir: str | Path | None, *, re
         raise ResumeError("resume: neither output_dir nor run_dir was given, so nothing says where the run is kept; give one of them")
     target = None
     if output_dir is not None:
-        target = Path(output_dir).resolve()
+        target = real_path(output_dir)
         if not (resume and (target / RECORD_FILE).is_file()):
             check_output_dir(target, source=source)
     if run_dir is None and target is None:

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import OutputError, ResumeError
+from compressor.errors import ModelError, OutputError, ResumeError
 from compressor.model.atomic_file import PARTIAL_SUFFIX, whole_file
-from compressor.model.atomic_folder import partial_path
+from compressor.model.atomic_folder import partial_path, real_path
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes
 from compressor.pipelines.journal.run_folder import RunFolder
 from compressor.training import Trainer, load_training, save_training
@@ -152,8 +152,8 @@ def check_states_dir(run_dir: str | Path, *, resume: bool, source: str | Path | 
         OutputError: it is no folder, holds something else, or lies in a folder that must stay as it is.
         ResumeError: it holds a run that is not to be resumed.
     """
-    path = Path(run_dir).resolve()
-    if source is not None and path.is_relative_to(Path(source).resolve()):
+    path = real_path(run_dir, "run_dir")
+    if source is not None and path.is_relative_to(real_path(source, "model", ModelError)):
         raise OutputError(f"{path}: the run folder lies in the folder of the model; name one outside of it")
     if output_dir is not None and (path.is_relative_to(output_dir) or output_dir.is_relative_to(path)):
         raise OutputError(f"{path}: run folder and output folder ({output_dir}) lie one in the other; name two that do not")

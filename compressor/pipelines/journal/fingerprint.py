@@ -110,18 +110,18 @@ def data_identity(data: CalibrationData | None) -> dict[str, Any] | None:
 
 
 def run_fingerprint(
-    model: Mapping[str, Any] | None,
+    model: Mapping[str, Any],
     recipe: str,
     data: CalibrationData | None,
     seed: int,
     choices: Mapping[str, Any],
     settings: SequentialSettings,
     device: torch.device,
-) -> Fingerprint | None:
+) -> Fingerprint:
     """Put together what the result of a run depends on.
 
     Args:
-        model: what `model_identity` gave; None for a run that is not kept.
+        model: what `model_identity` gave.
         recipe: the recipe as text.
         data: the batches; None where none are needed.
         seed: of everything random.
@@ -130,10 +130,8 @@ def run_fingerprint(
         device: where the run takes place.
 
     Returns:
-        JSON types; None where `model` is.
+        JSON types.
     """
-    if model is None:
-        return None
     sequential = {name: value for name, value in asdict(settings).items() if name not in _CHANGE_NOTHING}
     packages = {name: importlib.metadata.version(name) for name in ("compressed-tensors", "safetensors", "tokenizers")}
     content = {

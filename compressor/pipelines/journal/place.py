@@ -10,7 +10,7 @@ from pathlib import Path
 
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
 from compressor.lifecycle import Modifier
-from compressor.model.atomic_folder import check_output_dir
+from compressor.model.atomic_folder import check_output_dir, real_path
 from compressor.pipelines.journal.fingerprint import Fingerprint, digest
 from compressor.pipelines.journal.journal import NoJournal
 from compressor.pipelines.journal.opening import discard_finished, open_journal
@@ -35,11 +35,11 @@ class RunPlace:
     resume: bool
     required: bool
 
-    def open(self, run: Fingerprint | None, modifiers: Sequence[Modifier]) -> AbstractContextManager[NoJournal]:
+    def open(self, run: Fingerprint, modifiers: Sequence[Modifier]) -> AbstractContextManager[NoJournal]:
         """Open the journal, once everything that the result depends on is known.
 
         Args:
-            run: what the result depends on; None where nothing is kept.
+            run: what the result depends on.
             modifiers: of the run.
 
         Returns:
@@ -51,7 +51,7 @@ class RunPlace:
             ResumeError: the run folder is in use, damaged, of another run, or not to be resumed.
             CheckpointError: the run folder cannot be written.
         """
-        if run is None:
+        if self.run_dir is None:
             return nullcontext(NoJournal())
         if self.output_dir is not None and _is_checkpoint(self.output_dir):
             self._refuse_done(run)
@@ -100,7 +100,7 @@ def check_places(output_dir: str | Path | None, run_dir: str | Path | None, *, r
         raise ResumeError("resume: neither output_dir nor run_dir was given, so nothing says where the run is kept; give one of them")
     target = None
     if output_dir is not None:
-        target = Path(output_dir).resolve()
+        target = real_path(output_dir)
         if not (resume and _is_checkpoint(target)):
             check_output_dir(target, source=source)
     if run_dir is None and target is None:

@@ -17,7 +17,7 @@ def run_record(
     report: Report,
     choices: Mapping[str, Any],
     seed: int,
-    run: Fingerprint | None,
+    run: Fingerprint,
 ) -> dict[str, Any]:
     """Put together what compression.json holds: no time, no path, so that equal runs give equal bytes.
 
@@ -28,7 +28,7 @@ def run_record(
         report: what was done.
         choices: of the user; named are the pipeline, and what is not the default.
         seed: of everything random.
-        run: what the result depends on; None for a run that is not kept.
+        run: what the result depends on.
 
     Returns:
         JSON types.
@@ -41,6 +41,6 @@ def run_record(
         "seed": seed,
         "versions": versions(),
         **({"calibrate_all_experts": True} if choices["calibrate_all_experts"] else {}),
-        **({} if run is None else {"fingerprint": digest(run)}),
+        "fingerprint": digest(run),
         **report.to_dict(),
     }

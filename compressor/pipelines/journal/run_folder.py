@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import CheckpointError, OutputError, ResumeError
+from compressor.errors import CheckpointError, ModelError, OutputError, ResumeError
 from compressor.model.atomic_file import PARTIAL_SUFFIX, flush, reason
+from compressor.model.atomic_folder import real_path
 from compressor.pipelines.journal.lines import Lines
 
 _SUFFIX = ".partial-run"
@@ -34,7 +35,7 @@ def default_run_dir(output_dir: str | Path) -> Path:
     Returns:
         The path.
     """
-    target = Path(output_dir).resolve()
+    target = real_path(output_dir)
     return target.with_name(target.name + _SUFFIX)
 
 
@@ -54,11 +55,11 @@ def check_run_dir(run_dir: str | Path, *, resume: bool, source: str | Path | Non
         OutputError: it is no folder, holds something else, cannot be written, or lies in a folder that must stay as it is.
         ResumeError: another run works in it, its journal is damaged, or it holds an unfinished run that is not to be resumed.
     """
-    path = Path(run_dir).resolve()
-    if source is not None and path.is_relative_to(Path(source).resolve()):
+    path = real_path(run_dir, "run_dir")
+    if source is not None and path.is_relative_to(real_path(source, "model", ModelError)):
         raise OutputError(f"{path}: the run folder lies in the folder of the model that is compressed; name one outside of it")
     if output_dir is not None:
-        target = Path(output_dir).resolve()
+        target = real_path(output_dir)
         if path.is_relative_to(target) or target.is_relative_to(path):
             raise OutputError(f"{path}: run folder and output folder ({target}) lie one in the other; name two that do not")
     if not path.exists():
