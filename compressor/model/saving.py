@@ -173,7 +173,7 @@ class SavePretrained:
             variant: None.
             token: not used.
             save_compressed: False writes the dequantized weights as floats.
-            keywords: of transformers and llm-compressor, with values that ask for nothing else.
+            **keywords: of transformers and llm-compressor, with values that ask for nothing else.
 
         Raises:
             UserInputError: a keyword asks for something else.
