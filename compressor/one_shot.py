@@ -221,9 +221,22 @@ def oneshot(
         folder = None if output_dir is None else _save(loaded, tokenizer, output_dir, record, journal.token)
         clock.lap("save")
         journal.finish()
+    return _result(loaded, tokenizer, state.report, record, folder, clock.seconds, journal.summary)
+
+
+def _result(
+    loaded: LoadedModel,
+    tokenizer: Any,
+    report: Report,
+    record: dict[str, Any],
+    folder: Path | None,
+    seconds: dict[str, float],
+    resumed: str | None,
+) -> OneshotResult:
+    """Put the result together. Changes the model, which can be saved from now on."""
     attach_save(loaded.model, record)
     source = loaded.source_dir if tokenizer is None else None
-    return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, state.report, record, folder, clock.seconds, journal.summary, source)
+    return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, report, record, folder, seconds, resumed, source)
 
 
 def _check_use(pipeline: str, settings: SequentialSettings, dataset: Any) -> None:
