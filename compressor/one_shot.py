@@ -20,6 +20,7 @@ from torch import nn
 from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError
 from compressor.lifecycle import Report, Session, State
+from compressor.model.base import check_unclaimed, contents
 from compressor.model.checkpoint import MAX_SHARD_BYTES, save_checkpoint
 from compressor.model.experts import UnfusedModel, unfused_experts
 from compressor.model.experts_format import reader_notes
@@ -193,8 +194,10 @@ def oneshot(
             Session(state, parsed.modifiers) as session,
         ):
             torch.manual_seed(seed)
+            base_contents = contents(loaded.model)
             session.initialize()
             _settle_experts(experts, session, calibrate_all_experts, to_disk=output_dir is not None)
+            base_contents = contents(loaded.model, base_contents)  # with the experts that are fused again
             settings = replace(settings, targets=expert_targets(loaded.model, state.claims, chosen, settings.targets))
             data = None
             if chosen != "data_free":
@@ -216,6 +219,7 @@ def oneshot(
             journal = held.enter_context(place.open(run, session.modifiers))
             run_pipeline(chosen, session, data, progress=bars, settings=settings, journal=journal)
             session.finalize()
+            check_unclaimed(loaded.model, base_contents, state.claims.keys() | state.touched)
         clock.lap("compress")
         record = run_record(parsed.dump(), base, data, state.report, choices, seed, run)
         folder = None if output_dir is None else _save(loaded, tokenizer, output_dir, record, journal.token)

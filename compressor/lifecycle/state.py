@@ -100,6 +100,7 @@ class State:
         originals: replaced modules by dotted name, in the order of replacement.
         swapped: names of the originals that are kept in any case, see `swap_module`.
         claims: which modifier will change which module, by dotted name; so that no two change the same.
+        touched: names of modules that modifiers change as well, but not for themselves alone.
 
     Raises:
         UserInputError: no generator takes the seed.
@@ -114,6 +115,7 @@ class State:
     originals: dict[str, nn.Module] = field(default_factory=dict)
     swapped: set[str] = field(default_factory=set)
     claims: dict[str, str] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Refuse a seed that no generator takes."""
@@ -138,6 +140,14 @@ class State:
             )
         self.claims.update(dict.fromkeys(names, modifier))
 
+    def touch(self, names: Iterable[str]) -> None:
+        """Note that tensors of modules will change, in place and for others to change again: zeros that quantization keeps.
+
+        Args:
+            names: dotted names of the modules. What is neither claimed nor touched must be at the end what it was.
+        """
+        self.touched.update(names)
+
     def remember(self) -> Callable[[], None]:
         """Note what is claimed and reported now, for a call that may fail as a whole.
 
@@ -146,9 +156,11 @@ class State:
         """
         report = self.report
         claims, modules, fallbacks, notes = dict(self.claims), dict(report.modules), list(report.fallbacks), list(report.notes)
+        touched = set(self.touched)
 
         def bring_back() -> None:
             self.claims, report.modules, report.fallbacks, report.notes = claims, modules, fallbacks, notes
+            self.touched = touched
 
         return bring_back
 
@@ -170,6 +182,7 @@ class State:
             raise TargetError("the model: it cannot be replaced inside itself; give the dotted name of a module below it")
         new.train(old.training)
         _set_module(self.model, name, new)
+        self.touch([name])
         if self.keep_originals:
             self.originals.setdefault(name, old)
 

@@ -7,7 +7,7 @@ checkpoint.py     compressed model -> folder, whole or not at all
 experts.py        fused experts -> one linear layer each (experts_names.py: what files call them; experts_stages.py: which are stages)
 experts_format.py what of that transformers reads back
 stand_in.py       a model that runs, from a config alone                        sample_batches.py  random inputs for any model
-audit.py          the last look before writing                                  atomic_folder.py  temporary sibling, flush, rename
+audit.py          the last look before writing (base.py: what is nobody's is as loaded)   atomic_folder.py  temporary sibling, flush, rename
 """
 
 from __future__ import annotations

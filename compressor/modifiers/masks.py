@@ -59,6 +59,7 @@ class PruningModifier(Modifier):
     def on_initialize(self, state: State) -> bool:
         """Find the weights; nothing is changed yet."""
         self._modules = self.prunable(state.model)
+        state.touch(self._modules)
         self._pruned, self._active, self._worked, self._removed = {}, False, False, {}
         return True
 

@@ -16,6 +16,7 @@ from torch import nn
 from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, load_blocks
 from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
+from compressor.model.base import check_unclaimed, contents
 from compressor.model.checkpoint import MAX_SHARD_BYTES
 from compressor.model.load import LoadedModel, load_model, resolve_device
 from compressor.model.saving import attach_save, save_compressed
@@ -161,6 +162,8 @@ class TrainingRun:
             held.enter_context(_seeded(self.seed))
             flags = held.enter_context(_training_flags(self.loaded.model))
             held.enter_context(self.attention.applied(self.loaded.model))
+            self.trained = _all_but_frozen(self.loaded.model)
+            self.frozen = contents(self.loaded.model, exempt=self.trained)
             session = held.enter_context(self._session(state)) if self.modifiers else None
             if session is not None:
                 session.initialize()
@@ -171,6 +174,7 @@ class TrainingRun:
             loop.run()
             plans = [{"operators": len(plan.captured.ops), "bytes": plan.captured.scratch_bytes} for plan in trainer.plans]
             self._lap("train")
+            check_unclaimed(self.loaded.model, self.frozen, state.claims.keys() | state.touched, self.trained)
             self._settle(trainer, flags)
             if session is not None:
                 session.finalize()
@@ -242,6 +246,12 @@ class TrainingRun:
     def _lap(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name], self._last = now - self._last, now
+
+
+def _all_but_frozen(model: nn.Module) -> frozenset[str]:
+    """Names of all stored tensors but parameters that nobody trains; buffers such as running means change with every step."""
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not (p.requires_grad and p.is_floating_point())}
+    return frozenset(model.state_dict().keys() - frozen)
 
 
 @contextmanager
