@@ -20,7 +20,7 @@ from torch import nn
 from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError
 from compressor.lifecycle import Report, Session, State
-from compressor.model.base import check_unclaimed, contents
+from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoint import MAX_SHARD_BYTES, save_checkpoint
 from compressor.model.experts import UnfusedModel, unfused_experts
 from compressor.model.experts_format import reader_notes
@@ -194,10 +194,7 @@ def oneshot(
             Session(state, parsed.modifiers) as session,
         ):
             torch.manual_seed(seed)
-            base_contents = contents(loaded.model)
-            session.initialize()
-            _settle_experts(experts, session, calibrate_all_experts, to_disk=output_dir is not None)
-            base_contents = contents(loaded.model, base_contents)  # with the experts that are fused again
+            untouched = _initialize(session, experts, calibrate_all_experts, to_disk=output_dir is not None)
             settings = replace(settings, targets=expert_targets(loaded.model, state.claims, chosen, settings.targets))
             data = None
             if chosen != "data_free":
@@ -219,7 +216,7 @@ def oneshot(
             journal = held.enter_context(place.open(run, session.modifiers))
             run_pipeline(chosen, session, data, progress=bars, settings=settings, journal=journal)
             session.finalize()
-            check_unclaimed(loaded.model, base_contents, state.claims.keys() | state.touched)
+            check_unclaimed(loaded.model, untouched, state.claims.keys() | state.touched)
         clock.lap("compress")
         record = run_record(parsed.dump(), base, data, state.report, choices, seed, run)
         folder = None if output_dir is None else _save(loaded, tokenizer, output_dir, record, journal.token)
@@ -248,6 +245,14 @@ def _check_use(pipeline: str, settings: SequentialSettings, dataset: Any) -> Non
     settings.refuse_without_use(pipeline)
     if pipeline != "data_free" and dataset is None:
         raise DatasetError(f"oneshot: no dataset was given, and the {pipeline} pipeline needs one; pass dataset=")
+
+
+def _initialize(session: Session, experts: UnfusedModel, calibrate_all: bool, *, to_disk: bool) -> dict[str, Content]:
+    """Initialize the modifiers; return the contents of the model from before. Changes the model."""
+    before = contents(session.state.model)
+    session.initialize()
+    _settle_experts(experts, session, calibrate_all, to_disk=to_disk)
+    return contents(session.state.model, before)  # with the experts that are fused again
 
 
 def _settle_experts(experts: UnfusedModel, session: Session, calibrate_all: bool, *, to_disk: bool) -> None:
