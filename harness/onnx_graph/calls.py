@@ -6,9 +6,12 @@ import sys
 from collections import UserList
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
-_OPTIMIZER_PACKAGES = ("onnxsim", "onnxoptimizer", "onnxruntime", "harness.onnx_graph")
+_OPTIMIZER_PACKAGES = ("onnxsim", "onnxoptimizer", "onnxruntime", "onnxslim", "onnxscript")
+_BETWEEN = ("onnxruntime.capi", "harness.onnx_graph")
+"""Python that every session goes through, and this folder."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +113,25 @@ def calling_line() -> str:
     Returns:
         `file:line in function` of the innermost frame that lies outside the optimizers and this folder.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OPTIMIZER_PACKAGES):
-        frame = frame.f_back
+    frame = _outside(sys._getframe(1), (*_OPTIMIZER_PACKAGES, *_BETWEEN))
     path = Path(frame.f_code.co_filename)
     return f"{path}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+
+
+def called_by_an_optimizer() -> bool:
+    """Whether the session that is being opened is an optimizer's own: to fold constants, or to compare what it made."""
+    return _belongs(_outside(sys._getframe(1), _BETWEEN), _OPTIMIZER_PACKAGES)
+
+
+def _outside(frame: FrameType, packages: tuple[str, ...]) -> FrameType:
+    while frame.f_back is not None and _belongs(frame, packages):
+        frame = frame.f_back
+    return frame
+
+
+def _belongs(frame: FrameType, packages: tuple[str, ...]) -> bool:
+    module = f"{frame.f_globals.get('__name__', '')}."
+    return any(module.startswith(f"{package}.") for package in packages)
 
 
 def _line(call: OptimizerCall) -> str:

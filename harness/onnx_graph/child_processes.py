@@ -1,8 +1,9 @@
 """Forced skips in child processes: an import hook that Python runs at start, and a folder through which the calls come back.
 
 The environment names a folder with a `sitecustomize.py`. Every Python that a child starts imports it, be it a script, `python -m onnxsim`,
-the command `onnxsim` or a worker of multiprocessing; nothing heavy is imported before an optimizer is. Only an interpreter that ignores
-the environment (`python -I`, `-E`, `-S`) escapes, and then no call is recorded, which is an error.
+the command `onnxsim` or a worker of multiprocessing; nothing heavy is imported before an optimizer is. An interpreter that ignores its
+environment (`python -I`, `-E`, `-S`) or that is given another one escapes: `harness onnx run` sees that (supervision.py), `forced_skips`
+only if no call is recorded at all.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Channel:
     """The folder that parent and children share.
 
     Attributes:
-        folder: holds `sitecustomize.py`, `policy.json`, `calls.jsonl` and, if graphs are wanted, two files per call.
+        folder: holds `sitecustomize.py`, `policy.json`, `calls.jsonl`, a file `reached-PID` of every process that ran the hook and, if
+            graphs are wanted, two files per call.
     """
 
     folder: Path
@@ -86,6 +88,33 @@ class Channel:
                     os.environ.pop(key, None)
                 else:
                     os.environ[key] = value
+
+    def reached(self, process: int) -> bool:
+        """Whether a process has run the hook.
+
+        Args:
+            process: identifier.
+        """
+        return self._sign(process).exists()
+
+    def sign(self, process: int) -> None:
+        """Say that a process has run the hook.
+
+        Args:
+            process: identifier.
+        """
+        self._sign(process).touch()
+
+    def forget(self, process: int) -> None:
+        """Take `sign` back: the process begins another program.
+
+        Args:
+            process: identifier.
+        """
+        self._sign(process).unlink(missing_ok=True)
+
+    def _sign(self, process: int) -> Path:
+        return self.folder / f"reached-{process}"
 
     def send(self, call: OptimizerCall, stem: str = "") -> None:
         """Append one call to the log; one write, so that lines of several processes do not mix.
@@ -161,3 +190,4 @@ def start_in_child(folder: str) -> None:
             channel.send(call)
 
     INTERCEPTOR.add(Policy(skips, record, judge=channel.store if keep_graphs else None))
+    channel.sign(os.getpid())

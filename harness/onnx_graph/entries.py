@@ -22,26 +22,23 @@ class Entry:
 
     Attributes:
         backend: the optimizer.
-        module: the extension module.
+        extension: the last part of the extension module's name, which its initializer fixes, wherever it is loaded from.
         path: attribute path inside it; with a class, `Class.method`.
         position: finds the index of the argument that names passes.
         force: (asked, skips) to what is used.
         container: the type in which the native function takes the names.
         graphs: (arguments, result) to the graph before and after, each bytes or a path; None where the function has neither.
+        takes_no_list: `position` is that of the optimization level: the function optimizes, and cannot be told what to leave out.
     """
 
     backend: str
-    module: str
+    extension: str
     path: str
     position: Callable[[Any], int]
     force: Callable[[Names, Names], Names]
     container: Callable[[Sequence[str]], Any]
     graphs: Callable[[Sequence[Any], Any], tuple[Any, Any]] | None
-
-    @property
-    def label(self) -> str:
-        """Module and path."""
-        return f"{self.module}/{self.path}"
+    takes_no_list: bool = False
 
 
 def _by_signature(function: Any) -> int:
@@ -80,7 +77,7 @@ def _two_paths_after_executor(arguments: Sequence[Any], result: Any) -> tuple[An
     return arguments[1], arguments[2]
 
 
-_SIM, _OPT, _ORT = "onnxsim.onnxsim_cpp2py_export", "onnxoptimizer.onnx_opt_cpp2py_export", "onnxruntime.capi.onnxruntime_pybind11_state"
+_SIM, _OPT, _ORT = "onnxsim_cpp2py_export", "onnx_opt_cpp2py_export", "onnxruntime_pybind11_state"
 
 ENTRIES = (
     Entry("onnxsim", _SIM, "simplify", _by_signature, _more_skips, list, _second_and_result),
@@ -90,10 +87,11 @@ ENTRIES = (
     Entry("onnxoptimizer", _OPT, "optimize_from_path", lambda function: 2, _fewer_passes, list, _two_paths),
     Entry("onnxoptimizer", _OPT, "optimize_fixedpoint_from_path", lambda function: 2, _fewer_passes, list, _two_paths),
     Entry("ort", _ORT, "InferenceSession.initialize_session", lambda function: 3, _more_skips, set, None),
+    Entry("ort", _ORT, "ModelCompiler.__init__", lambda function: 8, _more_skips, set, None, takes_no_list=True),
 )
 
-MODULES: Mapping[str, str] = {entry.module: entry.backend for entry in ENTRIES}
-"""Extension module to backend."""
+EXTENSIONS: Mapping[str, str] = {entry.extension: entry.backend for entry in ENTRIES}
+"""Extension to backend."""
 
 
 def read_graph(source: Any) -> Any:

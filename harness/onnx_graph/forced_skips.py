@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,14 @@ def forced_skips(
 
     Args:
         *skips: pass names as the optimizers spell them.
-        subprocesses: reach Python processes that are started meanwhile; through `PYTHONPATH`, so not those started with `-I`, `-E` or `-S`.
+        subprocesses: reach Python processes that are started meanwhile; through `PYTHONPATH`, so not those started with `-I`, `-E` or `-S`
+            or with another environment: beside a call that was seen they go unnoticed here, `harness onnx run` sees them.
         on_call: a contract that the result of each call is held against; a call that breaks it raises at once, in the line that called.
+            A session of onnxruntime counts as a call if it writes its optimized graph or if one of the passes is onnxruntime's; never if
+            an optimizer opens it for itself, to fold constants or to compare outputs.
         backends: where to look the names up (`onnxsim`, `onnxoptimizer`, `ort`); by default wherever they are known.
         this_thread_only: leave the calls of other threads as they are; they still wait their turn.
-        require_call: no call at all is an error: the code took another way, and nothing was protected.
+        require_call: no call of an optimizer that has one of the passes is an error: the code took another way, and nothing was protected.
 
     Yields:
         The calls so far; those of child processes are added when the context ends.
@@ -55,7 +58,7 @@ def forced_skips(
     Raises:
         UserInputError: a name that no installed optimizer knows.
         ContractViolation: `on_call` does not hold; also when the code inside swallowed the first one.
-        HarnessError: no call was made.
+        HarnessError: no call was made, or somebody holds a native function where it cannot be replaced.
     """
     resolved = resolve_skips(skips, backends)
     calls = Calls()
@@ -69,7 +72,7 @@ def forced_skips(
         calls.extend(channel.received(_judge(on_call)))
     finally:
         shutil.rmtree(folder)
-    _check(calls, skips, require_call)
+    _check(calls, resolved, require_call)
 
 
 def _policy(skips: dict[str, tuple[str, ...]], calls: Calls, channel: Channel, on_call: GraphContract | None, thread: int | None) -> Policy:
@@ -101,12 +104,13 @@ def _raise_broken(call: OptimizerCall) -> None:
     raise ContractViolation(f"{call.caller}: {call.backend}.{call.entry} broke the contract: {call.broken}")
 
 
-def _check(calls: Calls, skips: Sequence[str], require_call: bool) -> None:
+def _check(calls: Calls, resolved: Mapping[str, Sequence[str]], require_call: bool) -> None:
     for call in calls:
         if call.broken:
             _raise_broken(call)
-    if require_call and not calls:
+    if require_call and not any(call.backend in resolved for call in calls):
+        names = ", ".join(dict.fromkeys(name for skips in resolved.values() for name in skips))
         raise HarnessError(
-            f"forced_skips: no call of an optimizer was seen, so {', '.join(skips)} protected nothing; if the code starts processes, pass "
+            f"forced_skips: no call of {' or '.join(resolved)} was seen, so {names} protected nothing; if the code starts processes, pass "
             "subprocesses=True, and if it ends before it optimizes, pass require_call=False"
         )

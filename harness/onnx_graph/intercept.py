@@ -2,28 +2,27 @@
 
 onnxsim keeps its pass list in one C++ global, and a second thread that simplifies at the same time makes both ignore their own list. So
 native calls run one at a time while a policy is active, those of threads that no policy applies to as well. Trampolines are in place
-from the first policy to the last, and what they replaced comes back then, wherever it was held.
+from the first policy to the last, and what they replaced comes back then, wherever it was held. An extension may be loaded more than
+once, under any name in any package: each copy is known by the last part of its name, which is that of its initializer.
 """
 
 from __future__ import annotations
 
+import _imp
 import contextlib
 import functools
-import importlib
-import importlib.abc
-import importlib.util
+import gc
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from harness.onnx_graph.calls import OptimizerCall, calling_line
-from harness.onnx_graph.entries import ENTRIES, MODULES, Entry
+from compressor.errors import HarnessError
+from harness.onnx_graph.calls import OptimizerCall, called_by_an_optimizer, calling_line
+from harness.onnx_graph.entries import ENTRIES, EXTENSIONS, Entry
 from harness.onnx_graph.rebinding import replace_everywhere
 from harness.onnx_graph.session_graphs import SessionGraphs
 
@@ -57,6 +56,15 @@ class Policy:
         return self.thread in (None, threading.get_ident())
 
 
+@dataclass(frozen=True)
+class _Installed:
+    """One native function that was replaced: where it is, and what took its place."""
+
+    owner: Any
+    name: str
+    trampoline: Callable[..., Any]
+
+
 class Interceptor:
     """All policies of this process. One instance: the pass list that it guards is one per process as well."""
 
@@ -64,9 +72,9 @@ class Interceptor:
         """Nothing is intercepted yet."""
         self._lock = threading.RLock()
         self._policies: list[Policy] = []
-        self._natives: dict[str, Any] = {}  # kept for good: somebody may hold a trampoline for longer than we can see
-        self._trampolines: dict[str, Callable[..., Any]] = {}
-        self._finder = _ReinstallFinder(self._install_module)
+        self._natives: dict[int, Any] = {}  # by id; kept for good: somebody may hold a trampoline for longer than we can see
+        self._installed: dict[int, _Installed] = {}
+        self._exec_dynamic = _imp.exec_dynamic
         self._inside = threading.local()
         self._sessions = SessionGraphs()
         os.register_at_fork(after_in_child=self._after_fork)
@@ -95,10 +103,17 @@ class Interceptor:
 
         Args:
             policy: see `active`.
+
+        Raises:
+            HarnessError: somebody holds a native function where it cannot be replaced.
         """
         with self._lock:
             if not self._policies:
-                self._install()
+                try:
+                    self._install()
+                except HarnessError:
+                    self._uninstall()
+                    raise
             self._policies.append(policy)
 
     @contextlib.contextmanager
@@ -112,59 +127,84 @@ class Interceptor:
             yield
 
     def _install(self) -> None:
-        sys.meta_path.insert(0, self._finder)
-        for name in MODULES:
-            if name in sys.modules:
-                self._install_module(sys.modules[name])
+        """Take hold of what is loaded, and of whatever is loaded from now on: every way in which Python imports an extension ends here."""
+        self._exec_dynamic = _imp.exec_dynamic
+
+        def exec_dynamic(module: ModuleType) -> int:
+            code: int = self._exec_dynamic(module)
+            self._install_module(module)
+            return code
+
+        _imp.exec_dynamic = exec_dynamic
+        for module in [one for one in gc.get_objects() if type(one) is ModuleType]:
+            self._install_module(module)
 
     def _install_module(self, module: ModuleType) -> None:
+        extension = str(vars(module).get("__name__")).rpartition(".")[2]
+        if extension not in EXTENSIONS:
+            return
         for entry in ENTRIES:
-            if entry.module == module.__name__:
+            if entry.extension == extension and not (entry.takes_no_list and not hasattr(module, entry.path.partition(".")[0])):
                 self._install_entry(entry, module)
-        if MODULES[module.__name__] == "ort":
+        if EXTENSIONS[extension] == "ort":
             self._sessions.install(module.InferenceSession, self._wants_graphs)
 
     def _install_entry(self, entry: Entry, module: ModuleType) -> None:
         owner, name = _owner(module, entry.path)
         current = getattr(owner, name)
-        if current is self._trampolines.get(entry.label):
+        if any(current is one.trampoline for one in self._installed.values()):
             return
-        self._natives[entry.label] = current
-        trampoline = self._trampoline(entry, entry.position(current))
+        self._natives[id(current)] = current
+        trampoline = self._trampoline(entry, id(current), entry.position(current))
         trampoline.__name__, trampoline.__doc__ = name, current.__doc__
-        self._trampolines[entry.label] = trampoline
+        self._installed[id(current)] = _Installed(owner, name, trampoline)
         setattr(owner, name, trampoline)
-        if owner is module:
-            replace_everywhere(current, trampoline, keep=self._natives)
+        if owner is module and (left := replace_everywhere(current, trampoline, keep=self._natives)):
+            kinds = ", ".join(sorted({type(holder).__name__ for holder in left}))
+            raise HarnessError(
+                f"forced skips: {module.__name__}.{name} is held by what cannot be changed ({kinds}), and calls through it would not be "
+                "seen; hold it in a list or a dict, or import it inside of the context"
+            )
 
     def _uninstall(self) -> None:
-        sys.meta_path.remove(self._finder)
-        for entry in ENTRIES:
-            trampoline = self._trampolines.pop(entry.label, None)
-            if trampoline is None:
-                continue
-            owner, name = _owner(sys.modules[entry.module], entry.path)
-            if getattr(owner, name) is trampoline:
-                setattr(owner, name, self._natives[entry.label])
-            if owner is sys.modules[entry.module]:
-                replace_everywhere(trampoline, self._natives[entry.label], keep=self._trampolines)
+        _imp.exec_dynamic = self._exec_dynamic
+        while self._installed:
+            key, one = self._installed.popitem()
+            if getattr(one.owner, one.name) is one.trampoline:
+                setattr(one.owner, one.name, self._natives[key])
+            if isinstance(one.owner, ModuleType):
+                replace_everywhere(one.trampoline, self._natives[key], keep=self._natives)
         self._sessions.uninstall()
 
-    def _trampoline(self, entry: Entry, position: int) -> Callable[..., Any]:
-        natives, label = self._natives, entry.label  # not the function itself: a closure over it would be rebound as well
+    def _trampoline(self, entry: Entry, key: int, position: int) -> Callable[..., Any]:
+        natives = self._natives  # not the function itself: a closure over it would be rebound as well
 
         def trampoline(*args: Any, **kwargs: Any) -> Any:
-            return self._call(entry, natives[label], position, args, kwargs)
+            return self._call(entry, natives[key], position, args, kwargs)
 
         return trampoline
 
     def _call(self, entry: Entry, original: Callable[..., Any], position: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with self._lock:  # also where no policy applies: the native pass list is one for all threads
-            policies = [policy for policy in self._policies if policy.applies()]
-            if not policies or getattr(self._inside, "judging", False):
+            policies = self._applying()
+            if entry.takes_no_list:
+                _refuse(entry, args[position:], policies)
+            if not policies or entry.takes_no_list:
                 return original(*args, **kwargs)
             arguments, names = _with_skips(entry, position, args, kwargs, policies)
-            return self._recorded(entry, original, arguments, names, policies)
+            return self._recorded(entry, original, arguments, names, policies if entry.graphs else self._watching(self._sessions.writes()))
+
+    def _applying(self) -> list[Policy]:
+        return [] if getattr(self._inside, "judging", False) else [policy for policy in self._policies if policy.applies()]
+
+    def _watching(self, writes: bool) -> list[Policy]:
+        """Return the policies that a session concerns: all, if it writes its optimized graph; if it only runs it, those with a pass of
+        onnxruntime's; none, if an optimizer opened it for itself, to fold constants or to compare outputs."""
+        if writes:
+            return self._applying()
+        if getattr(self._inside, "native", False) or called_by_an_optimizer():
+            return []
+        return [policy for policy in self._applying() if "ort" in policy.skips]
 
     def _recorded(
         self, entry: Entry, original: Callable[..., Any], arguments: _Arguments, names: _Names, policies: Sequence[Policy]
@@ -175,6 +215,7 @@ class Interceptor:
             seconds, thread = time.perf_counter() - begin, threading.current_thread().name
             return OptimizerCall(entry.backend, entry.path, names.asked, names.used, caller, seconds, os.getpid(), thread, error)
 
+        nested, self._inside.native = getattr(self._inside, "native", False), True
         try:
             result = original(*arguments.args, **arguments.kwargs)
         except BaseException as error:
@@ -182,6 +223,8 @@ class Interceptor:
             for policy in policies:
                 policy.record(failed)
             raise
+        finally:
+            self._inside.native = nested
         done = call()
         for policy in policies:
             self._judge(policy, done, entry, arguments, result)
@@ -199,10 +242,8 @@ class Interceptor:
         if call.broken:
             policy.raise_broken(call)
 
-    def _wants_graphs(self) -> bool:
-        return any(policy.judge is not None and policy.applies() for policy in self._policies) and not getattr(
-            self._inside, "judging", False
-        )
+    def _wants_graphs(self, writes: bool) -> bool:
+        return any(policy.judge is not None for policy in self._watching(writes))
 
     def _after_fork(self) -> None:
         """Another thread may have held the lock when this process was forked; it does not exist here."""
@@ -242,45 +283,19 @@ def _with_skips(
     return _Arguments(args, kwargs), _Names(asked, used)
 
 
+def _refuse(entry: Entry, level: Sequence[Any], policies: Sequence[Policy]) -> None:
+    """Raise where an entry that takes no list of passes would run one that is to be skipped."""
+    skips = sorted({name for policy in policies for name in policy.skips.get(entry.backend, ())})
+    if skips and level and level[0].name != "ORT_DISABLE_ALL":
+        raise HarnessError(
+            f"{calling_line()}: onnxruntime.ModelCompiler takes no list of passes, so {', '.join(skips)} cannot be kept from running at "
+            f"{level[0].name}; let an InferenceSession write the optimized graph, or give the compiler ORT_DISABLE_ALL"
+        )
+
+
 def _owner(module: ModuleType, path: str) -> tuple[Any, str]:
     *classes, name = path.split(".")
     return functools.reduce(getattr, classes, module), name
-
-
-class _ReinstallFinder(importlib.abc.MetaPathFinder):
-    """Puts trampolines into an extension module that is imported while a policy is active."""
-
-    def __init__(self, install: Callable[[ModuleType], None]) -> None:
-        self._install = install
-        self._searching = threading.local()
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname not in MODULES or getattr(self._searching, "on", False):
-            return None
-        self._searching.on = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searching.on = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ReinstallLoader(spec.loader, self._install)
-        return spec
-
-
-class _ReinstallLoader(importlib.abc.Loader):
-    """Loads as the module's own loader does, then installs."""
-
-    def __init__(self, loader: Any, install: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._install = install
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._install(module)
 
 
 INTERCEPTOR = Interceptor()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def replace_everywhere(old: Callable[..., Any], new: Callable[..., Any], *, keep: dict[str, Any]) -> int:
+def replace_everywhere(old: Callable[..., Any], new: Callable[..., Any], *, keep: dict[int, Any]) -> list[Any]:
     """Let everybody who holds one function hold another.
 
     Args:
@@ -22,13 +22,13 @@ def replace_everywhere(old: Callable[..., Any], new: Callable[..., Any], *, keep
         keep: a namespace that goes on holding `old`.
 
     Returns:
-        How many holders were changed.
+        The holders that go on holding `old`: a tuple, a set, a suspended generator.
     """
-    changed = 0
-    for holder in gc.get_referrers(old):
-        if holder is not keep:
-            changed += _replace_in(holder, old, new)
-    return changed
+    left = []
+    for holder in gc.get_referrers(old):  # no comprehension: its cell would hold `old`, and be changed with the others
+        if holder is not keep and not _replace_in(holder, old, new):
+            left.append(holder)
+    return left
 
 
 def _replace_in(holder: Any, old: Any, new: Any) -> int:

@@ -6,16 +6,17 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from compressor.errors import UserInputError
 from harness.onnx_graph.calls import Calls
 from harness.onnx_graph.child_processes import Channel
 from harness.onnx_graph.passes import resolve_skips
+from harness.onnx_graph.supervision import Ended, supervise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,10 +37,12 @@ def run(args: argparse.Namespace) -> int:
         args: as declared by `add_arguments`.
 
     Returns:
-        0 when it ended well and an optimizer was called; 2 when it failed or no call was seen.
+        0 when it ended well, an optimizer that has one of the passes was called, and every program that called one was reached;
+        otherwise 2.
 
     Raises:
         UserInputError: no command, one that does not exist, or a pass that no optimizer knows.
+        HarnessError: this system does not let a command be watched.
     """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
@@ -47,33 +50,35 @@ def run(args: argparse.Namespace) -> int:
     if shutil.which(command[0]) is None:
         raise UserInputError(f"run: there is no command {command[0]!r}; give its path, or start it with `python`")
     skips = resolve_skips([name.strip() for name in args.skip.split(",") if name.strip()])
-    code, calls = _run(command, skips)
+    ended, calls = _run(command, skips)
     if args.json is not None:
-        report = {"command": command, "exit_code": code, "skips": skips, "calls": [call.to_dict() for call in calls]}
+        found = {"calls": [call.to_dict() for call in calls], "unseen": [asdict(one) for one in ended.unseen]}
+        report = {"command": command, "exit_code": ended.code, "skips": skips} | found
         args.json.write_text(json.dumps(report, indent=1, sort_keys=True), encoding="utf-8")
-    return _conclude(command, code, calls)
+    return _conclude(command, ended, calls, skips)
 
 
-def _run(command: Sequence[str], skips: dict[str, tuple[str, ...]]) -> tuple[int, Calls]:
+def _run(command: Sequence[str], skips: dict[str, tuple[str, ...]]) -> tuple[Ended, Calls]:
     folder = Path(tempfile.mkdtemp(prefix="forced-skips-"))
     try:
         channel = Channel(folder)
         channel.open(skips, keep_graphs=False)
-        code = subprocess.run(command, env=os.environ | channel.environment(), check=False).returncode
-        return code, Calls(channel.received(None))
+        ended = supervise(command, os.environ | channel.environment(), skips, channel.reached, channel.forget)
+        return ended, Calls(channel.received(None))
     finally:
         shutil.rmtree(folder)
 
 
-def _conclude(command: Sequence[str], code: int, calls: Calls) -> int:
+def _conclude(command: Sequence[str], ended: Ended, calls: Calls, skips: dict[str, tuple[str, ...]]) -> int:
     if calls:
         print(calls.text())
     num_forced = sum(call.changed for call in calls)
     print(f"harness onnx run: {len(calls)} calls of an optimizer, {num_forced} of them with forced skips", flush=True)
-    if code:
-        print(f"harness onnx run: {command[0]} ended with exit code {code}", file=sys.stderr)
-        return 2
-    if not calls:
-        print("harness onnx run: nothing was protected: no Python that the command started called an optimizer", file=sys.stderr)
-        return 2
-    return 0
+    problems = [f"not every call is known: {one.command}: {one.reason}" for one in ended.unseen]
+    if ended.code:
+        problems.append(f"{command[0]} ended with exit code {ended.code}")
+    if not any(call.backend in skips for call in calls):
+        problems.append(f"nothing was protected: no Python that the command started called {' or '.join(skips)}")
+    for problem in problems:
+        print(f"harness onnx run: {problem}", file=sys.stderr)
+    return 2 if problems else 0

@@ -23,23 +23,24 @@ class SessionGraphs:
         self._original: Any = None
         self._pending = threading.local()
 
-    def install(self, native: Any, wanted: Callable[[], bool]) -> None:
+    def install(self, native: Any, wanted: Callable[[bool], bool]) -> None:
         """Patch the constructor of the native session.
 
         Args:
             native: the native class.
-            wanted: whether a session that is made now will be judged.
+            wanted: (whether it writes its optimized graph) to whether a session that is made now will be judged.
         """
         if self._native is not None:
             return
         original = native.__init__
 
         def construct(session: Any, options: Any, model: Any, *rest: Any) -> None:
-            if not wanted():
-                original(session, options, model, *rest)
-                return
             self._discard()
             given = options.optimized_model_filepath
+            self._pending.writes = bool(given)
+            if not wanted(bool(given)):
+                original(session, options, model, *rest)
+                return
             target = given or str(Path(tempfile.mkdtemp(prefix="session-graph-")) / "optimized.onnx")
             self._pending.graphs = (session, model, target, not given)
             options.optimized_model_filepath = target
@@ -57,6 +58,10 @@ class SessionGraphs:
             self._native.__init__ = self._original
             self._native = self._original = None
         self._discard()
+
+    def writes(self) -> bool:
+        """Whether the session that was made last in this thread writes its optimized graph to a file."""
+        return getattr(self._pending, "writes", False)
 
     def graphs(self, session: Any) -> tuple[Any, Any]:
         """Give the graphs of a session that has been initialized in this thread.

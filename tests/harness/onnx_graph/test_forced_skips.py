@@ -71,7 +71,7 @@ def test_child_processes_are_reached_and_their_calls_come_back(
 def test_an_interpreter_that_ignores_the_environment_escapes_and_that_is_an_error(
     third_party: ModuleType, attention_graph: onnx.ModelProto, tmp_path: Path
 ) -> None:
-    with pytest.raises(HarnessError, match="no call of an optimizer was seen"), forced_skips(*FUSIONS, subprocesses=True):
+    with pytest.raises(HarnessError, match="no call of onnxsim or onnxoptimizer was seen"), forced_skips(*FUSIONS, subprocesses=True):
         third_party.escapes(attention_graph, tmp_path)
 
 
@@ -231,3 +231,75 @@ def test_the_effective_passes_are_those_after_first_use() -> None:
     assert len(passes.sha256) == 64 and passes.to_dict()["version"] == passes.version
     assert {"ConstantFolding", "AttentionFusion", "MatMulNBitsFusion"} <= effective_passes("ort").known
     assert set(installed_backends()) >= {"onnxsim", "ort"}
+
+
+def _with_a_constant_branch(graph: onnx.ModelProto) -> onnx.ModelProto:
+    """As TorchScript exports are: a size that is computed from constants, which onnxsim folds by running them in onnxruntime."""
+    graph.graph.node.insert(0, onnx.helper.make_node("ConstantOfShape", ["sizes"], ["zeros"]))
+    graph.graph.node.insert(1, onnx.helper.make_node("Add", ["x", "zeros"], ["shifted"]))
+    graph.graph.initializer.append(onnx.helper.make_tensor("sizes", onnx.TensorProto.INT64, [1], [32]))
+    graph.graph.node[2].input[0] = "shifted"
+    return graph
+
+
+def test_sessions_that_an_optimizer_opens_for_itself_are_neither_judged_nor_counted(
+    attention_graph: onnx.ModelProto,
+) -> None:
+    import onnxsim
+
+    from harness import SeparateQKV
+
+    opened = []
+    graph = _with_a_constant_branch(attention_graph)
+    for skips in (FUSIONS, (*FUSIONS, "ConstantFolding")):
+        with forced_skips(*skips, on_call=SeparateQKV()) as calls:
+            kept, equal = onnxsim.simplify(graph, check_n=1)
+            opened.append(equal)
+        assert [call.backend for call in calls] == ["onnxsim"]
+        assert _num_square(kept) == 4
+    assert opened == [True, True]
+
+
+@pytest.mark.parametrize(("skips", "writes", "counted"), [(FUSIONS, False, 0), (FUSIONS, True, 1), (("ConstantFolding",), False, 1)])
+def test_a_session_counts_where_it_writes_its_graph_or_has_one_of_the_passes(
+    attention_graph: onnx.ModelProto, tmp_path: Path, skips: tuple[str, ...], writes: bool, counted: int
+) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    options = ort.SessionOptions()
+    if writes:
+        options.optimized_model_filepath = str(tmp_path / "written.onnx")
+    with forced_skips(*skips, on_call=KeepsSquares(), require_call=False) as calls:
+        ort.InferenceSession(attention_graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    assert len(calls) == counted
+
+
+def test_a_call_of_an_optimizer_without_the_pass_is_no_protection(attention_graph: onnx.ModelProto) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    with pytest.raises(HarnessError, match="no call of onnxsim or onnxoptimizer was seen, so fuse_qkv protected"), forced_skips("fuse_qkv"):
+        ort.InferenceSession(attention_graph.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("hold", [lambda function: (function, 1), lambda function: {function}], ids=["tuple", "set"])
+def test_a_holder_that_cannot_be_changed_is_an_error_and_everything_is_restored(hold: Any) -> None:
+    before = _native_functions()
+    held = hold(before["simplify"])
+    with pytest.raises(HarnessError, match=f"held by what cannot be changed .*{type(held).__name__}"), forced_skips("fuse_qkv"):
+        pytest.fail("the context was entered")
+    assert _native_functions() == before
+
+
+@pytest.mark.filterwarnings("ignore:nanobind. type .* was already registered:RuntimeWarning")
+def test_a_copy_of_the_extension_loaded_before_the_context_is_reached(
+    third_party: ModuleType, attention_graph: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    wrapper = third_party.onnxsim.onnx_simplifier
+    spec = importlib.util.spec_from_file_location("mine.onnxsim_cpp2py_export", wrapper.C.__file__)
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    monkeypatch.setattr(wrapper, "C", copy)
+    with forced_skips(*FUSIONS):
+        assert _num_square(third_party.attribute(attention_graph, tmp_path)) == 4
+    assert _num_square(third_party.attribute(attention_graph, tmp_path)) == 1
