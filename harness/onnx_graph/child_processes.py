@@ -90,10 +90,13 @@ class Channel:
                     os.environ[key] = value
 
     def reached(self, process: int) -> bool:
-        """Whether a process has run the hook.
+        """Say whether a process has run the hook.
 
         Args:
             process: identifier.
+
+        Returns:
+            Whether it has, since `forget`.
         """
         return self._sign(process).exists()
 
