@@ -80,8 +80,10 @@ class CallRouter:
             names: modules inside it.
         """
         self.closed.add(target)
+        module = self._model.get_submodule(target)
+        self._target_names[module] = target  # a modifier may have replaced it, or put a module around it; forwards may hold either one
         if self.repeated:
-            self.weights.fix(target, self._model.get_submodule(target))
+            self.weights.fix(target, module)
         known = set(self._watched_names.values()).intersection(names)
         self._stage_of |= dict.fromkeys(known, target)
         self.watch(known)
@@ -161,7 +163,7 @@ class CallRouter:
         if sample.replays is not None:
             return self._call_in_replay(sample, module, args, kwargs)
         self._note_call(sample, module)
-        target = self._target_to_pause_at(sample, module)
+        target = self._target_of(sample, module)
         if target is None:
             return self._call(module, *args, **kwargs)
         if target in self.closed:
@@ -190,22 +192,20 @@ class CallRouter:
         if sample.inside is not None:
             sample.calls[name] += 1
 
-    def _target_to_pause_at(self, sample: Sample, module: nn.Module) -> str | None:
+    def _target_of(self, sample: Sample, module: nn.Module) -> str | None:
         target = self._target_names.get(module)
         if target is None or sample.inside is not None:
             return None
         if sample.closing:
             raise GreenletExit
-        if target not in self.closed or target in self.repeated:
-            return target
-        if target in self.calibrated:
+        if target in self.closed and target in self.calibrated and target not in self.repeated:
             sample.escape(
                 TracingError(
                     f"{target or 'the model'}: batch {sample.index} calls this sequential target again after its stage, so its statistics "
                     f"would miss this call; {_NO_REWIND}"
                 )
             )
-        return None
+        return target
 
     def _call_target(self, sample: Sample, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Wait at a target; call it for calibration as often as asked, then for real. Runs inside the sample."""

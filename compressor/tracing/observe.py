@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from compressor.data.collate import Batch, call_model
 from compressor.errors import CompressorError, TracingError
+from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.isolation import TorchState, foreign_random
 from compressor.tracing.order import Trail
@@ -49,15 +51,25 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
 
     Returns:
         A name for each call, in order, and whether random numbers were drawn elsewhere than in torch.
+
+    Raises:
+        TracingError: the forward raised something, or uses weights outside of their targets.
     """
     trail: list[str] = []
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(*args: object) -> None:
-            del args
+    weights = ForeignWeights(model, cut.targets, pauses=True)
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             trail.append(name)
+            weights.look(None, args, kwargs)
+            weights.enter(name)
+            weights.inside = name
 
         return hook
+
+    def leave(*args: object) -> None:
+        weights.inside = None
 
     state = TorchState.current(foreign=True)
     random.seed(_UNUSUAL_SEED)  # a forward that seeds the generators would else end in the state in which the last one ended
@@ -66,12 +78,27 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
     try:
         with ExitStack() as hooks, without_traces(), torch.no_grad():
             for name, module in cut.targets.items():
-                hooks.callback(module.register_forward_pre_hook(note(name)).remove)
-            plain_forward(model, batch)
+                hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            with _Looking(weights):
+                plain_forward(model, batch)
             draws = foreign_random() != before
+        weights.check()
         return Trail(tuple(trail), foreign_random=draws)
     finally:
         state.restore()
+
+
+class _Looking(TorchFunctionMode):
+    """Shows every torch call of a forward to those who look for weights."""
+
+    def __init__(self, weights: ForeignWeights) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._weights.look(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def plain_forward(model: nn.Module, batch: Batch) -> Any:

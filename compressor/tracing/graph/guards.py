@@ -6,7 +6,7 @@ A guard over a value that a target computes can never be decided in advance, bec
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class GuardPlan:
         entry: nodes that must run to check the guards over the inputs, in program order.
         by_shape: all guards depend on the shapes of the inputs only.
         late_shapes: guards over shapes behind a target.
-        late_values: guards over values that a target computes.
+        late_values: guards over values that a target computes, or over its weights.
     """
 
     entry: tuple[fx.Node, ...]
@@ -63,7 +63,9 @@ def plan_guards(program: Program, groups: Sequence[str]) -> GuardPlan:
         needs = needed_for([node], nodes)
         behind = any(one.op == "call_module" and one.target in targets for one in needs)
         sources = _value_sources(node, {used: [one for one in those if one in needs] for used, those in writers.items()})
-        if not behind:
+        if any(_is_of(one, targets) for one in sources):
+            late_values.append(node)
+        elif not behind:
             early.append(node)
             by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
         elif node.meta["guard"] == "structure" and _is_of_module(node):
@@ -77,6 +79,11 @@ def plan_guards(program: Program, groups: Sequence[str]) -> GuardPlan:
             late_shapes.append(node)
             by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
     return GuardPlan(tuple(needed_for(early, nodes)) if early else (), by_shape, tuple(late_shapes), tuple(late_values))
+
+
+def _is_of(node: fx.Node, targets: Collection[str]) -> bool:
+    """True for a weight of a target."""
+    return node.op == "get_attr" and any(str(node.target).startswith(f"{target}.") for target in targets)
 
 
 def _is_of_module(node: fx.Node) -> bool:

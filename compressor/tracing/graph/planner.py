@@ -205,7 +205,7 @@ class GraphPlanner:
             if self._add_leaf(node.meta["frames"], program.busy, f"absorbed a guard at {node.args[2]} on a value that a target computes"):
                 return None
             raise TracingError(
-                f"{node.args[2]}: Python decides by a value that a sequential target computes ({node.args[1]!r} when traced), and "
+                f"{node.args[2]}: Python decides by a value that a sequential target computes or holds ({node.args[1]!r} when traced), and "
                 'compression changes it; only engine="suspend" can follow'
             )
         self.variants.append(Variant(len(self.variants), program, guards))

@@ -47,6 +47,7 @@ def record(
             output = _run(model, given)
             with recorder.opaque():
                 recorder.surroundings.check()
+                recorder.weights.check()
                 encoded = recorder.encoder.encode(output)
             reassigned = {f"{recorder.names.get(id(module), '?')}.{name}".lstrip(".") for module, name in values.noted()}
     finally:

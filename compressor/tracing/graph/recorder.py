@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.binding import Binder
 from compressor.tracing.graph.calls import call_form, constant_query, pins_result, refused_call, writes_by_name
 from compressor.tracing.graph.encoding import Encoder
@@ -38,6 +39,7 @@ class Recorder(Numbers, TorchFunctionMode):
         busy: code of the functions that called a target; none of them can become a leaf.
         written: storages that recorded calls have written to.
         surroundings: what the forward does besides calling torch and modules.
+        weights: whether it uses weights outside of their targets.
     """
 
     def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module]) -> None:
@@ -62,6 +64,7 @@ class Recorder(Numbers, TorchFunctionMode):
         self._pinned: set[tuple[fx.Node, str]] = set()
         self._ambient = Modes.current()
         self.surroundings = Surroundings(model)
+        self.weights = ForeignWeights(model, targets, pauses=False)
 
     # Making nodes
 
@@ -136,6 +139,9 @@ class Recorder(Numbers, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a torch call of the code between targets; run every other one as it is."""
         kwargs = kwargs or {}
+        if not self.inside or self._owner is not None:
+            self.weights.inside = self._owner
+            self.weights.look(func, args, kwargs)
         if self.inside:
             return func(*args, **kwargs)
         with self.opaque():
@@ -217,6 +223,7 @@ class Recorder(Numbers, TorchFunctionMode):
             return call(module, *args, **kwargs)
         target = self.targets.get(id(module))
         if target is not None:
+            self.weights.enter(target)
             self.busy |= {frame.code for frame in current_frames()}
         self.calls.append((name, target, len(self.graph.nodes)))
         path = name or "_root"
@@ -257,6 +264,8 @@ class Recorder(Numbers, TorchFunctionMode):
     def _call_whole(self, run: Any, args: Any, kwargs: Any, emit: Callable[[Any, Any, frozenset[int]], fx.Node], owner: str) -> Any:
         """Record a call whose inside is not recorded, with the helper objects that it may change."""
         with self.opaque():
+            self.weights.inside = None
+            self.weights.look(None, args, kwargs)
             plain_args, plain_kwargs = plain_tree(args), plain_tree(kwargs)
             self.run_objects.before((args, kwargs), (plain_args, plain_kwargs))
             context = self.surroundings.context(self)

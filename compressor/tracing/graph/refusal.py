@@ -48,7 +48,7 @@ class Refusal(TracingError):
 
 
 class Unrepeatable(TracingError):
-    """The forward changes what all samples share, so that no engine can call a target twice."""
+    """The forward changes what all samples share, or uses weights outside of their targets: no engine can run it in stages."""
 
 
 class SwallowedTarget(Refusal):

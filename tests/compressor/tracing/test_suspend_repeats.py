@@ -351,9 +351,16 @@ class Swapping(Model):
         return x
 
 
-@pytest.mark.parametrize("kind", [Global, Swapping])
-def test_forwards_that_notice_each_other_are_refused_before_the_first_stage(kind: type[nn.Module]) -> None:
-    model = made(kind)
+def test_weights_that_are_swapped_around_a_layer_are_refused_because_they_are_made_before_it_is_compressed() -> None:
+    model = made(Swapping)
+    before = {name: (value, value.clone()) for name, value in model.named_parameters()}
+    with pytest.raises(TracingError, match=r"layers.0.0.weight is used outside of layers.0, the sequential target that it belongs to"):
+        trace(model, batches(), TARGETS, engine="suspend")
+    assert all(value is before[name][0] and torch.equal(value, before[name][1]) for name, value in model.named_parameters())
+
+
+def test_forwards_that_notice_each_other_are_refused_before_the_first_stage() -> None:
+    model = made(Global)
     before = {name: (value, value.clone()) for name, value in model.named_parameters()}
     plan = trace(model, batches(1), TARGETS, engine="suspend")
     with pytest.raises(TracingError, match="forwards that take turns do not give what each gives alone"):

@@ -1,0 +1,271 @@
+"""Weights of a target that are used outside of it: right in every stage and at the end, or refused before anything is compressed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from compressor.data.collate import Batch, call_model
+from compressor.errors import TracingError
+from compressor.tracing import Engine, trace
+
+WIDTH = 4
+TARGETS = ["re:layers[.][0-9]$"]
+ENGINES: tuple[Engine, ...] = ("graph", "suspend", "auto")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.peers: tuple[nn.ModuleList, ...] = ()
+        self.reads = -1
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        x = torch.relu(self.lin(x)) + x
+        if self.reads >= 0:
+            x = functional.linear(x, self.peers[0][self.reads].lin.weight)  # type: ignore[union-attr, arg-type]
+        return x + sum(one.mean() for one in more)
+
+
+class Model(nn.Module):
+    """Four layers, and a way around them."""
+
+    def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.way = way
+        for layer in self.layers:
+            layer.peers = (self.layers,)  # type: ignore[assignment]
+        self.layers[0].reads = 3 if way is first_reads_last else -1  # type: ignore[assignment]
+        self.layers[3].reads = 0 if way is last_reads_first else -1  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
+
+    def through(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def weight(model: Any, index: int = 2) -> Tensor:
+    return model.layers[index].lin.weight
+
+
+def held(model: Any, x: Tensor) -> Tensor:
+    lin = model.layers[1].lin
+    return model.through(x) + lin.weight.sum()
+
+
+def in_between(model: Any, x: Tensor) -> Tensor:
+    total: Any = 0
+    for layer in model.layers:
+        x = layer(x)
+        total = total + layer.lin.weight.square().sum()
+    return x + total
+
+
+def around(model: Any, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = torch.func.functional_call(layer, {name: value * 2 for name, value in layer.named_parameters()}, (x,))
+    return x
+
+
+def first_reads_last(model: Any, x: Tensor) -> Tensor:
+    return model.through(x)
+
+
+def last_reads_first(model: Any, x: Tensor) -> Tensor:
+    return model.through(x)
+
+
+def with_early(make: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def way(model: Any, x: Tensor) -> Tensor:
+        made = make(model, x)
+        return model.through(x) + made
+
+    return way
+
+
+def early_variable(model: Any, x: Tensor) -> Tensor:
+    early = weight(model)
+    return functional.linear(model.through(x), early)
+
+
+def early_guard(model: Any, x: Tensor) -> Tensor:
+    return model.through(x + 1 if weight(model).sum() > -100 else x)
+
+
+def late_guard(model: Any, x: Tensor) -> Tensor:
+    x = model.through(x)
+    return x + 1 if weight(model).frac().abs().max() > 0 else x
+
+
+# way: the model's forward, and the engines that follow it
+WAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "a product": (with_early(lambda model, x: functional.linear(x, weight(model))), ""),
+    "a sum": (with_early(lambda model, x: weight(model).sum()), ""),
+    "an alias": (with_early(lambda model, x: weight(model).data.abs().max()), ""),
+    "a number": (with_early(lambda model, x: x * weight(model).max().item()), ""),
+    "numpy": (with_early(lambda model, x: x * float(weight(model).detach().numpy().sum())), ""),
+    "all parameters": (with_early(lambda model, x: x * sum(one.sum() for one in model.layers[2].parameters())), ""),
+    "the state dict": (with_early(lambda model, x: model.state_dict()["layers.2.lin.weight"].sum()), ""),
+    "a list of weights": (with_early(lambda model, x: torch.stack([weight(model, 1), weight(model, 2)]).sum()), ""),
+    "the module inside": (with_early(lambda model, x: model.layers[2].lin(x)), ""),
+    "an argument": (lambda model, x: model.layers[1](model.through(model.layers[0](x, weight(model, 3)))), ""),
+    "another layer, early": (first_reads_last, ""),
+    "around the call": (around, ""),
+    "a guard before": (early_guard, ""),
+    "a guard behind": (late_guard, ""),
+    "a variable": (early_variable, "graph auto"),
+    "a module in a variable": (held, "graph auto"),
+    "behind its own layer": (in_between, "graph auto"),
+    "another layer, late": (last_reads_first, "graph suspend auto"),
+    "shape and type": (
+        with_early(
+            lambda model, x: x.to(weight(model).dtype).type_as(weight(model)) * weight(model).shape[0] + torch.zeros_like(weight(model))[0]
+        ),
+        "graph suspend auto",
+    ),
+}
+
+
+class Rounded(nn.Module):
+    """What a modifier puts in the place of a linear layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.round(linear.weight.detach() * 4) / 4), linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Wrapped(nn.Module):
+    """What a modifier puts around a layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args) * 0.5
+
+
+def write(model: nn.Module, name: str) -> None:
+    model.get_submodule(name).lin.weight.detach().mul_(0.5)  # type: ignore[union-attr, operator]
+
+
+def swap_inside(model: nn.Module, name: str) -> None:
+    layer: Any = model.get_submodule(name)
+    layer.lin = Rounded(layer.lin)
+
+
+def replace(model: Any, name: str) -> None:
+    made: Any = copy.deepcopy(model.get_submodule(name))
+    made.lin = Rounded(made.lin)
+    model.layers[int(name[-1])] = made
+
+
+def wrap(model: Any, name: str) -> None:
+    model.layers[int(name[-1])] = Wrapped(model.get_submodule(name))
+
+
+def check_stages(model: nn.Module, engine: Engine, compress: Callable[[Any, str], None]) -> None:
+    """Compress stage by stage: targets are handed what plain forwards of the model as it then is hand them; the end is the plain end."""
+    generator = torch.Generator().manual_seed(0)
+    given: list[Batch] = [(torch.randn(rows, WIDTH, generator=generator),) for rows in (2, 3, 1)]
+    with trace(model, given, TARGETS, engine=engine).run(given, keep_outputs=True) as run:
+        for stage in run:
+            plain, seen = copy.deepcopy(model), dict[str, list[Tensor]](plain=[], staged=[])
+            for which, one in (("plain", plain), ("staged", model)):
+                handle = one.get_submodule(stage.name).register_forward_pre_hook(
+                    lambda module, args, to=seen[which]: to.append(args[0].clone())
+                )
+                with torch.no_grad():
+                    for batch in given if which == "plain" else ():
+                        call_model(plain, batch)
+                    if which == "staged":
+                        stage.rehearse()
+                handle.remove()
+            assert len(seen["plain"]) == len(seen["staged"]) > 0
+            assert all(map(torch.equal, seen["plain"], seen["staged"])), stage.name
+            compress(model, stage.name)
+            stage.propagate()
+    with torch.no_grad():
+        assert all(torch.equal(got, call_model(model, batch)) for got, batch in zip(run.outputs, given, strict=True))
+
+
+def made(way: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(way).eval()
+
+
+@pytest.mark.parametrize("compress", [write, swap_inside, replace])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_outside_of_their_target_are_followed_or_refused(way: str, compress: Callable[[Any, str], None]) -> None:
+    forward, right = WAYS[way]
+    for engine in ENGINES:
+        if engine in right.split():
+            check_stages(made(forward), engine, compress)
+        else:
+            with pytest.raises(TracingError, match=r"is used outside of layers|numpy round trip|or holds"):
+                check_stages(made(forward), engine, compress)
+
+
+def test_the_error_names_line_weight_and_target() -> None:
+    told = r"^test_foreign_weights.py:[0-9]+: layers.2.lin.weight is used outside of layers.2, the sequential target that it belongs to"
+    with pytest.raises(TracingError, match=told):
+        check_stages(made(WAYS["a sum"][0]), "auto", write)
+
+
+class Tied(Model):
+    """A weight that is also a module's outside of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda model, x: model.through(x @ model.table.weight))
+        self.table = nn.Linear(WIDTH, WIDTH)
+        self.layers[3].lin.weight = self.table.weight  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_weight_that_is_tied_to_a_module_outside_may_be_used_there(engine: Engine) -> None:
+    torch.manual_seed(0)
+    check_stages(Tied().eval(), engine, swap_inside)
+
+
+def again(order: tuple[int, ...]) -> Callable[[Any, Tensor], Tensor]:
+    def way(model: Any, x: Tensor) -> Tensor:
+        for index in order:
+            x = model.layers[index](x)
+        return x
+
+    return way
+
+
+def listed(model: Any, x: Tensor) -> Tensor:
+    for layer in [*model.layers, *model.layers]:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("compress", [write, swap_inside, replace, wrap])
+@pytest.mark.parametrize("way", [again((0, 1, 0, 2, 3)), again((0, 0, 1, 2, 3, 1)), again((0, 1, 2, 3, 0, 1, 2, 3)), listed])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_target_that_is_replaced_and_called_again_is_called_as_it_is_now(engine: Engine, way: Any, compress: Any) -> None:
+    model = made(way)
+    generator = torch.Generator().manual_seed(0)
+    given: list[Batch] = [(torch.randn(rows, WIDTH, generator=generator),) for rows in (2, 3)]
+    with trace(model, given, TARGETS, engine=engine).run(given, keep_outputs=True) as run:
+        for stage in run:
+            compress(model, stage.name)
+            stage.propagate()
+    with torch.no_grad():
+        assert all(torch.equal(got, call_model(model, batch)) for got, batch in zip(run.outputs, given, strict=True))
