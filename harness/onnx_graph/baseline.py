@@ -147,4 +147,4 @@ def describe(block: Block) -> str:
     if block.status is Status.ABSORBED:
         return f"absorbed by {block.operator} {block.anchor}"
     layers = {id(one.node): f"{one.op} {one.name} [{one.shape[0]}, {one.shape[1]}]" for role in ROLES for one in block.projections[role]}
-    return f"{block.status.value}: {', '.join(layers.values()) or block.note or 'no linear layer'}"
+    return f"{block.status.value}: {'; '.join(filter(None, [', '.join(layers.values()), block.note])) or 'no linear layer'}"

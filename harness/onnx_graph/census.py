@@ -17,8 +17,13 @@ from typing import Any
 import onnx_ir as ir
 
 from harness.onnx_graph.constants import Constants
+from harness.onnx_graph.flow import PACKED_ATTENTION, PROJECTED_ATTENTION, FlowMap, Shapes, is_opaque, operands
 from harness.onnx_graph.graph import GraphView, domain, label, load_graph
+from harness.onnx_graph.products import SOFTMAX, Products, is_matrix_product, shown
 from harness.onnx_graph.projections import Projection, find_projection
+from harness.onnx_graph.score_axes import ScoreAxes
+from harness.onnx_graph.streams import Streams
+from harness.onnx_graph.unread import find_unread
 
 ROLES = ("q", "k", "v")
 
@@ -32,6 +37,7 @@ class Status(StrEnum):
     ABSORBED = "ABSORBED"
     MISSING = "MISSING"
     AMBIGUOUS = "AMBIGUOUS"
+    UNKNOWN = "UNKNOWN"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +46,13 @@ class Block:
 
     Attributes:
         index: position among the blocks of the graph.
-        kind: `self`, or `cross` where K and V come from another activation than Q.
-        operator: `Softmax`, or the fused attention operator.
+        kind: `self`, or `cross` where K or V come from another activation than Q.
+        operator: `Softmax`, the fused attention operator, or the last product of a block of unknown roles.
         anchor: name of that node.
         projections: the linear layers that each role comes from; exactly one where the graph is clear.
-        absorbed: the operator holds the packed weight itself.
-        note: why the block is ambiguous or a role is missing; else empty.
+        status: how they lie.
+        note: why a role is missing or not clear, or what is unusual; else empty.
+        leading: the layers that lead to a block of unknown roles.
     """
 
     index: int
@@ -53,22 +60,9 @@ class Block:
     operator: str
     anchor: str
     projections: Mapping[str, tuple[Projection, ...]]
-    absorbed: bool = False
+    status: Status
     note: str = ""
-
-    @property
-    def status(self) -> Status:
-        """How the projections lie."""
-        if self.absorbed:
-            return Status.ABSORBED
-        counts = [len(self.projections[role]) for role in ROLES]
-        if self.note and not all(counts):
-            return Status.AMBIGUOUS if "subgraph" in self.note else Status.MISSING
-        if not all(counts):
-            return Status.MISSING
-        if max(counts) > 1:
-            return Status.AMBIGUOUS
-        return {3: Status.SEPARATE, 2: Status.PARTLY_FUSED, 1: Status.FUSED}[len({self.projections[role][0].node for role in ROLES})]
+    leading: tuple[Projection, ...] = ()
 
     def projection(self, role: str) -> Projection | None:
         """Return the layer of a role, None where there is not exactly one."""
@@ -83,14 +77,45 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
+class Comparison:
+    """A product of two activations that only leaves the graph, as the logits of CLIP: it mixes nothing, and nobody says what it means.
+
+    Attributes:
+        operator: of the product.
+        anchor: its name.
+        layers: the linear layers that lead to it.
+    """
+
+    operator: str
+    anchor: str
+    layers: tuple[Projection, ...]
+
+    def text(self) -> str:
+        """Return one line, for people."""
+        return f"{self.operator} {self.anchor} multiplies two activations and only leaves the graph; fed by {_shown(self.layers)}"
+
+
+@dataclass(frozen=True, eq=False)
 class Census:
-    """All blocks of a graph, in its order.
+    """All blocks of a graph, in its order; those of unknown roles come last.
 
     Attributes:
         blocks: may be empty: then there is no attention, which no contract takes for a pass.
+        comparisons: products that are no attention and not read.
     """
 
     blocks: tuple[Block, ...]
+    comparisons: tuple[Comparison, ...] = ()
+
+    @property
+    def read(self) -> tuple[Block, ...]:
+        """Blocks that are known to be attention."""
+        return tuple(block for block in self.blocks if block.status is not Status.UNKNOWN)
+
+    @property
+    def unknown(self) -> tuple[Block, ...]:
+        """What mixes activations like attention and is not read."""
+        return tuple(block for block in self.blocks if block.status is Status.UNKNOWN)
 
     @property
     def counts(self) -> Counter[str]:
@@ -100,36 +125,27 @@ class Census:
     def to_dict(self) -> dict[str, Any]:
         """Return the census as JSON types."""
         blocks = [block.to_dict() for block in self.blocks]
-        return {"num_blocks": len(blocks), "counts": dict(sorted(self.counts.items())), "blocks": blocks}
+        comparisons = [{"operator": one.operator, "anchor": one.anchor} for one in self.comparisons]
+        return {"num_blocks": len(blocks), "counts": dict(sorted(self.counts.items())), "blocks": blocks, "comparisons": comparisons}
 
     def text(self) -> str:
         """Return one line per block, for people."""
         lines = []
         for block in self.blocks:
-            roles = (
-                "; ".join(f"{role} {_shown(block.projections[role])}" for role in ROLES) if not block.absorbed else "packed in the operator"
-            )
+            roles = "; ".join(f"{role} {_shown(block.projections[role])}" for role in ROLES)
+            shown_roles = {Status.ABSORBED: "packed in the operator", Status.UNKNOWN: "roles unknown"}.get(block.status, roles)
             note = f" ({block.note})" if block.note else ""
-            lines.append(f"block {block.index} {block.kind:5} {block.operator:20} {block.status.value:12} {roles}{note}")
-        return "\n".join(lines) or "no attention block was found"
+            lines.append(f"block {block.index} {block.kind:5} {block.operator:20} {block.status.value:12} {shown_roles}{note}")
+        return "\n".join([*(lines or ["no attention block was found"]), *(f"not read: {one.text()}" for one in self.comparisons)])
 
 
-_TWO_ACTIVATIONS = frozenset(
-    {"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat"}
-)
-_SOFTMAX = frozenset({"Softmax", "QLinearSoftmax", "BiasSoftmax"})
+_MAX_SHOWN = 6
 _AFTER_SOFTMAX = frozenset(
     (
         *("Cast", "Dropout", "Identity", "Where", "Mul", "QuantizeLinear", "DequantizeLinear"),
-        *("Reshape", "Transpose", "Expand", "Slice", "Squeeze"),
+        *("Reshape", "Transpose", "Expand", "Slice", "Squeeze", "Unsqueeze"),
     )
 )
-_HOLDS_WEIGHT = frozenset({"Attention", "QAttention", "PackedAttention", "DecoderMaskedSelfAttention", "LongformerAttention"})
-"""Operators of com.microsoft whose second input is the packed weight."""
-_TAKES_PROJECTED = frozenset(
-    {"MultiHeadAttention", "GroupQueryAttention", "PackedMultiHeadAttention", "DecoderMaskedMultiHeadAttention", "SparseAttention"}
-)
-_SAME_ACTIVATION = frozenset({"Identity", "Cast", "Reshape", "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Dropout"})
 
 
 def census(model: Any) -> Census:
@@ -147,73 +163,163 @@ def census(model: Any) -> Census:
     return _Search(GraphView(load_graph(model))).run()
 
 
+@dataclass(frozen=True, eq=False)
+class _Role:
+    """Where one of Q, K and V comes from.
+
+    Attributes:
+        layers: the first linear layers behind it.
+        unread: nodes behind it that cannot be followed.
+    """
+
+    layers: tuple[Projection, ...]
+    unread: tuple[ir.Node, ...] = ()
+
+
 class _Search:
     """One walk over one graph."""
 
     def __init__(self, view: GraphView) -> None:
         self._view = view
-        self._constants = Constants(view)
+        self._constants, self._flow, self._shapes = Constants(view), FlowMap(view), Shapes(view)
+        self._products = Products(view, self._flow, self._shapes)
+        self._streams = Streams(view, self._flow, self._products)
         self._projections: dict[ir.Node, Projection | None] = {}
         self._blocks: list[Block] = []
+        self._read: set[ir.Node] = set()
 
     def run(self) -> Census:
+        softmaxes = [node for node in self._view.nodes if node.op_type in SOFTMAX and not is_opaque(node)]
+        found = {node: triple for node in softmaxes if (triple := self._around(node)) is not None}
+        mixes = Counter(mix for _, several in found.values() for mix in {mix for mix, _ in several})
         for node in self._view.nodes:
-            if domain(node) == "com.microsoft" and node.op_type in _HOLDS_WEIGHT:
-                self._add(node, {role: () for role in ROLES}, absorbed=True)
-            elif node.op_type in _TAKES_PROJECTED or (not domain(node) and node.op_type == "Attention"):
+            is_microsoft = domain(node) == "com.microsoft"
+            if is_microsoft and node.op_type in PACKED_ATTENTION:
+                self._add(node, Status.ABSORBED)
+            elif (is_microsoft and node.op_type in PROJECTED_ATTENTION) or (not domain(node) and node.op_type == "Attention"):
                 self._add_fused(node)
-            elif node.op_type in _SOFTMAX:
-                self._add_decomposed(node)
-        for node in self._view.subgraph_nodes():
-            if node.op_type in _SOFTMAX | _TAKES_PROJECTED | _HOLDS_WEIGHT:
-                self._add(node, {role: () for role in ROLES}, note="it lies inside a subgraph of If, Loop or Scan, which is not followed")
-        return Census(tuple(self._blocks))
+            elif node in found:
+                self._add_decomposed(node, *found[node], shared=any(mixes[mix] > 1 for mix, _ in found[node][1]))
+        self._add_subgraphs()
+        loose = find_unread(self._view, self._flow, self._products, self._read)
+        for group in loose.blocks:
+            self._add_unknown(group)
+        return Census(
+            tuple(self._blocks), tuple(Comparison(node.op_type, label(node), self._leading_to([node])) for node in loose.comparisons)
+        )
+
+    def _around(self, softmax: ir.Node) -> tuple[list[ir.Node], list[tuple[ir.Node, int]]] | None:
+        """The products before and behind a softmax; None for one of a classifier or a router."""
+        scores = self._view.walk_back(softmax.inputs[0], self._products.__contains__, self._products.is_layer)
+        mixes = self._view.walk_forward(softmax.outputs[0], self._products.__contains__, lambda node: node.op_type in _AFTER_SOFTMAX)
+        readable = all(is_matrix_product(node) for node in (*scores, *(mix for mix, _ in mixes)))
+        return (scores, mixes) if scores and mixes and readable else None
 
     def _add_fused(self, node: ir.Node) -> None:
         inputs = [*node.inputs, None, None][:3]
-        if inputs[1] is None and inputs[2] is None:  # Q, K and V come packed in the first input
-            inputs = [inputs[0]] * 3
-        self._add(node, {role: self._layers(value) for role, value in zip(ROLES, inputs, strict=True)})
+        for position in (1, 2):  # what is left out is packed in the one before
+            inputs[position] = inputs[position] or inputs[position - 1]
+        self._add_roles(node, {role: self._role(value) for role, value in zip(ROLES, inputs, strict=True)})
 
-    def _add_decomposed(self, node: ir.Node) -> None:
-        scores = self._view.walk_back(node.inputs[0], self._joins_two, barrier=self._is_projection)
-        mixes = self._view.walk_forward(node.outputs[0], self._joins_two, lambda below: below.op_type in _AFTER_SOFTMAX)
-        if not scores or not mixes:
-            return  # the softmax of a classifier or a router
+    def _add_decomposed(self, softmax: ir.Node, scores: list[ir.Node], mixes: list[tuple[ir.Node, int]], shared: bool) -> None:
         mix, position = mixes[0]
-        left, right = self._view.data_inputs(scores[0])
-        others = [value for value in self._view.data_inputs(mix) if value is not mix.inputs[position]]
-        roles = {"q": self._layers(left), "k": self._layers(right), "v": self._layers(others[0] if others else None)}
-        several = len(scores) > 1 or len({below for below, _ in mixes}) > 1
-        self._add(node, roles, note="several products of two activations meet at this softmax" if several else "")
+        weights = mix.inputs[position]
+        self._read |= {*scores, *(node for node, _ in mixes)}
+        values = [value for value in self._flow.factors(mix) if value is not weights]
+        roles = {"q": _Role(()), "k": _Role(()), "v": self._role(values[0] if values else None)}
+        if len(scores) > 1 or len(mixes) > 1 or shared:
+            self._add(softmax, Status.AMBIGUOUS, _layers(roles), "several products of two activations meet at this softmax")
+            return
+        axes = ScoreAxes(scores[0], self._constants, self._shapes, self._carries)
+        key, summed = axes.key(softmax), axes.summed(mix, weights) if weights is not None else None
+        if key is None or summed is None or key != summed:
+            why = "cannot be followed" if key is None or summed is None else "is not the one that the product with V sums over"
+            self._add(softmax, Status.AMBIGUOUS, _layers(roles), f"the axis of the scores that this softmax runs over {why}")
+            return
+        factors = self._flow.factors(scores[0])
+        roles["q"], roles["k"] = self._role(factors[1 - key]), self._role(factors[key])
+        self._add_roles(softmax, roles)
 
-    def _add(self, node: ir.Node, roles: Mapping[str, tuple[Projection, ...]], absorbed: bool = False, note: str = "") -> None:
-        if not absorbed and not note:
-            empty = [role for role in ROLES if not roles[role]]
-            note = f"no linear layer leads to {', '.join(empty)}" if empty else ""
-        self._blocks.append(Block(len(self._blocks), self._kind(roles), node.op_type, label(node), roles, absorbed, note))
+    def _carries(self, value: ir.Value) -> bool:
+        node = value.producer()
+        return self._flow.is_activation(value) and node is not None and not self._products.ends_walk(node)
 
-    def _layers(self, value: ir.Value | None) -> tuple[Projection, ...]:
-        nodes = self._view.walk_back(value, self._is_projection)
-        return tuple(found for node in nodes if (found := self._projection(node)) is not None)
+    def _add_roles(self, node: ir.Node, found: Mapping[str, _Role]) -> None:
+        layers, notes = self._own(_layers(found))
+        notes += [f"{role.upper()} comes out of {shown(found[role].unread)}, which is not read" for role in ROLES if found[role].unread]
+        counts = [len(layers[role]) for role in ROLES]
+        weights = {layers[role][0].sources for role in ROLES if layers[role]}
+        if not all(counts):
+            status = Status.MISSING
+            empty = [role for role in ROLES if not layers[role]]
+            notes = notes or [f"no linear layer leads to {', '.join(empty)}"]
+        elif max(counts) > 1 or any(role.unread for role in found.values()):
+            status = Status.AMBIGUOUS
+        else:
+            status = {3: Status.SEPARATE, 2: Status.PARTLY_FUSED, 1: Status.FUSED}[len(weights)]
+            if len(weights) < len({layers[role][0].node for role in ROLES}):
+                notes.append("products of their own, on one weight")
+        self._add(node, status, layers, "; ".join(notes))
+
+    def _own(self, layers: dict[str, tuple[Projection, ...]]) -> tuple[dict[str, tuple[Projection, ...]], list[str]]:
+        """Keep the layers that are a role's own: not what feeds another layer of it, nor what another role is projected from."""
+        direct, notes = {}, []
+        for role in ROLES:
+            direct[role] = tuple(one for one in layers[role] if not any(self._feeds(one, other) for other in layers[role]))
+            if passed := [one for one in layers[role] if one not in direct[role]]:
+                notes.append(f"{role.upper()} takes a part from {_shown(passed)}, past its own layer")
+        own = dict(direct)
+        for role in ROLES:
+            above = [other for other in ROLES if other != role and self._all_feed(direct[role], direct[other])]
+            if above:
+                own[role] = ()
+                notes.append(f"{role.upper()} has no linear layer of its own: it is what {above[0].upper()} is projected from")
+        return own, notes
+
+    def _all_feed(self, layers: Sequence[Projection], others: Sequence[Projection]) -> bool:
+        return bool(layers) and all(any(self._feeds(one, other) for other in others) for one in layers)
+
+    def _feeds(self, one: Projection, other: Projection) -> bool:
+        return one.node is not other.node and self._streams.leads(one.node, other.activation)
+
+    def _add_subgraphs(self) -> None:
+        attention = SOFTMAX | PROJECTED_ATTENTION | PACKED_ATTENTION
+        nodes = list(self._view.subgraph_nodes())
+        anchors = [node for node in nodes if node.op_type in attention or is_opaque(node)]
+        for node in anchors or [node for node in nodes if self._view.multiplies_variables(node)]:
+            self._add(node, Status.AMBIGUOUS, note="it lies inside a subgraph of If, Loop or Scan, which is not followed")
+
+    def _add_unknown(self, group: Sequence[ir.Node]) -> None:
+        layers = self._leading_to(group)
+        fed = f", fed by {_shown(layers)}" if layers else ""
+        self._add(group[-1], Status.UNKNOWN, note=f"it mixes activations in a way that is not read: {shown(group)}{fed}", leading=layers)
+
+    def _leading_to(self, nodes: Sequence[ir.Node]) -> tuple[Projection, ...]:
+        found = [one for node in nodes for value in node.inputs for one in self._role(value).layers]
+        return tuple({one.node: one for one in found}.values())
+
+    def _add(
+        self,
+        node: ir.Node,
+        status: Status,
+        layers: Mapping[str, tuple[Projection, ...]] | None = None,
+        note: str = "",
+        leading: tuple[Projection, ...] = (),
+    ) -> None:
+        roles = layers or {role: () for role in ROLES}
+        self._blocks.append(Block(len(self._blocks), self._kind(roles), node.op_type, label(node), roles, status, note, leading))
+
+    def _role(self, value: ir.Value | None) -> _Role:
+        nodes = self._view.walk_back(value, self._products.ends_walk)
+        layers = tuple(found for node in nodes if (found := self._projection(node)) is not None)
+        unread = tuple(node for node in nodes if self._projection(node) is None and (self._flow.factors(node) or not operands(node)))
+        return _Role(layers, unread)
 
     def _kind(self, roles: Mapping[str, Sequence[Projection]]) -> str:
         if any(len(roles[role]) != 1 for role in ROLES):
             return "self"
-        q, k, v = (self._source(roles[role][0].activation) for role in ROLES)
-        return "cross" if k is v and q is not k else "self"
-
-    def _source(self, value: ir.Value) -> ir.Value:
-        """Go back over nodes that leave an activation what it is."""
-        while (node := value.producer()) is not None and node.op_type in _SAME_ACTIVATION and node.inputs[0] is not None:
-            value = node.inputs[0]
-        return value
-
-    def _joins_two(self, node: ir.Node) -> bool:
-        return node.op_type in _TWO_ACTIVATIONS and len(self._view.data_inputs(node)) == 2
-
-    def _is_projection(self, node: ir.Node) -> bool:
-        return self._projection(node) is not None
+        q, k, v = (self._streams.of(roles[role][0].activation) for role in ROLES)
+        return "self" if q is k and q is v else "cross"
 
     def _projection(self, node: ir.Node) -> Projection | None:
         if node not in self._projections:
@@ -221,5 +327,10 @@ class _Search:
         return self._projections[node]
 
 
+def _layers(roles: Mapping[str, _Role]) -> dict[str, tuple[Projection, ...]]:
+    return {role: one.layers for role, one in roles.items()}
+
+
 def _shown(layers: Sequence[Projection]) -> str:
-    return ", ".join(f"{one.op} {one.name} {one.shape[0]}x{one.shape[1]}" for one in layers) or "-"
+    names = [f"{one.op} {one.name} {one.shape[0]}x{one.shape[1]}" for one in layers[:_MAX_SHOWN]]
+    return (", ".join(names) or "-") + (f" and {len(layers) - _MAX_SHOWN} more" if len(layers) > _MAX_SHOWN else "")

@@ -36,6 +36,6 @@ def run(args: argparse.Namespace) -> int:
     found = census(trip.exported(trip.exporters[0]).model)
     print(json.dumps(found.to_dict(), indent=1, sort_keys=True) if args.json else found.text())
     statuses = {block.status for block in found.blocks}
-    if not statuses or statuses & {Status.MISSING, Status.AMBIGUOUS}:
+    if not statuses or statuses & {Status.MISSING, Status.AMBIGUOUS, Status.UNKNOWN}:
         return EXIT_NOT_ANALYSED
     return EXIT_HOLDS if statuses == {Status.SEPARATE} else EXIT_VIOLATED

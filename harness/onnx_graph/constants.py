@@ -51,6 +51,19 @@ class Constants:
             return False
         return any(node.op_type == "DequantizeLinear" for node in self._ancestors(value))
 
+    def sources(self, value: ir.Value) -> frozenset[ir.Value]:
+        """Find what holds a constant: the matrices that it is computed from, or where there are none whatever it is computed from.
+
+        Args:
+            value: a constant.
+
+        Returns:
+            Initializers and outputs of Constants; slices of one packed weight have the same.
+        """
+        made = [one for node in self._ancestors(value) for one in (*node.inputs, *node.outputs)]
+        leaves = [one for one in (value, *made) if one is not None and tensor_of(one) is not None]
+        return frozenset(one for one in leaves if _rank_of(one) > 1) or frozenset(leaves)
+
     def _ancestors(self, value: ir.Value) -> list[ir.Node]:
         """Nodes that a constant is computed from, in the order of the graph."""
         found: set[ir.Node] = set()
@@ -88,6 +101,11 @@ def _evaluated_opsets(imports: Mapping[str, int], nodes: Sequence[onnx.NodeProto
     """The model's own versions, but for DequantizeLinear, which the evaluator has from 19 on, with the meaning that it had before."""
     least = 21 if any(node.op_type == "DequantizeLinear" for node in nodes) else 0
     return [onnx.helper.make_opsetid(name, version if name else max(version, least)) for name, version in imports.items()]
+
+
+def _rank_of(value: ir.Value) -> int:
+    held = tensor_of(value)
+    return 0 if held is None else held.ndim
 
 
 def _named(value: ir.Value) -> onnx.TensorProto:

@@ -113,7 +113,7 @@ class GraphView:
 
     def _mark(self, node: ir.Node) -> None:
         """Decide for the outputs of one node; its inputs come earlier, for graphs are sorted."""
-        constant = node.op_type not in _RANDOM and not _has_subgraph(node) and all(self.is_constant(value) for value in node.inputs)
+        constant = node.op_type not in _RANDOM and not has_subgraph(node) and all(self.is_constant(value) for value in node.inputs)
         for output in node.outputs:
             self._constant[output] = constant
 
@@ -216,6 +216,26 @@ class GraphView:
             if node not in main:
                 yield node
 
+    def multiplies_variables(self, node: ir.Node) -> bool:
+        """Whether a node of a subgraph multiplies two matrices neither of which is a constant.
+
+        Args:
+            node: of any graph.
+
+        Returns:
+            True for a MatMul, Gemm or Einsum of two values that are computed or given.
+        """
+        if node.op_type not in ("MatMul", "Gemm", "Einsum", "FusedMatMul"):
+            return False
+        return not any(self._is_constant_inside(value) for value in node.inputs[:2])
+
+    def _is_constant_inside(self, value: ir.Value | None) -> bool:
+        """Whether a value of a subgraph is computed from constants alone."""
+        if value is None or value.const_value is not None or self.is_constant(value):
+            return True
+        node = value.producer()
+        return node is not None and value not in self._constant and all(map(self._is_constant_inside, node.inputs))
+
 
 def label(node: ir.Node) -> str:
     """Name a node for people.
@@ -249,5 +269,5 @@ def _is_side_output(node: ir.Node, value: ir.Value) -> bool:
     return node.op_type == "DynamicQuantizeLinear" and value.index() != 0
 
 
-def _has_subgraph(node: ir.Node) -> bool:
+def has_subgraph(node: ir.Node) -> bool:
     return any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values())

@@ -16,7 +16,9 @@ import numpy as np
 import onnx_ir as ir
 
 from harness.onnx_graph.constants import Constants
+from harness.onnx_graph.flow import is_opaque, operands
 from harness.onnx_graph.graph import label
+from harness.onnx_graph.products import Equation
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +29,14 @@ class Projection:
         node: the node.
         activation: what is multiplied.
         matrix_IO: [in_features, out_features], float32.
+        sources: the constants that hold the weight; of a slice, what it is cut from.
         stored: how the weight is kept: `float`, `codes` (computed by DequantizeLinear or inside of a quantized operator).
     """
 
     node: ir.Node
     activation: ir.Value
     matrix_IO: np.ndarray
+    sources: frozenset[ir.Value]
     stored: str
 
     @property
@@ -86,11 +90,26 @@ def _matmul(constants: Constants, node: ir.Node) -> np.ndarray | None:
     left, right = node.inputs[0], node.inputs[1]
     is_left = constants.view.is_constant(left)
     matrix = constants.of(left if is_left else right)
-    if matrix is None or (squeezed := _squeezed(matrix)) is None:
+    if matrix is None or matrix.ndim < 2:
         return None
     if node.op_type == "FusedMatMul" and _flag(node, "transA" if is_left else "transB"):
-        squeezed = squeezed.T
-    return squeezed.T if is_left else squeezed
+        matrix = matrix.swapaxes(-1, -2)
+    return _side_by_side(matrix.swapaxes(-1, -2) if is_left else matrix)
+
+
+def _einsum(constants: Constants, node: ir.Node) -> np.ndarray | None:
+    """What is summed becomes rows, the rest of the weight columns, in the order of the output."""
+    if len(node.inputs) != 2:
+        return None
+    held = 0 if constants.view.is_constant(node.inputs[0]) else 1
+    weight, equation = constants.of(node.inputs[held]), Equation.of(node)
+    letters, other = equation.inputs[held], equation.inputs[1 - held]
+    rows = [one for one in other if one in letters and one not in equation.output]
+    columns = [one for one in equation.output if one in letters]
+    if weight is None or not rows or "." in letters or len(rows) + len(columns) != len(letters):
+        return None
+    moved = weight.transpose([letters.index(one) for one in (*rows, *columns)])
+    return moved.reshape(int(np.prod(moved.shape[: len(rows)])), -1)
 
 
 def _gemm(constants: Constants, node: ir.Node) -> np.ndarray | None:
@@ -100,9 +119,7 @@ def _gemm(constants: Constants, node: ir.Node) -> np.ndarray | None:
 
 def _conv(constants: Constants, node: ir.Node) -> np.ndarray | None:
     weight = constants.of(node.inputs[1])
-    if weight is None or int(np.prod(weight.shape[2:])) != 1 or _number(node, "group", 1) != 1:
-        return None
-    return weight.reshape(weight.shape[:2]).T
+    return None if weight is None or _number(node, "group", 1) != 1 else weight.reshape(len(weight), -1).T
 
 
 def _with_scale(weight: int, scale: int, zero_point: int, transpose: str = "") -> Callable[[Constants, ir.Node], np.ndarray | None]:
@@ -154,6 +171,7 @@ _READERS: Mapping[str, Callable[[Constants, ir.Node], np.ndarray | None]] = {
     "Gemm": _gemm,
     "FusedGemm": _gemm,
     "GemmFastGelu": _plain(1),
+    "Einsum": _einsum,
     "Conv": _conv,
     "FusedConv": _conv,
     "MatMulInteger": _integer_codes,
@@ -177,16 +195,19 @@ def find_projection(constants: Constants, node: ir.Node) -> Projection | None:
         The layer; None if it is none: no such operator, not exactly one activation, or no constant matrix of rank 2.
     """
     read = _READERS.get(node.op_type)
-    if read is None:
+    if read is None or is_opaque(node):
         return None
-    activations = constants.view.data_inputs(node)
-    if len(activations) != 1:
+    given = operands(node)
+    activations = [value for value in given if not constants.view.is_constant(value)]
+    if len(activations) != 1 or activations[0] is None:
         return None
     matrix = read(constants, node)
-    if matrix is None or matrix.ndim != 2 or min(matrix.shape) < 2:
+    if matrix is None or matrix.ndim != 2 or matrix.shape[0] < 2:
         return None
     stored = "codes" if node.op_type in _HOLDS_CODES or any(map(constants.is_dequantized, node.inputs)) else "float"
-    return Projection(node, activations[0], matrix.astype(np.float32), stored)
+    weight = next((value for value in given if value is not None and value is not activations[0]), node.inputs[1])
+    assert weight is not None
+    return Projection(node, activations[0], matrix.astype(np.float32), constants.sources(weight), stored)
 
 
 def _squeezed(matrix: np.ndarray) -> np.ndarray | None:
@@ -194,6 +215,13 @@ def _squeezed(matrix: np.ndarray) -> np.ndarray | None:
     while matrix.ndim > 2 and matrix.shape[0] == 1:
         matrix = matrix[0]
     return matrix if matrix.ndim == 2 else None
+
+
+def _side_by_side(matrices: np.ndarray) -> np.ndarray:
+    """Several matrices [..., in_features, out_features] that one product applies are columns of one."""
+    if matrices.ndim == 2:
+        return matrices
+    return np.moveaxis(matrices, -2, 0).reshape(matrices.shape[-2], -1)
 
 
 def _flag(node: ir.Node, name: str) -> bool:

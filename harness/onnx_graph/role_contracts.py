@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -13,13 +14,54 @@ from harness.onnx_graph.contracts import Contract, Finding, Holding, Pair
 from harness.onnx_graph.projections import Projection
 from harness.onnx_graph.similarity import sqnr_db
 
-_UNCLEAR = (Status.MISSING, Status.AMBIGUOUS)
+_UNCLEAR = (Status.MISSING, Status.AMBIGUOUS, Status.UNKNOWN)
 
 
-class SameBlockCount(Contract):
-    """As many attention blocks after as before, kind by kind, and at least one."""
+class RoleContract(Contract):
+    """A contract about attention. It holds over no graph in which something mixes activations and is not read."""
 
     def findings(self, pair: Pair) -> list[Finding]:
+        """Look at what is read, and say what is not.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            One finding per place where the contract does not hold or cannot be decided.
+        """
+        before, after = pair.baseline.census, pair.census_after
+        unread = [self.not_analysed(_unread(block, "as exported"), block.index) for block in before.unknown]
+        if len(before.unknown) != len(after.unknown):
+            unread += [self.not_analysed(_unread(block, "as optimized"), block.index) for block in after.unknown]
+        if not before.read:
+            return unread or [_no_attention(self)]
+        return [*self.of_blocks(pair), *unread, *self._compared(pair)]
+
+    @abstractmethod
+    def of_blocks(self, pair: Pair) -> list[Finding]:
+        """Look at the blocks that are read; there is at least one before.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            None if it holds everywhere.
+        """
+
+    def _compared(self, pair: Pair) -> Iterator[Finding]:
+        """Products that are no attention are said; where they or the shapes of their layers change, nobody knows what was lost."""
+        before, after = pair.baseline.census.comparisons, pair.census_after.comparisons
+        pair.notes.extend(note for one in before if (note := f"not read: {one.text()}") not in pair.notes)
+        shapes = [sorted(sorted(layer.shape for layer in one.layers) for one in several) for several in (before, after)]
+        if shapes[0] != shapes[1]:
+            now = "; ".join(one.text() for one in after) or "there is none"
+            yield self.not_analysed(f"{len(before)} products of two activations that are not read were {shapes[0]}; now: {now}")
+
+
+class SameBlockCount(RoleContract):
+    """As many attention blocks after as before, kind by kind, and at least one."""
+
+    def of_blocks(self, pair: Pair) -> list[Finding]:
         """Count.
 
         Args:
@@ -28,9 +70,7 @@ class SameBlockCount(Contract):
         Returns:
             None, or one.
         """
-        before, after = (sorted(block.kind for block in one.blocks) for one in (pair.baseline.census, pair.census_after))
-        if not before:
-            return [_no_attention(self)]
+        before, after = (sorted(block.kind for block in one.read) for one in (pair.baseline.census, pair.census_after))
         if len(before) != len(after):
             return [self.violated(f"{len(before)} attention blocks before, {len(after)} after")]
         if before != after and not any(block.status is Status.ABSORBED for block in pair.census_after.blocks):
@@ -38,10 +78,10 @@ class SameBlockCount(Contract):
         return []
 
 
-class SeparateQKV(Contract):
+class SeparateQKV(RoleContract):
     """Q, K and V of every block come from three linear layers of their own, before and after."""
 
-    def findings(self, pair: Pair) -> list[Finding]:
+    def of_blocks(self, pair: Pair) -> list[Finding]:
         """Look at every block.
 
         Args:
@@ -50,13 +90,11 @@ class SeparateQKV(Contract):
         Returns:
             One finding per role that was lost, or per block that was never separate or is not clear.
         """
-        before = pair.baseline.census.blocks
-        if not before:
-            return [_no_attention(self)]
+        before = pair.baseline.census.read
         early = [finding for block in before if (finding := self._before(block)) is not None]
         if early:
             return early
-        after = pair.census_after.blocks
+        after = pair.census_after.read
         if len(after) < len(before):
             lost = len(before) - len(after)
             return [self.violated(f"{len(before)} attention blocks before, {len(after)} after, so {lost} cannot be found again")]
@@ -83,7 +121,7 @@ class SeparateQKV(Contract):
             yield self.violated(f"{lost.where}: expected a layer of its own [{rows}, {columns}], found {found}", block.index, lost.role)
 
 
-class RoleWeights(Contract):
+class RoleWeights(RoleContract):
     """Every role of every block still has its own weight: not another role's, not transposed, not scaled, not another matrix.
 
     Exact by default. With `min_sqnr_db` a weight that was quantized may differ by so much.
@@ -97,21 +135,20 @@ class RoleWeights(Contract):
         """
         self._min_sqnr_db = min_sqnr_db
 
-    def findings(self, pair: Pair) -> list[Finding]:
+    def of_blocks(self, pair: Pair) -> list[Finding]:
         """Compare every role by content.
 
         Args:
             pair: before and after.
 
         Returns:
-            One finding per role whose weight is not its own.
+            One finding per role whose weight is not its own, and per block whose weights could not be read before.
         """
-        if not pair.baseline.weights:
-            return [_no_attention(self)]
-        after = {block.index: block for block in pair.census_after.blocks}
-        return [
-            finding for one in pair.baseline.weights.values() if (finding := self._compare(pair, one, after.get(one.block))) is not None
-        ]
+        after = {block.index: block for block in pair.census_after.read}
+        blind = [block for block in pair.baseline.census.read if block.status in (*_UNCLEAR, Status.ABSORBED)]
+        unread = [self.not_analysed(f"block {block.index} ({block.kind}), as exported: {describe(block)}", block.index) for block in blind]
+        compared = [self._compare(pair, one, after.get(one.block)) for one in pair.baseline.weights.values()]
+        return [*unread, *(finding for finding in compared if finding is not None)]
 
     def _compare(self, pair: Pair, was: RoleWeight, block: Block | None) -> Finding | None:
         if block is None or block.status in (*_UNCLEAR, Status.ABSORBED):
@@ -129,7 +166,7 @@ class RoleWeights(Contract):
         return self.violated(text, was.block, was.role)
 
 
-class ProjectionOp(Contract):
+class ProjectionOp(RoleContract):
     """The projections are computed by one of these operators."""
 
     def __init__(self, operators: Collection[str] = ("MatMul", "Gemm")) -> None:
@@ -140,7 +177,7 @@ class ProjectionOp(Contract):
         """
         self._operators = frozenset(operators)
 
-    def findings(self, pair: Pair) -> list[Finding]:
+    def of_blocks(self, pair: Pair) -> list[Finding]:
         """Look at the operator of every projection after.
 
         Args:
@@ -149,9 +186,9 @@ class ProjectionOp(Contract):
         Returns:
             One finding per projection with another operator.
         """
-        if not pair.census_after.blocks:
+        if not pair.census_after.read:
             return [_no_attention(self)]
-        return [finding for block in pair.census_after.blocks for finding in self._of_block(block)]
+        return [finding for block in pair.census_after.read for finding in self._of_block(block)]
 
     def _of_block(self, block: Block) -> Iterator[Finding]:
         if block.status in (*_UNCLEAR, Status.ABSORBED):
@@ -165,10 +202,10 @@ class ProjectionOp(Contract):
                     yield self.violated(text, block.index, role)
 
 
-class QDQPreserved(Contract):
+class QDQPreserved(RoleContract):
     """Projections that were stored in codes are still stored in codes, and mean the same numbers."""
 
-    def findings(self, pair: Pair) -> list[Finding]:
+    def of_blocks(self, pair: Pair) -> list[Finding]:
         """Look at every projection that was quantized.
 
         Args:
@@ -180,7 +217,7 @@ class QDQPreserved(Contract):
         quantized = [one for one in pair.baseline.weights.values() if one.projection.stored == "codes"]
         if not quantized:
             return [self.not_analysed("no projection was stored in codes before, so there is nothing to preserve; give a quantized model")]
-        after = {block.index: block for block in pair.census_after.blocks}
+        after = {block.index: block for block in pair.census_after.read}
         found = []
         for one in quantized:
             now = after[one.block].projection(one.role) if one.block in after else None
@@ -196,6 +233,10 @@ class QDQPreserved(Contract):
                     self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
                 )
         return found
+
+
+def _unread(block: Block, when: str) -> str:
+    return f"block {block.index}, {when}: its roles are unknown, so nobody can say whether its layers are kept; {block.note}"
 
 
 def _what(pair: Pair, was: RoleWeight, now: Projection, sqnr: float) -> str:

@@ -1,0 +1,158 @@
+"""Products of two activations: where one activation is summed with weights that come from another, whatever operator does it.
+
+A product is a matrix product, an Einsum or a convolution of two activations, or an elementwise one that makes a new pair of axes, as
+queries against keys written by hand. An elementwise product on the same axes is a gate and mixes nothing; unless softmax weights it and
+a sum follows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from harness.onnx_graph.flow import FlowMap, Shapes, is_opaque, operands
+from harness.onnx_graph.graph import GraphView, has_subgraph, label
+
+SOFTMAX = frozenset({"Softmax", "QLinearSoftmax", "BiasSoftmax"})
+_NORMALISES = SOFTMAX | {"LogSoftmax", "Hardmax"}
+_ELEMENTWISE = frozenset({"Mul", "QLinearMul", "MulInteger"})
+_LAYOUT = frozenset({"Reshape", "Transpose", "Cast", "Unsqueeze", "Squeeze", "Identity", "Flatten"})
+_SUMS = frozenset({"ReduceSum", "ReduceMean", "CumSum", "GlobalAveragePool"})
+
+
+@dataclass(frozen=True)
+class Equation:
+    """The subscripts of an Einsum; `.` stands for an ellipsis."""
+
+    inputs: tuple[str, ...]
+    output: str
+
+    @classmethod
+    def of(cls, node: ir.Node) -> Equation:
+        """Read the equation of a node.
+
+        Args:
+            node: an Einsum.
+
+        Returns:
+            The subscripts; an output that is left out is spelled out.
+        """
+        left, arrow, right = node.attributes["equation"].as_string().replace(" ", "").replace("...", ".").partition("->")
+        if not arrow:
+            letters = left.replace(",", "")
+            right = "." * ("." in letters) + "".join(sorted(one for one in set(letters) - {"."} if letters.count(one) == 1))
+        return cls(tuple(left.split(",")), right)
+
+    def mixes(self, first: int, second: int) -> bool:
+        """Whether two inputs are summed over an axis that both have, or make a new pair of axes."""
+        one, other = set(self.inputs[first]), set(self.inputs[second])
+        return bool((one & other) - set(self.output)) or (bool(one - other) and bool(other - one) and "." not in one ^ other)
+
+
+class Products:
+    """The products of a graph, and walks between them."""
+
+    def __init__(self, view: GraphView, flow: FlowMap, shapes: Shapes) -> None:
+        """Find them.
+
+        Args:
+            view: of the graph.
+            flow: of its values.
+            shapes: of its values.
+        """
+        self._view, self._flow, self._shapes = view, flow, shapes
+        self.all = tuple(node for node in view.nodes if self._is_product(node))
+        self._set = frozenset(self.all)
+
+    def __contains__(self, node: object) -> bool:
+        """Whether a node is a product of two activations."""
+        return node in self._set
+
+    def ends_walk(self, node: ir.Node) -> bool:
+        """Whether what lies behind a node is something else than what lies before it: a layer, a product, or what cannot be read."""
+        return node in self._set or self.is_layer(node)
+
+    def is_layer(self, node: ir.Node) -> bool:
+        """Whether a node multiplies one activation by something that is none, or cannot be read."""
+        return self._flow.is_layer(node) or is_opaque(node) or has_subgraph(node)
+
+    def is_weighted(self, node: ir.Node) -> bool:
+        """Whether one factor of a product is normalised as by a softmax."""
+        return any(self._behind(value, _NORMALISES) for value in self._flow.factors(node))
+
+    def goes_on(self, node: ir.Node) -> bool:
+        """Whether the result of a product enters a layer or another product, and does not only leave the graph."""
+        return any(self.ends_walk(user) for user in self.users(node))
+
+    def users(self, start: ir.Node) -> Iterator[ir.Node]:
+        """Nodes that the result of a product flows into, up to and with those that end the walk."""
+        seen: set[ir.Node] = set()
+        waiting = list(start.outputs)
+        while waiting:
+            value = waiting.pop()
+            for user, _ in value.uses():
+                if user in seen or not (any(value is one for one in self._view.data_inputs(user)) or has_subgraph(user)):
+                    continue
+                seen.add(user)
+                yield user
+                if not self.ends_walk(user):
+                    waiting += user.outputs
+
+    def _is_product(self, node: ir.Node) -> bool:
+        if node.op_type in _ELEMENTWISE:
+            return self._pairs(node)
+        factors = self._flow.factors(node)
+        if node.op_type != "Einsum" or len(factors) != 2:
+            return len(factors) > 1
+        first, second = (position for position, value in enumerate(node.inputs) if self._flow.is_activation(value))
+        return Equation.of(node).mixes(first, second)
+
+    def _pairs(self, node: ir.Node) -> bool:
+        """Whether an elementwise product makes a pair of axes, or is one of softmax weights that a sum follows."""
+        one, other = (node.inputs[position] for position in ((0, 3) if node.op_type == "QLinearMul" else (0, 1)))
+        if one is None or other is None or one is other or not (self._flow.is_activation(one) and self._flow.is_activation(other)):
+            return False
+        return self._is_outer(one, other) or (self._is_summed(node) and any(self._weights(value) for value in (one, other)))
+
+    def _is_outer(self, one: ir.Value, other: ir.Value) -> bool:
+        """Whether each of two values is repeated along an axis of the other."""
+        shapes = self._shapes.of(one), self._shapes.of(other)
+        if shapes[0] is None or shapes[1] is None:
+            return False
+        first, second = (tuple(reversed(shape.dims)) for shape in shapes if shape is not None)
+        pairs = list(itertools.zip_longest(first, second, fillvalue=1))
+        return any(a == 1 and b != 1 for a, b in pairs) and any(a != 1 and b == 1 for a, b in pairs)
+
+    def _is_summed(self, node: ir.Node) -> bool:
+        waiting = [node]
+        while waiting:
+            for below in [user for output in waiting.pop().outputs for user, _ in output.uses()]:
+                if below.op_type in _SUMS:
+                    return True
+                if below.op_type in _LAYOUT:
+                    waiting.append(below)
+        return False
+
+    def _weights(self, value: ir.Value) -> bool:
+        """Whether a factor is a softmax over what is summed. That of a router, which a TopK cuts, weighs experts."""
+        return self._behind(value, _NORMALISES | {"Exp"}) and not self._behind(value, {"TopK"})
+
+    def _behind(self, value: ir.Value, operators: frozenset[str] | set[str]) -> bool:
+        return bool(self._view.walk_back(value, lambda node: node.op_type in operators, self._is_end_of_factor))
+
+    def _is_end_of_factor(self, node: ir.Node) -> bool:
+        return self.is_layer(node) or len(self._flow.factors(node)) > 1
+
+
+def is_matrix_product(node: ir.Node) -> bool:
+    """Whether a product is one of two matrices, so that its axes can be followed."""
+    return "Conv" not in node.op_type and node.op_type not in _ELEMENTWISE | {"CDist"} and len(operands(node)) == 2
+
+
+def shown(nodes: Sequence[ir.Node]) -> str:
+    """Name nodes for people, at most three."""
+    names = [f"{node.op_type} {label(node)}" for node in nodes[:3]]
+    return ", ".join(names) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")

@@ -1,0 +1,88 @@
+"""What is left over: products of two activations that belong to no block that is read, and operators that nobody can read.
+
+What is not read is not absent. A product whose result is used by the model, or whose weights are normalised, may be any kind of
+attention, and makes a block of unknown roles. One that only leaves the graph, like the logits of CLIP, compares and mixes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from harness.onnx_graph.flow import FlowMap, is_opaque
+from harness.onnx_graph.graph import GraphView
+from harness.onnx_graph.products import SOFTMAX, Products
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What is left over of a graph.
+
+    Attributes:
+        blocks: nodes that mix activations, those of one block together, in the order of the graph.
+        comparisons: products that only leave the graph.
+    """
+
+    blocks: list[list[ir.Node]]
+    comparisons: list[ir.Node]
+
+
+def find_unread(view: GraphView, flow: FlowMap, products: Products, read: Set[ir.Node]) -> Unread:
+    """Look for what no block claims.
+
+    Args:
+        view: of the graph.
+        flow: of its values.
+        products: of the graph.
+        read: products of the blocks that are read.
+
+    Returns:
+        What is left over.
+    """
+    opaque = [node for node in view.nodes if is_opaque(node) and _may_mix(view, flow, node)]
+    left = [node for node in view.nodes if node in opaque or (node in products and node not in read)]
+    mixing = [node for node in left if node in opaque or products.goes_on(node) or products.is_weighted(node)]
+    rank = {node: number for number, node in enumerate(view.nodes)}
+    groups = sorted((sorted(group, key=rank.__getitem__) for group in _groups(view, products, left)), key=lambda group: rank[group[0]])
+    blocks = [group for group in groups if any(node in mixing for node in group)]
+    return Unread(blocks, [node for group in groups if group not in blocks for node in group])
+
+
+def _groups(view: GraphView, products: Products, left: list[ir.Node]) -> list[list[ir.Node]]:
+    """Put together the products whose results meet, and those on the two sides of a softmax with layers between."""
+    group_of = {node: {node} for node in left}
+
+    def join(nodes: list[ir.Node]) -> None:
+        together = set().union(*(group_of[node] for node in nodes if node in group_of))
+        for node in together:
+            group_of[node] = together
+
+    met: dict[ir.Node, ir.Node] = {}
+    for node in left:
+        for user in products.users(node):
+            if not products.is_layer(user):
+                join([node, user, met.setdefault(user, node)])
+    for softmax in view.nodes:
+        if softmax.op_type in SOFTMAX:
+            after = [node for node, _ in view.walk_forward(softmax.outputs[0], products.__contains__, lambda node: True)]
+            if any(node in group_of for node in after):
+                join([*view.walk_back(softmax.inputs[0], products.__contains__)[:1], *after])
+    return list({id(group): list(group) for group in group_of.values()}.values())
+
+
+def _may_mix(view: GraphView, flow: FlowMap, node: ir.Node) -> bool:
+    """Whether an operator that nobody can read takes several activations, holds a weight, or gives something of another size."""
+    given = [value for value in node.inputs if value is not None]
+    activations = [value for value in given if flow.is_activation(value)]
+    weights = [value for value in given if view.is_constant(value) and value.shape is not None and len(value.shape) > 1]
+    if len(activations) != 1 or weights or "attention" in node.op_type.lower():
+        return True
+    before, after = activations[0].shape, node.outputs[0].shape
+    return before is None or after is None or math.prod(map(_size, before)) != math.prod(map(_size, after))
+
+
+def _size(length: object) -> int:
+    return length if isinstance(length, int) else 1
