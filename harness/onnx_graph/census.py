@@ -292,7 +292,7 @@ class _Search:
     def _add_unknown(self, group: Sequence[ir.Node]) -> None:
         layers = self._leading_to(group)
         fed = f", fed by {_shown(layers)}" if layers else ""
-        self._add(group[-1], Status.UNKNOWN, note=f"it mixes activations in a way that is not read: {shown(group)}{fed}", leading=layers)
+        self._add(group[-1], Status.UNKNOWN, note=f"it may mix activations in a way that is not read: {shown(group)}{fed}", leading=layers)
 
     def _leading_to(self, nodes: Sequence[ir.Node]) -> tuple[Projection, ...]:
         found = [one for node in nodes for value in node.inputs for one in self._role(value).layers]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from harness.onnx_graph.flow import FlowMap, Shapes, is_opaque, operands
-from harness.onnx_graph.graph import GraphView, has_subgraph, label
+from harness.onnx_graph.graph import GraphView, domain, has_subgraph, label
 
 SOFTMAX = frozenset({"Softmax", "QLinearSoftmax", "BiasSoftmax"})
 _NORMALISES = SOFTMAX | {"LogSoftmax", "Hardmax"}
@@ -154,5 +154,5 @@ def is_matrix_product(node: ir.Node) -> bool:
 
 def shown(nodes: Sequence[ir.Node]) -> str:
     """Name nodes for people, at most three."""
-    names = [f"{node.op_type} {label(node)}" for node in nodes[:3]]
+    names = [f"{domain(node)}::{node.op_type} {label(node)}" if is_opaque(node) else f"{node.op_type} {label(node)}" for node in nodes[:3]]
     return ", ".join(names) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")

@@ -1,0 +1,281 @@
+"""What mixes activations and is not read is a block of unknown roles, and no contract about attention holds over it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.onnx_graph.baseline import take_baseline
+from harness.onnx_graph.census import census
+from harness.onnx_graph.contract_names import contract_from_names
+from harness.onnx_graph.contracts import Holding
+from harness.onnx_graph.optimizers import optimize
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # both exporters warn of themselves
+WIDTH, LENGTH, HEADS = 32, 5, 4
+ALL = contract_from_names("separate-qkv,same-block-count,role-weights,numeric-equal")
+
+
+class Block(nn.Module):
+    """A pre-norm block, whose three projections onnxsim packs, around any way of mixing."""
+
+    def __init__(self, mix: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), mix
+        self.wq, self.wk, self.wv, self.wo, self.gate = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5))
+        self.over_heads = nn.Parameter(torch.randn(HEADS, HEADS))
+
+    def heads(self, flat: Tensor) -> Tensor:
+        return flat.view(1, LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2)
+
+    def out(self, mixed: Tensor) -> Tensor:
+        return self.wo(mixed.transpose(1, 2).reshape(1, LENGTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.out(self.mix(self, self.heads(self.wq(h)), self.heads(self.wk(h)), self.heads(self.wv(h))))
+
+
+class Flat(Block):
+    """A block whose mixing works on the activation itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self, self.norm(x))
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) * (WIDTH // HEADS) ** -0.5
+
+
+def _talking_heads(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.einsum("bhij,hg->bgij", _scores(q, k), block.over_heads).softmax(-1)
+    return torch.einsum("bhij,hg->bgij", weights, block.over_heads) @ v
+
+
+def _exp_over_sum(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = _scores(q, k)
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+def _divided(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = _scores(q, k).softmax(-1)
+    weights = weights * (weights > 0.2)
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+def _differential(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    first, second = (_scores(*pair).softmax(-1) for pair in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True))
+    return (first - 0.3 * second) @ v
+
+
+def _linear(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return q @ (k.transpose(-1, -2) @ v) / (q @ k.sum(-2, keepdim=True).transpose(-1, -2))
+
+
+def _linear_scores_first(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (F.relu(q) @ F.relu(k).transpose(-1, -2)) @ v
+
+
+def _hardmax(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.one_hot(_scores(q, k).argmax(-1), LENGTH).float() @ v
+
+
+def _elementwise(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q[:, :, :, None] * k[:, :, None]).sum(-1).sigmoid()
+    return (weights[..., None] * v[:, :, None]).sum(3)
+
+
+def _distances(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (-(q[:, :, :, None] - k[:, :, None]).pow(2).sum(-1)).softmax(-1) @ v
+
+
+def _state_space(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    state, steps = torch.zeros(1, HEADS, WIDTH // HEADS, WIDTH // HEADS), []
+    for step in range(LENGTH):
+        state = state * 0.9 + k[:, :, step, :, None] * v[:, :, step, None]
+        steps.append((state * q[:, :, step, None]).sum(-1))
+    return torch.stack(steps, 2)
+
+
+UNKNOWN: dict[str, Callable[..., Tensor]] = {
+    "talking heads": _talking_heads,
+    "sigmoid": lambda _, q, k, v: torch.sigmoid(_scores(q, k) - 1.6) @ v,
+    "relu": lambda _, q, k, v: torch.relu(_scores(q, k)) / LENGTH @ v,
+    "exp over sum": _exp_over_sum,
+    "softmax1": lambda _, q, k, v: torch.exp(_scores(q, k)) / (1 + torch.exp(_scores(q, k)).sum(-1, keepdim=True)) @ v,
+    "log-softmax": lambda _, q, k, v: torch.log_softmax(_scores(q, k), -1).exp() @ v,
+    "bias behind": lambda _, q, k, v: (_scores(q, k).softmax(-1) + 0.1) @ v,
+    "divided behind": _divided,
+    "differential": _differential,
+    "linear": _linear,
+    "linear, scores first": _linear_scores_first,
+    "efficient": lambda _, q, k, v: q.softmax(-1) @ (k.softmax(-2).transpose(-1, -2) @ v),
+    "hardmax": _hardmax,
+    "elementwise": _elementwise,
+    "distances": _distances,
+    "attention free": lambda _, q, k, v: q.sigmoid() * (k.softmax(2) * v).sum(2, keepdim=True),
+    "cumulative": lambda _, q, k, v: q.sigmoid() * (k.exp() * v).cumsum(2) / k.exp().cumsum(2),
+    "state space": _state_space,
+    "synthesizer": lambda _, q, k, v: (q @ torch.ones(WIDTH // HEADS, LENGTH)).softmax(-1) @ (v + k),
+}
+AMBIGUOUS: dict[str, Callable[..., Tensor]] = {
+    "two scores": lambda _, q, k, v: (_scores(q, k) + _scores(q.tanh(), v)).softmax(-1) @ v,
+    "the axis of queries": lambda _, q, k, v: _scores(q, k).softmax(-2) @ v,
+    "two values": lambda _, q, k, v: _scores(q, k).softmax(-1) @ v + _scores(q, k).softmax(-1) @ (_scores(q, k).softmax(-1) @ v),
+}
+SEPARATE: dict[str, Callable[..., Tensor]] = {
+    "plain": lambda _, q, k, v: _scores(q, k).softmax(-1) @ v,
+    "masked by topk": lambda _, q, k, v: (
+        _scores(q, k).masked_fill(_scores(q, k) < _scores(q, k).topk(2, -1).values[..., -1:], -1e9).softmax(-1) @ v
+    ),
+    "sinks": lambda block, q, k, v: (
+        torch.cat([_scores(q, k), block.over_heads[:, :1].view(1, HEADS, 1, 1).expand(1, HEADS, LENGTH, 1)], -1).softmax(-1)[..., :-1] @ v
+    ),
+    "gated": lambda block, q, k, v: (_scores(q, k).softmax(-1) @ v) * torch.sigmoid(block.heads(block.gate(block.out(q)))),
+    "keys first": lambda _, q, k, v: torch.einsum("bhqk,bhkd->bhqd", torch.einsum("bhkd,bhqd->bhqk", k, q).softmax(-1), v),
+    "softmax over rows": lambda _, q, k, v: (k @ q.transpose(-1, -2)).softmax(-2).transpose(-1, -2) @ v,
+    "rows, einsum": lambda _, q, k, v: torch.einsum("bhkq,bhke->bhqe", torch.einsum("bhkd,bhqd->bhkq", k, q).softmax(2), v),
+    "scores transposed": lambda _, q, k, v: (k @ q.transpose(-1, -2)).transpose(-1, -2).softmax(-1) @ v,
+    "values left": lambda _, q, k, v: (v.transpose(-1, -2) @ (k @ q.transpose(-1, -2)).softmax(-2)).transpose(-1, -2),
+    "reshaped": lambda _, q, k, v: _scores(q, k).reshape(HEADS, LENGTH, LENGTH).softmax(-1).reshape(1, HEADS, LENGTH, LENGTH) @ v,
+    "over channels": lambda _, q, k, v: ((q.transpose(-1, -2) @ k).softmax(-1) @ v.transpose(-1, -2)).transpose(-1, -2),
+}
+
+
+def _routed(block: Block, h: Tensor) -> Tensor:
+    weights, chosen = block.gate(h)[..., :2].softmax(-1).topk(1, -1)
+    experts = torch.stack([block.wk(h), block.wv(h)], 2)
+    return (weights[..., None] * torch.gather(experts, 2, chosen[..., None].expand(-1, -1, -1, WIDTH))).sum(2)
+
+
+def _batched_experts(block: Block, h: Tensor) -> Tensor:
+    first, second = torch.stack([block.wk.weight, block.wv.weight]), torch.stack([block.wo.weight, block.gate.weight])
+    weights, chosen = block.wq(h)[0, :, :2].softmax(-1).topk(1, -1)
+    return (torch.bmm(second[chosen[:, 0]], F.silu(torch.bmm(first[chosen[:, 0]], h[0][..., None])))[..., 0] * weights)[None]
+
+
+NOTHING: dict[str, Callable[..., Tensor]] = {
+    "gated linear unit": lambda block, h: block.wo(block.wq(h) * F.silu(block.wk(h))),
+    "squeeze and excite": lambda block, h: block.wo((block.wq(h) * torch.sigmoid(block.wk(h.mean(1, keepdim=True)))).mean(1, keepdim=True)),
+    "mixer": lambda block, h: block.wo(torch.ones(LENGTH, LENGTH) @ h),
+    "modulated": lambda block, h: block.wo(h * block.wq(h[:, :1]) + block.wk(h[:, :1])),
+    "masked mean": lambda block, h: block.wo((block.wq(h) * (h[..., :1] > 0).float()).sum(1, keepdim=True)),
+    "routed experts": _routed,
+    "batched experts": _batched_experts,
+}
+
+
+def _export(module: nn.Module, exporter: str = "torchscript") -> onnx.ModelProto:
+    inputs = (torch.randn(1, LENGTH, WIDTH),)
+    if exporter == "dynamo":
+        proto: onnx.ModelProto = torch.onnx.export(module.eval(), inputs, dynamo=True, verbose=False, opset_version=18).model_proto
+        return proto
+    stream = io.BytesIO()
+    torch.onnx.export(module.eval(), inputs, stream, dynamo=False, opset_version=17)
+    return onnx.load_from_string(stream.getvalue())
+
+
+def _graph(block: nn.Module, beside: bool, exporter: str = "torchscript") -> onnx.ModelProto:
+    return _export(nn.Sequential(Block(SEPARATE["plain"]), block) if beside else block, exporter)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_no_contract_holds_over_what_is_not_read(name: str, beside: bool) -> None:
+    model = _graph(Block(UNKNOWN[name]), beside)
+    found = census(model)
+    assert found.counts == {"UNKNOWN": 1, "SEPARATE": 1} if beside else {"UNKNOWN": 1}, found.text()
+    result = ALL.check(model, model)
+    assert result.holding is Holding.NOT_ANALYSED and "roles are unknown" in result.message
+    assert not ALL.check(model, optimize(model, "onnxsim", ["fuse_attention"])).holds
+    layers = {layer.shape for layer in found.blocks[-1].leading}
+    assert (WIDTH, WIDTH) in layers or (WIDTH // HEADS, LENGTH) in layers, "the message says which layers nobody can vouch for"
+
+
+def test_a_block_that_no_pass_touches_does_not_vouch_for_one_that_is_packed() -> None:
+    """A residual is the fourth use of the first block's input, so that only the second one is packed."""
+    first = Block(SEPARATE["plain"])
+    first.forward = lambda x: x + first.out(first.mix(first, *(first.heads(one(x)) for one in (first.wq, first.wk, first.wv))))  # type: ignore[method-assign]
+    model = _export(nn.Sequential(nn.LayerNorm(WIDTH), first, Block(UNKNOWN["sigmoid"])))
+    packed = optimize(model, "onnxsim", ["fuse_attention"])
+    assert [block.status.value for block in census(packed).read] == ["SEPARATE"]
+    assert any(layer.shape == (WIDTH, 3 * WIDTH) for layer in census(packed).unknown[0].leading)
+    assert ALL.check(model, packed).holding is Holding.NOT_ANALYSED
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_a_softmax_whose_roles_cannot_be_told_is_ambiguous(name: str) -> None:
+    model = _graph(Block(AMBIGUOUS[name]), beside=True)
+    assert census(model).counts == {"SEPARATE": 1, "AMBIGUOUS": 1}, census(model).text()
+    assert ALL.check(model, model).holding is Holding.NOT_ANALYSED
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_roles_are_told_by_the_axis_of_the_softmax(name: str) -> None:
+    block = Block(SEPARATE[name]).eval()
+    model = _export(block)
+    assert [one.module for one in take_baseline(model, block).of_block(0)] == ["wq", "wk", "wv"], census(model).text()
+    assert ALL.check(model, model).holds
+    assert ALL.check(model, optimize(model, "onnxsim")).holding is Holding.VIOLATED
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_gates_mixers_and_experts_are_no_attention(name: str) -> None:
+    model = _graph(Flat(NOTHING[name]), beside=True)
+    assert census(model).counts == {"SEPARATE": 1} and not census(model).comparisons, census(model).text()
+    assert ALL.check(model, model).holds
+
+
+class Similarity(Block):
+    """The logits of two projections of one activation, as of images and texts."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compared(self.wq(x[0]), self.wk(x[0]))
+
+    def compared(self, image: Tensor, text: Tensor) -> Any:
+        logits = F.normalize(image, dim=-1) @ F.normalize(text, dim=-1).T
+        return logits, logits.T
+
+
+class PackedSimilarity(Similarity):
+    """The same with one layer for both."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compared(*(x[0] @ torch.cat([self.wq.weight, self.wk.weight]).T).split(WIDTH, -1))
+
+
+def test_logits_that_only_leave_the_graph_are_said_and_compared() -> None:
+    block = Similarity(SEPARATE["plain"])
+    packed = PackedSimilarity(SEPARATE["plain"])
+    packed.load_state_dict(block.state_dict())
+    first = Block(SEPARATE["plain"])
+    model, changed = (_export(nn.Sequential(first, one)) for one in (block, packed))
+    assert census(model).counts == {"SEPARATE": 1} and len(census(model).comparisons) == 1
+    result = ALL.check(model, model)
+    assert result.holds and "multiplies two activations and only leaves the graph; fed by MatMul" in result.message
+    assert ALL.check(model, optimize(model, "onnxsim", ["fuse_qkv", "fuse_attention"])).holds
+    lost = ALL.check(model, changed)
+    assert lost.holding is Holding.NOT_ANALYSED and "were [[(32, 32), (32, 32)]]; now: MatMul" in lost.message
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [*UNKNOWN, *SEPARATE, *NOTHING])
+def test_the_other_exporter_is_read_in_the_same_way(name: str) -> None:
+    mixes = UNKNOWN | SEPARATE
+    model = _graph(Block(mixes[name]) if name in mixes else Flat(NOTHING[name]), beside=True, exporter="dynamo")
+    expected = {"UNKNOWN": 1, "SEPARATE": 1} if name in UNKNOWN else {"SEPARATE": 2 if name in SEPARATE else 1}
+    assert census(model).counts == expected, census(model).text()
