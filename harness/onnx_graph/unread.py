@@ -42,8 +42,9 @@ def find_unread(view: GraphView, flow: FlowMap, products: Products, read: Set[ir
     Returns:
         What is left over.
     """
-    opaque = [node for node in view.nodes if is_opaque(node) and _may_mix(view, flow, node)]
-    left = [node for node in view.nodes if node in opaque or (node in products and node not in read)]
+    used = [node for node in view.nodes if any(value.uses() or value.is_graph_output() for value in node.outputs)]
+    opaque = {node for node in used if is_opaque(node) and _may_mix(view, flow, node)}
+    left = [node for node in used if node in opaque or (node in products and node not in read)]
     mixing = [node for node in left if node in opaque or products.goes_on(node) or products.is_weighted(node)]
     rank = {node: number for number, node in enumerate(view.nodes)}
     groups = sorted((sorted(group, key=rank.__getitem__) for group in _groups(view, products, left)), key=lambda group: rank[group[0]])
