@@ -272,4 +272,5 @@ def _is_side_output(node: ir.Node, value: ir.Value) -> bool:
 
 
 def has_subgraph(node: ir.Node) -> bool:
+    """Whether a node holds graphs of its own, as If, Loop and Scan do."""
     return any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values())
