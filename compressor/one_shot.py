@@ -45,7 +45,7 @@ class OneshotResult:
         model: the compressed model; an in-memory model is changed in place and is the same object.
         tokenizer: the tokenizer that came with the model, None for a plain module.
         report: per-module errors and fallbacks.
-        record: everything that made the result; what `compression.json` holds.
+        record: everything that made the result; what `compression.json` holds beside the digests of the tensors.
         output_dir: the checkpoint, None when nothing was saved.
         seconds: wall time by phase (load, data, compress, save).
         resumed: where the run went on, such as "resumed after stage 3 of 6"; None where it began at the beginning.

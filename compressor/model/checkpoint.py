@@ -27,6 +27,7 @@ from compressor.model.experts_format import kept_fused, with_expert_settings, wi
 from compressor.model.folder import one_line, some
 from compressor.model.format import config_of, stored_keys, stored_names, unquantized_linears
 from compressor.model.load import quiet_transformers
+from compressor.model.tensor_digests import tensor_digests
 from compressor.numerics.scheme import QuantizationScheme
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def save_checkpoint(
         tokenizer: saved if `source_dir` holds no tokenizer.
         source_dir: folder the model came from; its tokenizer files are copied byte for byte.
         schemes: name of every quantized layer in the model to its scheme; may be empty.
-        record: what compression.json is to say; JSON types. None writes none.
+        record: what compression.json is to say, beside a digest of every tensor (`tensors`); JSON types. None writes none.
         max_shard_bytes: above this the weights are split over several files with an index; a number, or text such as "5GB".
         token: part of the name of the temporary folder; None for a random one.
         beside_others: the folder may hold other files, such as a tokenizer, but none that are written.
@@ -87,15 +88,15 @@ def save_checkpoint(
     described = config_of(model, schemes) if transformers_model is None else None
     if described is not None:
         record = {**(record or {}), "quantization_config": described}
-    record_text = None if record is None else _to_json(record)
+    _to_json(record or {})  # refused before anything is written
     with whole_or_nothing(target, num_bytes=_num_bytes(state), token=token, beside_others=beside_others) as folder:
         if transformers_model is None:
             _write_module(folder, state, max_shard_bytes)
         else:
             _write_pretrained(folder, transformers_model, with_fused_floats(model, state), schemes, max_shard_bytes)
             _write_tokenizer(folder, transformers_model, tokenizer, None if source_dir is None else Path(source_dir))
-        if record_text is not None:
-            (folder / RECORD_FILE).write_text(record_text, encoding="utf-8")
+        if record is not None:
+            (folder / RECORD_FILE).write_text(_to_json({**record, "tensors": tensor_digests(folder)}), encoding="utf-8")
     return target
 
 

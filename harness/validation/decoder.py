@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from harness.validation.float_formats import acting_scales, fp4_as_fp8
+from harness.validation.float_formats import acting_scales, fp4_as_fp8, fp4_steps, fp8_steps
 from harness.validation.scheme import WeightScheme
 
 _ELEMENTS_AT_ONCE = 1 << 22  # bounds the float64 working copies
@@ -99,6 +99,9 @@ class DecodedModule:
         scale: float64, in the shape of the file.
         zero_point: int16 in the shape of the scale; None where there is none.
         has_clean_padding: the bits behind the last packed value are zero.
+        row_scale: float64, the scales that act on each row, [rows, groups]; [1] where one acts on all.
+        groups: group of each column; None where a row has one scale.
+        is_fp4: the codes are those of fp4, as fp8 bytes.
     """
 
     weight: torch.Tensor
@@ -106,6 +109,16 @@ class DecodedModule:
     scale: np.ndarray
     zero_point: np.ndarray | None
     has_clean_padding: bool
+    row_scale: np.ndarray
+    groups: np.ndarray | None
+    is_fp4: bool
+
+    def steps(self, rows: slice) -> np.ndarray:
+        """Return the distance between neighbouring values of the format at each weight of some rows, float64."""
+        spacing = np.ones(self.weight.shape[1])
+        if self.codes.dtype == np.uint8:
+            spacing = (fp4_steps if self.is_fp4 else fp8_steps)(self.codes[rows])
+        return np.broadcast_to(_spread(self.row_scale, rows, self.groups) * spacing, self.weight[rows].shape)
 
 
 def decode_module(parts: Mapping[str, torch.Tensor], scheme: WeightScheme) -> DecodedModule:
@@ -137,9 +150,9 @@ def decode_module(parts: Mapping[str, torch.Tensor], scheme: WeightScheme) -> De
     if has_g_idx and (groups.min() < 0 or groups.max() >= scale.shape[-1]):
         raise ValueError(f"weight_g_idx names groups outside 0..{scale.shape[-1] - 1}")
     spread = scale if scheme.block is None else np.repeat(scale, scheme.block[0], axis=0)[: shape[0]]
-    is_grouped = scheme.has_groups or scheme.block is not None
-    weight = _dequantize(codes, spread, zero_point, groups if is_grouped else None, acting.roundings)
-    return DecodedModule(weight, codes, scale, zero_point, is_clean and is_clean_zero)
+    grouped = groups if scheme.has_groups or scheme.block is not None else None
+    weight = _dequantize(codes, spread, zero_point, grouped, acting.roundings)
+    return DecodedModule(weight, codes, scale, zero_point, is_clean and is_clean_zero, spread, grouped, scheme.is_fp4)
 
 
 def _weight_shape(parts: Mapping[str, torch.Tensor], scheme: WeightScheme) -> tuple[int, int]:

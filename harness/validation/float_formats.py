@@ -45,6 +45,30 @@ def fp4_as_fp8(packed: np.ndarray) -> np.ndarray:
     return _MAGNITUDES[nibbles & 7] | ((nibbles & 8) << 4).astype(np.uint8)
 
 
+def fp8_steps(codes: np.ndarray) -> np.ndarray:
+    """Return the distance between neighbouring fp8 (e4m3) values at each byte: three mantissa bits below its exponent.
+
+    Args:
+        codes: bytes, uint8.
+
+    Returns:
+        float64, in the shape of the codes.
+    """
+    return np.exp2(np.maximum((codes >> 3) & 15, 1) - 10.0)
+
+
+def fp4_steps(codes: np.ndarray) -> np.ndarray:
+    """Return the distance between neighbouring fp4 (e2m1) values at each value: one mantissa bit below its exponent.
+
+    Args:
+        codes: the fp8 bytes of the values, uint8.
+
+    Returns:
+        float64, in the shape of the codes.
+    """
+    return np.exp2(np.maximum((codes >> 3) & 15, 7) - 8.0)
+
+
 def acting_scales(parts: Mapping[str, torch.Tensor], format_name: str) -> Scales:
     """Read the scales of a weight.
 

@@ -14,9 +14,9 @@ import torch
 
 from compressor.progress import Progress, SilentProgress
 from harness.validation.decoder import DecodedModule, decode_module, float8_values
-from harness.validation.float_formats import FP4_LARGEST, FP8_LARGEST
 from harness.validation.loading import modules_as_stored
 from harness.validation.metrics import Closeness, compare_weights
+from harness.validation.rows import RowNoise, row_noise
 from harness.validation.scheme import WeightScheme
 from harness.validation.subject import Subject
 
@@ -36,6 +36,7 @@ class ModuleInspection:
         num_different: elements in which the loaded weight differs from the decoded one; None where it was not compared.
         decoys: wrong weights against the base's, by kind.
         clipped_frac: share of codes at the ends of the range.
+        rows: its rows against the base's; None where it could not be decoded.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ModuleInspection:
     num_different: int | None = None
     decoys: dict[str, Closeness] = field(default_factory=dict)
     clipped_frac: float = 0.0
+    rows: RowNoise | None = None
 
     @property
     def sqnr_db(self) -> float | None:
@@ -102,6 +104,7 @@ def _inspect(subject: Subject, name: str, scheme: WeightScheme, loaded: torch.nn
     has_blocks = scheme.has_groups and "weight_g_idx" not in parts
     groups = None if scheme.strategy == "tensor" else scheme.num_groups(base.shape[1]) if has_blocks else 1
     found.closeness = compare_weights(base, decoded.weight, groups)
+    found.rows = row_noise(base, decoded, scheme)
     found.is_unchanged = found.closeness.sqnr_db == math.inf and bool(base.any())
     wrong = _decoys(decoded.weight, subject.base.tensor(f"{neighbour}.weight") if neighbour else None)
     found.decoys = {kind: compare_weights(base, weight, groups) for kind, weight in wrong.items()}
@@ -142,7 +145,7 @@ def _scale_problems(name: str, scale: np.ndarray) -> list[str]:
 
 def _clipped_frac(decoded: DecodedModule, scheme: WeightScheme) -> float:
     if scheme.type == "float":
-        return float(np.mean((decoded.codes & 127) == (FP4_LARGEST if scheme.is_fp4 else FP8_LARGEST)))
+        return float(np.mean((decoded.codes & 127) == scheme.largest_float))
     low, high = scheme.code_range
     return float(np.mean((decoded.codes == low) | (decoded.codes == high)))
 

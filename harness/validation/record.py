@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.validation.container import DTYPES, Checkpoint
 from harness.verdict import CheckRecord, Claim, Outcome
 
 BASE = Claim("record.base", "compression.json was written for this base")
 DATA = Claim("record.data", "The data of the validation is not the calibration data")
+DIGESTS = Claim("record.tensors", "Every tensor is, bit for bit, the one that compression.json says was written, and there is no other")
 RECORD_FILE = "compression.json"
+
+_DIGEST = re.compile(r"[A-Z0-9_]+\[[0-9,]*\] [0-9a-f]{64}")
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
@@ -46,6 +52,38 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
+
+
+def check_digests(compressed: Checkpoint) -> CheckRecord:
+    """Hold every tensor against the digest that was noted when it was written.
+
+    Args:
+        compressed: the checkpoint as read.
+    Returns:
+        The record: missing, unexpected and changed tensors by name. A record without digests cannot tell.
+    """
+    record = read_record(compressed.folder)
+    if record is None:
+        return DIGESTS.skipped(f"there is no {RECORD_FILE} that can be read; damage shows where weights.rows sees it")
+    noted = record.get("tensors")
+    if noted is None:
+        why = f"{RECORD_FILE} holds no digests, so nothing says what was written; compress again, or judge by weights.rows"
+        return DIGESTS.record(Outcome.INCONCLUSIVE, why)
+    if not isinstance(noted, dict) or not all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in noted.values()):
+        return DIGESTS.record(Outcome.FAIL, f"{RECORD_FILE}: tensors is no table of digests by name")
+    there = compressed.entries.keys()
+    findings = [f"{name}: is missing" for name in sorted(noted.keys() - there)]
+    findings += [f"{name}: was never written" for name in sorted(there - noted.keys())]
+    findings += [text for name in sorted(there & noted.keys()) if (text := _difference(compressed, name, noted[name]))]
+    return DIGESTS.found(findings, f"{len(noted)} tensors have the digest of the writer", noun="tensor")
+
+
+def _difference(compressed: Checkpoint, name: str, noted: str) -> str | None:
+    entry, (form, _, sha256) = compressed.entries[name], noted.partition(" ")
+    found = f"{_DTYPE_NAMES[entry.dtype]}[{','.join(map(str, entry.shape))}]"
+    if found != form:
+        return f"{name}: is {found}, was written as {form}"
+    return None if hashlib.sha256(compressed.raw(name).data).hexdigest() == sha256 else f"{name}: has other bytes than were written"
 
 
 def check_record(folder: Path, base_hashes: Mapping[str, str], data_sha256: str) -> list[CheckRecord]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.validation.float_formats import FP4_FORMATS, MX_FORMATS
+from harness.validation.float_formats import FP4_FORMATS, FP4_LARGEST, FP8_LARGEST, MX_FORMATS
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class WeightScheme:
     def is_fp4(self) -> bool:
         """Whether codes lie two to a byte."""
         return self.format in FP4_FORMATS
+
+    @property
+    def largest_float(self) -> int:
+        """The fp8 byte of the greatest value of a float format."""
+        return FP4_LARGEST if self.is_fp4 else FP8_LARGEST
 
     def num_groups(self, num_columns: int) -> int:
         """Return how many scales a row has."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from compressor.errors import CheckpointError, OutputError
@@ -37,8 +38,10 @@ def test_the_folder_holds_what_a_loader_needs_and_no_more(compressed, source_dir
     tokenizer_files = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert set(_files(folder)) == {"config.json", "generation_config.json", "model.safetensors", "compression.json"} | tokenizer_files
     assert all((folder / name).read_bytes() == (source_dir / name).read_bytes() for name in tokenizer_files)
-    assert json.loads((folder / "compression.json").read_text()) == {"a": {"c": "é", "d": 2}, "b": 1}
-    assert list(json.loads((folder / "compression.json").read_text())) == ["a", "b"]
+    record = json.loads((folder / "compression.json").read_text())
+    assert record == {"a": {"c": "é", "d": 2}, "b": 1, "tensors": record["tensors"]}
+    assert list(record) == ["a", "b", "tensors"]
+    assert record["tensors"].keys() == load_file(folder / "model.safetensors").keys()
     assert folder.stat().st_mode == source_dir.stat().st_mode
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, (
         "weights that only their owner reads cannot be served by another user"
