@@ -139,7 +139,7 @@ def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error
         bar.skip(stage.num_samples, f"forwards through {stage.name}")
     else:
         with memory_explained(model, stage.name, "calibrated", names):
-            stage.calibrate(stop_early=not is_last)  # without a propagation of all samples nothing could check an early stop
+            stage.calibrate()
     if not propagate_error:
         with memory_explained(model, stage.name, "propagated", names):
             stage.propagate(only_first=is_last)
@@ -157,12 +157,12 @@ def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error
 
 
 def _watched_elsewhere(session: Session, names: Sequence[str]) -> bool:
-    return not watched_modules(session).keys() <= set(names)
+    return not set(watched_modules(session)) <= set(names)
 
 
 def _check_called(session: Session, cut: Partition, uncalled: Sequence[str]) -> None:
-    watched = watched_modules(session)
-    blind = [name for name in uncalled if not cut.inferred or not watched.keys().isdisjoint(module_names(session.state.model, name))]
+    watched = set(watched_modules(session))
+    blind = [name for name in uncalled if not cut.inferred or not watched.isdisjoint(module_names(session.state.model, name))]
     if blind:
         raise CalibrationError(
             f"{', '.join(blind)}: no batch calls {'these sequential targets' if len(blind) > 1 else 'this sequential target'}, so there "

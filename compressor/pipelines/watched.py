@@ -13,10 +13,7 @@ def watched_modules(session: Session) -> Watched:
         session: its modifiers own the hooks.
 
     Returns:
-        Dotted name, in the order of the model, to whether a hook there needs the module's output or only its input.
+        Dotted names, in the order of the model.
     """
-    kinds: dict[int, set[str]] = {}
-    for modifier in session.modifiers:
-        for module, kind in modifier.hooked_modules():
-            kinds.setdefault(id(module), set()).add(kind)
-    return {name: kinds[id(module)] != {"forward_pre"} for name, module in session.state.model.named_modules() if id(module) in kinds}
+    hooked = {id(module) for modifier in session.modifiers for module, _ in modifier.hooked_modules()}
+    return tuple(name for name, module in session.state.model.named_modules() if id(module) in hooked)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from compressor.tracing.early_stop import Watched
 from compressor.tracing.graph.leaves import leaf
 from compressor.tracing.partition import Partition, infer_targets, module_names, partition
 from compressor.tracing.plan import Engine, Guard, Leaf, Plan, Run, RunningStage, Stage, Verify, trace
+from compressor.tracing.running import Watched
 from compressor.tracing.store import MemoryStore, ValueStore
 from compressor.tracing.suspend import SuspendedRun
 

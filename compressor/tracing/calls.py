@@ -1,4 +1,4 @@
-"""What a module call does inside a forward that can pause: waits at a target, counts at a watched module, else runs as always.
+"""What a module call does inside a forward that can pause: waits at a target, is looked at in a watched module, else runs as always.
 
 `nn.Module.__call__`, `__setattr__` and `register_buffer` are patched for the process while a run is open. Python looks a call up on the
 class, so no lighter way catches every call; outside of the paused forwards the patches do nothing.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +17,6 @@ from greenlet import GreenletExit
 from torch import nn
 
 from compressor.errors import CalibrationError, CompressorError, TracingError
-from compressor.tracing.early_stop import Enough, complain
 from compressor.tracing.fixed_weights import FixedWeights
 from compressor.tracing.isolation import ModuleValues, RandomState, copy_arguments, run_shielded
 from compressor.tracing.sample import Sample, running_sample
@@ -60,7 +58,7 @@ class CallRouter:
         self._call: Callable[..., Any] = nn.Module.__call__
 
     def watch(self, names: Collection[str]) -> None:
-        """Count calls of these modules, and of those known from before, as they are now in the model.
+        """Look at calls of these modules, and of those known from before, as they are now in the model.
 
         Args:
             names: dotted names.
@@ -159,7 +157,7 @@ class CallRouter:
             setattr(nn.Module, attribute, function)
 
     def _route(self, sample: Sample, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what a call inside a forward is for: wait, count, or just call."""
+        """Do what a call inside a forward is for: wait, be looked at, or just be made."""
         if sample.replays is not None:
             return self._call_in_replay(sample, module, args, kwargs)
         self._note_call(sample, module)
@@ -176,7 +174,7 @@ class CallRouter:
             self.advancing.stray = self._target_names[module]
 
     def _note_call(self, sample: Sample, module: nn.Module) -> None:
-        """Count calls of watched modules inside targets; refuse a call that no statistics will ever see."""
+        """Refuse a call of a watched module that no statistics will ever see."""
         name = self._watched_names.get(module)
         is_repeated = sample.inside is None and self._target_names.get(module) in self.repeated
         if name is None or is_repeated:  # a repeated target is calibrated with all its calls
@@ -189,8 +187,6 @@ class CallRouter:
                     f"in, and after that, so its statistics miss this call; {_NO_REWIND}"
                 )
             )
-        if sample.inside is not None:
-            sample.calls[name] += 1
 
     def _target_of(self, sample: Sample, module: nn.Module) -> str | None:
         target = self._target_names.get(module)
@@ -209,15 +205,10 @@ class CallRouter:
 
     def _call_target(self, sample: Sample, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Wait at a target; call it for calibration as often as asked, then for real. Runs inside the sample."""
-        was_cut = False
         while not sample.pause(target):
             with _inside(sample, target):
-                was_cut = self._trial_call(sample, target, args, kwargs)
-        assumed = sample.calls
-        output = self._call_for_real(sample, target, args, kwargs)
-        if was_cut and sample.calls != assumed:
-            complain(sample, target, assumed)
-        return output
+                self._trial_call(sample, target, args, kwargs)
+        return self._call_for_real(sample, target, args, kwargs)
 
     def _call_for_real(self, sample: Sample, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a target for real."""
@@ -254,18 +245,15 @@ class CallRouter:
         finally:
             sample.hush.enter_context(self._quiet())
 
-    def _trial_call(self, sample: Sample, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Call a target without consequences; say whether the call was cut short."""
+    def _trial_call(self, sample: Sample, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call a target without consequences."""
         try:
             self._call_copy(target, args, kwargs)
-        except Enough:
-            return True
         except CompressorError as error:
             sample.escape(error)
         except Exception as error:  # noqa: BLE001 - the model's own code decides what it raises, and which of it its callers handle
             if not self._raises_without_hooks(target, args, kwargs):
                 sample.escape(error)
-        return False
 
     def _call_copy(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = copy_arguments((args, kwargs), self._model)
@@ -280,7 +268,7 @@ class CallRouter:
     def _raises_without_hooks(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if the target itself raised, so that it will raise again in the real call, where its caller may handle it."""
         try:
-            with self._quiet(), contextlib.suppress(Enough):
+            with self._quiet():
                 self._call_copy(target, args, kwargs)
         except Exception:  # noqa: BLE001 - see above
             return True
@@ -289,7 +277,7 @@ class CallRouter:
 
 @contextlib.contextmanager
 def _inside(sample: Sample, target: str) -> Iterator[None]:
-    sample.inside, sample.calls = target, Counter()
+    sample.inside = target
     try:
         yield
     finally:

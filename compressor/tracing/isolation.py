@@ -181,6 +181,8 @@ class _Copier:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._copies: dict[int, Any] = {}  # by id of the original: also the memo of deepcopy
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._of_model: set[int] | None = None
         self._knows_model = False
 
     def copy(self, value: Any) -> Any:
@@ -188,14 +190,35 @@ class _Copier:
             return value
         if isinstance(value, Tensor):
             if id(value) not in self._copies:
-                self._copies[id(value)] = copied = value.clone()
-                copied.__dict__.update({name: self.copy(item) for name, item in value.__dict__.items()})
+                self._copies[id(value)] = copied = self._copy_tensor(value)
+                if copied is not value:
+                    copied.__dict__.update({name: self.copy(item) for name, item in value.__dict__.items()})
             return self._copies[id(value)]
         if type(value) in (list, tuple, set, frozenset):
             return type(value)(self.copy(item) for item in value)
         if type(value) is dict:
             return {key: self.copy(item) for key, item in value.items()}
         return self._copy_object(value)
+
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        """Copy the memory behind a tensor, once for all that share it; what belongs to the model stays."""
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+        if not is_plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_meta:
+            return tensor.clone()
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            if storage.nbytes() != tensor.nbytes and storage._cdata in self._model_storages():
+                return tensor
+            self._storages[storage._cdata] = storage.clone()
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _model_storages(self) -> set[int]:
+        """Several weights may be slices of one file in memory."""
+        if self._of_model is None:
+            tensors = (*self._model.parameters(), *self._model.buffers())
+            self._of_model = {one.untyped_storage()._cdata for one in tensors if one.layout is torch.strided}
+        return self._of_model
 
     def _copy_object(self, value: Any) -> Any:
         if not self._knows_model:

@@ -23,7 +23,6 @@ from torch import nn
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.tracing.apart import check_apart
-from compressor.tracing.early_stop import Watched
 from compressor.tracing.graph.engine import GraphEngine
 from compressor.tracing.graph.planner import GraphPlanner, Variant
 from compressor.tracing.graph.refusal import Unrepeatable
@@ -33,7 +32,7 @@ from compressor.tracing.observe import Kind, kind_of, observe_trail, stages_of
 from compressor.tracing.order import Trail
 from compressor.tracing.partition import Partition, partition
 from compressor.tracing.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
-from compressor.tracing.running import Run, RunningStage
+from compressor.tracing.running import Run, RunningStage, Watched
 from compressor.tracing.store import ValueStore
 from compressor.tracing.suspend import SuspendedRun
 
@@ -103,7 +102,7 @@ class Plan:
         store: ValueStore | None = None,
         *,
         device: torch.device | None = None,
-        watched: Callable[[], Watched] = dict,
+        watched: Callable[[], Watched] = tuple,
         on_sample: Callable[[int], None] = lambda index: None,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
@@ -242,7 +241,8 @@ def trace(
         engine: `graph`, `suspend`, or `auto`: the graph engine where it can follow the model, else the suspend engine.
         max_variants: recorded graphs at most.
         verify: batches on which the plan is compared with the plain model, bit for bit: none, for each recorded graph the first one and
-            one of another shape or padding, or all. With `auto` a difference is a reason to take the suspend engine, and reported. The
+            those that give each size another value, or other padding, or all. With `auto` a difference is a reason to take the suspend
+            engine, and reported. The
             suspend engine, but for `off`, runs two batches alone and in turns, to show that they do not notice each other.
         device: of the model; None leaves batches where they are.
         targets_per_stage: targets that follow each other and share a stage; more than 1 needs the graph engine.

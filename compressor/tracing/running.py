@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol, Self
 
 from torch import nn
+
+Watched = Collection[str]  # dotted names of the modules that carry calibration hooks
 
 
 class RunningStage(Protocol):
@@ -23,7 +25,7 @@ class RunningStage(Protocol):
     def module_names(self) -> tuple[str, ...]:
         """Dotted names of the targets and of all modules inside them, as they are now."""
 
-    def calibrate(self, stop_early: bool = True) -> None:
+    def calibrate(self) -> None:
         """Call the targets for every sample without consequences."""
 
     def rehearse(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -24,8 +23,6 @@ class Sample(greenlet):
         index: number of the batch.
         at: target that the forward waits for; None while it runs, before it starts and after its end.
         inside: target that runs at the moment.
-        calls: how often each watched module has been called in the running (or last) call of a target.
-        unseen: watched modules that the running calibration call has not seen yet.
         closing: the forward is being ended; it must not pause any more.
         replays: None for a forward that pauses; else the one target whose calls it repeats from the start, without a pause.
         hush: keeps hooks asleep outside of the target that is replayed.
@@ -61,8 +58,6 @@ class Sample(greenlet):
         self.index = index
         self.at: str | None = None
         self.inside: str | None = None
-        self.calls: Counter[str] = Counter()
-        self.unseen: set[str] = set()
         self.closing = False
         self.replays = replays
         self.hush = ExitStack()

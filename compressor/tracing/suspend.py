@@ -2,9 +2,8 @@
 
 Each sample runs the model's own `forward` in a greenlet and pauses where it is about to call a target. When every sample waits, the
 earliest target that someone waits for becomes a stage, and a stage has two passes. The calibration pass calls the target on copies of
-its inputs and drops the outputs; it ends for a sample as soon as every watched module has seen what it is watched for. The propagation
-pass calls the target, by then compressed, for real and lets each sample run on to its next target. Nothing is traced or rewritten:
-whatever the plain forward computes, this computes too, bit for bit.
+its inputs and drops the outputs. The propagation pass calls the target, by then compressed, for real and lets each sample run on to its
+next target. Nothing is traced or rewritten: whatever the plain forward computes, this computes too, bit for bit.
 
 What it cannot do is rewind. So a target that a forward calls repeatedly must be known beforehand, by the `trails`: it is calibrated by
 forwards that run again from the start. A target that a sample calls again unforeseen is an error, and so is a watched module that is
@@ -13,7 +12,6 @@ called outside its stage later on. One blind spot: after `propagate(only_first=T
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
@@ -24,11 +22,11 @@ from torch import nn
 from compressor.data.collate import Batch
 from compressor.errors import TracingError
 from compressor.tracing.calls import CallRouter
-from compressor.tracing.early_stop import Watched, cutting
 from compressor.tracing.isolation import foreign_random
 from compressor.tracing.order import Trail, merged_rank, repeated
 from compressor.tracing.partition import module_names
 from compressor.tracing.replay import Replays
+from compressor.tracing.running import Watched
 from compressor.tracing.sample import Sample
 
 
@@ -49,7 +47,7 @@ class SuspendedRun:
         batches: Sequence[Batch],
         *,
         device: torch.device | None = None,
-        watched: Callable[[], Watched] = dict,
+        watched: Callable[[], Watched] = tuple,
         on_sample: Callable[[int], None] = lambda index: None,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
@@ -135,23 +133,13 @@ class SuspendedRun:
             self.outputs[sample.index] = sample.output if self._keep_outputs else None
             sample.output = None
 
-    def _calibrate(self, stage: Stage, samples: list[Sample], stop_early: bool) -> None:
+    def _calibrate(self, stage: Stage, samples: list[Sample]) -> None:
         watched = self._watched()
         self._router.watch(watched)
-        inside = {name: watched[name] for name in stage.module_names if name in watched}
-        if not inside:
+        if set(watched).isdisjoint(stage.module_names):
             return
         self._router.calibrated.add(stage.name)
-        if self._replays is not None and stage.name in self._router.repeated:
-            self._rehearse(stage, samples)
-            return
-        first, *others = samples
-        self._advance(first, propagate=False)
-        each_once = first.calls == Counter(inside.keys())
-        with cutting(self.model, inside) if stop_early and each_once else nullcontext():
-            for sample in others:
-                sample.unseen = set(inside)
-                self._advance(sample, propagate=False)
+        self._rehearse(stage, samples)
 
     def _rehearse(self, stage: Stage, samples: list[Sample]) -> None:
         for sample in samples:
@@ -164,7 +152,7 @@ class SuspendedRun:
     def _skip_calibration(self, stage: Stage) -> None:
         watched = self._watched()
         self._router.watch(watched)
-        if not watched.keys().isdisjoint(stage.module_names):
+        if not set(watched).isdisjoint(stage.module_names):
             self._router.calibrated.add(stage.name)
 
     def _propagate(self, stage: Stage, samples: list[Sample], only_first: bool) -> None:
@@ -218,16 +206,12 @@ class Stage:
         """Dotted names of the target and of all modules inside it, as they are now."""
         return module_names(self._run.model, self.name)
 
-    def calibrate(self, stop_early: bool = True) -> None:
+    def calibrate(self) -> None:
         """Call the target for every sample, on copies of its inputs, so that the hooks inside see them.
 
-        The first sample runs in full. When it called every watched module exactly once, the others stop as soon as the last of them
-        has been seen; `propagate` checks that this missed nothing. A target without watched modules is not called.
-
-        Args:
-            stop_early: False runs every sample in full.
+        A target without watched modules is not called.
         """
-        self._run._calibrate(self, self._samples, stop_early)
+        self._run._calibrate(self, self._samples)
 
     def rehearse(self) -> None:
         """Call the target for every sample without consequences, as `calibrate` does for hooks; for the proof."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.tracing.graph.guards import describe_guard
-from compressor.tracing.graph.planner import GraphPlanner, Variant
+from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
 from compressor.tracing.graph.record import named_inputs
 from compressor.tracing.graph.verify import Case, verify_programs
 from compressor.tracing.partition import module_names
 from compressor.tracing.records import Guard, Stage, Verify
 
-_PROOFS = 2  # batches of different shape on which `verify="first"` proves each variant
+_PROOFS = 2  # values of every size, and of whether there is padding, on which `verify="first"` proves each variant
 
 
 class GraphEngine:
@@ -32,7 +33,7 @@ class GraphEngine:
         self.planner = planner
         self.num_verified = 0
         self._model, self._verify, self._device = model, verify, device
-        self._proved: dict[int, list[Any]] = {}
+        self._proved: WeakKeyDictionary[Variant, dict[Any, set[Any]]] = WeakKeyDictionary()
 
     def choose(self, batches: Sequence[Batch]) -> list[Variant]:
         """Give each batch its variant, and prove those that are new.
@@ -49,23 +50,24 @@ class GraphEngine:
         chosen = self.planner.choose(batches)
         for variant in self.planner.variants:
             variant.num_batches = sum(one is variant for one in chosen)
-        order = sorted(range(len(batches)), key=lambda sample: (sample > 0, not has_padding(batches[sample]), sample))
-        taken = [sample for sample in order if self._needs_proof(chosen[sample], batches[sample])]
-        if len(taken) == 1:  # alone it would meet nothing that another sample has left behind
-            taken += [sample for sample in order if sample != taken[0]][:1]
-        self.verify(chosen, batches, taken)
+        self.verify(chosen, batches, self._to_prove(chosen, batches))
         return chosen
 
-    def _needs_proof(self, variant: Variant, batch: Batch) -> bool:
-        """True for a batch if its program has not been proved on its shape, nor often enough; takes it for proved from now on."""
-        if self._verify == "off":
-            return False
-        proved = self._proved.setdefault(id(variant), [])
-        kind = (_shape(batch), has_padding(batch))
-        if self._verify == "first" and (kind in proved or len(proved) == _PROOFS):
-            return False
-        proved.append(kind)
-        return True
+    def _to_prove(self, chosen: Sequence[Variant], batches: Sequence[Batch]) -> list[int]:
+        """Choose the batches for the proof; takes them for proved from now on."""
+        taken: list[int] = []
+        for variant in dict.fromkeys(chosen) if self._verify != "off" else ():
+            samples = [sample for sample, one in enumerate(chosen) if one is variant]
+            proved = self._proved.setdefault(variant, {})
+            if self._verify == "all":
+                picked = _picked({sample: {"content": content_digest(batches[sample])} for sample in samples}, proved, len(batches))
+            else:
+                picked = _picked({sample: _facts(batches[sample]) for sample in samples}, proved)
+                picked += _other_content([sample for sample in samples if sample not in picked], picked, batches, proved)
+            taken += picked
+        if len(taken) == 1:  # alone it would meet nothing that another sample has left behind
+            taken += [sample for sample in range(len(batches)) if sample != taken[0]][:1]
+        return taken
 
     def verify(self, chosen: Sequence[Variant], batches: Sequence[Batch], samples: Sequence[int]) -> None:
         """Hold programs, as they are now, against the plain model.
@@ -133,5 +135,35 @@ def has_padding(batch: Batch) -> bool:
     return any(bool((mask == 0).any()) for mask in masks)
 
 
-def _shape(batch: Batch) -> Any:
-    return tuple(tuple(item.shape) if isinstance(item, torch.Tensor) else repr(item) for item in named_inputs(batch).values())
+def _facts(batch: Batch) -> dict[Any, Any]:
+    """What a program may have frozen of a batch: every size, and whether something is masked."""
+    facts: dict[Any, Any] = {"padding": has_padding(batch)}
+    for name, item in named_inputs(batch).items():
+        facts |= {(name, place): size for place, size in enumerate(item.shape)} if isinstance(item, torch.Tensor) else {name: repr(item)}
+    return facts
+
+
+def _other_content(samples: Sequence[int], picked: Sequence[int], batches: Sequence[Batch], proved: dict[Any, set[Any]]) -> list[int]:
+    """One more sample where all that are proved hold the same, for a program was recorded from that; notes contents in `proved`."""
+    contents = proved.setdefault("content", set())
+    contents |= {content_digest(batches[sample]) for sample in picked}
+    other = next((sample for sample in samples if content_digest(batches[sample]) not in contents), None) if len(contents) < 2 else None
+    if other is None:
+        return []
+    contents.add(content_digest(batches[other]))
+    return [other]
+
+
+def _picked(facts: dict[int, dict[Any, Any]], proved: dict[Any, set[Any]], enough: int = _PROOFS) -> list[int]:
+    """Pick the samples that bring most news, until each fact has come with several values where it can; notes the values in `proved`."""
+
+    def news(sample: int) -> int:
+        given = ((proved.get(fact, ()), value) for fact, value in facts[sample].items())
+        return sum(value not in values and len(values) < enough for values, value in given)
+
+    picked = []
+    while news(best := max(facts, key=news)):
+        picked.append(best)
+        for fact, value in facts[best].items():
+            proved.setdefault(fact, set()).add(value)
+    return picked

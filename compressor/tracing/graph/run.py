@@ -15,16 +15,16 @@ from torch import fx, nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
-from compressor.tracing.early_stop import Enough, Watched
 from compressor.tracing.graph.execute import CallModule, call_plainly, next_values, run_segment
-from compressor.tracing.graph.lending import check_untouched, copy_live, state_of
+from compressor.tracing.graph.lending import copy_live
 from compressor.tracing.graph.patches import noting_values
 from compressor.tracing.graph.program import ROOT, Program
 from compressor.tracing.graph.record import copy_batch, named_inputs
 from compressor.tracing.graph.schedule import Stop, schedule
-from compressor.tracing.graph.watching import StageWatch, check_inside
+from compressor.tracing.graph.watching import check_inside
 from compressor.tracing.isolation import ModuleValues, RandomState, View
 from compressor.tracing.partition import module_names
+from compressor.tracing.running import Watched
 from compressor.tracing.store import MemoryStore, ValueStore
 
 
@@ -47,7 +47,7 @@ class GraphRun:
         store: ValueStore | None,
         *,
         device: torch.device | None = None,
-        watched: Callable[[], Watched] = dict,
+        watched: Callable[[], Watched] = tuple,
         on_sample: Callable[[int], None] = lambda index: None,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
@@ -160,23 +160,16 @@ class GraphRun:
 
         return call
 
-    def _calibrate_sample(self, sample: int, segment: int, stop: Stop, is_first: bool) -> None:
+    def _calibrate_sample(self, sample: int, segment: int, stop: Stop) -> None:
         program = self._programs[sample]
         span = range(segment, program.spans[segment] + 1)
-        mutated = {name for index in span for name in program.segments[index].mutates}
-        live = self._store.get(sample)
-        before = state_of(live, is_first)
-        values = copy_live(live, mutated, self.model)
+        values = copy_live(self._store.get(sample), self.model)
         call = self._call_calibrating(stop.targets)
         self._on_sample(sample)
         with self._as_sample(sample, keep=False):
-            try:
-                for index in span[:-1]:
-                    values = next_values(program, index, values, run_segment(program.segments[index], values, self.model, call))
-                run_segment(program.segments[span[-1]], values, self.model, call, {name or ROOT for name in stop.targets})
-            except Enough:
-                pass  # every watched module has been seen
-        check_untouched(live, before, is_first, mutated, f"{stop.targets[0] or 'the model'}: batch {sample}")
+            for index in span[:-1]:
+                values = next_values(program, index, values, run_segment(program.segments[index], values, self.model, call))
+            run_segment(program.segments[span[-1]], values, self.model, call, {name or ROOT for name in stop.targets})
 
     def _propagate_sample(self, sample: int, segment: int) -> None:
         self._on_sample(sample)
@@ -208,7 +201,6 @@ class GraphStage:
         self.name = ", ".join(stop.targets)
         self.num_samples = len(stop.samples)
         self._run, self._stop = run, stop
-        self._watch: StageWatch | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -220,39 +212,29 @@ class GraphStage:
         """Dotted names of the targets and of all modules inside them, as they are now."""
         return tuple(name for target in self._stop.targets for name in module_names(self._run.model, target))
 
-    def calibrate(self, stop_early: bool = True) -> None:
+    def calibrate(self) -> None:
         """Call the targets for every sample, on copies of their inputs, so that the hooks inside see them.
 
-        The first sample runs in full. When it called every watched module exactly once, the others stop as soon as the last of them
-        has been seen; `propagate` checks that this missed nothing. A target without watched modules is not called.
-
-        Args:
-            stop_early: False runs every sample in full.
+        A target without watched modules is not called.
 
         Raises:
             CalibrationError: a watched module is called outside of the stage later on, too.
         """
-        run, names = self._run, set(self.module_names)
-        inside = {name: needs_output for name, needs_output in run._watched().items() if name in names}
+        run = self._run
+        inside = set(self.module_names).intersection(run._watched())
         if not inside:
             return
         for sample, segment in self._stop.samples.items():
             check_inside(run._programs[sample], segment, self._stop.targets, inside, sample)
         run._calibrated |= set(self._stop.targets)
-        self._watch = StageWatch(self.name, inside)
-        first, *others = self._stop.samples
-        with self._watch.calibrating(run.model):
-            run._calibrate_sample(first, self._stop.samples[first], self._stop, True)
-            self._watch.first_seen(stop_early)
-            for position, sample in enumerate(others):
-                run._store.prefetch(others[min(position + 1, len(others) - 1)])
-                self._watch.begin()
-                run._calibrate_sample(sample, self._stop.samples[sample], self._stop, False)
+        self.rehearse()
 
     def rehearse(self) -> None:
         """Call the targets for every sample without consequences, as `calibrate` does for hooks; for the proof."""
-        for sample, segment in self._stop.samples.items():
-            self._run._calibrate_sample(sample, segment, self._stop, True)
+        run, samples = self._run, list(self._stop.samples)
+        for position, sample in enumerate(samples):
+            run._store.prefetch(samples[min(position + 1, len(samples) - 1)])
+            run._calibrate_sample(sample, self._stop.samples[sample], self._stop)
 
     def skip_calibration(self) -> None:
         """Take the statistics of the targets for complete, though nothing is called: an earlier run has compressed what lies inside."""
@@ -263,9 +245,6 @@ class GraphStage:
 
         Args:
             only_first: end all samples but the first where they stand: for when nothing that comes later is watched.
-
-        Raises:
-            CalibrationError: the calibration pass missed a call.
         """
         run = self._run
         torch.clear_autocast_cache()  # it would serve casts of weights that have been replaced
@@ -279,8 +258,7 @@ class GraphStage:
         samples = [first, *others]
         for position, sample in enumerate(samples):
             run._store.prefetch(samples[min(position + 1, len(samples) - 1)])
-            with self._watch.propagating(run.model, sample) if self._watch is not None else nullcontext():
-                run._propagate_sample(sample, self._stop.samples[sample])
+            run._propagate_sample(sample, self._stop.samples[sample])
 
 
 def _name(node: fx.Node) -> str:

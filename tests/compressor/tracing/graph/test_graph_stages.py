@@ -197,40 +197,6 @@ def test_a_failed_recording_leaves_nothing_on_the_model() -> None:
     assert trace(model, batches).engine == "suspend"
 
 
-class WritingPast(nn.Linear):
-    """Writes to its input where no version counter sees it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = super().forward(x)
-        x.data.mul_(2)
-        return made
-
-
-class Sharing(Stacked):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].up = WritingPast(8, 16)
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
-        hidden = self.embed(ids)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
-def test_a_write_that_leaves_no_trace_is_found_in_the_calibration_pass() -> None:
-    model, batches = build(Sharing), toy_batches()
-    told = r"layers.1: batch 0 writes in place to layers_0, past what was recorded"
-    with trace(model, batches, engine="graph", verify="off").run(batches, watched=lambda: {"layers.1.down": True}) as run:
-        stages = iter(run)
-        next(stages).propagate()
-        with pytest.raises(TracingError, match=told):
-            next(stages).calibrate()
-    with pytest.raises(TracingError, match=told):
-        trace(model, batches, engine="graph")
-    assert trace(model, batches).engine == "suspend"
-
-
 class Tallying(Stacked):
     def __init__(self) -> None:
         super().__init__()

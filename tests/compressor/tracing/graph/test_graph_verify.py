@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_a_lost_write_and_a_lost_mode_are_found() -> None:
 
 def test_verification_chooses_another_shape_and_padding() -> None:
     batches = toy_batches((2, 5), (2, 5), (1, 7), (2, 5))
-    assert "2 batches verified" in trace(build(), batches, engine="graph", verify="first").report()
+    assert "3 batches verified" in trace(build(), batches, engine="graph", verify="first").report(), "one of another shape, one padded"
     assert "4 batches verified" in trace(build(), batches, engine="graph", verify="all").report()
     assert "0 batches verified" in trace(build(), batches, engine="graph", verify="off").report()
 
@@ -158,3 +159,49 @@ def test_a_node_that_fails_is_an_error_of_the_graph() -> None:
     node.args = (node.args[0], 9)
     with pytest.raises(TracingError, match=r"IndexError.*\(node getitem.*\), which the plain model does not raise"):
         plan.verify(toy_batches())
+
+
+class Meter(nn.Embedding):
+    """Tells the glue a size past the recorder, in a way that no graph knows."""
+
+    seen: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__(32, 8)
+        self.dimension = dimension
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.seen["size"] = ids.shape[self.dimension]
+        return super().forward(ids)
+
+
+class Measured(Stacked):
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.embed = Meter(dimension)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        hidden = self.embed(ids) / Meter.seen["size"]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("shapes", [[(2, 5), (2, 5), (2, 7), (3, 5)], [(2, 5), (3, 5), (3, 5), (2, 4)], [(2, 5), (2, 5), (2, 5), (3, 7)]])
+def test_every_size_is_proved_with_two_values_where_the_batches_have_them(shapes: list[tuple[int, int]], dimension: int) -> None:
+    batches = toy_batches(*shapes)
+    batches[1]["mask"][0, 2:] = 0  # padding of the same shape as the first batch must not be taken for another shape
+    with pytest.raises(TracingError, match="differs from the plain model"):
+        trace(build(lambda: Measured(dimension)), batches, engine="graph")  # type: ignore[arg-type]
+
+
+def test_one_size_only_is_proved_with_other_content() -> None:
+    batches = toy_batches((2, 5), (2, 5), (2, 5), padded=False)
+    assert "2 batches verified" in trace(build(), batches, engine="graph").report()
+    same = [copy.deepcopy(batches[0]) for _ in range(3)]
+    assert "2 batches verified" in trace(build(), [*same, batches[1]], engine="graph").report()
+    plan = trace(build(), batches[:1], engine="graph")
+    assert "1 batches verified" in plan.report()
+    with plan.run(batches):
+        assert "3 batches verified" in plan.report(), "one of other content, and one beside it"
