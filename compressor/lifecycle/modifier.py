@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from torch import nn
@@ -56,8 +56,26 @@ class Modifier(HooksMixin, ModifierInterface):
         return self
 
     def __eq__(self, other: object) -> bool:
-        """Equal settings of the same class; where a modifier stands in its life does not count."""
-        return type(self) is type(other) and self.__dict__ == other.__dict__
+        """Equal settings of the same class; where a modifier stands in its life, and what it keeps under private names, does not count."""
+        return type(self) is type(other) and _settings(self) == _settings(other)
+
+    if not TYPE_CHECKING:  # else a type checker would take any name for an attribute
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Set a field, or a private attribute, which need not be declared.
+
+            Args:
+                name: of the attribute.
+                value: of it.
+
+            Raises:
+                LifecycleError: a public name that is no field.
+            """
+            if not name.startswith("_") and name not in type(self).model_fields and not hasattr(type(self), name):
+                raise LifecycleError(
+                    f"{self.label}.{name}: it has no such field, and fields are settings; keep state under a private name, as self._{name}"
+                )
+            super().__setattr__(name, value)
 
     @property
     def label(self) -> str:
@@ -297,3 +315,8 @@ class Modifier(HooksMixin, ModifierInterface):
         if self.update and event.type is EventType.BATCH_START:
             period = math.floor((event.index - (self.start or 0.0)) / self.update + 1e-9)
             self._lifecycle_flags = self._lifecycle_flags._replace(period=period, due=period != self._lifecycle_flags.period)
+
+
+def _settings(modifier: Modifier) -> dict[str, object]:
+    """What a recipe could say of a modifier: its fields, without what it keeps under private names that were not declared."""
+    return {name: value for name, value in modifier.__dict__.items() if not name.startswith("_")}

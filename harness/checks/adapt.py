@@ -38,32 +38,6 @@ def adapt(subject: object) -> Any:
     )
 
 
-def find_subject(path: str) -> object:
-    """Return what `package.module:Name` names.
-
-    Args:
-        path: of an object, of a class, or of a list of them.
-
-    Returns:
-        Whatever it is.
-
-    Raises:
-        UserInputError: there is nothing of this name.
-    """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise UserInputError(f"{path}: this names no subject; write package.module:Name")
-    try:
-        found: object = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise UserInputError(f"{path}: its module cannot be imported ({error}); install it or correct the name") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise UserInputError(f"{path}: {module_name} has no {name!r}; correct the name")
-        found = getattr(found, part)
-    return found
-
-
 # Class -> the function or class that makes a subject of its objects.
 _ADAPTERS = {
     "compressor.numerics.scheme.QuantizationArgs": "harness.checks.adapters_ours:OurQuantizer",

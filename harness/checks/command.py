@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.epilog = EPILOG
     parser.add_argument(
-        "subject", metavar="PACKAGE.MODULE:NAME", help="an object that offers a protocol of harness.checks.protocols, or a list of them"
+        "subject",
+        metavar="PACKAGE.MODULE:NAME",
+        help="an object, also FILE.py:NAME, that offers a protocol of harness.checks.protocols, or a list of them",
     )
     parser.add_argument(
         "--check", action="append", metavar="NAME", help="run only this check, by name or number; may be given several times"
@@ -46,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
         UserInputError: an expected failure without a reason, or no subject.
     """
     from compressor.errors import UserInputError
-    from harness.checks.adapt import find_subject
     from harness.checks.run import check
+    from harness.named import find_named
     from harness.verdict import EXIT_CODES, Verdict, decide, to_json
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
-    found = find_subject(args.subject)
+    found = find_named(args.subject, "subject")
     subjects = list(found) if isinstance(found, list | tuple) else [found]
     reasons = dict(text.partition("=")[::2] for text in args.expect_failure)
     if not all(reasons.values()):

@@ -61,12 +61,13 @@ class LifecycleCheck:
         except NothingToCheckError as reason:
             return self.claim.skipped(str(reason))
         except Violation as violation:
-            return self.claim.record(Outcome.FAIL, str(violation), findings=[str(violation), *_example(violation)])
+            evidence = {"causes": sorted(violation.causes)}
+            return self.claim.record(Outcome.FAIL, str(violation), evidence=evidence, findings=[str(violation), *_example(violation)])
         except TimeLimitError:
             raise
         except BaseException as error:  # noqa: BLE001 - a subject may break anything, and call sys.exit(); what it did is the finding
             text = f"the check could not be completed: {describe(error)}"
-            return self.claim.record(Outcome.FAIL, text, findings=[text])
+            return self.claim.record(Outcome.FAIL, text, evidence={"causes": [describe(error)]}, findings=[text])
         return self.claim.record(Outcome.PASS, summary)
 
 

@@ -9,14 +9,15 @@ import torch
 
 from compressor.errors import CompressorError
 from harness.lifecycle.driver import ActingRun, Run
-from harness.lifecycle.expectations import fire_order, leftovers, list_differences, lives
+from harness.lifecycle.expectations import causes, fire_order, leftovers, list_differences, lives
 from harness.lifecycle.judge import CLAUSES, Clause, Outcome, Violation, describe, judge_error, replay, show
 from harness.lifecycle.limits import TimeLimitError
 from harness.lifecycle.oracle import Script, refuse
 from harness.lifecycle.oracle_session import SessionModel
 from harness.lifecycle.probes import CHAIN_PARTS
+from harness.lifecycle.random_state import random_numbers_kept
 from harness.lifecycle.recording import Acts, Entry
-from harness.lifecycle.snapshot import Snapshot, num_hooks
+from harness.lifecycle.snapshot import Difference, Snapshot, num_hooks
 
 # What no call may change, whatever the modifiers do.
 NEVER = ("rng", "torch", "threads", "class")
@@ -147,7 +148,7 @@ class CheckedRun:
         """Run the model, whose first layer may be meant to raise, and compare the hooks that fired, their order and arguments."""
         self.run.recorder.begin()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), random_numbers_kept():  # a model may draw, as in dropout; hooks_watch sees what hooks draw
                 inputs()
         except RuntimeError:
             if not fails:
@@ -227,7 +228,8 @@ class CheckedRun:
     def _check_own_errors(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             if entry.error is not None and not entry.planned and not isinstance(entry.error, self.refusals):
-                raise Violation("errors", f"{show(entry.seen)} raised {describe(entry.error)}") from entry.error
+                what = describe(entry.error)
+                raise Violation("errors", f"{show(entry.seen)} raised {what}", [what]) from entry.error
 
     def _check_standing(self, call: str) -> None:
         for number, (flags, modifier) in enumerate(zip(self.run.flags(), self.oracle.modifiers, strict=True)):
@@ -248,9 +250,10 @@ class CheckedRun:
         """Hold the differences between two snapshots against what the call may change."""
         found = before.differences(self.now, self.allowed)
         if outcome.kind == "refused" and found:
-            self._break("unchanged", f"{call} was refused, and changed {list_differences(found)}")
+            self._break("unchanged", f"{call} was refused, and changed {list_differences(found)}", found)
         if never := [difference for difference in found if difference.kind in NEVER]:
-            self._break("unchanged", f"{call} changed {list_differences(never)}")
+            draws = "".join(f"; {draw}" for draw in self.run.recorder.draws[:1])
+            self._break("unchanged", f"{call} changed {list_differences(never)}{draws}", never)
         if self.obedient:
             self._check_world(call)
 
@@ -268,14 +271,16 @@ class CheckedRun:
     def _check_left(self, call: str) -> None:
         """Hold the model of a run that is over against the model before it."""
         if (num_left := num_hooks(self.run.model) - self._num_hooks_of_others) > 0:
-            self._break("left behind", f"{call}: {num_left} hooks are left on the model")
+            hooks = [one for one in leftovers(self.start, self.now, self.allowed) if one.kind == "hooks"]
+            where = f": {list_differences(hooks)}" if hooks else ""
+            self._break("left behind", f"{call}: {num_left} hooks are left on the model{where}", hooks)
         if found := [*leftovers(self.start, self.now, self.allowed), *self._process.differences(Snapshot.of_process())]:
-            self._break("left behind", f"{call}: the run is over, and left {list_differences(found)}")
+            self._break("left behind", f"{call}: the run is over, and left {list_differences(found)}", found)
 
     def _check_shared(self, call: str) -> None:
         """A run that could not begin left nothing in what its modifiers share either, or trying again would go another way."""
         if found := [one for one in self.start.differences(self.now, self.allowed) if one.kind == "state"]:
-            self._break("left behind", f"{call}: the run could not begin, and changed {list_differences(found)}")
+            self._break("left behind", f"{call}: the run could not begin, and changed {list_differences(found)}", found)
 
     def _snapshot(self) -> Snapshot:
         return Snapshot(self.run.model, self.run.shared())
@@ -290,6 +295,6 @@ class CheckedRun:
                 raise
             raise OverError from violation
 
-    def _break(self, clause: Clause, message: str) -> None:
+    def _break(self, clause: Clause, message: str, found: Sequence[Difference] = ()) -> None:
         with self._counting():
-            raise Violation(clause, message)
+            raise Violation(clause, message, causes(found) if found else ())

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
+import torch
+from torch import Tensor, nn
+
 from harness.lifecycle.catalogue import register
 from harness.lifecycle.judge import Violation
 from harness.lifecycle.snapshot import freeze
@@ -11,7 +16,7 @@ from harness.lifecycle.subject import Subject
 
 @register("repeatable", "A second run of a fresh modifier over the same model gives the same, bit for bit", number=43, tags=("random",))
 def repeatable(subject: Subject) -> str:
-    """Run twice, and compare the models.
+    """Run over a model, over another one, and over the first again; compare the first run with the last.
 
     Args:
         subject: what is verified.
@@ -20,20 +25,33 @@ def repeatable(subject: Subject) -> str:
         What was seen.
 
     Raises:
-        Violation: the second run gives another model: something of the first one is kept outside of it.
+        Violation: the last run gives another model: something of the others is kept outside of them.
     """
-    results = []
-    for _ in range(2):
-        run = subject.open()
-        subject.live(subject.check(run), run)
-        results.append({key: value.detach().clone() for key, value in run.model.state_dict().items()})
-    first, second = results
+    first = _result(subject, copy.deepcopy(subject.model))
+    _result(subject, _another(subject.model))
+    second = _result(subject, copy.deepcopy(subject.model))
     if first.keys() != second.keys():
         raise Violation("state", f"the second run gives other tensors: {', '.join(sorted(first.keys() ^ second.keys())[:4])}")
     changed = [key for key, value in first.items() if freeze(value) != freeze(second[key])]
     if changed:
         raise Violation("state", f"the second run gives other values in {', '.join(changed[:4])}")
     return f"{len(first)} tensors are equal"
+
+
+def _result(subject: Subject, model: nn.Module) -> dict[str, Tensor]:
+    run = subject.open(model=model)
+    subject.live(subject.check(run), run)
+    return {key: value.detach().clone() for key, value in run.model.state_dict().items()}
+
+
+def _another(model: nn.Module) -> nn.Module:
+    """A model whose weights and activations are larger, so that what was seen in it does not fit the first one."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.is_floating_point():
+                parameter.mul_(1.5)
+    return other
 
 
 @register("state_machine", "Random calls, legal and illegal, with callbacks that fail, go as the independent model says")

@@ -7,7 +7,7 @@ from itertools import pairwise
 from harness.lifecycle.catalogue import register
 from harness.lifecycle.checked_run import CheckedRun
 from harness.lifecycle.driver import CompressorRun
-from harness.lifecycle.judge import Violation, failures
+from harness.lifecycle.judge import Violation, failures, failures_in
 from harness.lifecycle.snapshot import num_hooks
 from harness.lifecycle.strategies import Setup
 from harness.lifecycle.subject import NothingToCheckError, Subject
@@ -45,7 +45,7 @@ def completes(subject: Subject) -> str:
     outcome = subject.live(checked, run)
     if outcome is None or outcome.kind == "failed":
         what = failures(outcome, run.recorder.entries) if outcome else "it has no moments"
-        raise Violation("refused", f"a run without any fault stopped: {what}")
+        raise Violation("refused", f"a run without any fault stopped: {what}", failures_in(run.recorder.entries))
     return f"{len(subject.life())} moments, {run.model.__class__.__name__}"
 
 
@@ -103,7 +103,9 @@ def start_and_end(subject: Subject) -> str:
         run = subject.open(setup)
         checked = subject.check(run)
         if checked.initialize().kind == "failed":
-            raise Violation("refused", f"it does not initialize with {setup.settings[0]}")
+            what = failures_in(run.recorder.entries)
+            text = f"it does not initialize with {setup.settings[0]}: {'; '.join(what)}"
+            raise Violation("refused", text, what)
         for event in BATCH_EVENTS * 5:
             if checked.send(event).kind == "failed":
                 break
@@ -149,7 +151,9 @@ def _nest(subject: Subject, run: CompressorRun, checked: CheckedRun) -> int:
     if num_hooks(run.model) > owned:
         strangers = num_hooks(run.model) - owned
         raise Violation(
-            "hooks", f"{strangers} hooks after {checked.oracle.last} were not made with register_hook, so they cannot be put to sleep"
+            "hooks",
+            f"{strangers} hooks after {checked.oracle.last} were not made with register_hook, so they cannot be put to sleep",
+            ["hooks"],
         )
     for outer, inner in pairwise((None, 0, None)):
         checked.enter_disabled(outer)

@@ -7,6 +7,7 @@ import gc
 import tempfile
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,13 +16,14 @@ from torch import nn
 from compressor.lifecycle import Modifier, Session
 from harness.lifecycle.catalogue import register
 from harness.lifecycle.checked_run import CheckedRun
-from harness.lifecycle.expectations import is_added, list_differences, replaced_modules
+from harness.lifecycle.expectations import causes, is_added, list_differences, outermost, replaced_modules
 from harness.lifecycle.judge import Outcome, Violation, describe
 from harness.lifecycle.recording import Act, PlannedError, Recorder, record
 from harness.lifecycle.snapshot import Snapshot, num_hooks
 from harness.lifecycle.strategies import Setup
 from harness.lifecycle.subject import NothingToCheckError, Subject
 from harness.lifecycle.terms import ANSWERING
+from harness.lifecycle.witness import Witness
 
 RAISES = (Act(ending="raised"), Act(ending="interrupted", skip_own=True))
 # What a run that is over must have left as it was; modules and weights are what it is there to change.
@@ -35,7 +37,7 @@ def _points(subject: Subject) -> list[tuple[int, str]]:
     points = []
     for number, (moment, names) in enumerate(subject.life()):
         if moment == "SEQUENTIAL_EPOCH_END":
-            subject.forward(run)
+            checked.forward(partial(subject.forward, run))
         failed = checked.go(moment, modules=names).kind == "failed"
         points += [(number, entry.seen.callback) for entry in run.recorder.entries]
         if failed:
@@ -82,6 +84,7 @@ def nothing_left(subject: Subject) -> str:
     if "session_hooks" not in subject.tags and not subject.trains:
         _after_calibration(subject)
     _after_all(subject)
+    _activations_are_freed(subject)
     return f"{num_faults} failures, one in a forward, and a whole run"
 
 
@@ -102,7 +105,8 @@ def _after_calibration(subject: Subject) -> None:
     subject.live(checked, run, until=len(subject.life()) - 1)
     left = num_hooks(run.model) - before
     if left and not checked.is_over:
-        raise Violation("left behind", f"{left} hooks are on the model after CALIBRATION_END; remove them, or declare 'session_hooks'")
+        text = f"{left} hooks are on the model after CALIBRATION_END; call self.remove_hooks() there, or declare 'session_hooks'"
+        raise Violation("left behind", text, ["hooks"])
 
 
 def _after_all(subject: Subject) -> None:
@@ -117,6 +121,22 @@ def _after_all(subject: Subject) -> None:
         raise Violation(
             "left behind", "the model is still held after the run and its modifier are gone; keep no reference in a class or module"
         )
+
+
+def _activations_are_freed(subject: Subject) -> None:
+    """A run that is over, and its modifiers, hold nothing of what flowed through the model."""
+    run = subject.open()
+    checked = subject.check(run)
+    witness = Witness(run.model)
+    for moment, names in subject.life():
+        if moment == "SEQUENTIAL_EPOCH_END" or (subject.trains and moment == "LOSS_CALCULATED"):
+            checked.forward(partial(witness.run, partial(subject.forward, run)))
+        if checked.go(moment, modules=names).kind == "failed":
+            break
+    gc.collect()
+    if held := witness.held():
+        what = f"{len(held)} activations are still held after the run, such as {held[0]}; drop them in on_calibration_end or on_finalize"
+        raise Violation("left behind", what)
 
 
 @register("surroundings", "RNG state, training flags, requires_grad, use_cache, dtype and config are as before", number=51)
@@ -136,8 +156,9 @@ def surroundings(subject: Subject) -> str:
         model = copy.deepcopy(subject.model).train(training)
         for parameter in list(model.parameters())[::2]:
             parameter.requires_grad_(not training)
-        for module in model.modules():  # of the caller: they must still be there afterwards
+        for module in model.modules():  # of the caller: they must still be there afterwards, in this order
             module.register_forward_hook(_look)
+            module.register_forward_hook(_look_again)
         run = subject.open(model=model)
         start = Snapshot(model, {**run.shared(), "class": class_values(subject.template)})
         subject.live(subject.check(run), run)
@@ -148,6 +169,10 @@ def surroundings(subject: Subject) -> str:
 
 def _look(*args: object) -> None:
     """A hook that changes nothing."""
+
+
+def _look_again(*args: object) -> None:
+    """Another one."""
 
 
 def class_values(modifier: Modifier) -> dict[str, object]:
@@ -164,17 +189,21 @@ def class_values(modifier: Modifier) -> dict[str, object]:
 
 def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
     differences = start.differences(end)
-    replaced = [f"{name}." for name in replaced_modules(differences)]
-    lines = []
-    for one in differences:
-        is_inside = any(one.where.startswith(name) for name in replaced)
-        if is_added(one) and not is_inside and "attribute" not in subject.allowed:
-            lines.append(str(one))
-        counts = "->" in one.text if one.kind == "training" else one.kind in SURROUNDINGS and not is_inside
-        if (counts and one.kind not in subject.allowed) or (one.kind == "tensor" and not is_inside and "->" in one.text):
-            lines.append(str(one))
-    if lines:
-        raise Violation("left behind", f"a run changed {list_differences(lines)}")
+    replaced = tuple(f"{name}." for name in replaced_modules(differences))
+    found = []
+    for one in outermost(differences):
+        is_inside = bool(replaced) and one.where.startswith(replaced)
+        if one.kind == "training":
+            counts = "->" in one.text
+        elif one.kind in ("module", "tensor"):
+            is_new = is_added(one) and "attribute" not in subject.allowed
+            counts = not is_inside and (is_new or (one.kind == "tensor" and "->" in one.text))
+        else:
+            counts = one.kind in SURROUNDINGS and one.kind not in subject.allowed and not is_inside
+        if counts:
+            found.append(one)
+    if found:
+        raise Violation("left behind", f"a run changed {list_differences(found)}", causes(found))
 
 
 @register("already_quantized", "Applying to an already quantized model raises", number=52, tags=("idempotent",))
@@ -204,7 +233,7 @@ def already_quantized(subject: Subject) -> str:
     except refusals:
         left = before.differences(Snapshot(run.model))
         if left:
-            raise Violation("unchanged", f"a quantized model is refused, and changed: {left[0]}") from None
+            raise Violation("unchanged", f"a quantized model is refused, and changed: {left[0]}", causes(left)) from None
         return "refused at initialize"
     raise Violation(
         "accepted", "a model that it has quantized before is accepted again; refuse it in on_initialize, or declare 'idempotent'"
@@ -229,9 +258,9 @@ def rolls_back(subject: Subject) -> str:
     kinds = {"state", "session", *subject.allowed, *(("tensor",) if "in_place" in subject.tags else ())}
     num_faults = 0
     for checked, fault, outcome in _faults(subject, keep_originals=True):
-        left = checked.start.differences(checked.now, kinds) if outcome.kind == "failed" else []
-        if left:
-            raise Violation("left behind", f"{fault}: {left[0]}")
+        left = outermost(checked.start.differences(checked.now, kinds)) if outcome.kind == "failed" else []
+        if left := [one for one in left if not (is_added(one) and "attribute" in subject.allowed)]:
+            raise Violation("left behind", f"{fault}: {list_differences(left[:1])}", causes(left))
         num_faults += 1
     if subject.is_tiny and not subject.trains and subject.session_class is Session:
         _fail_on_the_main_path(subject)

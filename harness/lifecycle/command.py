@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the verb; changed.
     """
     parser.epilog = EPILOG
-    parser.add_argument("modifier", metavar="PACKAGE.MODULE:NAME", help="a modifier class, or a fresh modifier object, in a module")
+    parser.add_argument("modifier", metavar="PACKAGE.MODULE:NAME", help="a modifier class, or a fresh modifier object; also FILE.py:NAME")
     parser.add_argument(
         "--settings", metavar="JSON", type=_settings, default={}, help='settings for a class, such as \'{"scheme": "W4A16"}\''
     )

@@ -183,7 +183,13 @@ class CompressorRun:
     def shared(self) -> Mapping[str, object]:
         """Return the shared state and the settings of every modifier, by kind."""
         state = {name: value for name, value in vars(self.state).items() if name != "model"}
-        return {"state": state, "settings": [dict(vars(modifier)) for modifier in self.modifiers], "session": list(self.standing())}
+        settings = {f"{modifier.label}.{name}": value for modifier in self.modifiers for name, value in settings_of(modifier).items()}
+        return {"state": state, "settings": settings, "session": list(self.standing())}
+
+
+def settings_of(modifier: Modifier) -> dict[str, object]:
+    """Return the fields of a modifier, without what it keeps under private names."""
+    return {name: value for name, value in vars(modifier).items() if not name.startswith("_")}
 
 
 def flags_of(modifier: Modifier) -> Flags:

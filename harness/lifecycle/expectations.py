@@ -12,6 +12,33 @@ from harness.lifecycle.snapshot import Difference, Snapshot
 MAY_STAY = ("module", "tensor", "grad", "state", "settings", "session")
 
 
+# What its author can do about a difference, by kind.
+REMEDIES = {
+    "settings": "fields are settings, which a recipe writes; keep state under a private name, as self._seen",
+    "rng": "draw from a torch.Generator of your own, or declare 'random'",
+    "attribute": "take it back when the calibration ends, or declare 'annotates'",
+    "hooks": "make hooks with self.register_hook, which takes them away again",
+}
+
+
+def causes(differences: Sequence[Difference]) -> list[str]:
+    """Return what lies behind differences: the kinds and places, where a module that was added stands for all that came with it."""
+    return list(dict.fromkeys("hooks" if one.kind == "hooks" else f"{one.kind} {one.where}" for one in outermost(differences)))
+
+
+def outermost(differences: Sequence[Difference]) -> list[Difference]:
+    """Return differences without those that a module or tensor has brought along that came or went itself."""
+    moved = [one for one in differences if one.text.startswith(("appeared", "vanished"))]
+    modules = tuple(f"{one.where}." for one in moved if one.kind == "module")
+    tensors = {one.where for one in moved if one.kind == "tensor"}
+
+    def is_brought(one: Difference) -> bool:
+        return (bool(modules) and one.where.startswith(modules)) or (one.kind in ("requires_grad", "grad") and one.where in tensors)
+
+    names = {name[:-1] for name in modules}
+    return [one for one in differences if not is_brought(one) and not (one.kind == "training" and one.where in names)]
+
+
 def leftovers(start: Snapshot, end: Snapshot, allowed: Collection[str] = ()) -> list[Difference]:
     """Return what a run left behind on modules that it did not replace.
 
@@ -23,7 +50,7 @@ def leftovers(start: Snapshot, end: Snapshot, allowed: Collection[str] = ()) -> 
     Returns:
         The differences; weights and replaced modules are none.
     """
-    changed = start.differences(end, allowed)
+    changed = outermost(start.differences(end, allowed))
     replaced = replaced_modules(changed)
     found = [difference for difference in changed if difference.kind not in MAY_STAY or is_added(difference)]
     found = [one for one in found if not (is_added(one) and "attribute" in allowed)]
@@ -31,13 +58,13 @@ def leftovers(start: Snapshot, end: Snapshot, allowed: Collection[str] = ()) -> 
 
 
 def is_added(difference: Difference) -> bool:
-    """Say whether a module has come where none was: replacing one is a modifier's work, adding an observer leaves something behind."""
-    return difference.kind == "module" and difference.text.startswith("appeared")
+    """Say whether a module or tensor has come where none was: replacing one is a modifier's work, adding one leaves something behind."""
+    return difference.kind in ("module", "tensor") and difference.text.startswith("appeared")
 
 
 def replaced_modules(differences: Sequence[Difference]) -> list[str]:
     """Return the names of modules in whose place another one stands."""
-    return [one.where for one in differences if one.kind == "module" and not is_added(one)]
+    return [one.where for one in differences if one.kind == "module" and one.text.startswith("changed")]
 
 
 def fire_order(
@@ -78,4 +105,6 @@ def lives(hook: str, world: Mapping[str, str]) -> bool:
 def list_differences(differences: Sequence[object], limit: int = 4) -> str:
     """Return the first few differences in one line, and how many more there are."""
     more = f" and {len(differences) - limit} more" if len(differences) > limit else ""
-    return "; ".join(str(difference) for difference in differences[:limit]) + more
+    kinds = dict.fromkeys(one.kind for one in differences[:limit] if isinstance(one, Difference))
+    remedies = [REMEDIES[kind] for kind in kinds if kind in REMEDIES]
+    return "; ".join([*(str(difference) for difference in differences[:limit])]) + more + "".join(f"; {remedy}" for remedy in remedies)

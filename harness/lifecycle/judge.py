@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,12 +19,14 @@ class Violation(AssertionError):
 
     Attributes:
         clause: the part of the contract; see CLAUSES.
+        causes: what lies behind it, so that two checks that met the same are told once.
     """
 
-    def __init__(self, clause: Clause, message: str) -> None:
-        """Name the clause and say what happened."""
+    def __init__(self, clause: Clause, message: str, causes: Iterable[object] = ()) -> None:
+        """Name the clause and say what happened; what was seen is its own cause where none is given."""
         super().__init__(f"[{clause}] {message}")
         self.clause = clause
+        self.causes = frozenset(map(str, causes)) or frozenset({message.split("): ", 1)[-1]})
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ def replay(call: str, script: Script, entries: Sequence[Entry]) -> Outcome:
         while True:
             if not left or left[0].seen != expected:
                 came = show(left[0].seen) if left else "nothing"
-                raise Violation("callbacks", f"{call}: {show(expected)} should have come next, {came} came")
+                raise Violation(
+                    "callbacks", f"{call}: {show(expected)} should have come next, {came} came", [f"{expected.callback} is missing"]
+                )
             expected = script.send(left.pop(0).deed)
     except StopIteration as stop:
         outcome = Outcome("done", answer=bool(stop.value))
@@ -75,7 +79,8 @@ def replay(call: str, script: Script, entries: Sequence[Entry]) -> Outcome:
     except CallFailed as failed:
         outcome = Outcome("failed", False, failed.culprits, failed.together, failed.interrupted)
     if left:
-        raise Violation("callbacks", f"{call}: {show(left[0].seen)} came, where no callback may come any more")
+        more = left[0].seen
+        raise Violation("callbacks", f"{call}: {show(more)} came, where no callback may come any more", [f"{more.callback} is too many"])
     return outcome
 
 
@@ -94,7 +99,7 @@ def judge_error(call: str, outcome: Outcome, entries: Sequence[Entry], error: Ba
     """
     if outcome.kind == "done":
         if error is not None:
-            raise Violation("refused", f"{call} is legal, and raised {describe(error)}") from error
+            raise Violation("refused", f"{call} is legal, and raised {describe(error)}", [describe(error)]) from error
         if isinstance(answer, bool) and answer is not outcome.answer:
             raise Violation("errors", f"{call} returned {answer}, where {outcome.answer} is due")
     elif outcome.kind == "refused":
@@ -137,6 +142,15 @@ def failures(outcome: Outcome, entries: Sequence[Entry]) -> str:
             end = f"raised {describe(entry.error)}" if entry.error is not None else f"returned {entry.deed.answer!r}"
             parts.append(f"{show(entry.seen)} {end}")
     return " and ".join(parts) or "a failure"
+
+
+def failures_in(entries: Sequence[Entry]) -> list[str]:
+    """Return what callbacks raised, or answered in place of True, in words."""
+    return [
+        describe(entry.error) if entry.error is not None else f"{entry.seen.callback} returned {entry.deed.answer!r}"
+        for entry in entries
+        if entry.error is not None or (entry.seen.event is None and entry.deed.answer is not True)
+    ]
 
 
 def show(expected: Expected) -> str:

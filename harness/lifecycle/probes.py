@@ -27,9 +27,10 @@ class TinyBlock(nn.Module):
         self.up_proj = nn.Linear(width, width, bias=False)
         self.down_proj = nn.Linear(width, width)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Add what the block computes."""
-        return hidden + self.down_proj(torch.nn.functional.silu(self.up_proj(self.norm(hidden))))
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Add what the block computes, where no padding is."""
+        update: Tensor = self.down_proj(torch.nn.functional.silu(self.up_proj(self.norm(hidden))))
+        return hidden + (update if attention_mask is None else update * attention_mask.unsqueeze(-1))
 
 
 class TinyModel(nn.Module):
@@ -53,10 +54,9 @@ class TinyModel(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the logits."""
-        del attention_mask
         hidden = self.embed_tokens(input_ids)
         for layer in self.layers:
-            hidden = layer(hidden)
+            hidden = layer(hidden, attention_mask=attention_mask)
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits
 
@@ -65,6 +65,13 @@ def tiny_batches(count: int = 2) -> list[Tensor]:
     """Return batches of token ids for the tiny model."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, VOCABULARY, (4, 48), generator=generator) for _ in range(count)]
+
+
+def masked_batch() -> dict[str, Tensor]:
+    """Return a padded batch for the tiny model by keywords, with other numbers of sequences and tokens than `tiny_batches`."""
+    mask = torch.ones(3, 21, dtype=torch.long)
+    mask[1, 13:] = 0
+    return {"input_ids": torch.randint(0, VOCABULARY, (3, 21), generator=torch.Generator().manual_seed(2)), "attention_mask": mask}
 
 
 CHAIN_PARTS = ("first", "second")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from compressor.lifecycle import Event, Modifier, State
+from harness.lifecycle.random_state import ModulesMayDraw
 from harness.lifecycle.terms import CALLBACKS, Deed, Ending, EventSeen, Expected
 
 OWN = "(its own)"
@@ -82,6 +83,7 @@ class Recorder:
         entries: the callbacks since `begin`.
         remarks: what was wrong inside callbacks, one line each.
         fired: the recorded hooks that have run since `begin`, in order.
+        draws: where the callbacks since `begin` drew random numbers for anything but a new module.
         loss: what is being sent with an event; the callbacks must get this very tensor. UNKNOWN where nobody has said.
         running: the callback that is running now, for the report of one that hangs.
         perform: carries out a step of an act; set by the run.
@@ -93,6 +95,7 @@ class Recorder:
         self.entries: list[Entry] = []
         self.remarks: list[str] = []
         self.fired: list[str] = []
+        self.draws: list[str] = []
         self.loss: object = UNKNOWN
         self.running: str | None = None
         self.perform: Callable[[str, Modifier, State], None] = _perform_nothing
@@ -104,7 +107,7 @@ class Recorder:
 
     def begin(self, acts: Acts | None = None) -> None:
         """Forget what was recorded, and plan acts for the callbacks to come."""
-        self.entries, self.remarks, self.fired, self._acts = [], [], [], acts or {}
+        self.entries, self.remarks, self.fired, self.draws, self._acts = [], [], [], [], acts or {}
         self.on_begin()
 
     def run(self, number: int, callback: str, owner: Modifier, own: Callable[..., Any], state: State, event: tuple[Event, ...]) -> Any:
@@ -135,7 +138,7 @@ class Recorder:
             for step in act.steps:
                 self.perform(step, owner, state)
             if not act.skip_own:
-                answer = own(state, *event)
+                answer = self._own(own, state, event)
             answer = answer if act.answer is OWN else act.answer
             if act.ending != "returned":
                 planned = True
@@ -149,6 +152,14 @@ class Recorder:
             self._note(Expected(number, callback, _seen(event)), frame, answer, error, planned)
             self.remarks += [f"{type(owner).__name__}.{callback} changed state.{name}" for name in _changed(settings, _settings(state))]
         return answer
+
+    def _own(self, own: Callable[..., Any], state: State, event: tuple[Event, ...]) -> Any:
+        mode = ModulesMayDraw()
+        try:
+            with mode:
+                return own(state, *event)
+        finally:
+            self.draws += mode.draws
 
     def outside(self, number: int, step: str, owner: Modifier, state: State) -> Deed:
         """Carry out a step outside of any callback, as a modifier may when it is asked from elsewhere.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
@@ -41,10 +41,26 @@ class VerifyReport:
         """0 pass, 1 a check failed, 2 nothing can be said."""
         return EXIT_CODES[self.verdict]
 
+    def causes(self) -> list[list[CheckRecord]]:
+        """Return the failed checks, those together that met one and the same cause, in the order in which they ran."""
+        groups: list[tuple[set[str], list[CheckRecord]]] = []
+        for record in self.records:
+            if record.outcome is not Outcome.FAIL:
+                continue
+            own = set(record.evidence.get("causes", [record.name]))
+            known = next((group for group in groups if group[0] & own), None)
+            if known is None:
+                groups.append((own, [record]))
+            else:
+                known[0].update(own)
+                known[1].append(record)
+        return [records for _, records in groups]
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types."""
         records = [record.to_dict() for record in self.records]
-        return {"subject": self.subject, "profile": self.profile, "verdict": self.verdict.value, "checks": records}
+        causes = [{"found": group[0].summary, "checks": [one.name for one in group]} for group in self.causes()]
+        return {"subject": self.subject, "profile": self.profile, "verdict": self.verdict.value, "causes": causes, "checks": records}
 
     def to_json(self) -> str:
         """Return JSON that is the same for the same report."""
@@ -62,10 +78,13 @@ class VerifyReport:
         from rich.console import Console
 
         console = Console(file=StringIO(), width=width, no_color=True)
-        console.print(to_table(self.records))
-        for record in self.records:
-            if record.outcome is Outcome.FAIL:
-                console.print(f"{record.name}: {record.title}", *record.findings, sep="\n  ", markup=False, highlight=False)
+        groups = self.causes()
+        first = {one.name: group[0].name for group in groups for one in group[1:]}
+        console.print(to_table([replace(one, summary=f"as {first[one.name]}") if one.name in first else one for one in self.records]))
+        for group in groups:
+            also = f"\n  seen by {len(group)} checks: {', '.join(one.name for one in group)}" if group[1:] else ""
+            findings = [f"{group[0].name}: {group[0].title}{also}", *group[0].findings]
+            console.print(*findings, sep="\n  ", markup=False, highlight=False)
         console.print(f"{self.subject}: {self.verdict.value}", markup=False, highlight=False)
         file = console.file
         assert isinstance(file, StringIO)

@@ -6,10 +6,14 @@ them) and forbid all others. Tensors are compared bit for bit, functions and mod
 
 from __future__ import annotations
 
+import builtins
 import gc
+import logging
 import os
 import random
+import sys
 import threading
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -36,7 +40,18 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_
 _OWN = {*HOOKS, "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
 _OWN |= {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_backward_pre_hooks"}
 # Where torch keeps its functions: what is put there in the place of one changes every model of the process.
-_SHARED = {"torch": torch, "torch.nn": nn, "torch.nn.functional": nn.functional, "torch.Tensor": torch.Tensor}
+_SHARED = {
+    "torch": torch,
+    "torch.nn": nn,
+    "torch.nn.functional": nn.functional,
+    "torch.nn.init": nn.init,
+    "torch.linalg": torch.linalg,
+    "torch.Tensor": torch.Tensor,
+    "numpy": numpy,
+    "numpy.linalg": numpy.linalg,
+    "random": random,
+    "builtins": builtins,
+}
 _MISSING = object()
 _PLAIN = (type(None), bool, int, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
 
@@ -150,7 +165,8 @@ class Snapshot:
         for cls in {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}:
             self.items["class", cls.__qualname__] = Namespace(cls)
         for kind, thing in (extra or {}).items():
-            self.items[kind, kind] = freeze(thing)
+            parts = thing if isinstance(thing, Mapping) else {kind: thing}
+            self.items.update({(kind, str(name)): freeze(part) for name, part in parts.items()})
 
     @classmethod
     def of_process(cls) -> Snapshot:
@@ -160,6 +176,7 @@ class Snapshot:
         taken.items["process", "environment"] = dict(os.environ)
         taken.items["process", "working directory"] = Path.cwd()
         taken.items["process", "garbage collection"] = gc.isenabled()
+        taken.items.update({("process", name): value for name, value in _settings_of_process()})
         return taken
 
     def differences(self, later: Snapshot, allowed: Collection[str] = ()) -> list[Difference]:
@@ -175,11 +192,12 @@ class Snapshot:
         found = []
         for key in {**self.items, **later.items}:
             before, after = self.items.get(key, _MISSING), later.items.get(key, _MISSING)
-            is_news = key[0] == "class" and (
-                before is _MISSING or after is _MISSING
-            )  # a module of another class came or went, no class has changed
-            if key[0] not in allowed and before != after and not is_news:
-                found.append(Difference(*key, _describe(before, after)))
+            # A module of another class came or went, no class has changed.
+            is_news = (before is _MISSING and isinstance(after, Namespace)) or (after is _MISSING and isinstance(before, Namespace))
+            # Somebody else's thread has ended.
+            is_less = isinstance(before, frozenset) and isinstance(after, frozenset) and after <= before
+            if key[0] not in allowed and before != after and not is_news and not is_less:
+                found.append(Difference(*key, "was seeded or drawn from" if key[0] == "rng" else _describe(before, after)))
         return sorted(found, key=str)
 
 
@@ -222,6 +240,7 @@ def num_hooks(model: nn.Module) -> int:
 
 def _module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
     yield ("module", name), Same(module)
+    yield ("attribute", f"{name}.__class__".lstrip(".")), Same(type(module))
     yield ("training", name), module.training
     for kind in HOOKS:
         yield ("hooks", f"{name}.{kind}".lstrip(".")), [Same(hook) for hook in (module.__dict__.get(kind) or {}).values()]
@@ -255,7 +274,25 @@ def _surroundings() -> Iterator[tuple[tuple[str, str], object]]:
     yield ("torch", "anomaly mode"), torch.is_anomaly_enabled()
     for kind in _GLOBAL_HOOKS:
         yield ("hooks", f"of every module.{kind}"), [Same(hook) for hook in getattr(torch_module, kind).values()]
-    yield ("threads", "the process"), sorted(thread.name for thread in threading.enumerate() if not _is_housekeeping(thread))
+    yield ("threads", "the process"), frozenset(thread.name for thread in threading.enumerate() if not _is_housekeeping(thread))
+
+
+def _settings_of_process() -> Iterator[tuple[str, object]]:
+    yield "logging", (logging.root.level, logging.root.manager.disable)
+    # A library that is imported for the first time may filter its own warnings, by message or module; all warnings are everybody's.
+    yield "warnings", [str(one) for one in warnings.filters if one[1] is None and one[3] is None]
+    yield "sys.excepthook", Same(sys.excepthook)
+    yield "recursion limit", sys.getrecursionlimit()
+    yield "numpy.errstate", dict(numpy.geterr())
+    yield "torch's print options", freeze(vars(torch._tensor_str.PRINT_OPTS))
+    yield "torch's modes", (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack())
+    yield "denormal numbers", bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0)
+    backends = torch.backends
+    cudnn = (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic)
+    yield "torch.backends.cudnn", cudnn
+    yield "torch.backends.mkldnn", backends.mkldnn.enabled
+    kinds = (backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.math_sdp_enabled())
+    yield "scaled dot product attention", kinds
 
 
 def _is_housekeeping(thread: threading.Thread) -> bool:
@@ -264,18 +301,40 @@ def _is_housekeeping(thread: threading.Thread) -> bool:
 
 
 def _describe(before: Any, after: Any) -> str:
+    if isinstance(before, frozenset) and isinstance(after, frozenset):
+        return f"appeared: {', '.join(sorted(after - before))}"
     if before is _MISSING or after is _MISSING:
         return f"appeared: {_short(after)}" if before is _MISSING else f"vanished: {_short(before)}"
     if isinstance(before, list) and isinstance(after, list) and all(isinstance(item, Same) for item in before + after):
         return f"changed: {len(before)} before, {len(after)} after"
     if isinstance(before, Namespace) and isinstance(after, Namespace):
         return f"changed: {', '.join(before.changed(after)[:5])}"
+    path, old, new = _narrowed(before, after)
+    what = f" in {path}" if path else ""
+    if old is _MISSING or new is _MISSING:
+        return f"changed{what}, which {_describe(old, new)}"
+    if isinstance(old, Same) and isinstance(new, Same):
+        return f"changed{what}: another object, {new!r}"
+    if _short(old) == _short(new):
+        return f"changed{what}: {_short(new)} holds other values"
+    return f"changed{what}: {_short(old)} -> {_short(new)}"
+
+
+def _narrowed(before: Any, after: Any) -> tuple[str, Any, Any]:
+    """Follow a difference to where it lies, as far as there is only one: the way there, and what stood and stands there."""
     if isinstance(before, dict) and isinstance(after, dict):
-        keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-        return f"changed: {', '.join(keys[:5])}"
-    if _short(before) == _short(after):
-        return f"changed: {_short(after)} holds other values"
-    return f"changed: {_short(before)} -> {_short(after)}"
+        places = [(key.strip("'"), before.get(key, _MISSING), after.get(key, _MISSING)) for key in {**before, **after}]
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        is_held = before and isinstance(before[0], Same)  # an object or a tensor, and behind it what it holds
+        places = [("" if is_held else str(place - 1), one, other) for place, (one, other) in enumerate(zip(before, after, strict=True))]
+    else:
+        return "", before, after
+    changed = [place for place in places if place[1] is _MISSING or place[2] is _MISSING or place[1] != place[2]]
+    if len(changed) != 1:
+        return (", ".join(place[0] for place in changed[:5]) if isinstance(before, dict) else ""), before, after
+    name, old, new = changed[0]
+    path, old, new = _narrowed(old, new)
+    return ".".join(part for part in (name, path) if part), old, new
 
 
 def _short(value: object) -> str:

@@ -110,7 +110,7 @@ class Subject:
             The run, not yet initialized.
         """
         self.stopwatch.restart()
-        _move_random_numbers()
+        move_random_numbers()
         chosen = setup or Setup((self.settings,))
         modifiers = [self.fresh(chosen.settings[0]), *(apply_settings(Probe(), one) for one in chosen.settings[1:])]
         run = CompressorRun(
@@ -144,10 +144,10 @@ class Subject:
         return {kind for tag, kind in (("random", "rng"), ("annotates", "attribute")) if tag in self.tags}
 
     def forward(self, run: Run) -> None:
-        """Run the model of a run over all batches."""
+        """Run the model of a run over copies of all batches."""
         with torch.no_grad():
             for batch in self.batches:
-                call(run.model, batch)
+                call(run.model, copy.deepcopy(batch))
 
     def life(self) -> list[tuple[str, tuple[str, ...]]]:
         """Return the moments of a whole run in which the modifier does its work, each with the names of modules that go with it."""
@@ -188,7 +188,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
-def _move_random_numbers() -> None:
+def move_random_numbers() -> None:
     """Bring every global generator into a state that no seed gives, so that seeding one is a change that is seen."""
     torch.rand(1)
     random.random()

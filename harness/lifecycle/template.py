@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -14,11 +13,13 @@ from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier
 from compressor.modifiers.registry import suggest
 from harness.lifecycle.limits import TimeLimitError
+from harness.named import find_named
 
 # What a modifier may declare, in a class attribute `contract_tags` or to `verify`; each takes a part of the contract out.
 TAGS = MappingProxyType(
     {
         "annotates": "leaves attributes or buffers on modules on purpose",
+        "changes_forward": "changes with its hooks what a forward computes, on purpose",
         "idempotent": "may be applied to its own result",
         "in_place": "changes weights where they are, so that a failed run cannot bring them back",
         "no_recipe": "cannot be written into a recipe",
@@ -42,7 +43,7 @@ class UnusableError(Exception):
 
 
 def find_subject(path: str, settings: Mapping[str, Any]) -> object:
-    """Return what `package.module:Name` names, made with settings where they are given.
+    """Return what `package.module:Name` or `file.py:Name` names, made with settings where they are given.
 
     Args:
         path: of a class, or of an object.
@@ -54,17 +55,7 @@ def find_subject(path: str, settings: Mapping[str, Any]) -> object:
     Raises:
         UserInputError: there is nothing of this name, or the settings do not fit.
     """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise UserInputError(f"{path}: this names no modifier; write package.module:Name")
-    try:
-        found: object = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise UserInputError(f"{path}: its module cannot be imported ({error}); install it or correct the name") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise UserInputError(f"{path}: {module_name} has no {name!r}; {suggest(name, _modifier_names(module_name))}")
-        found = getattr(found, part)
+    found = find_named(path, "modifier", Modifier)
     if not settings:
         return found
     if not isinstance(found, type) or not issubclass(found, Modifier):
@@ -73,11 +64,6 @@ def find_subject(path: str, settings: Mapping[str, Any]) -> object:
         return found(**settings)
     except ValueError as error:
         raise UserInputError(f"{path}: these settings do not fit ({error}); correct them") from error
-
-
-def _modifier_names(module_name: str) -> list[str]:
-    members = inspect.getmembers(importlib.import_module(module_name), inspect.isclass)
-    return [name for name, cls in members if issubclass(cls, Modifier) and cls.__module__ == module_name]
 
 
 def make_template(modifier: object) -> Modifier:

@@ -6,23 +6,20 @@ out by contract tags (see TAGS in `template.py`); a check that fails today is li
 
 from __future__ import annotations
 
-import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy
-import torch
 from torch import nn
 
 from compressor.errors import CompressorError, UserInputError
 from compressor.lifecycle import Session
 from compressor.modifiers.registry import suggest
-from harness.lifecycle import checks_hooks, checks_machine, checks_order, checks_recipe, checks_traces
+from harness.lifecycle import checks_hooks, checks_machine, checks_order, checks_recipe, checks_traces, checks_watching
 from harness.lifecycle.catalogue import CHECKS, LifecycleCheck
 from harness.lifecycle.limits import Stopwatch, TimeLimitError, run_limited
 from harness.lifecycle.probes import TinyModel, tiny_batches
+from harness.lifecycle.random_state import random_numbers_kept
 from harness.lifecycle.report import USABLE, VerifyReport
 from harness.lifecycle.subject import Batch, Subject
 from harness.lifecycle.template import UnusableError, make_template, read_tags
@@ -33,7 +30,7 @@ TIME_LIMIT = 20.0
 """Seconds that one call of the lifecycle may take before it counts as hanging."""
 
 _USABLE = Claim(USABLE, "It is a modifier, and a fresh one can be made")
-_REGISTERED = (checks_order, checks_hooks, checks_traces, checks_recipe, checks_machine)
+_REGISTERED = (checks_order, checks_hooks, checks_watching, checks_traces, checks_recipe, checks_machine)
 
 
 def verify(
@@ -101,22 +98,10 @@ def verify(
         stopwatch,
         make=modifier if isinstance(modifier, type) else None,
     )
-    with _random_numbers_kept():
+    with random_numbers_kept():
         records = _run_all(chosen, subject, time_limit)
     usable = _USABLE.record(Outcome.PASS, f"{type(template).__qualname__} of {type(template).__module__}")
     return VerifyReport(label_of(template), spent.name, (usable, *(_expect(record, reasons) for record in records)))
-
-
-@contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """Leave the caller's random number generators as they were."""
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def _run_all(chosen: Sequence[LifecycleCheck], subject: Subject, time_limit: float) -> list[CheckRecord]:
