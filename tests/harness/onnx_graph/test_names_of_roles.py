@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from compressor.errors import UserInputError
 from harness.onnx_graph.block_picture import picture_of
 from harness.onnx_graph.census import Census, census
 from harness.onnx_graph.contract_names import contract_from_names
@@ -293,3 +294,37 @@ def test_a_block_of_unknown_roles_is_drawn_from_the_layers_that_lead_to_it() -> 
     view = GraphView(load_graph(model))
     texts = [box.text for box in picture_of(view, census(view.model).unknown[0]).boxes]
     assert texts.count("MatMul\n?  8 x 8") == 3 and "FlashMix" in texts
+
+
+def test_blocks_are_found_again_in_another_order() -> None:
+    maker = Maker()
+    for place, names in enumerate(("qkv", "abc")):
+        maker.attend(*maker.three(maker.norm("x", f"h{place}"), names), output=f"block{place}")
+    maker.op("Add", ["block0", "block1"], "y")
+    model, turned = maker.model(), maker.model()
+    half = len(turned.graph.node) // 2
+    nodes = list(turned.graph.node)
+    del turned.graph.node[:]
+    turned.graph.node.extend([*nodes[half:-1], *nodes[:half], nodes[-1]])
+    assert [block.projections["q"][0].name for block in census(turned).blocks] == ["a", "q"]
+    assert ROLES.check(model, turned).holds, ROLES.check(model, turned).message
+    next(one for one in turned.graph.node if one.name == "a").input[1] = "w_b"
+    result = ROLES.check(model, turned)
+    assert [(finding.block, finding.role) for finding in result.findings if finding.contract == "RoleWeights"] == [(1, "q")]
+
+
+def test_one_product_of_three_activations_is_no_comparison() -> None:
+    def write(maker: Maker) -> None:
+        first = maker.attend(*maker.three(maker.norm("x", "h")), output="first")
+        maker.op("Einsum", maker.three(first, "abc"), "y", equation="bqd,bkd,bke->bqe")
+
+    found, holding, _ = _made(write)
+    assert found.counts == {"SEPARATE": 1, "UNKNOWN": 1} and holding is Holding.NOT_ANALYSED
+
+
+def test_a_graph_that_is_not_valid_is_named() -> None:
+    maker = Maker()
+    maker.layer("x", "y")
+    maker.op("Identity", ["x"], "y")
+    with pytest.raises(UserInputError, match="the model is not valid"):
+        census(maker.model())
