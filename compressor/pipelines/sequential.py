@@ -97,6 +97,7 @@ def _run_stages(
                     quiet=session.hooks_disabled,
                 ) as running,
             ):
+                _check_called(session, cut, plan.uncalled)
                 for stage in running:
                     _run_stage(session, stage, bar, settings.propagate_error, journal, len(cut.targets))
             _check_called(session, cut, running.uncalled)
@@ -166,7 +167,7 @@ def _check_called(session: Session, cut: Partition, uncalled: Sequence[str]) -> 
     if blind:
         raise CalibrationError(
             f"{', '.join(blind)}: no batch calls {'these sequential targets' if len(blind) > 1 else 'this sequential target'}, so there "
-            "are no statistics; give data that reaches them, or ignore the modules inside"
+            "are no statistics; give data that reaches them, or ignore the modules inside (calls of a .forward() are not seen)"
         )
 
 

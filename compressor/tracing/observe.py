@@ -24,7 +24,6 @@ from compressor.tracing.partition import Partition, module_names
 from compressor.tracing.records import Stage
 
 _UNUSUAL_SEED = 3_141_592_653
-Kind = tuple[tuple[object, ...], ...]
 
 
 def stages_of(model: nn.Module, trail: Trail) -> tuple[Stage, ...]:
@@ -55,13 +54,31 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
     Raises:
         TracingError: the forward raised something, or uses weights outside of their targets.
     """
-    trail: list[str] = []
+    state = TorchState.current(foreign=True)
+    try:
+        random.seed(_UNUSUAL_SEED)  # a forward that seeds the generators would else end in the state in which the last one ended
+        np.random.seed(_UNUSUAL_SEED)
+        before = foreign_random()
+        with without_traces():
+            calls = _calls(model, cut, batch)
+            draws = foreign_random() != before
+        if draws:  # what it draws may decide what it calls
+            state.restore()
+            with without_traces():
+                calls = _calls(model, cut, batch)
+        return Trail(calls, foreign_random=draws)
+    finally:
+        state.restore()
 
+
+def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[str, ...]:
+    """Run one plain forward and list the calls of targets."""
+    calls: list[str] = []
     weights = ForeignWeights(model, cut.targets, pauses=True)
 
     def enter(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            trail.append(name)
+            calls.append(name)
             weights.look(None, args, kwargs)
             weights.enter(name)
             weights.inside = name
@@ -71,22 +88,13 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
     def leave(*args: object) -> None:
         weights.inside = None
 
-    state = TorchState.current(foreign=True)
-    random.seed(_UNUSUAL_SEED)  # a forward that seeds the generators would else end in the state in which the last one ended
-    np.random.seed(_UNUSUAL_SEED)
-    before = foreign_random()
-    try:
-        with ExitStack() as hooks, without_traces(), torch.no_grad():
-            for name, module in cut.targets.items():
-                hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
-            with _Looking(weights):
-                plain_forward(model, batch)
-            draws = foreign_random() != before
-        weights.check()
-        return Trail(tuple(trail), foreign_random=draws)
-    finally:
-        state.restore()
+    with ExitStack() as hooks, torch.no_grad(), _Looking(weights):
+        for name, module in cut.targets.items():
+            hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        plain_forward(model, batch)
+    weights.check()
+    return tuple(calls)
 
 
 class _Looking(TorchFunctionMode):
@@ -139,19 +147,6 @@ def describe(batch: Batch) -> str:
 
 def _kind(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def kind_of(batch: Batch) -> Kind:
-    """Tell batches apart that may take different ways through a model.
-
-    Args:
-        batch: a batch.
-
-    Returns:
-        Names, types and numbers of dimensions of what is in it.
-    """
-    items = batch.items() if isinstance(batch, dict) else enumerate(batch)
-    return tuple((key, getattr(value, "dtype", None), getattr(value, "ndim", None)) for key, value in items)
 
 
 def copied_batch(batch: Batch) -> Batch:

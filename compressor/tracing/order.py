@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from compressor.errors import TracingError
+
 
 @dataclass(frozen=True)
 class Trail:
@@ -28,7 +30,7 @@ def merged_rank(trails: Sequence[Trail], rank: Mapping[str, int]) -> dict[str, i
     """Rank the targets so that each trail, taken at its first calls, goes upwards, as far as the trails agree.
 
     Args:
-        trails: of one forward of each kind.
+        trails: of the forwards.
         rank: the order of the model, which decides where the trails say nothing or contradict each other.
 
     Returns:
@@ -48,11 +50,37 @@ def merged_rank(trails: Sequence[Trail], rank: Mapping[str, int]) -> dict[str, i
     return {name: place for place, name in enumerate(merged)}
 
 
+def check_orders(trails: Sequence[Trail], rank: Mapping[str, int]) -> None:
+    """Refuse batches that reach a target after its stage, which is over when every batch that waits for it has passed.
+
+    Args:
+        trails: of each batch.
+        rank: every target to its place among the stages.
+
+    Raises:
+        TracingError: there is such a batch.
+    """
+    routes = [list(reversed(dict.fromkeys(trail.calls))) for trail in trails]
+    closed: set[str] = set()
+    while waiting := [route for route in routes if route]:
+        name = min((route[-1] for route in waiting), key=rank.__getitem__)
+        if name in closed:
+            batch = next(place for place, route in enumerate(routes) if route and route[-1] == name)
+            raise TracingError(
+                f"{name}: batch {batch} reaches this sequential target after its stage, because batches call the targets in different "
+                'orders; use pipeline="basic" or other sequential targets'
+            )
+        closed.add(name)
+        for route in waiting:
+            if route[-1] == name:
+                route.pop()
+
+
 def repeated(trails: Sequence[Trail]) -> frozenset[str]:
     """Find the targets that some forward calls more than once.
 
     Args:
-        trails: of one forward of each kind.
+        trails: of the forwards.
 
     Returns:
         Dotted names.

@@ -13,7 +13,7 @@ own, so that a sample sees the same numbers whatever the other samples do, and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,12 +24,12 @@ from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.tracing.apart import check_apart
 from compressor.tracing.graph.engine import GraphEngine
-from compressor.tracing.graph.planner import GraphPlanner, Variant
+from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
 from compressor.tracing.graph.refusal import Unrepeatable
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.schedule import schedule
-from compressor.tracing.observe import Kind, kind_of, observe_trail, stages_of
-from compressor.tracing.order import Trail
+from compressor.tracing.observe import observe_trail, stages_of
+from compressor.tracing.order import Trail, check_orders, merged_rank
 from compressor.tracing.partition import Partition, partition
 from compressor.tracing.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
 from compressor.tracing.running import Run, RunningStage, Watched
@@ -66,6 +66,7 @@ class Plan:
         engine: `graph` or `suspend`: what runs.
         why: why this engine, in one line.
         stages: in the order in which the first batch reaches them.
+        uncalled: targets that none of the batches that were planned calls.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class Plan:
         self.why = "asked for" if asked != "auto" else "all batches can be followed"
         self.stages: tuple[Stage, ...] = ()
         self._asked, self._graph, self._verify, self._device = asked, graph, verify, device
-        self._trails: dict[Kind, Trail] = {}
+        self.uncalled: tuple[str, ...] = ()
+        self._trails: dict[bytes, Trail] = {}  # by the content of the batch
         self._num_apart = 0  # batches that were run in turns to show that they do not notice each other
 
     @property
@@ -126,8 +128,7 @@ class Plan:
         """
         with quiet():
             chosen = self._plan(batches)
-            if chosen is None:
-                self._look(batches)
+            trails = () if chosen is not None else self._look(batches)
         if chosen is not None and self._graph is not None:
             return GraphRun(
                 self.model,
@@ -150,7 +151,7 @@ class Plan:
             on_sample=on_sample,
             quiet=quiet,
             keep_outputs=keep_outputs,
-            trails=tuple(self._trails.values()),
+            trails=trails,
         )
 
     def verify(self, batches: Sequence[Batch]) -> int:
@@ -184,28 +185,42 @@ class Plan:
             self.engine, self.why, self._graph = "suspend", f"the graph engine refused: {error}", None
             return None
         self.stages = self._graph.stages()
+        self._note_uncalled({name for variant in chosen for name in variant.program.targets})
         return chosen
 
-    def _observe(self, batches: Sequence[Batch]) -> None:
-        """Run one plain forward of each kind of batch that has not been seen: which targets it calls, and in which order."""
-        for batch in batches:
-            kind = kind_of(batch)
-            if kind not in self._trails:
-                here = batch if self._device is None else batch_to(batch, self._device)
-                self._trails[kind] = observe_trail(self.model, self.partition, here)
-        self.stages = stages_of(self.model, next(iter(self._trails.values())))
-
-    def _look(self, batches: Sequence[Batch]) -> None:
-        """Prepare for the suspend engine: see which targets are called, and that forwards which take turns do not notice each other."""
+    def _look(self, batches: Sequence[Batch]) -> tuple[Trail, ...]:
+        """Prepare for the suspend engine: see what each batch calls, and that forwards which take turns do not notice each other."""
         try:
-            self._observe(batches)
+            trails = tuple(self._trail(batch) for batch in batches)
+            self._note_uncalled({name for trail in trails for name in trail.calls})
+            check_orders(trails, merged_rank(trails, {name: place for place, name in enumerate(self.partition.targets)}))
             if self._num_apart < min(len(batches), 2) and self._verify != "off":
-                check_apart(self.model, self.partition.targets, batches, self._device, tuple(self._trails.values()))
+                check_apart(self.model, self.partition.targets, batches, self._device, trails)
                 self._num_apart = min(len(batches), 2)
         except TracingError as error:
             if self._asked != "auto":
                 raise
             raise TracingError(f"{error} ({self.why})") from error
+        self.stages = stages_of(self.model, trails[0])
+        return trails
+
+    def _trail(self, batch: Batch) -> Trail:
+        """Run a plain forward of a batch that has not been seen: which targets it calls may depend on all that is in it."""
+        digest = content_digest(batch)
+        if digest not in self._trails:
+            here = batch if self._device is None else batch_to(batch, self._device)
+            self._trails[digest] = observe_trail(self.model, self.partition, here)
+        return self._trails[digest]
+
+    def _note_uncalled(self, called: Collection[str]) -> None:
+        targets = self.partition.targets
+        self.uncalled = tuple(name for name in targets if name not in called)
+        if not called:
+            some = ", ".join([*list(targets)[:3], *(["..."] if len(targets) > 3 else [])]) or "the model"
+            raise Unrepeatable(
+                f"trace: no batch calls any of the sequential targets ({some}); give batches that reach them, or name others (a module is "
+                "called by calling it: calls of its .forward() are not seen)"
+            )
 
     def report(self) -> str:
         """Say in a few lines what was decided and why."""
@@ -218,6 +233,15 @@ class Plan:
         lines += [f"leaf {leaf.name}: {leaf.reason}" for leaf in self.leaves]
         lines += [f"guard {guard}" for guard in self.guards if guard.is_value]
         return "\n".join(lines)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise TracingError(
+                f"{name or 'the model'}: is compiled, and what a compiled module calls cannot be followed; give the model as it was before "
+                "torch.compile (of a wrapper, its ._orig_mod), and compile after compression"
+            )
 
 
 def trace(
@@ -261,6 +285,7 @@ def trace(
         raise TracingError(
             f"targets_per_stage: {targets_per_stage} is not possible with engine={engine!r}; give 1, or take the graph engine"
         )
+    _refuse_compiled(model)
     cut = partition(model, targets)
     graph = None
     if engine != "suspend":

@@ -128,6 +128,7 @@ class Comparison:
                     self._inside = frozenset()
                     stage.propagate()
                     self._raise_found()
+            self._check_stops(run)
             for self._sample, output in enumerate(run.outputs):
                 self._see(Seen(None, "output", tuple(digests(output))))
         except Exception as error:
@@ -135,6 +136,13 @@ class Comparison:
             if isinstance(error, TracingError) or is_out_of_memory(error):
                 raise
             raise self.raised(error, self._sample) from error
+
+    def _check_stops(self, run: Run) -> None:
+        for sample, calls in enumerate(self._expected):
+            missed = next((seen for seen in calls if seen.name in run.uncalled), None)
+            if missed is not None:
+                self._sample = sample
+                self._raise(missed, f"{missed} is seen, but no stage stops there: the model does not call it as modules are called", "")
 
     def _raise_found(self) -> None:
         if self._found is not None:  # the model may have caught it where it was raised

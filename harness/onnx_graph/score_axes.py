@@ -108,13 +108,13 @@ class ScoreAxes:
         return {position - rank: axes[axis - rank] for position, axis in enumerate(order) if axis - rank in axes}
 
     def _reshaped(self, node: ir.Node, axes: Axes) -> Axes | None:
-        """The last axes stay what they are up to the first that has another length; lengths that nobody states are taken for equal."""
+        """The last axes stay what they are as long as their lengths are the same."""
         before, after = (self._shapes.of(value) if value is not None else None for value in (node.inputs[0], node.outputs[0]))
         if before is None or after is None:
-            return axes
+            return None
         same = 0
         for one, other in zip(reversed(before.dims), reversed(after.dims), strict=False):
-            if isinstance(one, int) and isinstance(other, int) and one != other:
+            if one != other or str(one) == "None":
                 break
             same -= 1
         kept = {axis: factor for axis, factor in axes.items() if axis >= same}

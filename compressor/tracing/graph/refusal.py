@@ -48,7 +48,7 @@ class Refusal(TracingError):
 
 
 class Unrepeatable(TracingError):
-    """The forward changes what all samples share, or uses weights outside of their targets: no engine can run it in stages."""
+    """No engine can run it in stages: a forward changes what all share, uses weights outside of their targets, or orders contradict."""
 
 
 class SwallowedTarget(Refusal):

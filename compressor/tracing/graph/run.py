@@ -93,7 +93,17 @@ class GraphRun:
         with nullcontext() if self._is_open else self:
             yield from self._stages()
 
+    def _check_watched(self) -> None:
+        """Refuse watched modules that are called behind their stage, too, before anything is compressed."""
+        watched = set(self._watched())
+        for stop in self._stops:
+            inside = {name for target in stop.targets for name in module_names(self.model, target)} & watched
+            firsts = {id(self._programs[sample]): sample for sample in reversed(stop.samples)}
+            for sample in firsts.values() if inside else ():
+                check_inside(self._programs[sample], stop.samples[sample], stop.targets, inside, sample)
+
     def _stages(self) -> Iterator[GraphStage]:
+        self._check_watched()
         start = RandomState.current(foreign=False)
         for sample, batch in enumerate(self._batches):
             assert batch is not None
@@ -216,16 +226,11 @@ class GraphStage:
         """Call the targets for every sample, on copies of their inputs, so that the hooks inside see them.
 
         A target without watched modules is not called.
-
-        Raises:
-            CalibrationError: a watched module is called outside of the stage later on, too.
         """
         run = self._run
         inside = set(self.module_names).intersection(run._watched())
         if not inside:
             return
-        for sample, segment in self._stop.samples.items():
-            check_inside(run._programs[sample], segment, self._stop.targets, inside, sample)
         run._calibrated |= set(self._stop.targets)
         self.rehearse()
 

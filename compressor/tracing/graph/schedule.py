@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from compressor.errors import TracingError
 from compressor.tracing.graph.program import Program
+from compressor.tracing.graph.refusal import Unrepeatable
 
 
 class Stop(NamedTuple):
@@ -32,7 +32,7 @@ def schedule(programs: Sequence[Program], groups: Mapping[str, int]) -> list[Sto
         The stages; each group of targets has exactly one.
 
     Raises:
-        TracingError: two samples reach the targets in contradicting orders.
+        Unrepeatable: two samples reach the targets in contradicting orders.
     """
     routes = [[groups[segment.targets[0]] for segment in program.segments[1:]] for program in programs]
     at = dict.fromkeys(range(len(programs)), 0)
@@ -43,7 +43,7 @@ def schedule(programs: Sequence[Program], groups: Mapping[str, int]) -> list[Sto
         here = {sample: at[sample] + 1 for sample in waiting if routes[sample][at[sample]] == group}
         targets = tuple(dict.fromkeys(name for sample, segment in here.items() for name in programs[sample].segments[segment].targets))
         if group in closed:
-            raise TracingError(
+            raise Unrepeatable(
                 f"{', '.join(targets)}: batch {min(here)} reaches this sequential target after its stage, because batches call the targets "
                 'in different orders; use pipeline="basic" or other sequential targets'
             )

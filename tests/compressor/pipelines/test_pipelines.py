@@ -279,8 +279,10 @@ class Branching(nn.Module):
 
 def test_a_watched_target_that_no_batch_calls_is_an_error_that_names_it() -> None:
     data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(2, 2)))
+    recorder = Recorder()
     with pytest.raises(CalibrationError, match=r"^vision.0, vision.1: no batch calls these sequential targets"):
-        run(Branching(), data, "sequential", Recorder())
+        run(Branching(), data, "sequential", recorder)
+    assert [kind for kind, names in recorder._events if names] == [], "nothing had been compressed"
     events = run(Branching(), data, "sequential", Recorder(ignore=("vision",)))._events
     assert [names[0] for kind, names in events if names] == ["layers.0", "layers.1", ""] and "vision.1.0" in events[3][1]
     with pytest.raises(CalibrationError, match=r"^vision.1: no batch calls this sequential target"):

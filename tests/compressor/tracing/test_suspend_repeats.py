@@ -123,7 +123,7 @@ def test_a_repeated_target_wants_the_weights_that_the_samples_met() -> None:
         planned(made(Again), batches(), propagate_first=True)
 
 
-def test_a_call_that_no_forward_announced_is_still_refused() -> None:
+def test_a_call_that_only_some_batches_make_is_foreseen() -> None:
     class Sometimes(Model):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
@@ -131,8 +131,31 @@ def test_a_call_that_no_forward_announced_is_still_refused() -> None:
             return self.layers[0](x) if x.shape[0] == 5 else x
 
     data = [*batches(), {"x": torch.ones(5, 4)}]
-    with pytest.raises(TracingError, match=r"^layers.0: batch 3 calls this sequential target again after its stage"):
-        planned(made(Sometimes), data)
+    seen, outputs, stages = planned(made(Sometimes), data)
+    expected, results = naive(made(Sometimes), data, stages)
+    assert_same(seen, expected)
+    assert all(map(torch.equal, outputs, results))
+
+
+def test_a_call_that_compression_brings_about_is_refused() -> None:
+    class Deciding(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x if float(self.layers[1].scale) > 0.5 else self.layers[0](x)
+
+    model = made(Deciding)
+    model.layers[1].scale = 1.0  # type: ignore[union-attr, index]
+    told = r"^layers.0: batch 0 calls this sequential target again after its stage"
+    with (
+        pytest.raises(TracingError, match=told),
+        trace(model, batches(), TARGETS, engine="suspend").run(batches(), watched=lambda: list(WATCHED)) as run,
+    ):
+        for stage in run:
+            stage.calibrate()
+            if stage.name == "layers.1":
+                stage.module.scale = 0.25  # type: ignore[assignment]
+            stage.propagate()
 
 
 class ByMask(Model):
@@ -380,4 +403,5 @@ def test_batches_are_run_alone_and_in_turns_unless_nothing_is_verified(verify: A
     plan = trace(model, batches(1), TARGETS, engine="suspend", verify=verify)
     model.register_forward_pre_hook(lambda module, args: calls.append(1))  # type: ignore[func-returns-value]
     plan.run(batches()), plan.run(batches())
-    assert len(calls) == (0 if verify == "off" else 2 + 2 + 2), "once for a plan: alone, in turns, and again for the trial calls"
+    proof = 0 if verify == "off" else 2 + 2 + 2  # alone, in turns, and again for the trial calls
+    assert len(calls) == 2 + proof, "each batch is looked at once, and the proof is made once for a plan"
