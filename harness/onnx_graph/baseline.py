@@ -97,6 +97,34 @@ def take_baseline(model: Any, module: nn.Module | None = None) -> Baseline:
     return Baseline(found, weights)
 
 
+def counterparts(before: Baseline, after: Census) -> dict[int, Block]:
+    """Find each block again: by its weights, for optimizers change the order of blocks; where they say nothing, by its place.
+
+    Args:
+        before: as exported.
+        after: as optimized.
+
+    Returns:
+        Index of a block before to the block after; each block at most once.
+    """
+    left = {block.index: block for block in after.read}
+    found: dict[int, Block] = {}
+    for least in (*range(len(ROLES), 0, -1), 0):
+        for block in before.census.read:
+            marks = {
+                role: before.weights[block.index, role].projection.fingerprint for role in ROLES if (block.index, role) in before.weights
+            }
+            same = {index: sum(_has(one, role, mark) for role, mark in marks.items()) for index, one in left.items()}
+            fits = [index for index, count in same.items() if count >= least]
+            if block.index not in found and fits:
+                found[block.index] = left.pop(block.index if block.index in fits else fits[0])
+    return found
+
+
+def _has(block: Block, role: str, mark: str) -> bool:
+    return any(layer.fingerprint == mark for layer in block.projections[role])
+
+
 def _module_names(module: nn.Module | None) -> dict[str, str]:
     """Fingerprint to dotted name, for every module with a weight of rank 2; a weight that two modules share has no name of its own."""
     if module is None:

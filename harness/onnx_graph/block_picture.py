@@ -55,8 +55,8 @@ def picture_of(view: GraphView, block: Block) -> Picture:
     Returns:
         At most 60 boxes.
     """
-    anchor = next(node for node in view.nodes if label(node) == block.anchor and node.op_type == block.operator)
-    roles: dict[ir.Node, list[str]] = {}
+    anchor = next(node for node in view.model.graph.all_nodes() if label(node) == block.anchor and node.op_type == block.operator)
+    roles: dict[ir.Node, list[str]] = {layer.node: [] for layer in block.leading}
     for role in ROLES:
         for layer in block.projections[role]:
             roles.setdefault(layer.node, []).append(role)
@@ -66,7 +66,7 @@ def picture_of(view: GraphView, block: Block) -> Picture:
     index = {node: number for number, node in enumerate(nodes)}
     edges = [(index[above], index[node]) for node in nodes for above in _producers(node) if above in index]
     layers = _layers(len(nodes), edges)
-    shapes = {layer.node: layer.shape for layers_ in block.projections.values() for layer in layers_}
+    shapes = {layer.node: layer.shape for several in (*block.projections.values(), block.leading) for layer in several}
     boxes = [_box(node, roles.get(node, []), shapes.get(node), node is anchor, layers[index[node]]) for node in nodes]
     return Picture(tuple(boxes), tuple(edges))
 
@@ -158,7 +158,7 @@ def _layers(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
 def _box(node: ir.Node, roles: Sequence[str], shape: tuple[int, int] | None, is_anchor: bool, layer: int) -> Box:
     lines = [node.op_type]
     if shape is not None:
-        lines.append(f"{' '.join(role.upper() for role in roles)}  {shape[0]} x {shape[1]}")
+        lines.append(f"{' '.join(role.upper() for role in roles) or '?'}  {shape[0]} x {shape[1]}")
     kind = "anchor" if is_anchor else "" if not roles else roles[0] if len(roles) == 1 else "fused"
     return Box("\n".join(lines), kind, layer)
 

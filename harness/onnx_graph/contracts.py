@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from compressor.errors import ContractViolation, UserInputError
-from harness.onnx_graph.baseline import Baseline, take_baseline
-from harness.onnx_graph.census import Census, census
+from harness.onnx_graph.baseline import Baseline, counterparts, take_baseline
+from harness.onnx_graph.census import Block, Census, census
 from harness.onnx_graph.graph import read_proto
 
 if TYPE_CHECKING:
@@ -134,6 +134,11 @@ class Pair:
     def census_after(self) -> Census:
         """Blocks after."""
         return census(self.after)
+
+    @functools.cached_property
+    def counterparts(self) -> dict[int, Block]:
+        """Index of a block before to the block after."""
+        return counterparts(self.baseline, self.census_after)
 
 
 class Contract(ABC):

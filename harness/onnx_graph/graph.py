@@ -60,7 +60,10 @@ def load_graph(source: Any) -> ir.Model:
         raise UserInputError("graph: the model holds no node, so there is nothing to analyse; give an exported model")
     if proto.functions:
         proto = inline_local_functions(proto)
-    return ir.from_proto(proto)
+    try:
+        return ir.from_proto(proto)
+    except ir.serde.SerdeError as error:
+        raise UserInputError(f"graph: the model is not valid ({error.__cause__ or error}); check it with onnx.checker") from error
 
 
 def read_proto(source: Any) -> onnx.ModelProto:

@@ -80,8 +80,9 @@ class Products:
         return self._flow.is_layer(node) or is_opaque(node) or has_subgraph(node)
 
     def is_weighted(self, node: ir.Node) -> bool:
-        """Whether one factor of a product is normalised as by a softmax."""
-        return any(self._behind(value, _NORMALISES) for value in self._flow.factors(node))
+        """Whether one factor of a product is normalised as by a softmax, or is itself a product of the others."""
+        factors = self._flow.factors(node)
+        return len(factors) > 2 or any(self._behind(value, _NORMALISES) for value in factors)
 
     def goes_on(self, node: ir.Node) -> bool:
         """Whether the result of a product enters a layer or another product, and does not only leave the graph."""

@@ -106,7 +106,7 @@ class SeparateQKV(RoleContract):
             return None
         if block.status in _UNCLEAR:
             return self.not_analysed(f"{where}: {describe(block)}; its roles are not clear", block.index)
-        return self.violated(f"{where}: already {describe(block)}; the model itself computes Q, K and V in one layer", block.index)
+        return self.violated(f"{where}: already {describe(block)}; the model itself has Q, K and V in one layer or one weight", block.index)
 
     def _after(self, pair: Pair, block: Block) -> Iterator[Finding]:
         if block.status is Status.SEPARATE:
@@ -114,7 +114,8 @@ class SeparateQKV(RoleContract):
         if block.status in _UNCLEAR:
             yield self.not_analysed(f"block {block.index} ({block.kind}): {describe(block)}; its roles are not clear", block.index)
             return
-        for lost in pair.baseline.of_block(block.index):
+        was = next((index for index, one in pair.counterparts.items() if one is block), -1)
+        for lost in pair.baseline.of_block(was):
             rows, columns = lost.projection.shape
             place = packed_in(lost.projection.matrix_IO, block)
             found = f"packed as {place}" if place else describe(block)
@@ -144,10 +145,9 @@ class RoleWeights(RoleContract):
         Returns:
             One finding per role whose weight is not its own, and per block whose weights could not be read before.
         """
-        after = {block.index: block for block in pair.census_after.read}
         blind = [block for block in pair.baseline.census.read if block.status in (*_UNCLEAR, Status.ABSORBED)]
         unread = [self.not_analysed(f"block {block.index} ({block.kind}), as exported: {describe(block)}", block.index) for block in blind]
-        compared = [self._compare(pair, one, after.get(one.block)) for one in pair.baseline.weights.values()]
+        compared = [self._compare(pair, one, pair.counterparts.get(one.block)) for one in pair.baseline.weights.values()]
         return [*unread, *(finding for finding in compared if finding is not None)]
 
     def _compare(self, pair: Pair, was: RoleWeight, block: Block | None) -> Finding | None:
@@ -217,10 +217,9 @@ class QDQPreserved(RoleContract):
         quantized = [one for one in pair.baseline.weights.values() if one.projection.stored == "codes"]
         if not quantized:
             return [self.not_analysed("no projection was stored in codes before, so there is nothing to preserve; give a quantized model")]
-        after = {block.index: block for block in pair.census_after.read}
         found = []
         for one in quantized:
-            now = after[one.block].projection(one.role) if one.block in after else None
+            now = pair.counterparts[one.block].projection(one.role) if one.block in pair.counterparts else None
             if now is None:
                 found.append(self.not_analysed(f"{one.where}: its layer cannot be found again", one.block, one.role))
             elif now.stored != "codes":

@@ -108,13 +108,13 @@ class ScoreAxes:
         return {position - rank: axes[axis - rank] for position, axis in enumerate(order) if axis - rank in axes}
 
     def _reshaped(self, node: ir.Node, axes: Axes) -> Axes | None:
-        """The last axes stay what they are as long as their lengths are the same."""
+        """The last axes stay what they are up to the first that has another length; lengths that nobody states are taken for equal."""
         before, after = (self._shapes.of(value) if value is not None else None for value in (node.inputs[0], node.outputs[0]))
         if before is None or after is None:
-            return None
+            return axes
         same = 0
         for one, other in zip(reversed(before.dims), reversed(after.dims), strict=False):
-            if one != other or str(one) == "None":
+            if isinstance(one, int) and isinstance(other, int) and one != other:
                 break
             same -= 1
         kept = {axis: factor for axis, factor in axes.items() if axis >= same}

@@ -86,7 +86,8 @@ def _check(name: str, exporter: str, optimizers: list[str]) -> None:
         assert result.holds, f"{optimizer}: {result.message}"
         if "FUSED" not in found.counts:
             result = (SeparateQKV() & RoleWeights()).check(exported.model, optimized, exported.module)
-            assert result.holds, f"{optimizer}: {result.message}"
+            scaled = optimizer == "onnxslim" and all("the same weight times 0.353553" in finding.text for finding in result.findings)
+            assert result.holds or scaled, f"{optimizer}: {result.message}"  # it multiplies Q by the scale of the scores
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -10,9 +10,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from compressor.errors import UserInputError
+from harness.onnx_graph.block_picture import picture_of
 from harness.onnx_graph.census import Census, census
 from harness.onnx_graph.contract_names import contract_from_names
 from harness.onnx_graph.contracts import Holding
+from harness.onnx_graph.graph import GraphView, load_graph
 
 WIDTH, LENGTH = 8, 5
 ROLES = contract_from_names("separate-qkv,same-block-count,role-weights")
@@ -269,7 +272,7 @@ def test_a_projection_that_cannot_be_read_does_not_lend_the_one_before_it() -> N
     assert "Q comes out of acme::Linear q, which is not read" in found.text()
 
 
-def test_products_inside_of_a_loop_are_reported(tmp_path: Any) -> None:
+def test_products_inside_of_a_loop_are_reported() -> None:
     body_in = [helper.make_tensor_value_info(name, kind, None) for name, kind in (("i", 7), ("on", 9), ("state", 1))]
     body_out = [helper.make_tensor_value_info(name, kind, None) for name, kind in (("go", 9), ("next", 1))]
     nodes = [helper.make_node("Identity", ["on"], ["go"]), helper.make_node("MatMul", ["state", "state"], ["next"])]
@@ -282,3 +285,46 @@ def test_products_inside_of_a_loop_are_reported(tmp_path: Any) -> None:
     found = census(model)
     assert found.counts == {"SEPARATE": 1, "AMBIGUOUS": 1} and "inside a subgraph" in found.text()
     assert ROLES.check(model, model).holding is Holding.NOT_ANALYSED
+    view = GraphView(load_graph(model))
+    assert [len(picture_of(view, block).boxes) > 1 for block in census(view.model).blocks] == [True, False], "a loop has no picture"
+
+
+def test_a_block_of_unknown_roles_is_drawn_from_the_layers_that_lead_to_it() -> None:
+    _, _, model = _made(_foreign("FlashMix", "q", "k", "v"))
+    view = GraphView(load_graph(model))
+    texts = [box.text for box in picture_of(view, census(view.model).unknown[0]).boxes]
+    assert texts.count("MatMul\n?  8 x 8") == 3 and "FlashMix" in texts
+
+
+def test_blocks_are_found_again_in_another_order() -> None:
+    maker = Maker()
+    for place, names in enumerate(("qkv", "abc")):
+        maker.attend(*maker.three(maker.norm("x", f"h{place}"), names), output=f"block{place}")
+    maker.op("Add", ["block0", "block1"], "y")
+    model, turned = maker.model(), maker.model()
+    half = len(turned.graph.node) // 2
+    nodes = list(turned.graph.node)
+    del turned.graph.node[:]
+    turned.graph.node.extend([*nodes[half:-1], *nodes[:half], nodes[-1]])
+    assert [block.projections["q"][0].name for block in census(turned).blocks] == ["a", "q"]
+    assert ROLES.check(model, turned).holds, ROLES.check(model, turned).message
+    next(one for one in turned.graph.node if one.name == "a").input[1] = "w_b"
+    result = ROLES.check(model, turned)
+    assert [(finding.block, finding.role) for finding in result.findings if finding.contract == "RoleWeights"] == [(1, "q")]
+
+
+def test_one_product_of_three_activations_is_no_comparison() -> None:
+    def write(maker: Maker) -> None:
+        first = maker.attend(*maker.three(maker.norm("x", "h")), output="first")
+        maker.op("Einsum", maker.three(first, "abc"), "y", equation="bqd,bkd,bke->bqe")
+
+    found, holding, _ = _made(write)
+    assert found.counts == {"SEPARATE": 1, "UNKNOWN": 1} and holding is Holding.NOT_ANALYSED
+
+
+def test_a_graph_that_is_not_valid_is_named() -> None:
+    maker = Maker()
+    maker.layer("x", "y")
+    maker.op("Identity", ["x"], "y")
+    with pytest.raises(UserInputError, match="the model is not valid"):
+        census(maker.model())
