@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from compressor import trace_command, train_command
 from compressor.errors import AlreadyDoneError, CompressorError
+from compressor.standard_output import with_output
 
 if TYPE_CHECKING:
     from compressor.one_shot import OneshotResult
@@ -36,8 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; by default those of the process.
 
     Returns:
-        Exit code: 0 done, 1 an error that one line on standard error explains, 2 wrong arguments, 130 interrupted.
+        Exit code: 0 done, 1 an error that one line on standard error explains, 2 wrong arguments, 130 interrupted, 141 nobody reads what
+        it prints any more.
     """
+    return with_output("compressor", lambda: _run(argv), EXIT_ERROR)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     try:
         return VERBS[args.verb].run(args)
@@ -196,8 +202,9 @@ def _oneshot(args: argparse.Namespace) -> OneshotResult:
 
 
 def _print_result(result: OneshotResult) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from compressor.console import Console
 
     table = Table(title="Compressed modules")
     for column, justify in (("module", "left"), ("scheme", "left"), ("relative error", "right"), ("tokens", "right")):
@@ -245,8 +252,7 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 
 def _print_plan(made: Plan) -> None:
-    from rich.console import Console
-
+    from compressor.console import Console
     from compressor.planning.show import show_plan
 
     show_plan(made, Console())

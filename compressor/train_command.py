@@ -171,7 +171,7 @@ def _payload(args: argparse.Namespace, result: TrainResult) -> dict[str, object]
 
 
 def _print(args: argparse.Namespace, result: TrainResult) -> None:
-    from rich.console import Console
+    from compressor.console import Console
 
     console = Console(soft_wrap=True, highlight=False)
     for line in _lines(args, result):

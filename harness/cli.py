@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from compressor.errors import CompressorError
+from compressor.standard_output import with_output
 from harness.verdict import EXIT_FAILURE
 
 EXIT_INTERRUPTED = 130
@@ -55,19 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; by default those of the process.
     Returns:
         The verb's exit code; 3 for bad input or a failure of the harness itself, which one line on standard error explains; 130 if
-        interrupted.
+        interrupted, 141 if nobody reads what it prints any more.
     """
+    try:
+        return with_output("harness", lambda: _run(argv), EXIT_FAILURE)
+    except Exception as error:  # a bug of ours would exit with 1, which reads as a verdict
+        traceback.print_exc()
+        raise SystemExit(EXIT_FAILURE) from error
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(_spelt_out(sys.argv[1:] if argv is None else argv))
     try:
         code: int = importlib.import_module(VERBS[args.verb].module).run(args)
+        return code
     except CompressorError as error:
         return _fail(f"harness {args.verb}: error: {' '.join(str(error).split())}", EXIT_FAILURE)
     except KeyboardInterrupt:
         return _fail(f"harness {args.verb}: interrupted; nothing was written", EXIT_INTERRUPTED)
-    except Exception as error:  # a bug of ours would exit with 1, which reads as a verdict
-        traceback.print_exc()
-        raise SystemExit(EXIT_FAILURE) from error
-    return code
 
 
 def _spelt_out(argv: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -37,8 +36,7 @@ def choose_pipeline(modifiers: Sequence[Modifier], override: str | None = None) 
     if override is None:
         return strongest
     if override not in PIPELINES:
-        nearest = difflib.get_close_matches(override, PIPELINES, n=1, cutoff=0.0)
-        raise RecipeError(f"pipeline: {override!r} does not exist (nearest: {nearest[0]}); choose one of {', '.join(PIPELINES)}")
+        raise RecipeError(f"pipeline: {override!r} does not exist; choose one of {', '.join(PIPELINES)}")
     if override == "data_free" and strongest != "data_free":
         needy = ", ".join(modifier.label for modifier in modifiers if modifier.calibration_need != "none")
         raise RecipeError(f"pipeline: data_free feeds no data, but {needy} must calibrate; choose {strongest} or leave it out")

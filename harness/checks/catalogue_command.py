@@ -34,8 +34,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return 0
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from compressor.console import Console
 
     table = Table("no.", "check", "statement", "needs", "would have caught", box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:

@@ -93,8 +93,9 @@ def summary(fates: Sequence[Fate]) -> dict[str, Any]:
 
 
 def _print(fates: Sequence[Fate]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from compressor.console import Console
 
     table = Table("planted bug", "what is wrong", "killed by", "saw nothing", box=None, pad_edge=False)
     for fate in fates:

@@ -16,14 +16,15 @@ EPILOG = "exit codes: 0 the contracts hold, 1 one is violated, 2 it could not be
 
 @dataclass(frozen=True)
 class Action:
-    """One thing the verb can do: its line of help and the module that does it."""
+    """One thing the verb can do: its line of help, the module that does it, and what an error means."""
 
     help: str
     module: str
+    failed: str = "could not be analysed"
 
 
 ACTIONS: Mapping[str, Action] = {
-    "export": Action("export a checkpoint of transformers as a checked graph", "harness.onnx_graph.export_command"),
+    "export": Action("export a checkpoint of transformers as a checked graph", "harness.onnx_graph.export_command", "nothing was exported"),
     "roundtrip": Action(
         "send a model through exporters and optimizers, and hold each result against contracts", "harness.onnx_graph.roundtrip_command"
     ),
@@ -32,7 +33,9 @@ ACTIONS: Mapping[str, Action] = {
     "explain": Action("find the passes that break a contract, and the smallest set of skips", "harness.onnx_graph.explain_command"),
     "passes": Action("compare the passes in force with those on record, and try new ones", "harness.onnx_graph.passes_command"),
     "fusing-cost": Action("measure what one scale over fused Q, K and V costs a quantizer", "harness.onnx_graph.cost_command"),
-    "run": Action("run a command whose code cannot be edited, and keep passes from running in it", "harness.onnx_graph.run_command"),
+    "run": Action(
+        "run a command whose code cannot be edited, and keep passes from running in it", "harness.onnx_graph.run_command", "nothing was run"
+    ),
 }
 
 
@@ -61,6 +64,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         code: int = importlib.import_module(ACTIONS[args.action].module).run(args)
     except CompressorError as error:
-        print(f"harness onnx {args.action}: could not be analysed: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"harness onnx {args.action}: {ACTIONS[args.action].failed}: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_NOT_ANALYSED
     return code

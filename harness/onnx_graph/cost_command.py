@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from harness.output_file import check_output_file
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments.
@@ -30,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0.
     """
+    if args.figure is not None:
+        check_output_file(args.figure, ".svg", ".png")
     from harness.onnx_graph.fusing_cost import draw_costs, fusing_cost, summary
     from harness.onnx_graph.roundtrip import onnx_roundtrip
 

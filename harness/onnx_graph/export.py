@@ -28,6 +28,7 @@ from compressor.model.load import load_model
 from compressor.model.sample_batches import Modality, sample_batches
 from harness.onnx_graph.graph import read_proto
 from harness.onnx_graph.passes import native_output
+from harness.spelling import plain_text
 
 EXPORTERS = ("dynamo", "torchscript")
 DEFAULT_OPSET = 18
@@ -69,6 +70,8 @@ class _ByName(nn.Module):
         if hasattr(getattr(self.module, "config", None), "use_cache"):
             given["use_cache"] = False
         output = self.module(**given)
+        if isinstance(output, Mapping):
+            output = next(iter(output.values()))
         return output if isinstance(output, torch.Tensor) else output[0]
 
 
@@ -86,23 +89,24 @@ def export(
         module: put into eval mode for the export; otherwise not modified.
         inputs: example inputs by the names of the forward's arguments.
         exporter: `dynamo` (torch.export) or `torchscript`.
-        opset: version of the standard operators.
+        opset: version of the standard operators; an exporter that cannot write it takes one that it can, and the graph says which.
         dynamic: sizes that may change, by input and axis.
 
     Returns:
         The graph, checked.
 
     Raises:
-        UserInputError: no such exporter, no inputs, or a dynamic size of an input that does not exist.
+        UserInputError: no such exporter, no inputs, a dynamic size of an input or axis that does not exist, or an opset that onnx does not
+            know.
         ExportFailure: the exporter raised, or what it made is no valid graph.
     """
     if exporter not in _EXPORTERS:
         raise UserInputError(f"export: there is no exporter {exporter!r}; choose from {', '.join(EXPORTERS)}")
     if not inputs:
         raise UserInputError("export: no inputs were given; give example tensors by the names of the forward's arguments")
-    unknown = sorted(set(dynamic or ()) - set(inputs))
-    if unknown:
-        raise UserInputError(f"export: dynamic sizes are given for {', '.join(unknown)}, and the inputs are {', '.join(inputs)}")
+    if not 1 <= opset <= onnx.defs.onnx_opset_version():
+        raise UserInputError(f"export: there is no opset {opset}; choose from 1 to {onnx.defs.onnx_opset_version()}")
+    _check_dynamic(dynamic or {}, inputs)
     training = module.training
     with tempfile.TemporaryDirectory() as folder, _quiet(), torch.no_grad():
         path = Path(folder) / "model.onnx"
@@ -111,12 +115,47 @@ def export(
             onnx.checker.check_model(str(path), full_check=True)
         except Exception as error:  # exporters raise what they like; the graph is then missing, which is never a pass
             raise ExportFailure(
-                f"{exporter}: {type(module).__name__} cannot be exported: {_first_line(error)}; try the other exporter"
+                f"{exporter}: {type(module).__name__} cannot be exported: {_cause(error)}; try the other exporter"
             ) from error
         finally:
             module.train(training)
         model = read_proto(path)
     return Exported(model, module, {name: tensor.detach().cpu().numpy() for name, tensor in inputs.items()}, exporter)
+
+
+def _check_dynamic(dynamic: Dynamic, inputs: Mapping[str, torch.Tensor]) -> None:
+    for name, axes in dynamic.items():
+        if name not in inputs:
+            raise UserInputError(f"export: a dynamic size is given for {name}, which is no input; the inputs are {describe_inputs(inputs)}")
+        for axis in axes:
+            if not 0 <= axis < inputs[name].dim():
+                raise UserInputError(f"export: {name} has no axis {axis}; its sizes are {list(inputs[name].shape)}, counted from 0")
+
+
+def describe_inputs(inputs: Mapping[str, Any], dynamic: Dynamic | None = None) -> str:
+    """Name inputs with their sizes.
+
+    Args:
+        inputs: tensors or arrays by name.
+        dynamic: sizes that may change, by input and axis.
+
+    Returns:
+        Such as `input_ids [batch, 16]`, with commas between.
+    """
+    sizes = {name: [(dynamic or {}).get(name, {}).get(axis, size) for axis, size in enumerate(one.shape)] for name, one in inputs.items()}
+    return ", ".join(f"{name} [{', '.join(map(str, shape))}]" for name, shape in sizes.items())
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """Return the version of the standard operators that a graph uses.
+
+    Args:
+        model: not modified.
+
+    Returns:
+        The version.
+    """
+    return next(int(one.version) for one in model.opset_import if one.domain in ("", "ai.onnx"))
 
 
 def load_for_export(
@@ -218,6 +257,9 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+def _cause(error: BaseException) -> str:
+    """Exporters wrap what happened in advice and step counts: the first line of the innermost error says it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in map(plain_text, str(error).splitlines()) if line]
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from compressor.errors import UserInputError
+from harness.output_file import check_output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--opset",
         type=int,
-        default=18,
+        metavar="N",
         help="version of the standard operators; by default 18; a compressed checkpoint is exported at 21, the first with 4-bit types",
     )
     parser.add_argument(
@@ -41,27 +42,37 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0.
+
+    Raises:
+        UserInputError: no checkpoint, a place that cannot be written to, or sizes and an opset that do not exist.
     """
-    from harness.onnx_graph.export import example_batch, export, is_quantized, load_for_export
-    from harness.onnx_graph.quant_export import export_quantized, load_quantized_for_export
+    check_output_file(args.output, ".onnx")
+    from harness.onnx_graph.export import DEFAULT_OPSET, describe_inputs, example_batch, export, is_quantized, load_for_export, opset_of
+    from harness.onnx_graph.quant_export import OPSET, export_quantized, load_quantized_for_export
     from harness.onnx_graph.writing import write_graph
 
     dynamic = parse_dynamic(args.dynamic)
     if is_quantized(args.model):
+        asked = OPSET
+        if args.opset not in (None, OPSET):
+            raise UserInputError(f"--opset: {args.opset} was given for a compressed checkpoint, which goes at {OPSET}; leave it out")
         module = load_quantized_for_export(args.model, args.model_class)
         exported = export_quantized(module, example_batch(module, args.modality), exporter=args.exporter, dynamic=dynamic)
     else:
+        asked = DEFAULT_OPSET if args.opset is None else args.opset
         module, inputs = load_for_export(args.model, args.model_class, args.modality)
-        exported = export(module, inputs, exporter=args.exporter, opset=args.opset, dynamic=dynamic)
+        exported = export(module, inputs, exporter=args.exporter, opset=asked, dynamic=dynamic)
     write_graph(exported.model, args.output)
     num_codes = sum(
         node.name.startswith("dequantize ") and not node.name.startswith("dequantize input") for node in exported.model.graph.node
     )
     codes = f", {num_codes} weights with the checkpoint's own codes" if num_codes else ""
-    opset = next(one.version for one in exported.model.opset_import if one.domain in ("", "ai.onnx"))
-    print(
-        f"{args.output}: {len(exported.model.graph.node)} nodes, opset {opset}, inputs {', '.join(exported.inputs or ())}{codes}, checked"
-    )
+    sizes = describe_inputs(exported.inputs or {}, dynamic)
+    print(f"{args.output}: {len(exported.model.graph.node)} nodes, opset {opset_of(exported.model)}, inputs {sizes}{codes}, checked")
+    if opset_of(exported.model) != asked:
+        print(f"note: opset {opset_of(exported.model)}, not {asked}: the exporter {args.exporter} does not write this model at {asked}")
+    if not dynamic:
+        print("note: these sizes are fixed in the graph; --dynamic INPUT:AXIS=NAME lets one change")
     return 0
 
 
@@ -75,7 +86,7 @@ def parse_dynamic(texts: list[str]) -> dict[str, dict[int, str]]:
         Input to axis to name.
 
     Raises:
-        UserInputError: another form.
+        UserInputError: another form, or an axis that is named twice.
     """
     found: dict[str, dict[int, str]] = {}
     for text in texts:
@@ -83,5 +94,7 @@ def parse_dynamic(texts: list[str]) -> dict[str, dict[int, str]]:
         axis, _, size = rest.partition("=")
         if not name or not axis.isdigit() or not size.isidentifier():
             raise UserInputError(f"--dynamic: {text!r} is not INPUT:AXIS=NAME; write it like input_ids:0=batch")
-        found.setdefault(name, {})[int(axis)] = size
+        if int(axis) in found.setdefault(name, {}):
+            raise UserInputError(f"--dynamic: axis {axis} of {name} is named twice; name it once")
+        found[name][int(axis)] = size
     return found

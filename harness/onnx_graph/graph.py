@@ -7,6 +7,7 @@ operator carry what it transforms; operators that are not in the table carry it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,11 +83,14 @@ def read_proto(source: Any) -> onnx.ModelProto:
     from onnx.checker import ValidationError
 
     where = "graph" if isinstance(source, bytes) else str(source)
+    if not isinstance(source, bytes) and not Path(source).is_file():
+        what = "this is a folder" if Path(source).is_dir() else "there is no such file or folder"
+        raise UserInputError(f"{where}: {what}; give an .onnx file")
     try:
         proto = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
     except DecodeError as error:
         raise UserInputError(f"{where}: this is no ONNX model, or a truncated one ({error}); export it again") from error
-    except (ValidationError, FileNotFoundError, OSError, ValueError) as error:
+    except (ValidationError, OSError, ValueError) as error:
         raise UserInputError(f"{where}: the model or its external data cannot be read: {error}; keep both in one folder") from error
     if not proto.HasField("graph"):
         raise UserInputError(f"{where}: this is no ONNX model, for it holds no graph; give the .onnx file")

@@ -21,6 +21,7 @@ import onnx
 from compressor.errors import HarnessError, UserInputError
 from harness.onnx_graph.intercept import INTERCEPTOR
 from harness.onnx_graph.passes import effective_passes, native_output, resolve_skips
+from harness.spelling import did_you_mean, plain_text
 
 
 class OptimizerFailure(HarnessError):
@@ -187,7 +188,7 @@ def run_optimizer(model: onnx.ModelProto, name: str, skip: Sequence[str] = (), *
             optimized = chosen.call(copy, names, log)
             acted = tuple(dict.fromkeys(chosen.acted.findall(text()))) if log and chosen.acted is not None else None
     except Exception as error:  # whatever native code throws; it is told apart, and never taken for a pass
-        raise OptimizerFailure(f"{name}: it failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        raise OptimizerFailure(f"{name}: it failed with {type(error).__name__}: {plain_text(str(error))[:300]}") from error
     return Optimized(optimized, acted, time.perf_counter() - begin)
 
 
@@ -204,7 +205,9 @@ def find_optimizer(name: str) -> Optimizer:
         UserInputError: no such optimizer, or it is not installed.
     """
     if name not in OPTIMIZERS:
-        raise UserInputError(f"optimizer: {name!r} is none that is known; choose from {', '.join(OPTIMIZERS)}")
+        raise UserInputError(
+            f"optimizer: {name!r} is none that is known; {did_you_mean(name, OPTIMIZERS)}choose from {', '.join(OPTIMIZERS)}"
+        )
     chosen = OPTIMIZERS[name]
     if not chosen.installed:
         raise UserInputError(f"optimizer: {chosen.package} is not installed, so {name} cannot run; install it, or leave it out")

@@ -8,7 +8,6 @@ no function that lists its graph transformers, but logs each of them by name whi
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import hashlib
 import importlib
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from compressor.errors import HarnessError, UserInputError
+from harness.spelling import did_you_mean
 
 _ORT_TRANSFORMER = re.compile(r"GraphTransformer (\S+) modified: ")
 
@@ -195,9 +195,8 @@ def resolve_skips(names: Sequence[str], backends: Sequence[str] | None = None) -
     known = {name for one in lists for name in one.known}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
             where = ", ".join(f"{one.backend} {one.version}" for one in lists) or "no installed optimizer"
-            advice = f"did you mean {near[0]!r}?" if near else "install one of them"
+            advice = f"{did_you_mean(name, known)}`harness onnx passes --json` lists all" if known else "install one of them"
             raise UserInputError(f"skip: {name!r} is no pass of {where}, which would ignore it in silence; {advice}")
     found = {one.backend: tuple(name for name in dict.fromkeys(names) if name in one.known) for one in lists}
     return {backend: skips for backend, skips in found.items() if skips}

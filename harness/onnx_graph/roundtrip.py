@@ -67,12 +67,14 @@ class RoundTripRow:
 class RoundTrip:
     """A model on its way through exporters and optimizers. Each exporter runs once."""
 
-    def __init__(self, exports: Mapping[str, Callable[[], Exported]]) -> None:
+    def __init__(self, exports: Mapping[str, Callable[[], Exported]], opset: int | None = None) -> None:
         """Export nothing yet.
 
         Args:
             exports: exporter to what makes the graph.
+            opset: that was asked for; None for a graph that was exported elsewhere.
         """
+        self._opset = opset
         self._exports = dict(exports)
         self._made: dict[str, Exported] = {}
 
@@ -99,6 +101,15 @@ class RoundTrip:
         if exporter not in self._made:
             self._made[exporter] = self._exports[exporter]()
         return self._made[exporter]
+
+    def notes(self) -> list[str]:
+        """Say of every export that was made what nobody asked for: its inputs, and an opset other than the one that was asked for."""
+        from harness.onnx_graph.export import describe_inputs, opset_of
+
+        exports = [one for one in self._made.values() if one.inputs is not None]
+        lines = list(dict.fromkeys(f"exported with inputs {describe_inputs(one.inputs or {})}" for one in exports))
+        found = {one.exporter: opset_of(one.model) for one in exports}
+        return lines + [f"{name}: opset {number}, not {self._opset}" for name, number in found.items() if number != self._opset]
 
     def run(self, contract: Contract, exporter: str, optimizer: str, skip: Sequence[str] = ()) -> RoundTripRow:
         """Go one way.
@@ -200,7 +211,7 @@ def onnx_roundtrip(
     inputs: Mapping[str, torch.Tensor] | None = None,
     *,
     exporters: Sequence[str] = ("dynamo", "torchscript"),
-    opset: int = 18,
+    opset: int | None = None,
     dynamic: Dynamic | None = None,
     model_class: str | None = None,
 ) -> RoundTrip:
@@ -211,7 +222,7 @@ def onnx_roundtrip(
             or a graph.
         inputs: by the names of the forward's arguments; needed for a module.
         exporters: `dynamo`, `torchscript`; of no account for a graph.
-        opset: of the export.
+        opset: of the export; None for 18, or 21 for a compressed checkpoint, which has no other.
         dynamic: sizes that may change, by input and axis.
         model_class: class of transformers for a folder.
 
@@ -219,18 +230,26 @@ def onnx_roundtrip(
         The round trip; nothing is exported before it is asked for.
 
     Raises:
-        UserInputError: a module without inputs, or a file that is no model.
+        UserInputError: a module without inputs, a file that is no model, or an export setting that is of no account for it.
     """
-    from harness.onnx_graph.export import Exported, example_batch, export, is_quantized, load_for_export
-    from harness.onnx_graph.quant_export import export_quantized, load_quantized_for_export
+    from harness.onnx_graph.export import DEFAULT_OPSET, Exported, example_batch, export, is_quantized, load_for_export
+    from harness.onnx_graph.quant_export import OPSET, export_quantized, load_quantized_for_export
 
     if isinstance(model, onnx.ModelProto) or (isinstance(model, str | Path) and not Path(model).is_dir()):
+        for name, value in (("model_class", model_class), ("opset", opset)):
+            if value is not None:
+                raise UserInputError(
+                    f"{name}: {value} was given for a graph, which is exported already; leave it out, or give a checkpoint"
+                )
         graph = model if isinstance(model, onnx.ModelProto) else read_proto(model)
         return RoundTrip({"file": lambda: Exported(graph, None, None, "file")})
     if isinstance(model, str | Path) and is_quantized(model):
+        if opset not in (None, OPSET):
+            raise UserInputError(f"opset: {opset} was given for a compressed checkpoint, which goes at {OPSET}; leave it out")
         quantized = load_quantized_for_export(model, model_class)
         batch = inputs or example_batch(quantized)
-        return RoundTrip({one: functools.partial(export_quantized, quantized, batch, exporter=one, dynamic=dynamic) for one in exporters})
+        ways = {one: functools.partial(export_quantized, quantized, batch, exporter=one, dynamic=dynamic) for one in exporters}
+        return RoundTrip(ways, OPSET)
     if isinstance(model, str | Path):
         module, examples = load_for_export(model, model_class)
         inputs = inputs or examples
@@ -238,7 +257,10 @@ def onnx_roundtrip(
         module = model
     if inputs is None:
         raise UserInputError("round trip: a module needs example inputs; give them by the names of its forward's arguments")
-    return RoundTrip({one: functools.partial(export, module, inputs, exporter=one, opset=opset, dynamic=dynamic) for one in exporters})
+    opset = DEFAULT_OPSET if opset is None else opset
+    return RoundTrip(
+        {one: functools.partial(export, module, inputs, exporter=one, opset=opset, dynamic=dynamic) for one in exporters}, opset
+    )
 
 
 def _histogram(model: onnx.ModelProto) -> Counter[str]:

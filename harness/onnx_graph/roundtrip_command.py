@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a set of passes to leave out, with commas between; each set makes rows beside those without skips",
     )
     add_contract(parser)
-    parser.add_argument("--opset", type=int, default=18, help="of the export; by default 18")
+    parser.add_argument("--opset", type=int, metavar="N", help="of the export; by default 18")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write report.html (with pictures), report.json, junit.xml")
 
@@ -55,23 +55,33 @@ def run(args: argparse.Namespace) -> int:
         0 if the contract holds in every row that was asked for, 1 if one violates it, 2 if one could not be analysed.
 
     Raises:
-        UserInputError: an unknown optimizer, pass or contract.
+        UserInputError: an unknown optimizer, pass or contract, or an export setting for what is a graph already.
+        OutputError: the report's folder holds something else.
     """
+    from harness.onnx_graph.optimizers import find_optimizer
     from harness.onnx_graph.roundtrip import onnx_roundtrip
+    from harness.onnx_graph.roundtrip_report import check_report_folder, write_roundtrip_report
 
+    if args.exporter and Path(args.model).is_file():
+        raise UserInputError(f"--exporter: {args.model} is a graph already; leave it out, or give the folder of a checkpoint")
+    if args.output_dir is not None:
+        check_report_folder(args.output_dir)
     contract = contract_from_names(args.contract)
-    optimizers = args.optimizer or _installed()
+    optimizers = list(dict.fromkeys(args.optimizer or _installed()))
+    for name in optimizers:
+        find_optimizer(name)
     skips = [tuple(name.strip() for name in one.split(",") if name.strip()) for one in args.skip]
     for one in skips:
         resolve_skips(one)
-    trip = onnx_roundtrip(args.model, exporters=args.exporter or ("dynamo", "torchscript"), opset=args.opset, model_class=args.model_class)
+    exporters = tuple(dict.fromkeys(args.exporter or ("dynamo", "torchscript")))
+    trip = onnx_roundtrip(args.model, exporters=exporters, opset=args.opset, model_class=args.model_class)
     rows = trip.matrix(contract, optimizers=optimizers, skips=[(), *skips], on_row=_show_progress)
     print(json.dumps([row.to_dict() for row in rows], indent=1, sort_keys=True) if args.json else "", end="")
     if not args.json:
         _print(rows)
+    for note in trip.notes():
+        print(f"note: {note}", file=sys.stderr)
     if args.output_dir is not None:
-        from harness.onnx_graph.roundtrip_report import write_roundtrip_report
-
         page = write_roundtrip_report(trip, rows, args.output_dir, Path(args.model).name)
         print(f"report: {page}", file=sys.stderr)
     return _exit_code(rows)
@@ -98,8 +108,9 @@ def _exit_code(rows: Sequence[RoundTripRow]) -> int:
 
 
 def _print(rows: Sequence[RoundTripRow]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from compressor.console import Console
 
     table = Table("exporter", "optimizer", "skipped", "verdict", "nodes", "golden dB", "deploy dB", "ms", box=None, pad_edge=False)
     for row in rows:
@@ -112,4 +123,4 @@ def _print(rows: Sequence[RoundTripRow]) -> None:
     for row in rows:
         if not row.result.holds:
             first = row.result.message.splitlines()[0]
-            console.print(f"{row.exporter}, {row.optimizer}, {', '.join(row.skips) or 'nothing skipped'}: {first}")
+            console.print(f"{row.exporter}, {row.optimizer}, {', '.join(row.skips) or 'nothing skipped'}: {first}", soft_wrap=True)

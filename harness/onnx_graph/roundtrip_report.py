@@ -24,8 +24,27 @@ from harness.validation.page_style import STYLE
 from harness.verdict import CheckRecord, Outcome, html_badge, to_json, to_junit
 
 _OUTCOMES = {Holding.HOLDS: Outcome.PASS, Holding.VIOLATED: Outcome.FAIL, Holding.NOT_ANALYSED: Outcome.INCONCLUSIVE}
+_FILES = ("report.json", "junit.xml", "report.html")
 _MAX_BLOCKS = 3
 """Blocks drawn per row: those with findings first."""
+
+
+def check_report_folder(folder: Path) -> None:
+    """Refuse a folder that holds something else than an earlier report of a round trip, before anything runs.
+
+    Args:
+        folder: of the report; may be missing.
+
+    Raises:
+        OutputError: it is a file, or a folder with other contents.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder}: it is a file; choose another folder")
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if present and not present >= set(_FILES):
+        raise OutputError(
+            f"{folder}: it is not empty ({', '.join(sorted(present)[:3])}), and not an earlier report; choose a new or empty folder"
+        )
 
 
 def write_roundtrip_report(trip: RoundTrip, rows: Sequence[RoundTripRow], folder: Path, title: str) -> Path:
@@ -49,12 +68,12 @@ def write_roundtrip_report(trip: RoundTrip, rows: Sequence[RoundTripRow], folder
     except OSError as error:
         raise OutputError(f"{folder}: it cannot be made: {error}; choose another folder") from error
     provenance = _provenance()
-    texts = {
-        "report.json": to_json({"title": title, "rows": [row.to_dict() for row in rows], "provenance": provenance}),
-        "junit.xml": to_junit([_record(row) for row in rows], f"onnx round trip of {title}"),
-        "report.html": _page(trip, rows, title, provenance),
-    }
-    for name, text in texts.items():
+    texts = (
+        to_json({"title": title, "rows": [row.to_dict() for row in rows], "provenance": provenance}),
+        to_junit([_record(row) for row in rows], f"onnx round trip of {title}"),
+        _page(trip, rows, title, provenance),
+    )
+    for name, text in zip(_FILES, texts, strict=True):
         with whole_file(folder / name) as partial:
             partial.write_text(text, encoding="utf-8")
     return folder / "report.html"

@@ -17,6 +17,7 @@ from harness.onnx_graph.calls import Calls
 from harness.onnx_graph.child_processes import Channel
 from harness.onnx_graph.passes import resolve_skips
 from harness.onnx_graph.supervision import Ended, supervise
+from harness.output_file import check_output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.add_argument("--skip", required=True, metavar="PASSES", help="passes to leave out, with commas between: fuse_qkv,fuse_attention")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the recorded calls there as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the recorded calls there, a .json file")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments, after two dashes")
 
 
@@ -41,20 +42,27 @@ def run(args: argparse.Namespace) -> int:
         otherwise 2.
 
     Raises:
-        UserInputError: no command, one that does not exist, or a pass that no optimizer knows.
+        UserInputError: no command, one that cannot be run, a file that is no .json, or a pass that no optimizer knows.
         HarnessError: this system does not let a command be watched.
     """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise UserInputError("run: no command was given; put it after two dashes: harness onnx run --skip fuse_qkv -- python deploy.py")
     if shutil.which(command[0]) is None:
-        raise UserInputError(f"run: there is no command {command[0]!r}; give its path, or start it with `python`")
+        raise UserInputError(
+            f"run: {command[0]!r} is no command that can be run; give its path, make it executable, or start it with `python`"
+        )
+    if args.json is not None:
+        check_output_file(args.json, ".json")
     skips = resolve_skips([name.strip() for name in args.skip.split(",") if name.strip()])
     ended, calls = _run(command, skips)
     if args.json is not None:
+        from compressor.model.atomic_file import whole_file
+
         found = {"calls": [call.to_dict() for call in calls], "unseen": [asdict(one) for one in ended.unseen]}
         report = {"command": command, "exit_code": ended.code, "skips": skips} | found
-        args.json.write_text(json.dumps(report, indent=1, sort_keys=True), encoding="utf-8")
+        with whole_file(args.json) as partial:
+            partial.write_text(json.dumps(report, indent=1, sort_keys=True), encoding="utf-8")
     return _conclude(command, ended, calls, skips)
 
 

@@ -13,6 +13,7 @@ import onnx
 
 from compressor.errors import HarnessError, UserInputError
 from harness.onnx_graph.similarity import sqnr_db
+from harness.spelling import plain_text
 
 _DEFAULT_DIMENSION = 2
 _DEFAULT_LENGTH = 7
@@ -104,7 +105,7 @@ def run_graph(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: 
             names = {one.name for one in session.get_inputs()}
             outputs: list[np.ndarray] = session.run(None, {name: array for name, array in inputs.items() if name in names})
         except Exception as error:  # the exceptions of onnxruntime share no other base class
-            raise HarnessError(f"onnxruntime: it cannot run the graph: {' '.join(str(error).split())[:300]}") from error
+            raise HarnessError(f"onnxruntime: it cannot run the graph: {plain_text(str(error))[:300]}") from error
     return outputs
 
 

@@ -75,8 +75,9 @@ def _summary(results: Sequence[HazardResult]) -> dict[str, Any]:
 
 
 def _print(results: Sequence[HazardResult]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from compressor.console import Console
 
     table = Table("theme", "hazard", "what the step does", "outcome", "error, or first difference", box=None, pad_edge=False)
     for one in results:

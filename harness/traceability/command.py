@@ -110,8 +110,9 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _print(rows: Sequence[Row]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from compressor.console import Console
 
     table = Table("subject", "targets", "engine", "verdict", "stages", "s", "first difference, or reason", box=None, pad_edge=False)
     for row in rows:

@@ -5,7 +5,6 @@ What there is stands in the YAML files beside this one, a line per architecture;
 
 from __future__ import annotations
 
-import difflib
 import functools
 import random
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import yaml
 from torch import nn
 
 from compressor.errors import HarnessError
+from harness.spelling import did_you_mean
 from harness.traceability.batches import MAKERS, Batch, make_batches
 from harness.traceability.verdicts import Subject
 
@@ -165,8 +165,7 @@ def choose(names: Sequence[str], *, more: bool = False) -> list[Architecture]:
     known = zoo()
     for name in names:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise HarnessError(f"ARCH: {name!r} is not in the zoo (nearest: {nearest[0]}); choose from {', '.join(known)}")
+            raise HarnessError(f"ARCH: {name!r} is not in the zoo; {did_you_mean(name, known)}choose from {', '.join(known)}")
     return [known[name] for name in names] if names else [one for one in known.values() if more or one.is_named]
 
 

@@ -99,8 +99,7 @@ def _policy(args: argparse.Namespace) -> Policy:
 
 
 def _print(report: ValidationReport, page: Path, *, as_json: bool) -> None:
-    from rich.console import Console
-
+    from compressor.console import Console
     from harness.verdict import to_json, to_table
 
     if as_json:

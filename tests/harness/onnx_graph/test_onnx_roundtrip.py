@@ -109,7 +109,7 @@ def test_dynamic_sizes_and_training_mode_survive_the_export(exporter: str) -> No
     assert module.training, "the export changed the mode of the module"
     assert [dimension.dim_param for dimension in exported.model.graph.input[0].type.tensor_type.shape.dim][:2] == ["batch", "length"]
     assert census(exported.model).counts == {"SEPARATE": 1}
-    with pytest.raises(UserInputError, match="dynamic sizes are given for ids"):
+    with pytest.raises(UserInputError, match="a dynamic size is given for ids"):
         export(module, sample, dynamic={"ids": {0: "batch"}})
     with pytest.raises(ExportFailure, match="cannot be exported"):
         export(Unexportable(), sample, exporter=exporter)

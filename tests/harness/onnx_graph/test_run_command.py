@@ -48,7 +48,7 @@ def test_a_command_that_calls_no_optimizer_or_fails_is_not_a_pass(
     [
         (["--skip", "fuse_qvk", "--", "true"], "did you mean 'fuse_qkv'"),
         (["--skip", "fuse_qkv"], "no command was given"),
-        (["--skip", "fuse_qkv", "--", "no-such-command"], "there is no command 'no-such-command'"),
+        (["--skip", "fuse_qkv", "--", "no-such-command"], "'no-such-command' is no command that can be run"),
     ],
 )
 def test_bad_input_is_exit_code_2_with_the_reason(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
