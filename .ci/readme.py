@@ -145,8 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Caught(Exception):
-    """Ends a command where it would begin to read its arguments."""
+class _Caught(BaseException):
+    """Ends a command where it would begin to read its arguments; no handler of errors may catch it."""
 
 
 def _leaves(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:

@@ -371,7 +371,7 @@ def test_the_strongest_need_chooses_the_pipeline(modifiers: list[Modifier], over
 
 
 def test_wrong_choices_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"'sequentail' does not exist \(nearest: sequential\)"):
+    with pytest.raises(RecipeError, match=r"'sequentail' does not exist; choose one of data_free, basic, sequential"):
         choose_pipeline([Free()], "sequentail")
     with pytest.raises(RecipeError, match=r"data_free feeds no data, but Basic\[1\] must calibrate; choose basic"):
         choose_pipeline([Free(), Basic(index=1)], "data_free")

@@ -89,7 +89,7 @@ def test_toys_and_more_choose_what_is_audited(monkeypatch: pytest.MonkeyPatch, c
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["lama"], "'lama' is not in the zoo (nearest: llama)"),
+        (["lama"], "'lama' is not in the zoo; did you mean 'llama'?"),
         (["llama", "--peer"], "llmcompressor is not installed here"),
         (["llama", "--peer", "--engine", "graph"], "--peer traces with another library"),
     ],

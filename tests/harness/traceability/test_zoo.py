@@ -92,5 +92,5 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str, complaint:
 
 
 def test_an_unknown_name_comes_with_the_nearest() -> None:
-    with pytest.raises(HarnessError, match="'qwn3' is not in the zoo \\(nearest: qwen3\\)"):
+    with pytest.raises(HarnessError, match="'qwn3' is not in the zoo; did you mean 'qwen3'"):
         choose(["qwn3"])
