@@ -23,9 +23,11 @@ from compressor.errors import ResumeError
 from compressor.lifecycle import EventType
 from compressor.model.atomic_file import whole_file
 from compressor.training.digests import raw_bytes, rng_states, set_rng_states
+from compressor.training.step import TrainStep
 from compressor.training.trainer import Trainer
 
-_FORMAT = "training-state-2"
+_PLAIN = (bool, int, float, str, type(None))
+_FORMAT = "training-state-3"
 
 
 def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
@@ -50,6 +52,8 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
         "python_rng": random.getstate(),
         "optimizer": type(step.optimizer).__name__,
         "host_state": numbers,
+        "optimizer_state": _python_state(step),
+        "optimizer_attributes": _plain_attributes(step.optimizer),
         "notes": dict(notes or {}),
         "digest": _digest(tensors),
     }
@@ -90,12 +94,16 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
             f"{path}: optimizer settings {', '.join(odd[:3])} are in one of file and trainer only; make the optimizer as it was made"
         )
     _replay_session(trainer, record["num_steps"])
-    _make_optimizer_state(trainer, stored)
+    _make_optimizer_state(trainer, stored, record["optimizer_state"])
+    for name, parameter in trainer.step.parameters().items():  # of one that the optimizer does not train, no trainer makes it
+        if f"grad:{name}" in stored and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
     with torch.no_grad():
         for name, tensor in trainer.step.tensors().items():
             tensor.copy_(stored[name])
     for number, key, _ in _host_state(trainer):
         trainer.step.optimizer.param_groups[number][key] = _tupled(record["host_state"][f"{number}.{key}"])
+    vars(trainer.step.optimizer).update(record["optimizer_attributes"])
     trainer.num_steps = record["num_steps"]
     trainer.forget_plans()
     set_rng_states(rng, trainer.step.device)
@@ -147,7 +155,7 @@ def _check_names(trainer: Trainer, stored: dict[str, Tensor], path: Path) -> Non
     """Refuse a file of another model before anything changes; optimizer state is not there yet in a new trainer."""
     present = trainer.step.tensors()
     missing = sorted(present.keys() - stored.keys())
-    unknown = sorted(name for name in stored.keys() - present.keys() if not name.startswith(("opt.", "modifier")))
+    unknown = sorted(name for name in stored.keys() - present.keys() if not name.startswith(("opt.", "modifier", "grad:")))
     wrong = sorted(
         name
         for name in present.keys() & stored.keys()
@@ -167,11 +175,36 @@ def _replay_session(trainer: Trainer, num_steps: int) -> None:
         session.send(EventType.BATCH_END)
 
 
-def _make_optimizer_state(trainer: Trainer, stored: dict[str, Tensor]) -> None:
+def _python_state(step: TrainStep) -> dict[str, dict[str, Any]]:
+    """List what an optimizer keeps for a parameter beside tensors, such as the number of its steps: parameter, key, value."""
+    found: dict[str, dict[str, Any]] = {}
+    names = {parameter: name for name, parameter in step.parameters().items()}
+    for holder, state in step.optimizer.state.items():
+        name = names.get(holder)  # type: ignore[call-overload]
+        for key, value in state.items():
+            if name is not None and isinstance(value, Tensor):
+                continue
+            if name is None or type(value) not in _PLAIN:
+                raise ResumeError(
+                    f"{type(step.optimizer).__name__}: its state {key!r} is neither a tensor nor a number of a parameter, and a run "
+                    "that is resumed would lack it; keep it as one of these"
+                )
+            found.setdefault(name, {})[key] = value
+    return found
+
+
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers and texts that an optimizer keeps on itself, such as a counter; what begins with an underscore is torch's."""
+    return {key: value for key, value in vars(optimizer).items() if type(value) in _PLAIN and not key.startswith("_")}
+
+
+def _make_optimizer_state(trainer: Trainer, stored: dict[str, Tensor], values: Mapping[str, Mapping[str, Any]]) -> None:
     step = trainer.step
     names = {parameter: name for name, parameter in step.parameters().items()}
     for number, group in enumerate(step.optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
+            if names[parameter] in values:
+                step.optimizer.state[parameter].update(values[names[parameter]])
             suffix = ":" + names.get(parameter, f"group{number}[{place}]")
             for name, tensor in stored.items():
                 if name.startswith("opt.") and name.endswith(suffix) and name[4 : -len(suffix)].isidentifier():

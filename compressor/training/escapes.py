@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from compressor.errors import EscapedTensorError
 from compressor.training.operators import Record
 from compressor.training.reached import variables
 from compressor.training.recorder import Recorder
+from compressor.training.remedies import for_kept
 from compressor.training.step import TrainStep
 
 
@@ -26,11 +28,11 @@ def check_escapes(step: TrainStep, recorder: Recorder, kept: Tensor | None = Non
     Raises:
         EscapedTensorError: somebody holds a tensor that the step made.
     """
-    for holder, value in _held(step):
+    for holder, value, remedy in _held(step):
         for tensor in _tensors(value):
             maker = recorder.maker(tensor)
             if maker is not None:
-                raise _escaped(f"{holder}: it keeps a tensor", maker)
+                raise _escaped(f"{holder}: it keeps a tensor", maker, remedy())
     own = None if kept is None else recorder.storages.number(kept.untyped_storage())
     if not set(recorder.storages.survivors()) - {own}:
         return
@@ -40,21 +42,21 @@ def check_escapes(step: TrainStep, recorder: Recorder, kept: Tensor | None = Non
         raise _escaped(f"{_holder(recorder, left[0])}: it keeps a tensor", recorder.maker_of(left[0]))
 
 
-def _escaped(text: str, maker: Record) -> EscapedTensorError:
+def _escaped(text: str, maker: Record, remedy: str = "") -> EscapedTensorError:
     return EscapedTensorError(
         f"{text} that {maker.place} made, and a replay neither repeats the assignment nor keeps the values; "
-        "let go of it before the step ends, or copy_ it into a buffer"
+        f"let go of it before the step ends, or copy_ it into a buffer{remedy}"
     )
 
 
-def _held(step: TrainStep) -> Iterator[tuple[str, object]]:
-    """List what modules, the loss function and the variables it reaches hold, by a name for messages."""
+def _held(step: TrainStep) -> Iterator[tuple[str, object, Callable[[], str]]]:
+    """List what modules, the loss function and the variables it reaches hold, by a name for messages, and what to write instead."""
     for name, module in step.model.named_modules():
         for key, value in module.__dict__.items():
             if key not in ("_parameters", "_buffers", "_modules"):
-                yield f"attribute '{key}' of {name or 'the model'}", value
+                yield f"attribute '{key}' of {name or 'the model'}", value, partial(for_kept, module, name, key)
     for name, getter in variables(step):
-        yield name, getter()
+        yield name, getter(), str
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

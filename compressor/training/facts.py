@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.training.frozen import Same, frozen
-from compressor.training.held import GLOBAL_HOOKS, classes, containers, other_modules
+from compressor.training.held import GLOBAL_HOOKS, classes, containers, other_modules, watches_update
 from compressor.training.reached import HOOKS, variables
 from compressor.training.step import TrainStep
 
@@ -37,13 +37,7 @@ def host_facts(step: TrainStep) -> dict[str, object]:
             *map(Same, (parameter._backward_hooks or {}).values()),
             *map(Same, (after or {}).values()),
         )
-    for number, group in enumerate(step.optimizer.param_groups):
-        for key, value in group.items():
-            if key != "params" and not isinstance(value, Tensor):
-                facts[f"optimizer group {number}: {key}"] = value
-        facts[f"optimizer group {number}: parameters"] = tuple(map(Same, group["params"]))
-    hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
-    facts["optimizer hooks"] = tuple(Same(hook) for some in hooks for hook in some.values())
+    facts |= _optimizer_facts(step)
     for name, getter in variables(step):
         facts[name] = frozen(getter())
     for held in containers(step):
@@ -52,6 +46,19 @@ def host_facts(step: TrainStep) -> dict[str, object]:
         facts[name] = {**_module_facts(module), **{key: Same(value) for key, value in module.state_dict(keep_vars=True).items()}}
     for number, (cls, content) in enumerate(classes(step).items()):  # two classes may have one name
         facts[f"class {cls.__qualname__} ({number})"] = {key: frozen(value) for key, value in content.items() if not key.startswith("__")}
+    return facts
+
+
+def _optimizer_facts(step: TrainStep) -> dict[str, object]:
+    facts: dict[str, object] = {}
+    is_watched = watches_update(step)
+    for number, group in enumerate(step.optimizer.param_groups):
+        if is_watched:
+            facts |= {f"optimizer group {number}: {key}": value for key, value in group.items() if not isinstance(value, Tensor | list)}
+        facts[f"optimizer group {number}: parameters"] = tuple(map(Same, group["params"]))
+    if is_watched:
+        hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
+        facts["optimizer hooks"] = tuple(Same(hook) for some in hooks for hook in some.values())
     return facts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from types import MappingProxyType
 
 import numpy as np
 
@@ -57,10 +58,10 @@ def frozen(value: object, depth: int = 6) -> object:
         return (type(value).__name__, bytes(value))
     if isinstance(value, list | tuple) and len(value) <= _MAX_ITEMS:
         return (type(value).__name__, *(frozen(item, depth - 1) for item in value))
-    if isinstance(value, dict) and len(value) <= _MAX_ITEMS:
+    if isinstance(value, dict | MappingProxyType) and len(value) <= _MAX_ITEMS:
         return ("dict", *((frozen(key, depth - 1), frozen(item, depth - 1)) for key, item in value.items()))
     if isinstance(value, set | frozenset) and len(value) <= _MAX_ITEMS:
         return ("set", frozenset(frozen(item, depth - 1) for item in value))
-    if isinstance(value, list | dict | set | deque):
+    if isinstance(value, list | dict | set | deque | MappingProxyType):
         return (type(value).__name__, len(value))
     return Same(value)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,15 @@ TABLES = (
     "_parameters", "_buffers", "_modules",
     "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+# The attributes in which torch keeps its books, these tables among them.
+BOOKS = frozenset(vars(nn.Module()))
 # Hooks that torch runs for every module and every optimizer.
 GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
     *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
     *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
     *(torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks),
 )
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = (list, dict, set, deque, MappingProxyType)
 _DEPTH, _MAX_CONTAINERS, _MAX_ITEMS = 4, 512, 4096
 
 
@@ -62,7 +64,7 @@ class Container:
 
     def values(self) -> Any:
         """Return a live view of what it holds."""
-        return self.content.values() if isinstance(self.content, dict) else self.content
+        return self.content.values() if isinstance(self.content, Mapping) else self.content
 
     def facts(self) -> tuple[object, ...]:
         """Return keys and values that can be compared later: plain ones by value, containers by kind, the rest by identity."""
@@ -88,6 +90,31 @@ def containers(step: TrainStep) -> list[Container]:
     return list(found.values())
 
 
+def watches_update(step: TrainStep) -> bool:
+    """Say whether the optimizer's settings and state are guarded: a capture holds its update, or the step's functions reach it.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        False where the update runs in Python after every replay.
+    """
+    return step.update_is_captured or any(getter() is step.optimizer for _, getter in variables(step))
+
+
+def guarded_tensors(step: TrainStep) -> dict[str, Tensor]:
+    """List the tensors whose addresses are guarded.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        All that the step may read or write, without those of an optimizer that updates in Python.
+    """
+    hidden = () if watches_update(step) else ("opt.", "group")
+    return {name: tensor for name, tensor in step.tensors().items() if not name.startswith(hidden)}
+
+
 def classes(step: TrainStep) -> dict[type, Mapping[str, Any]]:
     """List the classes of the modules, with their attributes: a patched class is another step.
 
@@ -95,14 +122,11 @@ def classes(step: TrainStep) -> dict[type, Mapping[str, Any]]:
         step: the step; not changed.
 
     Returns:
-        Class to a live view of its attributes; of libraries' classes the base classes are left out.
+        Class to a live view of its attributes; those of libraries are left out.
     """
     found: dict[type, Mapping[str, Any]] = {}
-    for module in step.model.modules():
-        for cls in type(module).__mro__:
-            if cls is type(module) or not is_foreign(cls.__module__):
-                found.setdefault(cls, vars(cls))
-    found.pop(object, None)
+    for kind in dict.fromkeys(map(type, step.model.modules())):
+        found |= {cls: vars(cls) for cls in kind.__mro__ if not is_foreign(cls.__module__)}
     return found
 
 
@@ -178,8 +202,12 @@ def undone(step: TrainStep) -> Iterator[None]:
 def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
     for name, module in step.model.named_modules():
         for key, value in module.__dict__.items():
-            if key not in TABLES and type(value) not in _PLAIN:
+            if key not in BOOKS and type(value) not in _PLAIN:
                 yield f"attribute '{key}' of {name or 'the model'}", value
+    for cls, content in classes(step).items():
+        for key, value in content.items():
+            if type(value) not in _PLAIN and not key.startswith("__"):
+                yield f"attribute '{key}' of class {cls.__qualname__}", value
     for name, getter in variables(step):
         yield name, getter()
 
@@ -203,7 +231,7 @@ def _visit(value: object, name: str, depth: int, found: dict[int, Container]) ->
 
 
 def _items(content: Any) -> list[tuple[object, object]]:
-    return list(content.items() if isinstance(content, dict) else enumerate(content))
+    return list(content.items() if isinstance(content, Mapping) else enumerate(content))
 
 
 def _fact(value: object) -> object:

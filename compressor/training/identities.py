@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import operator
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,7 +19,17 @@ import torch
 from torch import Tensor
 
 from compressor.training.facts import backends
-from compressor.training.held import GLOBAL_HOOKS, TABLES, arrays, classes, containers, other_modules
+from compressor.training.held import (
+    BOOKS,
+    GLOBAL_HOOKS,
+    TABLES,
+    arrays,
+    classes,
+    containers,
+    guarded_tensors,
+    other_modules,
+    watches_update,
+)
 from compressor.training.reached import variables
 from compressor.training.step import HasTensors, TrainStep
 
@@ -40,13 +51,16 @@ class Identities:
         self._getters = [getter for _, getter in variables(step, with_modules=True)]
         self._arrays = arrays(step)
         tables = list(_tables(step))
+        self._modules = [module.__dict__ for module in (*step.model.modules(), *other_modules(step).values())]
+        self._attributes = [partial(_own_attributes(table), table) for table in self._modules]
         self._empty = [table for table in tables if not table]
         filled = [table for table in tables if table]
         self._traversed = [table for table in filled if _identical(gc.get_referents(table), list(_values(table)))]
         self._views = [_values(table) for table in filled if not any(table is traversed for traversed in self._traversed)]
         # A value that leaves a dict for the next would go to its end, so that the order of all values shows it; in a list it need not.
         self._lists = [table for table in filled if not isinstance(table, Mapping)]
-        others = (tensor for name, tensor in step.tensors().items() if not name.startswith("param:"))
+        # State of the optimizer is exchanged, which shows without its address; nobody gives it another storage in place.
+        others = (tensor for name, tensor in guarded_tensors(step).items() if name.startswith(("grad:", "buffer:")))
         self._tensors: list[Tensor] = [*self._parameters, *others]
         self._values = self._by_value()
         self._objects = self._by_identity()
@@ -59,12 +73,16 @@ class Identities:
         """
         if any(self._empty) or self._by_value() != self._values:
             return False
-        return _identical(self._by_identity(), self._objects)
+        try:
+            return _identical(self._by_identity(), self._objects)
+        except KeyError:  # an attribute is gone
+            return False
 
     def _by_identity(self) -> list[object]:
         """Collect all objects."""
         objects: list[object] = gc.get_referents(*self._traversed)
         objects += _step_facts(self._step)
+        objects += chain.from_iterable(map(operator.call, self._attributes))
         objects += chain.from_iterable(self._views)
         objects += chain.from_iterable(map(_parameter_facts, self._parameters))
         objects += map(operator.call, self._getters)
@@ -76,8 +94,8 @@ class Identities:
         """Collect sizes, addresses and settings of torch."""
         return [
             *map(len, self._lists),
+            *map(len, self._modules),
             *map(Tensor.data_ptr, self._tensors),
-            *map(Tensor.stride, self._parameters),
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device),
@@ -92,17 +110,24 @@ class Identities:
 def _tables(step: TrainStep) -> Iterator[Any]:
     """List the dicts, lists and sets whose content is watched; what comes or goes changes one of them."""
     for module in (*step.model.modules(), *other_modules(step).values()):
-        yield from (module.__dict__, *(module.__dict__[name] for name in TABLES))
+        yield from (module.__dict__[name] for name in TABLES)
     optimizer = step.optimizer
-    yield from (optimizer.param_groups, *optimizer.param_groups, *(group["params"] for group in optimizer.param_groups))
-    yield from (optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
-    yield from (optimizer.__dict__, optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    yield from (optimizer.param_groups, *(group["params"] for group in optimizer.param_groups))
+    if watches_update(step):
+        yield from optimizer.param_groups
+        yield from (optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
+        yield from (optimizer.__dict__, optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     yield from GLOBAL_HOOKS
     yield from (held.content for held in containers(step))
     yield from classes(step).values()
     yield from () if step.averages is None else _nested(step.averages.__dict__)
     for parameter in step.parameters().values():
         yield from (hooks for hooks in _parameter_facts(parameter)[2:] if hooks is not None)
+
+
+def _own_attributes(table: dict[str, Any]) -> operator.itemgetter[Any]:
+    """What reads the attributes of a module but those in which torch keeps its books; two at least, so that it gives a tuple."""
+    return operator.itemgetter("_parameters", "_modules", *(key for key in table if key == "training" or key not in BOOKS))
 
 
 def _values(table: Any) -> Any:

@@ -130,7 +130,7 @@ def _eager_digests(plan: Plan) -> tuple[list[tuple[str, tuple[str, ...]]], Tenso
         recorder.phase = phase
 
     with whereabouts.watching(), step.marking(mark), recorder:
-        loss = step(plan.buffers.batch)
+        loss = step.captured_part(plan.buffers.batch)
     return seen, loss
 
 

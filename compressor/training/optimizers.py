@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import UserInputError
+from compressor.training.step import TrainStep
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Factor = Callable[[int], float]
@@ -101,29 +102,33 @@ class RateSchedule:
     """Sets the learning rates of an optimizer between steps, in place.
 
     Args:
-        optimizer: its rates must be tensors; what they are now is the peak.
+        step: its rates are those of its optimizer now, the peak; where a capture holds the update, they must be tensors.
         factor: step number to factor of the peak.
 
     Raises:
         UserInputError: a rate is a Python number, which a capture would freeze.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: Factor) -> None:
-        for number, group in enumerate(optimizer.param_groups):
-            if not isinstance(group["lr"], Tensor):
+    def __init__(self, step: TrainStep, factor: Factor) -> None:
+        groups = step.optimizer.param_groups
+        for number, group in enumerate(groups):
+            if step.update_is_captured and not isinstance(group["lr"], Tensor):
                 raise UserInputError(
                     f"optimizer group {number}: lr={group['lr']} is a Python number, which a capture freezes; "
                     "make the optimizer with adamw() or sgd() of compressor.training, or give lr as a tensor"
                 )
-        self._rates = [(group["lr"], float(group["lr"])) for group in optimizer.param_groups]
+        self._optimizer, self._peaks = step.optimizer, [float(group["lr"]) for group in groups]
         self._factor = factor
 
     def set(self, step: int) -> None:
-        """Set the rates of a step. Changes the optimizer's rates in place.
+        """Set the rates of a step. Changes the optimizer's rates, those in tensors in place.
 
         Args:
             step: its number, from 0.
         """
         factor = self._factor(step)
-        for rate, peak in self._rates:
-            rate.fill_(peak * factor)
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=False):  # a group that came later has a rate of its own
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(peak * factor)
+            else:
+                group["lr"] = peak * factor

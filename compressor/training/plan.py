@@ -13,7 +13,7 @@ from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Captured, Engine
 from compressor.training.escapes import check_escapes
 from compressor.training.facts import difference, host_facts
-from compressor.training.held import own_generators
+from compressor.training.held import guarded_tensors, own_generators
 from compressor.training.host_watch import refuse_iterators, watching_host
 from compressor.training.identities import Identities
 from compressor.training.recorder import Recorder
@@ -42,7 +42,7 @@ class Plan:
         self.buffers = InputBuffers(batch)
         self.captured = record(step, self.buffers, engine)
         self._facts = host_facts(step)
-        self._tensors = step.tensors()  # held, so that no other tensor can take over an address
+        self._tensors = guarded_tensors(step)  # held, so that no other tensor can take over an address
         self._addresses = _addresses(self._tensors)
         self._identities = Identities(step)
         self.proven_with_other_batch = False
@@ -56,7 +56,7 @@ class Plan:
         """
         if self._identities.unchanged():
             return
-        now = _addresses(self.step.tensors())
+        now = _addresses(guarded_tensors(self.step))
         if now != self._addresses:
             name = next(name for name in {**self._addresses, **now} if now.get(name) != self._addresses.get(name))
             what = "is gone" if name not in now else "is new" if name not in self._addresses else "lies elsewhere"
@@ -105,7 +105,7 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
     generators = own_generators(step)
 
     def capture(recorder: Recorder) -> tuple[Captured, Tensor]:
-        captured = engine.capture(lambda: step(buffers.batch), recorder, generators)
+        captured = engine.capture(lambda: step.captured_part(buffers.batch), recorder, generators)
         return captured, captured.loss
 
     captured, _ = _watch(step, buffers, capture)
@@ -127,7 +127,7 @@ def _rehearse(step: TrainStep, buffers: InputBuffers, engine: Engine) -> list[st
     def run(recorder: Recorder) -> tuple[list[str], None]:
         def recorded() -> Tensor:
             with recorder:
-                return step(buffers.batch)
+                return step.captured_part(buffers.batch)
 
         engine.eager(recorded)
         return [op.line for op in recorder.ops], None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,12 +39,35 @@ def prove(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
         SignatureDriftError: the step runs other operators than at capture.
         ProofError: the values differ. After either the state is as before the call.
     """
+    return _compared(plan, batch, partial(_legs, plan, engine, is_recorded=True))
+
+
+def audit(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
+    """Perform one step of a proven plan, eagerly and by replay, and compare; only where they differ it is recorded again, to say why.
+
+    Args:
+        plan: as for `prove`.
+        batch: any that fits.
+        engine: the device's engine.
+
+    Returns:
+        The loss.
+
+    Raises:
+        SignatureDriftError: the values differ, since the step runs other operators than at capture.
+        ProofError: the values differ. After either the state is as before the call.
+    """
+    # Ranks differ together or not at all: one that records alone would wait for the others.
+    return _compared(plan, batch, partial(_legs, plan, engine, is_recorded=bool(plan.step.ranks.groups)))
+
+
+def _compared(plan: Plan, batch: Batch, legs: Callable[[Snapshot], Tensor]) -> Tensor:
     plan.guard()
     start = Snapshot.take(plan.step, plan.captured.generators)
     unseen = not plan.buffers.holds(batch)
     plan.buffers.bind(batch)
     try:
-        loss = _three_legs(plan, start, engine)
+        loss = legs(start)
     except ReplayError:
         start.put_back(plan.step, plan.captured.generators)
         raise
@@ -66,7 +90,7 @@ def eager_end(step: TrainStep, buffers: InputBuffers, engine: Engine, generators
     start = Snapshot.take(step, generators)
     inputs = {path: tensor.clone() for path, tensor in buffers.tensors.items()}
     with host_generators_kept(), undone(step):
-        end = Snapshot.take(step, generators, engine.eager(lambda: step(buffers.batch)))
+        end = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(buffers.batch)))
     start.put_back(step, generators)
     for path, tensor in buffers.tensors.items():
         tensor.copy_(inputs[path])
@@ -86,7 +110,8 @@ def compare_recorded(eager: Snapshot, recorded: Snapshot) -> None:
     _compare(eager, recorded, "recorded", _WATCHED)
 
 
-def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
+def _legs(plan: Plan, engine: Engine, start: Snapshot, *, is_recorded: bool) -> Tensor:
+    """Run a step from one state: eagerly, recorded if that is asked for, and by replay on spoiled storages."""
     step, captured, generators = plan.step, plan.captured, plan.captured.generators
     inputs = {path: tensor.clone() for path, tensor in plan.buffers.tensors.items()}
 
@@ -95,10 +120,11 @@ def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
         for path, tensor in plan.buffers.tensors.items():
             tensor.copy_(inputs[path])  # a step may work on its inputs in place
 
-    eager = Snapshot.take(step, generators, engine.eager(lambda: step(plan.buffers.batch)))
+    eager = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(plan.buffers.batch)))
     rewind()
-    step.ranks.together(lambda: _record_again(plan, eager, engine, rewind))
-    rewind()
+    if is_recorded:
+        step.ranks.together(lambda: _record_again(plan, eager, engine, rewind))
+        rewind()
     step.ranks.spoil()
     try:
         captured.replay_spoiled()
@@ -108,6 +134,9 @@ def _three_legs(plan: Plan, start: Snapshot, engine: Engine) -> Tensor:
         ) from error
     loss = captured.loss.clone()
     end = Snapshot.take(step, generators, loss)
+    if not is_recorded and eager.differences(end):
+        rewind()
+        _record_again(plan, eager, engine, rewind)
     step.ranks.together(lambda: _compare(eager, end, "replayed", "locate() names the first operator that differs"))
     return loss
 

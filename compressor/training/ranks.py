@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compressor.errors import HostReadError, ReplayError, UserInputError
 from compressor.training.collectives import group_named
 from compressor.training.digests import raw_bytes
+from compressor.training.uncompiled import uncompiled
 
 T = TypeVar("T")
 PROOFS = ("prove", "audit")
@@ -137,7 +138,7 @@ class Ranks:
         if not self._wrapped:
             return run()
         watch = _Watch()
-        with watch:
+        with uncompiled(), watch:
             result = run()
         self.buckets = {f"bucket:{number}": tensor for number, tensor in enumerate(watch.found.values())}
         return result

@@ -10,15 +10,18 @@ from __future__ import annotations
 import dis
 import inspect
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from compressor.training.foreign import is_foreign
 from compressor.training.frozen import PLAIN
@@ -28,7 +31,11 @@ _MAX_ITEMS = 64
 _NEAR = 4  # calls from one function to the next
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WATCHED = frozenset({"state", "param_groups", "defaults"})  # what an optimizer holds is watched by name already
-_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_OF_AUTOGRAD = frozenset({"forward", "setup_context", "backward", "vjp", "jvp", "vmap"})
+# Where code says one of these, the texts that it holds may be names.
+_LOOKUPS = frozenset({"globals", "vars", "getattr", "__dict__", "attrgetter", "itemgetter", "import_module", "__import__", "modules"})
 Getter = Callable[[], object]
 
 
@@ -76,11 +83,7 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         hooks = (*(parameter._backward_hooks or {}).values(), *(after or {}).values())
         yield from ((f"a hook of {name}", hook) for hook in hooks if _is_function(hook))
-    optimizer = step.optimizer
-    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    yield from (("a hook of the optimizer", hook) for hook in hooks if _is_function(hook))
-    if not is_foreign(type(optimizer).__module__):
-        yield "step() of the optimizer", optimizer.step
+    yield from _update_roots(step.optimizer) if step.update_is_captured else ()
     for number, modifier in enumerate(step.modifiers):  # one with a plan key speaks for itself, and so do those of this package
         if not isinstance(modifier, HasPlanKey) and not is_foreign(type(modifier).__module__):
             yield f"on_event() of modifier {number}", modifier.on_event
@@ -88,12 +91,19 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
         yield from ((f"{function.__qualname__}", function) for function in _methods(cls, "forward"))
 
 
+def _update_roots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+    yield from (("a hook of the optimizer", hook) for hook in hooks if _is_function(hook))
+    if not is_foreign(type(optimizer).__module__):
+        yield "step() of the optimizer", optimizer.step
+
+
 def _methods(cls: type, name: str) -> list[FunctionType]:
     """Follow a method into the methods of the same class whose names it says."""
     found: dict[str, FunctionType] = {}
     names, seen = [name], {name}
     while names:
-        function = inspect.unwrap(getattr(cls, names.pop(), None))  # type: ignore[arg-type]
+        function = _behind(getattr(cls, names.pop(), None))
         if isinstance(function, FunctionType) and not is_foreign(_home(function)):
             found[function.__qualname__] = function
             new = _said(function.__code__, _ATTRIBUTES) - seen
@@ -102,12 +112,21 @@ def _methods(cls: type, name: str) -> list[FunctionType]:
     return list(found.values())
 
 
+def _behind(value: object) -> Any:
+    """The function behind a method, a property or a decorator; anything else is given back."""
+    for way in ("__func__", "fget", "func"):
+        value = (
+            getattr(value, way, value) if isinstance(value, MethodType | classmethod | staticmethod | property | cached_property) else value
+        )
+    return inspect.unwrap(value) if callable(value) else value
+
+
 def _attributes(holder: object, function: Any, name: str) -> Iterator[tuple[str, Getter]]:
     """What a bound method may read of its object: the attributes that it, or a method it calls, names."""
     if isinstance(holder, nn.Module | type) or is_foreign(type(holder).__module__):
         return
     said: set[str] = set()
-    for method in (inspect.unwrap(function), *_methods(type(holder), function.__name__)):
+    for method in (_behind(function), *_methods(type(holder), function.__name__)):
         said |= _said(method.__code__, _ATTRIBUTES)
     values = {**getattr(holder, "__dict__", {}), **(getattr(holder, "__pydantic_private__", None) or {})}
     keys = sorted((said & values.keys()) - _WATCHED)
@@ -141,9 +160,25 @@ def _reach(function: object, name: str, walk: _Walk) -> Iterator[tuple[str, Gett
         yield from _found(f"variable '{variable}' that {name} closes over", partial(_content, cell), walk, said)
     for number, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
         yield from _found(f"default {number} of {name}", partial(_itself, default), walk, said)
+    yield from _of_space(function, name, walk, said)
+
+
+def _of_space(function: FunctionType, name: str, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+    """What a function reads of the module that it stands in, and of those that it imports."""
     space = function.__globals__
-    for variable in sorted(_said(function.__code__, ("LOAD_GLOBAL", "LOAD_NAME")) & space.keys()):
+    for variable in sorted(_said(function.__code__, _GLOBALS) & space.keys()):
         yield from _found(f"global '{variable}' that {name} reads", partial(space.get, variable), walk, said)
+    for imported in sorted(_said(function.__code__, ("IMPORT_NAME",))):
+        for module in _imported(imported, space):
+            yield from _found(f"module {module.__name__} that {name} imports", partial(_itself, module), walk, said)
+
+
+def _imported(name: str, space: Mapping[str, Any]) -> list[ModuleType]:
+    """Modules that code imports when it runs: by their whole name, or within the package that the code lies in."""
+    package = str(space.get("__package__") or "")
+    parents = [package.rsplit(".", level)[0] for level in range(package.count(".") + 1)] if package else []
+    names = [name, name.split(".", 1)[0], *(f"{parent}.{name}" for parent in parents), *parents]
+    return [module for one in dict.fromkeys(names) if isinstance(module := sys.modules.get(one), ModuleType)]
 
 
 def _bound(function: partial[object], name: str, walk: _Walk) -> Iterator[tuple[str, Getter]]:
@@ -160,7 +195,7 @@ def _found(name: str, getter: Getter, walk: _Walk, said: frozenset[str]) -> Iter
     value = getter()
     if isinstance(value, ModuleType):
         of_module = (
-            _of_library(value, walk, said) if is_foreign(value.__name__) else _named(vars(value), f"of module {value.__name__}", walk, said)
+            _of_library(value, walk, said) if is_foreign(value.__name__) else _named(value, f"of module {value.__name__}", walk, said)
         )
         yield from of_module
         return
@@ -189,13 +224,15 @@ def _items(value: object) -> list[object]:
     return list(held) if len(held) <= _MAX_ITEMS else []
 
 
-def _named(space: Mapping[str, object], where: str, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+def _named(holder: ModuleType | type, where: str, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
     """What code names of a module or a class."""
+    space = vars(holder)
     for key in sorted(said & space.keys()):
         mark = hash((id(space[key]), where, key))
         if mark not in walk.seen and not (key.startswith("__") and key.endswith("__")):
             walk.seen.add(mark)
-            yield from _found(f"'{key}' {where}", partial(space.get, key), walk, said)
+            getter = partial(_of_type, holder, key) if isinstance(holder, type) else partial(space.get, key)
+            yield from _found(f"'{key}' {where}", getter, walk, said)
 
 
 def _of_library(module: ModuleType, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
@@ -215,11 +252,15 @@ def _of_library(module: ModuleType, walk: _Walk, said: frozenset[str]) -> Iterat
 
 
 def _of_class(cls: type, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
+    if issubclass(cls, torch.autograd.Function):
+        said |= _OF_AUTOGRAD
+    for key in sorted(said & set(dir(cls))):  # what its methods name of it, such as the one instance that there is
+        said = said.union(*(_said(method.__code__, _ATTRIBUTES) for method in _methods(cls, key)))
     for base in cls.__mro__:
         if is_foreign(base.__module__) or issubclass(base, nn.Module):
             continue
         where = f"of class {base.__qualname__}"
-        yield from _named(vars(base), where, walk, said)
+        yield from _named(base, where, walk, said)
         for key in sorted(said & vars(base).keys()):
             function = getattr(vars(base)[key], "fget", None) or getattr(vars(base)[key], "__func__", None)
             walk.functions.append((function, f"{base.__qualname__}.{key}"))
@@ -260,7 +301,7 @@ def _said_within(function: FunctionType) -> frozenset[str]:
     for _ in range(_NEAR):
         level = [one for one in level if id(one) not in passed and not is_foreign(_home(one))]
         passed |= {id(one): one for one in level}
-        named = [(one.__globals__, _said(one.__code__, ("LOAD_GLOBAL", "LOAD_NAME"))) for one in level]
+        named = [(one.__globals__, _said(one.__code__, _GLOBALS)) for one in level]
         held = [content for one in level for content in map(_content, one.__closure__ or ())]
         held += [space.get(name) for space, names in named for name in names]
         level = [value for value in held if isinstance(value, FunctionType)]
@@ -271,6 +312,8 @@ def _said_within(function: FunctionType) -> frozenset[str]:
 def _said(code: CodeType, operations: tuple[str, ...]) -> frozenset[str]:
     """Names that code, and the code within it, says in some operations."""
     names = frozenset(str(step.argval) for step in dis.get_instructions(code) if step.opname in operations)
+    if not _LOOKUPS.isdisjoint(code.co_names):
+        names |= {constant for constant in code.co_consts if isinstance(constant, str)}
     return names.union(*(_said(inner, operations) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
@@ -283,3 +326,27 @@ def _content(cell: CellType) -> object:
 
 def _itself(value: object) -> object:
     return value
+
+
+def _of_type(cls: type, key: str) -> object:
+    return vars(cls).get(key)
+
+
+def put(getter: Getter, value: object) -> None:
+    """Set a variable that was found. Changes what holds it; what nobody can set stays.
+
+    Args:
+        getter: gives its value.
+        value: the value that it is to have.
+    """
+    assert isinstance(getter, partial)
+    holder = getattr(getter.func, "__self__", None)  # of a dict's own `get`
+    target, *rest = (holder, *getter.args) if isinstance(holder, dict) else getter.args
+    if isinstance(target, CellType):
+        target.cell_contents = value
+    elif isinstance(target, ContextVar):
+        target.set(value)
+    elif isinstance(target, dict):
+        target[rest[0]] = value
+    elif rest:
+        setattr(target, rest[0], value)

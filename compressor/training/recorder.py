@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from compressor.training.collectives import is_collective, refuse_collective, sp
 from compressor.training.digests import content_digest, rng_digest
 from compressor.training.host_tensors import host_hazard
 from compressor.training.operators import ALLOCATIONS, Extent, Kind, Record, spell_place, written_arguments
+from compressor.training.remedies import for_other_models
 from compressor.training.storages import Storages
+from compressor.training.uncompiled import uncompiled
 
 _HOST_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
 _STORAGE_CHANGES = frozenset(
@@ -54,6 +57,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.ops: list[Record] = []
         self.phase = ""
+        self._uncompiled = ExitStack()
         self._where, self._see, self._groups = where, see, groups
         self._refusal: ReplayError | None = None
         self._returned: Any = _NOTHING
@@ -132,9 +136,16 @@ class Recorder(TorchDispatchMode):
         finally:
             self._returned = _NOTHING
 
+    def __enter__(self) -> Recorder:
+        """Begin to watch."""
+        self._uncompiled.enter_context(uncompiled())
+        super().__enter__()
+        return self
+
     def __exit__(self, *failed: Any) -> None:
         """Stop watching, and raise what was put off until the end of the step."""
         super().__exit__(*failed)
+        self._uncompiled.close()
         if self._refusal is not None and failed[0] is None:
             raise self._refusal
 
@@ -212,7 +223,7 @@ class Recorder(TorchDispatchMode):
             if name.startswith("outside:"):
                 raise EscapedTensorError(
                     f"{place} writes to a tensor of {list(tensor.shape)} that is no parameter, buffer, optimizer state or input; "
-                    "register it as a buffer, or let a modifier give it in training_tensors()"
+                    f"register it as a buffer, let a modifier give it in training_tensors(), or write instead:{for_other_models()}"
                 )
 
     def _outputs(self, func: Any, result: Any, place: str) -> list[Tensor]:

@@ -3,10 +3,15 @@
 Gradients are allocated when the step is made and zeroed in place ever after, so a parameter that the loss does not reach has a gradient
 of zero, never None. What modifiers do inside the step (LOSS_CALCULATED, OPTIM_PRE_STEP, OPTIM_POST_STEP) is part of the step: it is
 recorded with it, and is therefore told no step index. What follows the index belongs into BATCH_START and BATCH_END.
+
+An optimizer whose groups say `fused=True` or `capturable=True` promises to read nothing on the host, and its update is captured with the
+rest of the step. Any other, such as `torch.optim.AdamW` as it comes, updates in Python behind every captured part: with the same bits, and
+with whatever schedule, counter or branch it has.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,12 +52,15 @@ class TrainStep:
     Args:
         model: in training mode, on its device; its parameters get gradients.
         loss_fn: calls the model on a batch and returns a scalar loss; it must not keep tensors.
-        optimizer: over parameters of the model; `adamw()` and `sgd()` of this package make ones that never read from the device.
+        optimizer: any of torch or of one's own, over parameters of the model; those of `adamw()` and `sgd()` are captured with the step.
         session: an initialized session of modifiers, or None.
         accumulate: number of micro-batches of a step; above 1 a batch is a list of that many.
         clip_norm: largest norm of all gradients together; None: no clipping.
         autocast: dtype of `torch.autocast` around `loss_fn`; None: none.
         averages: moving averages of the weights, updated at the end of every step.
+
+    Attributes:
+        update_is_captured: the optimizer's update is part of what a capture holds.
 
     Raises:
         UserInputError: a setting out of range, or nothing to train.
@@ -76,7 +84,14 @@ class TrainStep:
             raise UserInputError(f"TrainStep: clip_norm={clip_norm} is not positive; give the largest norm, or None")
         self.model, self.loss_fn, self.optimizer, self.session = model, loss_fn, optimizer, session
         self.accumulate, self.clip_norm, self.autocast, self.averages = accumulate, clip_norm, autocast, averages
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UserInputError(
+                f"TrainStep: {type(optimizer).__name__} calls the loss itself, in a closure, as often as it likes; a step has one loss, "
+                "so take another optimizer"
+            )
         self.ranks = Ranks(model)
+        self.update_is_captured = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         self.mark: Callable[[str], None] = _ignore
         places = {id(p): place for place, p in enumerate(model.parameters())}
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -111,7 +126,20 @@ class TrainStep:
             batch: what `loss_fn` takes; a list of `accumulate` of them where that is above 1.
 
         Returns:
-            The mean loss of the micro-batches, detached; in a captured step it lies in a storage that the next replay overwrites.
+            The mean loss of the micro-batches, detached.
+        """
+        loss = self.captured_part(batch)
+        self.finish()
+        return loss
+
+    def captured_part(self, batch: Batch) -> Tensor:
+        """Perform what a capture holds: all of the step, or all but the update. Changes what that part of the step writes.
+
+        Args:
+            batch: as for the whole step.
+
+        Returns:
+            The loss; in a captured step it lies in a storage that the next replay overwrites.
         """
         self.mark("zero_grad")
         self.optimizer.zero_grad(set_to_none=False)
@@ -131,9 +159,18 @@ class TrainStep:
                 self.mark("backward")
                 loss.backward()
         self.mark("optimizer")
-        self._update()
+        self._tell(EventType.OPTIM_PRE_STEP)
+        if self.clip_norm is not None:  # after the modifiers: the gradient of a pruned weight is no part of the norm
+            nn.utils.clip_grad_norm_(self.trained, self.clip_norm)
+        if self.update_is_captured:
+            self._update()
         assert total is not None
         return total.detach()
+
+    def finish(self) -> None:
+        """Perform what no capture holds, which is nothing or the update. Changes parameters, optimizer state and averages."""
+        if not self.update_is_captured:
+            self._update()
 
     def micro_batches(self, batch: Batch) -> Sequence[Batch]:
         """Split the batch of a step.
@@ -211,9 +248,6 @@ class TrainStep:
             self.mark = _ignore
 
     def _update(self) -> None:
-        self._tell(EventType.OPTIM_PRE_STEP)
-        if self.clip_norm is not None:  # after the modifiers: the gradient of a pruned weight is no part of the norm
-            nn.utils.clip_grad_norm_(self.trained, self.clip_norm)
         self.optimizer.step()
         self._tell(EventType.OPTIM_POST_STEP)
         if self.averages is not None:

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from compressor.errors import PlanStormError, ReplayError, SignatureDriftError, UserInputError
+from compressor.errors import PlanStormError, ProofError, ReplayError, SignatureDriftError, UserInputError
 from compressor.lifecycle import EventType
 from compressor.progress import Progress, SilentProgress
+from compressor.training.audits import Audits
 from compressor.training.batch import Batch, InputBuffers, batch_key, num_tokens
 from compressor.training.devices import engine_for
 from compressor.training.digests import rng_states, set_rng_states
 from compressor.training.held import own_generators
 from compressor.training.optimizers import Factor, RateSchedule
 from compressor.training.plan import Plan, record, refuse_early
-from compressor.training.proof import compare_recorded, eager_end, prove
+from compressor.training.proof import audit, compare_recorded, eager_end, prove
+from compressor.training.python_state import PythonState
 from compressor.training.ranks import Turn
 from compressor.training.signature import drift
 from compressor.training.snapshot import Snapshot
@@ -42,10 +44,13 @@ class _KeyRecord:
     plan: Plan | None = None
     proven: bool = False
     lines: list[str] | None = None
+    audits: Audits = field(default_factory=Audits)
 
 
 class Trainer:
     """Runs a step over batches.
+
+    In replay, what the guards see is refused at once; anything else that Python reads is found by the audit, at most 1,000 steps later.
 
     Args:
         step: the step.
@@ -54,7 +59,8 @@ class Trainer:
         schedule: step number to factor of the learning rates, which must be tensors then.
         warmup: eager steps per plan key, at least one.
         check_every: the guards are checked at every so manieth replay.
-        audit_every: the proof is repeated at every so manieth step; 0: never.
+        audit_every: a step is run eagerly, too, and compared, at every so manieth step of a plan; 0: never; None: 1, 2, 4, 8, ... steps
+            after the proof, then in 3 % of the time, at most 1,000 steps apart.
         max_plans: largest number of plan keys.
         progress: shows the bar of `fit`.
 
@@ -70,7 +76,7 @@ class Trainer:
         schedule: Factor | None = None,
         warmup: int = 2,
         check_every: int = 1,
-        audit_every: int = 1000,
+        audit_every: int | None = None,
         max_plans: int = 8,
         progress: Progress | None = None,
     ) -> None:
@@ -82,7 +88,7 @@ class Trainer:
             ("audit_every", audit_every, 0),
             ("max_plans", max_plans, 1),
         ):
-            if value < least:
+            if value is not None and value < least:
                 raise UserInputError(f"Trainer: {name}={value} is below {least}; give at least {least}")
         if mode != "eager" and step.ranks.is_wrapped and warmup < 2:
             raise UserInputError(
@@ -92,7 +98,7 @@ class Trainer:
         self.warmup, self.check_every, self.audit_every, self.max_plans = warmup, check_every, audit_every, max_plans
         self.num_steps = 0
         self.last_action = ""
-        self._schedule = None if schedule is None else RateSchedule(step.optimizer, schedule)
+        self._schedule = None if schedule is None else RateSchedule(step, schedule)
         self._engine = engine_for(step.device, mode)
         self._progress = SilentProgress() if progress is None else progress
         self._keys: dict[Hashable, _KeyRecord] = {}
@@ -107,11 +113,12 @@ class Trainer:
         """Drop all plans, after a change that they must take over; each key warms up and is captured again."""
         self._keys.clear()
 
-    def train_step(self, batch: Batch) -> Tensor:
+    def train_step(self, batch: Batch, *, audited: bool = False) -> Tensor:
         """Perform one step. Changes model, optimizer and whatever the modifiers change.
 
         Args:
             batch: what the step takes.
+            audited: make an audit of it where it would be a replay, as before a state is kept.
 
         Returns:
             The loss, which belongs to the caller.
@@ -130,19 +137,29 @@ class Trainer:
             self.last_action = "eager"
             loss = self._engine.eager(lambda: self.step(batch)).clone()
         else:
-            loss = self._planned(batch)
+            loss = self._planned(batch, audited)
         if session is not None:
             session.send(EventType.BATCH_END)
         self.num_steps += 1
         return loss
 
-    def fit(self, batch_at: Callable[[int], Batch], num_steps: int, *, each: Callable[[int, Tensor], None] | None = None) -> list[float]:
+    def fit(
+        self,
+        batch_at: Callable[[int], Batch],
+        num_steps: int,
+        *,
+        each: Callable[[int, Tensor], None] | None = None,
+        audited: Callable[[int], bool] | None = None,
+    ) -> list[float]:
         """Train until `num_steps` steps have been made, counting those before; so a resumed trainer goes on where it stood.
+
+        The last step is audited, so that nothing that the audit would find is left behind.
 
         Args:
             batch_at: gives the batch of a step by its number, from 0.
             num_steps: where to stop.
             each: called after each step with its number and its loss: to evaluate, to save, to log.
+            audited: says of a step's number whether it is audited besides, such as one whose state is kept.
 
         Returns:
             The losses of the steps made here.
@@ -155,13 +172,14 @@ class Trainer:
             while self.num_steps < num_steps:
                 number, begin = self.num_steps, time.monotonic()
                 batch = batch_at(number)
-                loss = self.train_step(batch)
+                loss = self.train_step(batch, audited=number + 1 == num_steps or (audited is not None and audited(number)))
                 losses.append(loss.item())
                 seconds += time.monotonic() - begin
                 tokens += num_tokens(batch)
-                rate = float(self.step.optimizer.param_groups[0]["lr"])
+                rate = self.step.optimizer.param_groups[0].get("lr")
+                shown = "" if rate is None else f" lr {float(rate):.1e}"
                 speed = tokens / max(seconds, 1e-9)
-                task.advance(1, f"loss {losses[-1]:.3f} lr {rate:.1e} {speed:,.0f} tokens/s {self.last_action}")
+                task.advance(1, f"loss {losses[-1]:.3f}{shown} {speed:,.0f} tokens/s {self.last_action}")
                 if each is not None:
                     each(number, loss)
         return losses
@@ -198,10 +216,24 @@ class Trainer:
         shares = torch.tensor(weights, dtype=torch.float64, device=losses[0].device)
         return ((torch.stack(losses) * shares).sum() / shares.sum()).item()
 
-    def _planned(self, batch: Batch) -> Tensor:
+    def _planned(self, batch: Batch, audited: bool) -> Tensor:
         found: list[_KeyRecord] = []
-        turn = self.step.ranks.settle(lambda: self._choose(batch, found))
+        turn = self.step.ranks.settle(lambda: self._choose(batch, audited, found))
         self.last_action, known = turn.action, found[0]
+        if self.last_action in ("warm-up", "eager"):
+            known.warmed += self.last_action == "warm-up"
+            return self._engine.eager(lambda: self.step.ranks.watched(lambda: self.step(batch))).clone()
+        loss = self._refusable(turn, known, batch)
+        if not self.step.update_is_captured:
+            self._engine.eager(lambda: self._finished(loss))
+        return loss
+
+    def _finished(self, loss: Tensor) -> Tensor:
+        self.step.finish()
+        return loss
+
+    def _refusable(self, turn: Turn, known: _KeyRecord, batch: Batch) -> Tensor:
+        """Perform what a plan holds of a step; where it is refused, all is as before."""
         run = partial(self._perform, known, batch)
         if turn.rehearsed:
             run = partial(self._compared_with_eager, batch, run)
@@ -214,7 +246,7 @@ class Trainer:
             known.warmed, known.plan, known.lines = before.warmed, before.plan, before.lines
             raise
 
-    def _choose(self, batch: Batch, found: list[_KeyRecord]) -> Turn:
+    def _choose(self, batch: Batch, audited: bool, found: list[_KeyRecord]) -> Turn:
         """Say what is to be done with a batch, after the guards had a look; adds the record of its key to `found`."""
         known = self._record_of((batch_key(batch), self.step.plan_key()))
         found.append(known)
@@ -223,7 +255,7 @@ class Trainer:
         if known.plan is None:
             refuse_early(self.step)
             return Turn("capture", rehearsed=known.lines is None, may_be_refused=True)
-        proves = self._needs_proof(known, known.plan, batch)
+        proves = self._needs_proof(known, known.plan, batch, audited)
         if proves or self.num_steps % self.check_every == 0:
             known.plan.guard()
         if not proves:
@@ -232,9 +264,6 @@ class Trainer:
         return Turn("audit" if known.proven else "prove")
 
     def _perform(self, known: _KeyRecord, batch: Batch) -> Tensor:
-        if self.last_action in ("warm-up", "eager"):
-            known.warmed += self.last_action == "warm-up"
-            return self._engine.eager(lambda: self.step.ranks.watched(lambda: self.step(batch))).clone()
         if self.mode == "capture":
             return self._captured_once(known, batch)
         if known.plan is None:
@@ -243,9 +272,22 @@ class Trainer:
                 known.plan.captured.replay()
             return known.plan.captured.loss.clone()
         if self.last_action == "replay":
+            known.audits.since += 1
             return known.plan(batch)
+        if self.last_action == "audit" and known.proven and known.plan.proven_with_other_batch:
+            return self._audit(known, known.plan, batch)
         loss = prove(known.plan, batch, self._engine)
         known.proven = True
+        known.audits.proven(self.num_steps, time.monotonic())
+        return loss
+
+    def _audit(self, known: _KeyRecord, plan: Plan, batch: Batch) -> Tensor:
+        begin = time.monotonic()
+        try:
+            loss = audit(plan, batch, self._engine)
+        except (ProofError, SignatureDriftError) as error:
+            raise type(error)(f"{error}\n{known.audits.doubt(self.num_steps)}") from error
+        known.audits.audited(self.num_steps, begin, time.monotonic())
         return loss
 
     def _record_of(self, key: Hashable) -> _KeyRecord:
@@ -254,10 +296,10 @@ class Trainer:
                 f"step {self.num_steps}: {key} would be plan key {len(self._keys) + 1}, and max_plans={self.max_plans}; "
                 "pad batches to few shapes, and keep step numbers out of plan_key()"
             )
-        return self._keys.setdefault(key, _KeyRecord())
+        return self._keys.setdefault(key, _KeyRecord(audits=Audits(self.audit_every)))
 
-    def _needs_proof(self, known: _KeyRecord, plan: Plan, batch: Batch) -> bool:
-        if not known.proven or (self.audit_every and self.num_steps % self.audit_every == 0):
+    def _needs_proof(self, known: _KeyRecord, plan: Plan, batch: Batch, audited: bool) -> bool:
+        if not known.proven or known.audits.is_due() or (audited and self.audit_every != 0):
             return True
         # A first proof on the captured batch says less; it is made up for as soon as another batch comes.
         return not plan.proven_with_other_batch and not plan.buffers.holds(batch)
@@ -283,9 +325,10 @@ class Trainer:
 
     def _undone_on_error(self, run: Callable[[], T]) -> T:
         generators = own_generators(self.step)
-        start = Snapshot.take(self.step, generators)
+        start, python = Snapshot.take(self.step, generators), PythonState(self.step)
         try:
             return self.step.ranks.together(run)
         except ReplayError:
+            python.put_back()
             start.put_back(self.step, generators)
             raise

@@ -64,7 +64,7 @@ class TrainSettings:
     save_dtype: str = "auto"
     mode: Mode = "replay"
     check_every: int = 1
-    audit_every: int = 1000
+    audit_every: int | None = None
     save_every: int | None = None
 
     def __post_init__(self) -> None:

@@ -94,7 +94,7 @@ def stage(
         optimizer: of the step.
         before: what happens between steps.
         finish: called with the new trainer.
-        trainer: settings of the trainer.
+        trainer: settings of the trainer; without audits by default, so that the guards stand alone.
         step: settings of the step.
 
     Returns:
@@ -103,7 +103,7 @@ def stage(
 
     def make() -> Subject:
         module = net(middle, prepare) if model is None else model().train()
-        made = Trainer(TrainStep(module, loss_fn, optimizer(module.parameters()), **(step or {})), **(trainer or {}))
+        made = Trainer(TrainStep(module, loss_fn, optimizer(module.parameters()), **(step or {})), **{"audit_every": 0, **(trainer or {})})
         if finish is not None:
             finish(made)
         return Subject(made, before)

@@ -16,9 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 from compressor.errors import CompressorError, UserInputError
+from harness.replay.difference import FirstDifference
 from harness.replay.equivalence import MODES, Equivalence, compare_modes
 from harness.replay.hazard_parts import vectors
-from harness.replay.runs import Batches, Subject
+from harness.replay.runs import Batches, Refusal, Subject
 from harness.verdict import CheckRecord, Claim, Outcome
 
 # Each theme, and the module that holds its table.
@@ -38,6 +39,8 @@ THEMES: Mapping[str, str] = MappingProxyType(
         "batches": "harness.replay.hazards_batches",
         "models": "harness.replay.hazards_models",
         "modifiers": "harness.replay.hazards_modifiers",
+        "search": "harness.replay.hazards_search",
+        "audit": "harness.replay.hazards_audit",
     }
 )
 
@@ -56,6 +59,7 @@ class Hazard:
         batches: of the steps.
         steps: of a run.
         may_leave: names of state that the step itself has moved for good when it is refused.
+        late: steps that may have been replayed wrongly before an audit refuses the next one.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Hazard:
     batches: Batches = vectors
     steps: int = 8
     may_leave: tuple[str, ...] = ()
+    late: int = 0
 
 
 class Fate(StrEnum):
@@ -179,8 +184,9 @@ def run_hazard(theme: str, hazard: Hazard, seed: int = 0, modes: Sequence[str] =
 def _judge(hazard: Hazard, found: Equivalence) -> tuple[Fate, str]:
     if found.records[0].outcome is not Outcome.PASS:
         return Fate.VACUOUS, found.records[0].summary
-    if found.differences:
-        return Fate.SILENT, str(next(iter(found.differences.values())))
+    silent = [one for mode, one in found.differences.items() if _was_silent(found.runs[mode].refusal, one, hazard)]
+    if silent:
+        return Fate.SILENT, str(silent[0])
     for run in found.runs.values():
         if run.overwritten:
             return Fate.SILENT, f"{run.mode}: the loss that step {run.overwritten[0]} returned was overwritten by a later step"
@@ -198,6 +204,11 @@ def _judge(hazard: Hazard, found: Equivalence) -> tuple[Fate, str]:
     if found.records[-1].outcome is Outcome.INCONCLUSIVE:
         return Fate.VACUOUS, found.records[-1].summary
     return Fate.EQUAL, found.records[-2].summary
+
+
+def _was_silent(refusal: Refusal | None, difference: FirstDifference, hazard: Hazard) -> bool:
+    """Say whether more steps were wrong than an audit may take to find it."""
+    return refusal is None or refusal.number > difference.step + hazard.late
 
 
 def _judge_error(hazard: Hazard, error: Exception) -> tuple[Fate, str]:

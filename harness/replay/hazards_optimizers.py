@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from compressor.errors import EscapedTensorError, GuardDriftError, HostReadError, UserInputError
+from compressor.errors import EscapedTensorError, GuardDriftError, UserInputError
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, sgd
 from harness.replay.hazard_parts import Net, classify, stage
 from harness.replay.hazards import Hazard
@@ -22,8 +22,8 @@ optim = torch.optim
 class _Counting(Optimizer):
     """Divides its rate by a Python number of steps."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1, capturable: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "capturable": capturable})
         self.num_steps = 0
 
     @torch.no_grad()
@@ -143,18 +143,15 @@ HAZARDS: tuple[Hazard, ...] = (
         "adamw_plain",
         "AdamW of torch as it comes, which reads its step count",
         _plain(optim.AdamW, lr=1e-2),
-        HostReadError,
-        "(optimizer)",
-        "pytorch/pytorch#76368",
+        source="pytorch/pytorch#76368",
     ),
     Hazard(
         "adamw_loop",
         "AdamW one parameter after another",
         _plain(optim.AdamW, lr=1e-2, foreach=False),
-        HostReadError,
-        "(optimizer)",
-        "pytorch/pytorch#76368",
+        source="pytorch/pytorch#76368",
     ),
+    Hazard("adafactor", "Adafactor of torch as it comes", _plain(optim.Adafactor), source="pytorch/pytorch#76368"),
     Hazard("sgd", "SGD with a constant rate", _plain(optim.SGD, lr=1e-2), source="tracel-ai/burn#5779"),
     Hazard(
         "sgd_momentum",
@@ -178,46 +175,49 @@ HAZARDS: tuple[Hazard, ...] = (
         "rate_tensor_unfused",
         "a rate in a tensor, which plain SGD reads",
         _plain(optim.SGD, lr=_tensor_rate(), foreach=False),
-        HostReadError,
-        "(optimizer)",
-        _LR,
+        source=_LR,
     ),
-    Hazard(
-        "adagrad", "Adagrad, which reads its step count", _plain(optim.Adagrad, lr=1e-2, foreach=False), HostReadError, "(optimizer)", _LIST
-    ),
+    Hazard("adagrad", "Adagrad, which reads its step count", _plain(optim.Adagrad, lr=1e-2, foreach=False), source=_LIST),
     Hazard("rmsprop", "RMSprop", _plain(optim.RMSprop, lr=1e-3, foreach=False, momentum=0.9), source=_LIST),
     Hazard("adadelta", "Adadelta", _plain(optim.Adadelta, foreach=False), source=_LIST),
-    Hazard(
-        "radam", "RAdam, which decides by its step count", _plain(optim.RAdam, lr=1e-2, foreach=False), HostReadError, "(optimizer)", _LIST
-    ),
+    Hazard("radam", "RAdam, which decides by its step count", _plain(optim.RAdam, lr=1e-2, foreach=False), source=_LIST),
     Hazard("lbfgs", "LBFGS, which calls the loss itself", _plain(optim.LBFGS), UserInputError, "closure", _LIST),
+    Hazard("own_counter", "an optimizer that divides by a Python number of steps", _plain(_Counting), source="tracel-ai/burn#5779"),
     Hazard(
-        "own_counter",
-        "an optimizer that divides by a Python number of steps",
-        _plain(_Counting),
+        "own_rare",
+        "an optimizer that acts otherwise at every tenth step",
+        _plain(_Rare),
+        source="README, Training: what follows the step index",
+        steps=13,
+    ),
+    Hazard("own_replacing", "an optimizer that replaces its state", _plain(_Replacing), source="pytorch/pytorch#70444"),
+    Hazard(
+        "promised_counter",
+        "an optimizer that says it is capturable and divides by a Python number of steps",
+        _plain(_Counting, capturable=True),
         GuardDriftError,
         "num_steps",
         "tracel-ai/burn#5779",
     ),
     Hazard(
-        "own_rare",
-        "an optimizer that acts otherwise at every tenth step",
-        _plain(_Rare),
+        "promised_rare",
+        "an optimizer that says it is capturable and acts otherwise at every tenth step",
+        _plain(_Rare, capturable=True),
         GuardDriftError,
         "num_steps",
         "README, Training: what follows the step index",
         steps=13,
     ),
     Hazard(
-        "own_replacing",
-        "an optimizer that replaces its state",
-        _plain(_Replacing),
+        "promised_replacing",
+        "an optimizer that says it is capturable and replaces its state",
+        _plain(_Replacing, capturable=True),
         EscapedTensorError,
         "opt.momentum",
         "pytorch/pytorch#70444",
         may_leave=("opt.",),
     ),
-    Hazard("own_muon", "an optimizer that orthogonalizes its momentum", _plain(_Muon), source="microsoft/dion#104"),
+    Hazard("own_muon", "an optimizer that orthogonalizes its momentum", _plain(_Muon, capturable=True), source="microsoft/dion#104"),
     Hazard("two_groups", "two groups with rates and decays of their own", stage(optimizer=_two_groups), source=_LR),
     Hazard("beside_the_model", "a trained temperature that the model does not hold", _beside, source="deepmodeling/deepmd-kit#6001"),
     Hazard(

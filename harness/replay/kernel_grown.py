@@ -105,6 +105,7 @@ def run_steps(plan: Plan, batch_at: Callable[[int], Any], marks: Sequence[int]) 
     kept = []
     for number in range(marks[-1]):
         loss = plan(batch_at(number))
+        plan.step.finish()
         if number + 1 in marks:
             kept.append(state_of(plan.step, loss).copied())
     return kept

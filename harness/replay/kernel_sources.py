@@ -41,7 +41,9 @@ def plan_on_tape(step: TrainStep, batch_at: Callable[[int], Any]) -> Plan:
     for number in range(_WARMUP):
         step(batch_at(number))
     plan = Plan(step, batch_at(_WARMUP), engine)
+    step.finish()
     prove(plan, batch_at(_WARMUP + 1), engine)
+    step.finish()
     return plan
 
 

@@ -101,7 +101,7 @@ class Plot:
         if isinstance(made, tuple):
             made = TrainStep(*made)
         if isinstance(made, TrainStep):
-            made = Trainer(made)
+            made = Trainer(made, audit_every=0)  # every state is compared here anyway, and audits would leave few replays to compare
         given: object = made
         if not isinstance(given, Trainer) or given.num_steps:
             what = f"a trainer that has made {given.num_steps} steps" if isinstance(given, Trainer) else type(given).__name__

@@ -16,6 +16,7 @@ from compressor.lifecycle import Event, Modifier, Session, State
 from compressor.training import Snapshot, Trainer, TrainStep, WeightAverages, adamw, sgd, warmup_cosine
 
 VOCABULARY = 32
+NO_AUDITS: dict[str, Any] = {"audit_every": 0}  # guards and replays stand alone here; audits have tests of their own
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda params: adamw(params, lr=1e-2, weight_decay=0.1),
     "sgd": lambda params: sgd(params, lr=5e-2, momentum=0.9),
@@ -148,7 +149,7 @@ def make_trainer(
     model = case.make().train()
     averages = WeightAverages(model, 0.9) if ema else None
     train_step = TrainStep(model, case.loss_fn, OPTIMIZERS[optimizer](model.parameters()), averages=averages, **step)
-    return Trainer(train_step, mode, schedule=warmup_cosine(3, 20) if schedule else None, **(trainer or {}))
+    return Trainer(train_step, mode, schedule=warmup_cosine(3, 20) if schedule else None, **(NO_AUDITS | (trainer or {})))
 
 
 @pytest.fixture(scope="session")
@@ -177,7 +178,9 @@ def mlp_trainer() -> Callable[..., Trainer]:
         torch.manual_seed(7)
         model = Mlp() if module is None else module
         chosen = adamw(model.parameters()) if optimizer is None else optimizer(model.parameters())
-        return Trainer(TrainStep(model, loss_fn, chosen, settings.pop("session", None)), settings.pop("mode", "replay"), **settings)
+        return Trainer(
+            TrainStep(model, loss_fn, chosen, settings.pop("session", None)), settings.pop("mode", "replay"), **(NO_AUDITS | settings)
+        )
 
     return make
 
@@ -223,6 +226,6 @@ def scaled_trainer() -> Callable[[str], Trainer]:
         step = make_trainer(CASES["mlp"], mode).step
         session = Session(State(step.model), [ScalingModifier(start=8, end=16)])
         session.initialize()
-        return Trainer(TrainStep(step.model, step.loss_fn, step.optimizer, session), mode)
+        return Trainer(TrainStep(step.model, step.loss_fn, step.optimizer, session), mode, **NO_AUDITS)
 
     return make

@@ -13,7 +13,7 @@ from compressor.training import Snapshot, Trainer, TrainStep, WeightAverages, lo
 def averaged(new_trainer, cases, mode, **settings) -> Trainer:
     step = new_trainer(cases["mlp"], mode).step
     averages = WeightAverages(step.model, **settings)
-    return Trainer(TrainStep(step.model, step.loss_fn, step.optimizer, averages=averages), mode)
+    return Trainer(TrainStep(step.model, step.loss_fn, step.optimizer, averages=averages), mode, audit_every=0)
 
 
 def test_several_decays_with_warmup_follow_their_formulas(new_trainer, cases, batches):

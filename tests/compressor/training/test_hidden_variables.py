@@ -167,7 +167,7 @@ CASES = (
 def trainer(loss_fn: Callable[[nn.Module, Any], Tensor], model: nn.Module | None = None) -> Trainer:
     torch.manual_seed(0)
     model = nn.Linear(8, 4) if model is None else model
-    return Trainer(TrainStep(model, loss_fn, adamw(model.parameters(), lr=1e-2)), "replay")
+    return Trainer(TrainStep(model, loss_fn, adamw(model.parameters(), lr=1e-2)), "replay", audit_every=0)
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)

@@ -52,10 +52,10 @@ def test_each_shape_gets_a_plan_of_its_own_and_stays_equal(new_trainer, cases, b
 def test_warm_up_capture_proof_and_replay_come_in_this_order(new_trainer, cases, batches):
     trainer = new_trainer(cases["mlp"], "replay", trainer={"warmup": 3, "audit_every": 8})
     actions = []
-    for number in range(10):
+    for number in range(14):
         trainer.train_step(batches(number))
         actions.append(trainer.last_action)
-    assert actions == ["warm-up"] * 3 + ["capture", "prove"] + ["replay"] * 3 + ["audit", "replay"]
+    assert actions == ["warm-up"] * 3 + ["capture", "prove"] + ["replay"] * 7 + ["audit", "replay"]
 
 
 def test_a_proof_on_the_captured_batch_is_made_up_for_with_another(new_trainer, cases, batches):
@@ -221,8 +221,9 @@ def test_settings_out_of_range_are_refused(new_trainer, cases):
     for settings, match in (({"accumulate": 0}, "accumulate=0"), ({"clip_norm": 0.0}, "clip_norm=0.0")):
         with pytest.raises(UserInputError, match=match):
             TrainStep(step.model, step.loss_fn, step.optimizer, **settings)
+    fused = torch.optim.SGD(step.model.parameters(), lr=0.1, fused=True)
     with pytest.raises(UserInputError, match=r"lr=0\.1 is a Python number"):
-        Trainer(TrainStep(step.model, step.loss_fn, torch.optim.SGD(step.model.parameters(), lr=0.1)), schedule=lambda number: 1.0)
+        Trainer(TrainStep(step.model, step.loss_fn, fused), schedule=lambda number: 1.0)
     with pytest.raises(UserInputError, match="no scalar loss"):
         TrainStep(step.model, lambda model, batch: model(batch), step.optimizer)(torch.zeros(4, 8))
     for make in (adamw, sgd):

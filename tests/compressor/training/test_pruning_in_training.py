@@ -37,7 +37,7 @@ def make(cases, new_trainer, name: str, mode: str, modifiers: list[Modifier], **
     plain = new_trainer(cases[name], mode, trainer={"max_plans": 16}).step
     session = Session(State(plain.model), modifiers)
     session.initialize()
-    return Trainer(TrainStep(plain.model, plain.loss_fn, plain.optimizer, session, **settings), mode, max_plans=16)
+    return Trainer(TrainStep(plain.model, plain.loss_fn, plain.optimizer, session, **settings), mode, max_plans=16, audit_every=0)
 
 
 def run(cases, new_trainer, name: str, mode: str, modifiers: list[Modifier], num_steps: int = NUM_STEPS) -> tuple[Trainer, list[Any]]:

@@ -84,7 +84,7 @@ def make(case: Any, new_trainer: Any, mode: str, modifiers: list[Any], optimizer
     session = Session(State(plain.model), modifiers)
     session.initialize()
     chosen = plain.optimizer if optimizer is None else optimizer(plain.model.parameters())
-    return Trainer(TrainStep(plain.model, plain.loss_fn, chosen, session, **settings), mode, max_plans=16)
+    return Trainer(TrainStep(plain.model, plain.loss_fn, chosen, session, **settings), mode, max_plans=16, audit_every=0)
 
 
 def captures(trainer: Trainer, batch_at: Any, num_steps: int = NUM_STEPS) -> tuple[list[float], list[int]]:

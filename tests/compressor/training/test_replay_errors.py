@@ -222,10 +222,10 @@ def test_a_tensor_swapped_where_no_guard_looks_is_found_by_the_audit(mlp_trainer
     for number in range(6):
         trainer.train_step(batches(number))
     box.scale = torch.tensor(2.0)
-    trainer.train_step(batches(6))
-    trainer.train_step(batches(7))
+    for number in range(6, 11):
+        trainer.train_step(batches(number))
     with pytest.raises(SignatureDriftError, match="a tensor that is neither parameter"):
-        trainer.train_step(batches(8))
+        trainer.train_step(batches(11))
 
 
 @pytest.mark.parametrize("where", ["variable 'factor'", "variable 'box'", "global 'GLOBAL_FACTOR'"])
@@ -386,14 +386,6 @@ def test_transformers_question_about_a_mask_is_a_host_read_with_its_line(new_tra
         trainer.train_step(cases["mask_on_the_host"].batch_at(2))
 
 
-def test_an_optimizer_that_reads_its_step_count_is_refused(mlp_trainer, batches):
-    trainer = mlp_trainer(optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=False))
-    for number in range(2):
-        trainer.train_step(batches(number))
-    with pytest.raises(HostReadError, match=r"\(optimizer\)"):
-        trainer.train_step(batches(2))
-
-
 def test_a_compiled_module_is_refused(mlp_trainer, batches, cases):
     model = cases["mlp"].make()
     trainer = mlp_trainer(model)
@@ -449,14 +441,10 @@ def _normal(model: nn.Module, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("loss_fn", "optimizer", "where", "advice"),
-    [
-        (None, torch.optim.Adam, r"at torch/optim/optimizer\.py:\d+", "fused=True"),
-        (_normal, torch.optim.SGD, r"at test_replay_errors\.py:\d+", "validate_args=False"),
-    ],
+    [(_normal, torch.optim.SGD, r"at test_replay_errors\.py:\d+", "validate_args=False")],
 )
 def test_a_read_by_torch_itself_is_named_with_the_switch_that_helps(loss_fn: Any, optimizer: Any, where: str, advice: str) -> None:
     model = nn.Linear(8, 2)
-    loss_fn = loss_fn or (lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"]))
     run = Trainer(TrainStep(model, loss_fn, optimizer(model.parameters(), lr=1e-2)), "replay", warmup=1)
     batch = {"x": torch.ones(4, 8), "y": torch.zeros(4, dtype=torch.long)}
     run.train_step(batch)
