@@ -69,4 +69,5 @@ class Audits:
         Returns:
             A sentence.
         """
-        return f"{PROMISE}. Step {self.agreed} was the last that agreed: of the {step - self.agreed - 1} since, go back to a state before"
+        last = f"counted from 0, step {self.agreed} was the last that agreed"
+        return f"{PROMISE}; {last}, and the {step - self.agreed - 1} after it may be wrong: go on from a state of before"

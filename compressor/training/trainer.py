@@ -64,6 +64,11 @@ class Trainer:
         max_plans: largest number of plan keys.
         progress: shows the bar of `fit`.
 
+    Attributes:
+        num_steps: steps made so far.
+        last_action: what the last step was: eager, warm-up, capture, prove, audit or replay.
+        agreed_steps: after an audit that failed, the steps that were made when replay and eager last agreed; those after may be wrong.
+
     Raises:
         UserInputError: a setting out of range.
     """
@@ -98,6 +103,7 @@ class Trainer:
         self.warmup, self.check_every, self.audit_every, self.max_plans = warmup, check_every, audit_every, max_plans
         self.num_steps = 0
         self.last_action = ""
+        self.agreed_steps: int | None = None
         self._schedule = None if schedule is None else RateSchedule(step, schedule)
         self._engine = engine_for(step.device, mode)
         self._progress = SilentProgress() if progress is None else progress
@@ -118,7 +124,7 @@ class Trainer:
 
         Args:
             batch: what the step takes.
-            audited: make an audit of it where it would be a replay, as before a state is kept.
+            audited: make an audit of it where it would be a replay, as of the last step of a run.
 
         Returns:
             The loss, which belongs to the caller.
@@ -143,14 +149,7 @@ class Trainer:
         self.num_steps += 1
         return loss
 
-    def fit(
-        self,
-        batch_at: Callable[[int], Batch],
-        num_steps: int,
-        *,
-        each: Callable[[int, Tensor], None] | None = None,
-        audited: Callable[[int], bool] | None = None,
-    ) -> list[float]:
+    def fit(self, batch_at: Callable[[int], Batch], num_steps: int, *, each: Callable[[int, Tensor], None] | None = None) -> list[float]:
         """Train until `num_steps` steps have been made, counting those before; so a resumed trainer goes on where it stood.
 
         The last step is audited, so that nothing that the audit would find is left behind.
@@ -159,7 +158,6 @@ class Trainer:
             batch_at: gives the batch of a step by its number, from 0.
             num_steps: where to stop.
             each: called after each step with its number and its loss: to evaluate, to save, to log.
-            audited: says of a step's number whether it is audited besides, such as one whose state is kept.
 
         Returns:
             The losses of the steps made here.
@@ -172,7 +170,7 @@ class Trainer:
             while self.num_steps < num_steps:
                 number, begin = self.num_steps, time.monotonic()
                 batch = batch_at(number)
-                loss = self.train_step(batch, audited=number + 1 == num_steps or (audited is not None and audited(number)))
+                loss = self.train_step(batch, audited=number + 1 == num_steps)
                 losses.append(loss.item())
                 seconds += time.monotonic() - begin
                 tokens += num_tokens(batch)
@@ -286,6 +284,7 @@ class Trainer:
         try:
             loss = audit(plan, batch, self._engine)
         except (ProofError, SignatureDriftError) as error:
+            self.agreed_steps = known.audits.agreed + 1
             raise type(error)(f"{error}\n{known.audits.doubt(self.num_steps)}") from error
         known.audits.audited(self.num_steps, begin, time.monotonic())
         return loss

@@ -84,9 +84,11 @@ class Loop:
             try:
                 if not trainer.num_steps:
                     self._evaluate()
-                trainer.fit(self._order, self._num_steps, each=self._after, audited=lambda number: self._saves(number + 1))
+                trainer.fit(self._order, self._num_steps, each=self._after)
             except (MemoryError, RuntimeError) as error:
                 if isinstance(error, ReplayError):
+                    if trainer.agreed_steps is not None:
+                        self._states.drop_after(trainer.agreed_steps)
                     error.add_note(
                         f"at step {trainer.num_steps + 1}; --mode eager (mode='eager') makes the same steps without a capture, "
                         f"and {self._states.advice}"
@@ -131,16 +133,13 @@ class Loop:
         is_last = done == self._num_steps
         if is_last or (self._settings.eval_every and done % self._settings.eval_every == 0):
             self._evaluate()
-        if self._saves(done) or self._interrupt.asked:
+        is_due = bool(self._save_every) and (is_last or done % self._save_every == 0)
+        if is_due or self._interrupt.asked:
             self._save(done)
         if self._interrupt.asked and not is_last:
             error = KeyboardInterrupt()
             error.add_note(f"stopped after step {done} of {self._num_steps}; {self._states.advice}")
             raise error
-
-    def _saves(self, done: int) -> bool:
-        """Say whether the state after a step is kept."""
-        return bool(self._save_every) and (done == self._num_steps or done % self._save_every == 0)
 
     def _save(self, done: int) -> None:
         """Keep the state, unless what it holds is of no use."""

@@ -63,6 +63,13 @@ class States:
             notes: what comes back with it; JSON types.
         """
 
+    def drop_after(self, num_steps: int) -> None:
+        """Remove states of later steps, which an audit has put in doubt.
+
+        Args:
+            num_steps: of the last state that is sound.
+        """
+
     def finish(self) -> None:
         """Remove what was kept, after the result is safe."""
 
@@ -122,6 +129,16 @@ class FolderStates(States):
         for path in _states(self._folder.path)[:-_KEPT]:
             path.unlink()
 
+    def drop_after(self, num_steps: int) -> None:
+        """Remove states of later steps, which an audit has put in doubt.
+
+        Args:
+            num_steps: of the last state that is sound.
+        """
+        for path in _states(self._folder.path):
+            if _steps_of(path) > num_steps:
+                path.unlink()
+
     def finish(self) -> None:
         """Remove the folder."""
         _clear(self._folder.path)
@@ -133,7 +150,11 @@ class FolderStates(States):
         states = _states(self._folder.path)
         if not states:
             return "no state was saved yet, so the run begins anew"
-        return f"{int(states[-1].stem.partition('-')[2])} steps are kept in {self.path}; give the same with --resume (resume=True) to go on"
+        return f"{_steps_of(states[-1])} steps are kept in {self.path}; give the same with --resume (resume=True) to go on"
+
+
+def _steps_of(state: Path) -> int:
+    return int(state.stem.partition("-")[2])
 
 
 def check_states_dir(run_dir: str | Path, *, resume: bool, source: str | Path | None, output_dir: Path | None) -> Path:

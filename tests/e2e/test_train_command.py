@@ -214,17 +214,19 @@ def test_guards_and_audits_come_as_often_as_asked(run: Runner, monkeypatch: pyte
     from compressor.training import trainer
     from compressor.training.plan import Plan
 
-    calls = {"guard": 0, "prove": 0}
-    guard, prove = Plan.guard, trainer.prove
+    calls = {"guard": 0, "prove": 0, "audit": 0}
+    guard, prove, audit = Plan.guard, trainer.prove, trainer.audit
     monkeypatch.setattr(Plan, "guard", lambda self: (calls.update(guard=calls["guard"] + 1), guard(self))[1])
     monkeypatch.setattr(trainer, "prove", lambda *given: (calls.update(prove=calls["prove"] + 1), prove(*given))[1])
+    monkeypatch.setattr(trainer, "audit", lambda *given: (calls.update(audit=calls["audit"] + 1), audit(*given))[1])
     seen = {}
-    for flags in ((), ("--check-every", "5"), ("--audit-every", "3")):
-        calls.update(guard=0, prove=0)
+    for flags in ((), ("--check-every", "5", "--audit-every", "0"), ("--audit-every", "0"), ("--audit-every", "3")):
+        calls.update(guard=0, prove=0, audit=0)
         run("--steps", "12", *flags, mode="replay")
         seen[flags] = dict(calls)
-    assert seen[()]["prove"] == 1 and seen[("--audit-every", "3")]["prove"] == 3
-    assert seen[("--check-every", "5")]["guard"] < seen[()]["guard"] - 4
+    assert all(count["prove"] == 1 for count in seen.values())
+    assert [count["audit"] for count in seen.values()] == [4, 0, 0, 3], "after 1, 2, 4 and 8 steps; after 3 and 6, and in the last step"
+    assert seen[("--check-every", "5", "--audit-every", "0")]["guard"] < seen[("--audit-every", "0")]["guard"] - 4
 
 
 def test_text_comes_from_its_column(run: Runner, tmp_path: Path) -> None:

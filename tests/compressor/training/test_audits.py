@@ -50,7 +50,7 @@ def test_what_no_guard_sees_is_found_within_the_gap_and_undone(mlp_trainer, batc
             trainer.train_step(batches(number))
     assert before.differences(Snapshot.take(trainer.step)) == []
     agreed = 3 if start == 3 else max(3 + 2**power for power in range(7) if 3 + 2**power < start)
-    assert PROMISE in str(caught.value) and f"Step {agreed} was the last that agreed" in str(caught.value)
+    assert PROMISE in str(caught.value) and f"step {agreed} was the last that agreed, and the {number - agreed - 1} after it" in str(caught.value)
 
 
 def test_a_share_of_the_time_decides_the_later_gaps():
@@ -73,17 +73,21 @@ def test_a_share_of_the_time_decides_the_later_gaps():
     assert set(cheap[7:]) == {MIN_GAP} and max(tiny) == MAX_GAP == 1000
 
 
-def test_the_last_step_of_a_fit_is_audited_and_so_is_whatever_is_asked(mlp_trainer, batches):
+def test_the_last_step_of_a_fit_is_audited_and_so_is_one_on_demand(mlp_trainer, batches):
     trainer, actions = mlp_trainer(audit_every=None), []
-    trainer.fit(batches, 30, each=lambda number, loss: actions.append(trainer.last_action), audited=lambda number: number == 22)
-    assert [number for number, action in enumerate(actions) if action == "audit"] == [4, 5, 7, 11, 19, 22, 29]
+    trainer.fit(batches, 30, each=lambda number, loss: actions.append(trainer.last_action))
+    assert [number for number, action in enumerate(actions) if action == "audit"] == [4, 5, 7, 11, 19, 29]
+    trainer.train_step(batches(30))
+    trainer.train_step(batches(31), audited=True)
+    assert trainer.last_action == "audit"
     box = Box()
     box.scale = torch.tensor(1.0)
     trainer = mlp_trainer(loss_fn=_hidden(box), audit_every=None)
     trainer.fit(batches, 20)
     box.scale = torch.tensor(2.0)
-    with pytest.raises((ProofError, SignatureDriftError), match="Step 19 was the last"):
+    with pytest.raises((ProofError, SignatureDriftError), match="step 19 was the last"):
         trainer.fit(batches, 24)
+    assert trainer.agreed_steps == 20
     never = mlp_trainer(audit_every=0)
     never.fit(batches, 10)
     assert never.last_action == "replay"

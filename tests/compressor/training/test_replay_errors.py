@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -457,3 +457,97 @@ def test_a_lazy_layer_without_parameters_is_refused() -> None:
     model = nn.LazyLinear(2)
     with pytest.raises(UserInputError, match="a lazy layer has no parameters yet"):
         TrainStep(model, lambda model, batch: model(batch).mean(), adamw(model.parameters()))
+
+
+COUNTED = 0
+SEEN_BY_GLOBAL: list[int] = []
+
+
+class _Tally:
+    count = 0
+    seen: ClassVar = []
+
+
+class _Counting(_Tally, nn.Module):
+    """Counts in every place that Python has, and then reads on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.history, self.table = nn.Linear(8, 4), 0, [], {"calls": 0}
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        global COUNTED
+        COUNTED += 1
+        SEEN_BY_GLOBAL.append(COUNTED)
+        self.calls += 1
+        self.history.append(self.calls)
+        self.table["calls"] += 1
+        type(self).count += 1
+        _Tally.seen.append(1)
+        self.kept = h = self.inner(x) * self.scale
+        self.scale = self.scale.clone()
+        return h
+
+
+def test_counters_of_python_are_put_back_when_a_capture_is_refused(mlp_trainer, batches):
+    calls = 0
+
+    def loss_fn(model, batch):
+        nonlocal calls
+        calls += 1
+        return cross_entropy(model(batch["x"]), batch["y"])
+
+    trainer = mlp_trainer(_Counting(), loss_fn)
+    model = trainer.step.model
+
+    def state():
+        plain = (model.calls, [*model.history], dict(model.table), model.count, len(_Tally.seen), COUNTED, [*SEEN_BY_GLOBAL], calls)
+        return plain, id(model.kept), id(model.scale)
+
+    for number in range(2):
+        trainer.train_step(batches(number))
+    before = state()
+    for _ in range(2):
+        with pytest.raises(EscapedTensorError):
+            trainer.train_step(batches(2))
+        assert state() == before and before[0][-1] == 2
+    trainer.mode = "eager"
+    trainer.train_step(batches(2))
+    assert calls == 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_functions_of_torch_compile_are_compiled_as_before(mlp_trainer, batches, is_refused):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    first, later = (torch.compile(lambda h, k=k: torch.relu(h) * k, backend=backend, dynamic=False) for k in (2, 3))
+
+    where = {"later": False}
+
+    def loss_fn(model, batch):
+        logits = first(model(batch["x"]))
+        if where["later"]:
+            logits = later(logits)  # met for the first time while it is watched
+            logits = logits * logits.sum().item() if is_refused else logits
+        return cross_entropy(logits, batch["y"])
+
+    trainer = mlp_trainer(loss_fn=loss_fn)
+    for number in range(2):
+        trainer.train_step(batches(number))
+    where["later"] = True
+    if is_refused:
+        with pytest.raises(HostReadError):
+            trainer.train_step(batches(2))
+    else:
+        trainer.train_step(batches(2))
+    for function in (first, later):
+        for rows in (3, 7):
+            known = len(compiled)
+            function(torch.ones(rows, 5))
+            assert len(compiled) == known + 1, "torch.compile has given the function up"
