@@ -50,7 +50,8 @@ def test_what_no_guard_sees_is_found_within_the_gap_and_undone(mlp_trainer, batc
             trainer.train_step(batches(number))
     assert before.differences(Snapshot.take(trainer.step)) == []
     agreed = 3 if start == 3 else max(3 + 2**power for power in range(7) if 3 + 2**power < start)
-    assert PROMISE in str(caught.value) and f"step {agreed} was the last that agreed, and the {number - agreed - 1} after it" in str(caught.value)
+    said = str(caught.value)
+    assert PROMISE in said and f"step {agreed} was the last that agreed, and the {number - agreed - 1} after it" in str(caught.value)
 
 
 def test_a_share_of_the_time_decides_the_later_gaps():

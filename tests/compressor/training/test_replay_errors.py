@@ -526,7 +526,13 @@ def test_functions_of_torch_compile_are_compiled_as_before(mlp_trainer, batches,
         compiled.append(graph)
         return graph.forward
 
-    first, later = (torch.compile(lambda h, k=k: torch.relu(h) * k, backend=backend, dynamic=False) for k in (2, 3))
+    @torch.compile(backend=backend, dynamic=False)
+    def first(h):
+        return torch.relu(h) * 2
+
+    @torch.compile(backend=backend, dynamic=False)
+    def later(h):
+        return torch.relu(h) * 3
 
     where = {"later": False}
 
