@@ -35,6 +35,13 @@ class _Allocations(TorchDispatchMode):
 
 
 @pytest.fixture(scope="session")
+def int8_path() -> str:
+    """The product of int8 codes that this CPU may use: torch's own where it sums exactly, which takes VNNI instructions."""
+    x, weight = torch.full((33, 64), 127, dtype=torch.int8), torch.full((64, 33), 127, dtype=torch.int8)
+    return "int_mm" if torch.equal(torch._int_mm(x, weight).long(), x.long() @ weight.long()) else "int_exact"
+
+
+@pytest.fixture(scope="session")
 def peak_bytes() -> Callable[[Callable[[], object]], int]:
     """Run a function and return the largest number of bytes that tensors made in it held at one time."""
 

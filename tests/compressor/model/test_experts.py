@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compressor import GPTQModifier, oneshot, plan
@@ -39,16 +40,55 @@ def _tokens_of_experts(report: Any, projection: str) -> list[int | None]:
     return [record.num_tokens for name, record in report.modules.items() if ".experts." in name and name.endswith(projection)]
 
 
+def _seen(module: nn.Module) -> list[tuple[tuple[Tensor, ...], Tensor]]:
+    """What a module is given and gives back from now on."""
+    calls: list[tuple[tuple[Tensor, ...], Tensor]] = []
+    module.register_forward_hook(lambda module, args, output: calls.append((args, output)))
+    return calls
+
+
+@torch.no_grad()
+def _expert_by_expert(fused: Any, hidden: Tensor, index: Tensor, shares: Tensor, *, adds: bool) -> Tensor:
+    """The definition, with the products that the unfused layer makes: gate, up and down of each expert by itself."""
+    is_gpt_oss = type(fused).__name__ == "GptOssExperts"  # columns interleaved, transposed, with biases
+    slots = torch.zeros(*index.shape, hidden.shape[-1])
+    total = torch.zeros_like(hidden)
+    for expert in range(fused.down_proj.shape[0]):
+        rows, places = torch.where(index == expert)
+        first, down = fused.gate_up_proj[expert], fused.down_proj[expert]
+        if is_gpt_oss:
+            bias = fused.gate_up_proj_bias[expert]
+            gate, up = (F.linear(hidden[rows], first[:, part::2].t(), bias[part::2]) for part in (0, 1))
+            gate, up = gate.clamp(max=fused.limit), up.clamp(-fused.limit, fused.limit)
+            output = F.linear((up + 1) * (gate * torch.sigmoid(gate * fused.alpha)), down.t(), fused.down_proj_bias[expert])
+        else:
+            gate, up = torch.cat([F.linear(hidden[rows], half) for half in first.chunk(2)], -1).chunk(2, -1)  # strided: exp has two loops
+            output = F.linear(fused.act_fn(gate) * up, down)
+        weighted = output * shares[rows, places, None]
+        total.index_add_(0, rows, weighted)
+        slots[rows, places] = weighted
+    return total if adds else slots.sum(1)
+
+
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_unfused_forward_equals_the_fused_one_bit_for_bit(tiny_moe: MoE, kind: str, implementation: str) -> None:
+def test_unfused_forward_is_bitwise_its_products_and_the_fused_one_up_to_rounding(tiny_moe: MoE, kind: str, implementation: str) -> None:
+    """Whether one product for gate and up gives the bits of two is a property of the kernel: it does on AVX-512, not on every CPU."""
     model = tiny_moe(kind)
     model.set_experts_implementation(implementation)
     before = _logits(model)
     unfused = UnfusedModel(model)
     unfuse_into(unfused)
     assert unfused.modules
-    assert torch.equal(_logits(model), before)
+    seen = [_seen(model.get_submodule(name)) for name in unfused.modules]
+    after = _logits(model)
+    assert 0 < float(before.abs().max()) < 1e3
+    assert float((after - before).abs().max()) <= 1e-5 * float(before.abs().max())
+    assert all(seen)
+    for name, calls in zip(unfused.modules, seen, strict=True):
+        for arguments, output in calls:
+            expected = _expert_by_expert(unfused.fused[name], *arguments, adds=implementation == "eager")
+            assert torch.equal(output, expected)
     for module in (one for one in model.modules() if isinstance(one, UnfusedExperts)):
         assert all(isinstance(layer, nn.Linear) for expert in module.experts() for layer in expert.children())
 
@@ -120,8 +160,8 @@ def test_all_experts_learn_from_all_tokens_and_the_flow_stays_routed(tiny_moe: M
     assert result.record["calibrate_all_experts"] is True
     assert not any(module.calibrate_all for module in result.model.modules() if isinstance(module, UnfusedExperts))
     shown = UnfusedModel(tiny_moe("qwen3_moe"))
-    routed = _logits(shown.model)
     unfuse_into(shown)
+    routed = _logits(shown.model)
     shown.calibrate_all()
     seen: list[int] = []
     expert = shown.model.get_submodule("model.layers.0.mlp.experts.3.gate_proj")
