@@ -71,6 +71,6 @@ def test_every_flag_is_tried_in_a_test(readme_tool: ModuleType, repo_root: Path,
 
 def test_readme_names_the_two_commands(repo_root: Path) -> None:
     readme = (repo_root / "README.md").read_text()
-    for command in ("bash .ci/demo", "bash .ci/test"):
+    for command in ("bash .ci/demo", "bash .ci/test", "bash .ci/nightly"):
         assert command in readme
         assert (repo_root / command.split()[1]).is_file()

@@ -37,7 +37,7 @@ def ranks(repo_root, tmp_path_factory):
             command = [sys.executable, "-W", "error", str(WORKER), str(rank), str(folder)]
             started.append(subprocess.Popen(command, stdout=output, stderr=errors, env=environment))
     try:
-        codes = [process.wait(timeout=150) for process in started]
+        codes = [process.wait(timeout=900) for process in started]
     finally:
         for process in started:
             process.kill()

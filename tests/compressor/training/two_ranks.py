@@ -252,7 +252,7 @@ def stumbled() -> dict[str, Any]:
 
 def left_alone() -> dict[str, Any]:
     """Rank 1 makes three steps, rank 0 a fourth one."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
     torch.manual_seed(0)
     model = DistributedDataParallel(Mlp(), process_group=group)
     trainer = Trainer(TrainStep(model, loss_fn, adamw(model.parameters())), "replay")
@@ -285,7 +285,7 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=180))
     results = {}
     for name, case in CASES.items():
         print(name, file=sys.stderr, flush=True)  # where it hangs, if it does
