@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.data.layouts import dense_parts, shape_of
 from compressor.errors import DatasetError
 
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
@@ -207,5 +208,6 @@ def hash_batches(batches: Sequence[Batch]) -> str:
 
 
 def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
-    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    digest.update(f"{name} {tensor.dtype} {shape_of(tensor)}\n".encode())
+    for part in dense_parts(tensor):
+        digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data.collate import Batch, call_model
+from compressor.data.layouts import has_memory, num_bytes, shape_of
 from compressor.tracing.isolation import TorchState
 from compressor.tracing.observe import copied_batch
 from compressor.tracing.records import Stage
@@ -31,7 +32,7 @@ class Value:
 
     Attributes:
         name: of the argument, with the place inside it where it is a container.
-        shape: of the tensor.
+        shape: of the tensor; of a nested one the shapes of what it holds.
         dtype: without the word torch.
         num_bytes: of its elements.
         source: stage that gave it out, as its output; -1 for what was made outside of all targets.
@@ -39,7 +40,7 @@ class Value:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]
     dtype: str
     num_bytes: int
     source: int
@@ -115,9 +116,8 @@ class _Watch:
 
     def value(self, name: str, key: int, stage: int) -> Value:
         tensor = self.tensors[key]
-        num_bytes = tensor.numel() * tensor.element_size()
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return Value(name, tuple(tensor.shape), dtype, num_bytes, self.source.get(key, BEFORE), self.since.get(key, stage))
+        return Value(name, shape_of(tensor), dtype, num_bytes(tensor), self.source.get(key, BEFORE), self.since.get(key, stage))
 
     def live_bytes(self, stage: int, last: int) -> int:
         """Bytes of distinct memory that the stage or a later one is handed and that exists before it."""
@@ -125,8 +125,11 @@ class _Watch:
         born = [key for key in keys if self.source.get(key, stage) < stage or self.since[key] <= stage]
         storages: dict[int, int] = {}
         for tensor in (self.tensors[key] for key in born):
-            pointer, size = tensor.untyped_storage().data_ptr(), tensor.numel() * tensor.element_size()
-            storages[pointer] = max(min(size, tensor.untyped_storage().nbytes()), storages.get(pointer, 0))
+            if has_memory(tensor):
+                memory = tensor.untyped_storage()
+                storages[memory.data_ptr()] = max(min(num_bytes(tensor), memory.nbytes()), storages.get(memory.data_ptr(), 0))
+            else:
+                storages[id(tensor)] = num_bytes(tensor)
         return sum(storages.values())
 
 

@@ -191,7 +191,7 @@ class _Copier:
         if isinstance(value, Tensor):
             if id(value) not in self._copies:
                 self._copies[id(value)] = copied = self._copy_tensor(value)
-                if copied is not value:
+                if copied is not value and type(value) is Tensor:
                     copied.__dict__.update({name: self.copy(item) for name, item in value.__dict__.items()})
             return self._copies[id(value)]
         if type(value) in (list, tuple, set, frozenset):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compressor.data.collate import Batch, call_model
+from compressor.data.layouts import kind_of
 from compressor.errors import CompressorError, TracingError
 from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.planner import without_traces
@@ -146,7 +147,7 @@ def describe(batch: Batch) -> str:
 
 
 def _kind(value: Any) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return kind_of(value) if isinstance(value, Tensor) else type(value).__name__
 
 
 def copied_batch(batch: Batch) -> Batch:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from compressor.data.layouts import digest, kind_of
 from compressor.errors import TracingError
-from compressor.tracing.graph.lending import digest
 from compressor.tracing.graph.trees import parts_of
 from compressor.tracing.out_of_memory import is_out_of_memory
 from compressor.tracing.running import Run
@@ -269,7 +269,7 @@ def digests(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, s
         Path, and dtype, shape and digest of a tensor or the text of a plain value.
     """
     if isinstance(value, Tensor):
-        yield path, f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} #{digest(value)}"
+        yield path, f"{kind_of(value)} #{digest(value)}"
     elif isinstance(value, _PLAIN):
         yield path, repr(value)
     elif depth == _MAX_DEPTH or isinstance(value, nn.Module | type) or callable(value) or type(value).__name__.endswith("Config"):

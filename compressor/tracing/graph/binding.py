@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from compressor.data.layouts import has_memory, num_bytes, shape_of
 from compressor.tracing.graph.symbolic import is_symbolic
 from compressor.tracing.graph.trees import BY_REFERENCE, is_named_tuple, is_record, read_field, record_fields, structure
 
@@ -130,7 +131,7 @@ def describe(tensor: Tensor) -> tuple[Any, ...]:
     Returns:
         Shape, dtype, identity and bytes of its storage.
     """
-    if tensor.layout is not torch.strided:
-        return tuple(tensor.shape), tensor.dtype, id(tensor), tensor.element_size() * tensor.numel()
+    if not has_memory(tensor):
+        return shape_of(tensor), tensor.dtype, id(tensor), num_bytes(tensor)
     storage = tensor.untyped_storage()
     return tuple(tensor.shape), tensor.dtype, storage._cdata, storage.nbytes()

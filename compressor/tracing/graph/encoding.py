@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from compressor.data.layouts import has_memory, shape_of
 from compressor.tracing.graph.nodes import Constant, rebuild_function, rebuild_record
 from compressor.tracing.graph.symbolic import is_symbolic
 from compressor.tracing.graph.trees import find_tensor, is_record, map_tree, parts_of, record_fields
@@ -137,7 +138,7 @@ class Encoder:
         if node is None:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise self._recorder.refuse(
-                f"tensor {tuple(tensor.shape)} {kind} was not made by a recorded call (numpy round trip?); freezing it would reuse this "
+                f"tensor {shape_of(tensor)} {kind} was not made by a recorded call (numpy round trip?); freezing it would reuse this "
                 'sample\'s values; wrap the producer with leaf(fn) or use engine="suspend"'
             )
         self.note(tensor, node)
@@ -146,9 +147,9 @@ class Encoder:
     def _check_version(self, tensor: Tensor, known: _Known) -> None:
         if tensor.is_inference() or tensor._version == known.version:
             return
-        if tensor.untyped_storage()._cdata not in self._recorder.written:
+        if not has_memory(tensor) or tensor.untyped_storage()._cdata not in self._recorder.written:
             raise self._recorder.refuse(
-                f"tensor {tuple(tensor.shape)} was written to by code that was not recorded; wrap that code with leaf(fn) or use "
+                f"tensor {shape_of(tensor)} was written to by code that was not recorded; wrap that code with leaf(fn) or use "
                 'engine="suspend"'
             )
         self.note(tensor, known.node)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compressor.data.collate import Batch, batch_to
+from compressor.data.layouts import dense_parts, shape_of
 from compressor.tracing.graph.guards import describe_guard
 from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
 from compressor.tracing.graph.record import named_inputs
@@ -132,14 +133,16 @@ def has_padding(batch: Batch) -> bool:
         True if a value whose name ends in `mask` holds a zero.
     """
     masks = [item for name, item in named_inputs(batch).items() if name.endswith("mask") and isinstance(item, torch.Tensor)]
-    return any(bool((mask == 0).any()) for mask in masks)
+    return any(bool((part == 0).any()) for mask in masks for part in dense_parts(mask))
 
 
 def _facts(batch: Batch) -> dict[Any, Any]:
     """What a program may have frozen of a batch: every size, and whether something is masked."""
     facts: dict[Any, Any] = {"padding": has_padding(batch)}
     for name, item in named_inputs(batch).items():
-        facts |= {(name, place): size for place, size in enumerate(item.shape)} if isinstance(item, torch.Tensor) else {name: repr(item)}
+        facts |= (
+            {(name, place): size for place, size in enumerate(shape_of(item))} if isinstance(item, torch.Tensor) else {name: repr(item)}
+        )
     return facts
 
 

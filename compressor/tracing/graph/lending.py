@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from compressor.tracing.isolation import copy_arguments
@@ -24,17 +22,3 @@ def copy_live(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     ordered = sorted(values, key=lambda name: not isinstance(values[name], Tensor))  # tensors before the objects that hold them as well
     copies = copy_arguments({name: values[name] for name in ordered}, model)
     return {name: copies[name] for name in values}
-
-
-def digest(tensor: Tensor) -> str:
-    """Hash the contents of a tensor.
-
-    Args:
-        tensor: on any device.
-
-    Returns:
-        A digest of its bytes.
-    """
-    with torch._C.DisableTorchFunction():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=12).hexdigest()

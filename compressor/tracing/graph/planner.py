@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data.collate import Batch, batch_to
+from compressor.data.layouts import digest as digest_of
+from compressor.data.layouts import kind_of, shape_of
 from compressor.errors import TracingError
 from compressor.tracing.graph.execute import run_nodes, run_program
 from compressor.tracing.graph.guards import GuardPlan, plan_guards
@@ -244,7 +246,7 @@ def _group(order: Sequence[str], targets: Mapping[str, nn.Module], size: int) ->
 
 
 def _shapes(batch: Batch) -> Any:
-    return tuple(tuple(item.shape) if isinstance(item, Tensor) else None for item in named_inputs(batch).values())
+    return tuple(shape_of(item) if isinstance(item, Tensor) else None for item in named_inputs(batch).values())
 
 
 def content_digest(batch: Batch) -> bytes:
@@ -258,8 +260,5 @@ def content_digest(batch: Batch) -> bytes:
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, item in named_inputs(batch).items():
-        head = f"{name} {item.dtype} {tuple(item.shape)}" if isinstance(item, Tensor) else f"{name} {item!r}"
-        digest.update(head.encode())
-        if isinstance(item, Tensor):
-            digest.update(item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update((f"{name} {kind_of(item)} {digest_of(item)}" if isinstance(item, Tensor) else f"{name} {item!r}").encode())
     return digest.digest()

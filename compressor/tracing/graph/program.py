@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from compressor.data.layouts import has_memory
 from compressor.tracing.graph.nodes import Constant
 from compressor.tracing.graph.recorder import Recorder
 from compressor.tracing.graph.refusal import Refusal
@@ -249,7 +250,9 @@ def signature_of(batch: Any) -> Any:
     """
 
     def describe(item: Any) -> Any:
-        return (item.ndim, item.dtype, item.device.type) if isinstance(item, torch.Tensor) else repr(item)
+        if not isinstance(item, torch.Tensor):
+            return repr(item)
+        return (item.ndim, item.dtype, item.device.type, *(() if has_memory(item) else (item.layout, item.is_nested)))
 
     items = batch.items() if isinstance(batch, dict) else enumerate(batch)
     return tuple((name, describe(item)) for name, item in items)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from compressor.data.layouts import has_memory
 from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.binding import Binder
 from compressor.tracing.graph.calls import call_form, constant_query, pins_result, refused_call, writes_by_name
@@ -189,7 +189,7 @@ class Recorder(Numbers, TorchFunctionMode):
             The storages.
         """
         changed = [tensor for tensor, version in before if everywhere or tensor._version != version]
-        storages = frozenset(tensor.untyped_storage()._cdata for tensor in changed if tensor.layout is torch.strided)
+        storages = frozenset(tensor.untyped_storage()._cdata for tensor in changed if has_memory(tensor))
         self.written |= storages
         return storages
 

@@ -1,0 +1,99 @@
+"""Tensors in any layout: nested ones have no shape, sparse ones no single block of memory, opaque ones no memory at all."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Say whether a tensor is a look at one block of memory.
+
+    Args:
+        tensor: in any layout.
+
+    Returns:
+        False for nested, sparse and opaque ones.
+    """
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def shape_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the shape of a tensor.
+
+    Args:
+        tensor: in any layout.
+
+    Returns:
+        Sizes; of a nested tensor the shapes of what it holds.
+    """
+    return tuple(map(shape_of, tensor.unbind())) if tensor.is_nested else tuple(tensor.shape)
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Say what a tensor is, without its values.
+
+    Args:
+        tensor: in any layout.
+
+    Returns:
+        Dtype, layout where it is unusual, and shape.
+    """
+    layout = "nested " if tensor.is_nested else "" if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
+    return f"{str(tensor.dtype).removeprefix('torch.')} {layout}{shape_of(tensor)}"
+
+
+def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Take a tensor apart into dense ones, from which it could be made again.
+
+    Args:
+        tensor: in any layout.
+
+    Returns:
+        The tensor itself, what a nested one holds, or indices and values.
+    """
+    if tensor.is_nested:
+        return tuple(tensor.unbind())
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in _COMPRESSED:
+        return (*(getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]), tensor.values())
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense(),)
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Count the bytes of the elements that a tensor holds.
+
+    Args:
+        tensor: in any layout.
+
+    Returns:
+        Bytes, those of indices included.
+    """
+    return sum(part.numel() * part.element_size() for part in dense_parts(tensor))
+
+
+def digest(tensor: Tensor) -> str:
+    """Hash the contents of a tensor.
+
+    Args:
+        tensor: on any device, in any layout.
+
+    Returns:
+        A digest of its bytes.
+    """
+    found = hashlib.blake2b(digest_size=12)
+    with torch._C.DisableTorchFunction():
+        for part in dense_parts(tensor):
+            found.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
