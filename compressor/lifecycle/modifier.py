@@ -10,9 +10,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from compressor.errors import LifecycleError
@@ -21,6 +21,7 @@ from compressor.lifecycle.hooks import HooksMixin
 from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule, Transition
 from compressor.lifecycle.resume import FinishedStage, StageValue
 from compressor.lifecycle.state import State
+from compressor.numerics.scheme import refuse_flag
 
 
 class Modifier(HooksMixin, ModifierInterface):
@@ -48,6 +49,11 @@ class Modifier(HooksMixin, ModifierInterface):
 
     _lifecycle_flags: Flags = PrivateAttr(default=Flags())
     _running_method: str | None = PrivateAttr(default=None)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        return refuse_flag(value, cls.model_fields[info.field_name].annotation) if info.field_name in cls.model_fields else value
 
     @model_validator(mode="after")
     def _check_range(self) -> Self:

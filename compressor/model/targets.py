@@ -68,6 +68,26 @@ def matches(name: str, module: nn.Module, pattern: str) -> bool:
     return pattern == name or pattern in _class_names(module)
 
 
+def check_patterns(patterns: Sequence[str], *, required: bool) -> None:
+    """Refuse patterns that can match nothing in any model, before there is one.
+
+    Args:
+        patterns: as for `resolve_targets`.
+        required: at least one must be there.
+
+    Raises:
+        TargetError: none where one is needed, an empty one, or one that is no regular expression.
+    """
+    if required and not patterns:
+        raise TargetError("[] names no module, so nothing would be changed; name some, such as [Linear]")
+    for pattern in patterns:
+        if not pattern.removeprefix(_REGEX_PREFIX).strip():
+            raise TargetError(f"{pattern!r} is an empty pattern; give a class name, a dotted name, or re: and a regular expression")
+        fault = _regex_fault(pattern)
+        if fault is not None:
+            raise TargetError(f"{pattern!r} is not a regular expression ({fault}); correct it")
+
+
 def _as_list(patterns: Sequence[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns)
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
 
 from compressor.algorithms.costs import Cost, gptq_cost
 from compressor.algorithms.gptq import ActOrder, Solver, quantize_gptq
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
-from compressor.errors import NumericsError
+from compressor.errors import NumericsError, RecipeError, SchemeError
 from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
 from compressor.modifiers.inputs import InputHessians, InputHook, mask_of_input
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.modifiers.scheme_targets import scheme_label
 from compressor.nn import weight_of
 from compressor.nn.experts import Expert
-from compressor.numerics import QuantizationScheme, weight_qparams
+from compressor.numerics import QuantizationArgs, QuantizationScheme, weight_qparams
 
 _DEAD = "dead_columns"  # in the details of a module's record
 
@@ -40,9 +40,10 @@ class GPTQModifier(SchemeModifier):
     """
 
     takes_embeddings: ClassVar[bool] = False
+    takes_order: ClassVar[bool] = True
 
     block_size: int = Field(default=128, gt=0)
-    dampening_frac: float = Field(default=0.01, gt=0)
+    dampening_frac: float = Field(default=0.01, gt=0, le=1)
     actorder: ActOrder | None = "static"
     solver: Solver = "r_form"
     scale_search: bool | None = None
@@ -60,13 +61,35 @@ class GPTQModifier(SchemeModifier):
         """Always `sequential`: each layer should see the error of those before it."""
         return "sequential"
 
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        for name, value in (("start", self.start), ("end", self.end), ("update", self.update)):
+            if value is not None:
+                raise RecipeError(f"{name}={value} is for training, and GPTQ calibrates; leave {name} out")
+        return self
+
     def _completed(self, scheme: QuantizationScheme) -> QuantizationScheme:
         scheme = super()._completed(scheme)
-        assert scheme.weights is not None
+        weights = scheme.weights
+        assert weights is not None
+        order = self.actorder
+        if weights.actorder is not None and _same_order(weights.actorder) != _same_order(order):
+            if "actorder" in self.model_fields_set:
+                raise SchemeError(f"actorder: {order!r} was given beside actorder={weights.actorder!r} in a group; leave one of them out")
+            order = weights.actorder
         # Only grouped formats can carry the order in the file; elsewhere it changes how codes are found, not what they mean.
-        if self.actorder is None or scheme.weights.strategy != "group":
-            return scheme
-        return scheme.model_copy(update={"weights": scheme.weights.model_copy(update={"actorder": self.actorder})})
+        if weights.strategy == "group":
+            return scheme if order is None else scheme.model_copy(update={"weights": weights.model_copy(update={"actorder": order})})
+        if order == "group":
+            raise SchemeError(
+                f"actorder='group' forms groups of columns, and the weights of {scheme.targets} have none (strategy={weights.strategy!r}); "
+                "use actorder='static'"
+            )
+        return scheme
+
+    def _order(self, args: QuantizationArgs) -> ActOrder | None:
+        """The order of columns for a weight; that of its group in the recipe comes first."""
+        return args.actorder if args.strategy == "group" else self.actorder
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Hook every targeted module's input."""
@@ -110,7 +133,7 @@ class GPTQModifier(SchemeModifier):
             num_tokens=num_tokens,
             block_size=self.block_size,
             solver=self.solver,
-            scale_search=self._searches_scales and self.actorder != "group",
+            scale_search=self._searches_scales and self._order(scheme.weights) != "group",
         )
 
     @property
@@ -150,7 +173,7 @@ class GPTQModifier(SchemeModifier):
                 weights,
                 hessian_CC,
                 args,
-                actorder=self.actorder,
+                actorder=self._order(args),
                 block_size=self.block_size,
                 damp_frac=self.dampening_frac,
                 solver=self.solver,
@@ -180,6 +203,10 @@ class GPTQModifier(SchemeModifier):
         rounded = round_to_nearest(weight, qparams, plain)
         record = ModuleRecord(name, "GPTQModifier (rounded)", scheme_label(args), rounded.relative_error, None, {"fallback": kind})
         self.place(state, name, rounded.codes_RC, qparams, record)
+
+
+def _same_order(order: str | None) -> str | None:
+    return "static" if order == "weight" else order
 
 
 def _stacks(names: list[str], schemes: dict[str, QuantizationScheme]) -> list[list[str]]:

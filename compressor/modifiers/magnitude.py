@@ -61,7 +61,7 @@ class MagnitudePruningModifier(PruningModifier):
     """
 
     init_sparsity: float = Field(default=0.0, ge=0, le=1)
-    final_sparsity: float = Field(ge=0, le=1)
+    final_sparsity: float = Field(gt=0, le=1)
     update_scheduler: str = "cubic"
     scheduler_args: dict[str, float] = Field(default_factory=dict)
     mask_structure: str = "unstructured"
@@ -123,6 +123,9 @@ class MagnitudePruningModifier(PruningModifier):
             raise RecipeError(
                 f"start={self.start} and end={self.end} do not say when sparsity grows; give both for training, or neither for oneshot"
             )
+        for name, value in (("update", self.update), ("init_sparsity", self.init_sparsity)):
+            if self.start is None and value:
+                raise RecipeError(f"{name}={value} is for training, which needs a start; give start and end, or leave {name} out")
         return self
 
     @property

@@ -12,13 +12,13 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 from torch import Tensor, nn
 
 from compressor.algorithms.magnitude import num_zeros
 from compressor.errors import LifecycleError, TargetError
 from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, PlannedModule, State
-from compressor.model.targets import resolve_targets
+from compressor.model.targets import check_patterns, resolve_targets
 from compressor.nn import QuantizedLayer
 from compressor.nn.quantized_linear import is_conv1d
 
@@ -46,6 +46,12 @@ class PruningModifier(Modifier):
     @classmethod
     def _one_pattern_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("targets", "ignore", mode="after")
+    @classmethod
+    def _patterns_mean_something(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        check_patterns(value, required=info.field_name == "targets")
+        return value
 
     def plan_key(self) -> Hashable:
         """Return whether masks are applied: that changes the operators of a step, which weights are masked does not."""

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from compressor.errors import SchemeError, TargetError
 from compressor.lifecycle import PlannedModule
 from compressor.model.experts import check_no_unknown_experts
 from compressor.model.linear_check import check_linear_forwards
-from compressor.model.targets import matches, resolve_targets
+from compressor.model.targets import check_patterns, matches, resolve_targets
 from compressor.modifiers.foreign_settings import own_settings
 from compressor.modifiers.kv_cache import KVCacheTargets
 from compressor.nn import check_fit, is_quantizable, weight_of
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
+from compressor.numerics.observer_settings import OBSERVER_KINDS, suggest
 from compressor.numerics.sizes import quantized_weight_bytes
 
 
@@ -39,6 +40,7 @@ class SchemeTargets(KVCacheTargets):
 
     model_config = ConfigDict(extra="forbid")
     takes_embeddings: ClassVar[bool] = True  # False where the algorithm needs the inputs of a product
+    takes_order: ClassVar[bool] = False  # True where the algorithm can take columns in an order of its own
 
     targets: list[str] = Field(default_factory=lambda: ["Linear"])
     ignore: list[str] = Field(default_factory=list)
@@ -52,10 +54,37 @@ class SchemeTargets(KVCacheTargets):
     def _settings_of_llm_compressor(cls, data: Any) -> Any:
         return own_settings(data, cls.__name__) if isinstance(data, Mapping) else data
 
-    @field_validator("targets", mode="before")
+    @field_validator("targets", "ignore", mode="before")
     @classmethod
-    def _one_target_is_a_list(cls, value: Any) -> Any:
+    def _one_pattern_is_a_list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("targets", "ignore", mode="after")
+    @classmethod
+    def _patterns_mean_something(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        check_patterns(value, required=info.field_name == "targets")
+        return value
+
+    @field_validator("scheme", "config_groups", mode="after")
+    @classmethod
+    def _schemes_mean_something(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if not value:
+            raise SchemeError("{} holds no scheme, so nothing would be changed; add one with its targets")
+        for name, content in value.items():
+            try:
+                check_patterns(content.targets if isinstance(content, QuantizationScheme) else content, required=True)
+            except TargetError as error:
+                raise TargetError(f"targets of {name}: {error}") from None
+        return value
+
+    @field_validator("weight_observer", "input_observer", mode="after")
+    @classmethod
+    def _observer_exists(cls, value: str | None) -> str | None:
+        if value is not None and value not in OBSERVER_KINDS:
+            raise SchemeError(f"{value!r} does not exist; {suggest(value, list(OBSERVER_KINDS))}")
+        return value
 
     @field_validator("scheme", mode="before")
     @classmethod
@@ -67,12 +96,25 @@ class SchemeTargets(KVCacheTargets):
     @model_validator(mode="after")
     def _one_source_of_schemes(self) -> SchemeTargets:
         if self.scheme is None and self.config_groups is None and self.kv_cache_scheme is not None:
+            for name, value, default in (("targets", self.targets, ["Linear"]), ("weight_observer", self.weight_observer, None)):
+                if value != default:
+                    raise SchemeError(f"{name}: {value!r} was given without a scheme for weights; leave it out, or give a scheme")
             return self  # keys and values only
         if (self.scheme is None) == (self.config_groups is None):
             given = "both scheme and config_groups were" if self.scheme is not None else "neither scheme nor config_groups was"
             raise SchemeError(f"{type(self).__name__}: {given} given; give exactly one of them")
-        self.target_schemes()
+        self._check_use()
         return self
+
+    def _check_use(self) -> None:
+        """Refuse settings that would do nothing."""
+        schemes = self.target_schemes()
+        own = {target for scheme in schemes for target in scheme.targets}
+        if not isinstance(self.scheme, str) and self.targets != ["Linear"] and set(self.targets) != own:
+            raise SchemeError(f"targets: {self.targets} was given beside schemes that name their own; leave targets out")
+        inputs = [scheme.input_activations for scheme in schemes]
+        if self.input_observer is not None and all(args is None or args.dynamic is True for args in inputs):
+            raise SchemeError("input_observer: no scheme has inputs with static scales, which it could find; leave it out")
 
     def target_schemes(self) -> list[QuantizationScheme]:
         """List the schemes of the recipe.
@@ -96,6 +138,8 @@ class SchemeTargets(KVCacheTargets):
 
     def _completed(self, scheme: QuantizationScheme) -> QuantizationScheme:
         weights, inputs = scheme.weights, scheme.input_activations
+        if weights is not None and weights.actorder == "group" and not self.takes_order:
+            raise SchemeError(f"{type(self).__name__}: actorder='group' was given to a modifier that orders no columns; use GPTQModifier")
         if weights is None:
             raise SchemeError(f"{type(self).__name__}: a scheme for {scheme.targets} without weights was given; add its weights")
         if self.weight_observer is not None:

@@ -19,6 +19,10 @@ OBSERVER_KINDS: dict[str, Literal["minmax", "mse"]] = {
 }
 
 
+# Beyond these a search would not end, or every error would be infinite.
+_LARGEST = {"grid": 10_000.0, "norm": 16.0}
+
+
 @dataclasses.dataclass(frozen=True)
 class MSESettings:
     """Settings of the MSE observer, which tries the full range times 1, 1 - 1/grid, 1 - 2/grid ... and keeps the one with the least error.
@@ -57,6 +61,8 @@ class MSESettings:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf") or (name == "patience" and int(value) != value):
                 raise SchemeError(f"observer_kwargs: {name}={value!r} is not a positive number; leave it out for the default")
+            if name in _LARGEST and value > _LARGEST[name]:
+                raise SchemeError(f"observer_kwargs: {name}={value!r} is above {_LARGEST[name]:g}; leave it out for the default")
         settings = cls(**kwargs)
         if settings.maxshrink > 1 or settings.maxshrink * settings.grid < 1:
             raise SchemeError(

@@ -7,7 +7,7 @@ project cannot do is refused here, when the scheme is made and before any work, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -28,6 +28,25 @@ NVFP4_GROUP_SIZE = 16
 _GROUPED = ("group", "tensor_group")
 _WEIGHT_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 _INPUT_STRATEGIES = ("tensor", "token", "group", "tensor_group")
+
+
+def refuse_flag(value: Any, annotation: Any) -> Any:
+    """Refuse true and false where a number is wanted: pydantic would take them for 1 and 0.
+
+    Args:
+        value: that was given.
+        annotation: of the field.
+
+    Returns:
+        The value.
+
+    Raises:
+        SchemeError: it is a flag, and the field takes numbers and no flags.
+    """
+    kinds = {annotation, *get_args(annotation)}
+    if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+        raise SchemeError(f"{value} stands where a number is wanted; give a number")
+    return value
 
 
 class QuantizationArgs(BaseModel):
@@ -97,6 +116,11 @@ class QuantizationArgs(BaseModel):
     def mse_settings(self) -> MSESettings:
         """The settings for an observer of kind "mse"."""
         return MSESettings.from_kwargs(self.observer_kwargs)
+
+    @field_validator("num_bits", "group_size", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        return refuse_flag(value, cls.model_fields[str(info.field_name)].annotation)
 
     @field_validator("type", mode="before")
     @classmethod

@@ -134,7 +134,8 @@ class Builder:
             raise self._error(path, f"{name} holds {_show(settings)}; give its settings as a mapping")
         position = self._num_modifiers
         values = dict(self._substitute(settings or {}, args, path))
-        values["group"] = values.get("group") or group
+        if values.get("group") in (None, ""):
+            values["group"] = group
         if values.setdefault("index", position) != position:
             raise self._error((*path, "index"), f"{name}.index: {values['index']!r} is not its position {position}; leave it out")
         try:

@@ -48,7 +48,7 @@ def _path_in(settings: Any, loc: Sequence[int | str]) -> EntryPath:
     path: list[int | str] = []
     for part in loc:
         in_mapping = isinstance(settings, Mapping) and part in settings
-        in_list = isinstance(settings, list) and isinstance(part, int)
+        in_list = isinstance(settings, list) and isinstance(part, int) and part < len(settings)
         if in_mapping or in_list:
             settings = settings[part]
             path.append(part)

@@ -347,7 +347,7 @@ def test_a_foreign_setting_that_would_change_the_result_is_refused(setting: dict
 
 
 def test_no_two_modifiers_change_one_module() -> None:
-    first, second = gptq(), QuantizationModifier(config_groups={"all": GROUPED}, targets=["q"])
+    first, second = gptq(), QuantizationModifier(config_groups={"all": GROUPED})
     state = State(model=Block())
     with pytest.raises(TargetError, match=r"4 of its modules \(q, k, v, \.\.\.\) belong to GPTQModifier already"):
         Session(state, [first, second]).initialize()
