@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from compressor.arguments import check_arguments
 from compressor.data import check_vocabulary, load_dataset_source
-from compressor.errors import DatasetError, ModelError
+from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Report, Session, State
+from compressor.model.audit import check_values
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoint import MAX_SHARD_BYTES, save_checkpoint
+from compressor.model.disk_room import check_room
 from compressor.model.experts import UnfusedModel, unfused_experts
 from compressor.model.experts_format import reader_notes
 from compressor.model.experts_stages import expert_targets
 from compressor.model.format import check_readable
-from compressor.model.load import LoadedModel, load_model, resolve_device
+from compressor.model.load import LoadedModel, load_model, resolve_device, resolve_tokenizer
 from compressor.model.saving import attach_save, save_compressed
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.nn import QuantizedLayer
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
-from compressor.pipelines.journal import base_hashes, check_places, model_identity, run_fingerprint, run_record
+from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record, tensor_hash
 from compressor.progress import Progress, RichProgress, SilentProgress
-from compressor.recipe import load_recipe
+from compressor.recipe import Recipe, load_recipe
 from compressor.tracing import Engine, Verify
 
 
@@ -89,7 +92,7 @@ def oneshot(
     output_dir: str | Path | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
-    recipe_args: dict[str, Any] | None = None,
+    recipe_args: Mapping[str, Any] | Sequence[str] | None = None,
     tokenizer: Any = None,
     num_calibration_samples: int = 512,
     max_seq_length: int | None = None,
@@ -126,8 +129,8 @@ def oneshot(
         run_dir: where finished stages are kept until the run ends, so that it can be resumed; by default `<output_dir>.partial-run`, and
             nothing is kept without output_dir.
         resume: go on where an earlier run with the same arguments stopped; the result is bitwise that of a run that never stopped.
-        recipe_args: values for `${name}` in the recipe.
-        tokenizer: for texts; by default the one in the model's folder.
+        recipe_args: values for `${name}` in the recipe: a mapping, or texts `name=value`.
+        tokenizer: for texts, or the path of its folder; by default the one in the model's folder.
         num_calibration_samples: sequences taken from the dataset.
         max_seq_length: tokens kept of each sequence; by default what the model takes, at most 2048.
         batch_size: sequences in one forward; by default equally long ones together, up to 2048 tokens. Statistics are summed sequence by
@@ -163,6 +166,7 @@ def oneshot(
         CheckpointError: checkpoint or run folder could not be written; finished stages are kept.
         AlreadyDoneError: `resume` of a run whose checkpoint is there already.
     """
+    check_arguments(oneshot, locals())
     bars: Progress = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
     clock = _Clock()
     settings = SequentialSettings(
@@ -177,7 +181,8 @@ def oneshot(
         offload_dir=offload_dir,
     )
     place = check_places(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
-    parsed = load_recipe(recipe, args=recipe_args)
+    parsed = load_recipe(recipe, args=recipe_args, run_type="oneshot")
+    tokenizer = resolve_tokenizer(tokenizer, trust_remote_code_model)
     chosen = choose_pipeline(parsed.modifiers, pipeline)
     _check_use(chosen, settings, dataset)
     loaded = load_model(
@@ -190,11 +195,12 @@ def oneshot(
     with ExitStack() as held:
         with (
             torch.random.fork_rng(),
+            _something_changes(loaded.model, parsed),
             unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
             Session(state, parsed.modifiers) as session,
         ):
             torch.manual_seed(seed)
-            untouched = _initialize(session, experts, calibrate_all_experts, to_disk=output_dir is not None)
+            untouched = _initialize(session, experts, calibrate_all_experts, place)
             settings = replace(settings, targets=expert_targets(loaded.model, state.claims, chosen, settings.targets))
             data = None
             if chosen != "data_free":
@@ -240,6 +246,19 @@ def _result(
     return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, report, record, folder, seconds, resumed, source)
 
 
+@contextmanager
+def _something_changes(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+    """Refuse a recipe that leaves all of the model as it was; one that quantizes never does."""
+    if any(isinstance(modifier, SchemeModifier) for modifier in recipe.modifiers):
+        yield
+        return
+    before = tensor_hash(model)
+    yield
+    if tensor_hash(model) == before:
+        names = ", ".join(modifier.label for modifier in recipe.modifiers)
+        raise RecipeError(f"recipe: {names} left every tensor of the model as it was; give modifiers that change something in oneshot")
+
+
 def _check_use(pipeline: str, settings: SequentialSettings, dataset: Any) -> None:
     """Refuse a pipeline without the data that it needs, and settings that it does not use."""
     settings.refuse_without_use(pipeline)
@@ -247,27 +266,33 @@ def _check_use(pipeline: str, settings: SequentialSettings, dataset: Any) -> Non
         raise DatasetError(f"oneshot: no dataset was given, and the {pipeline} pipeline needs one; pass dataset=")
 
 
-def _initialize(session: Session, experts: UnfusedModel, calibrate_all: bool, *, to_disk: bool) -> dict[str, Content]:
+def _initialize(session: Session, experts: UnfusedModel, calibrate_all: bool, place: RunPlace) -> dict[str, Content]:
     """Initialize the modifiers; return the contents of the model from before. Changes the model."""
     before = contents(session.state.model)
     session.initialize()
-    _settle_experts(experts, session, calibrate_all, to_disk=to_disk)
+    _settle(experts, session, calibrate_all, place)
     return contents(session.state.model, before)  # with the experts that are fused again
 
 
-def _settle_experts(experts: UnfusedModel, session: Session, calibrate_all: bool, *, to_disk: bool) -> None:
-    """Put back what no modifier changes, note what was taken apart, and refuse or announce what readers cannot do. Changes the model."""
+def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place: RunPlace) -> None:
+    """Put back experts that no modifier changes, and refuse or note what is known now. Changes the model.
+
+    That is NaN in the model, what readers of the checkpoint cannot do, and a disk without room for it.
+    """
     state = session.state
     experts.keep(state.claims)
     if not state.keep_originals:
         experts.forget()
     if calibrate_all:
         experts.calibrate_all()
-    state.report.notes += experts.describe()
+    state.report.notes += [*experts.describe(), *check_values(state.model, state.claims)]
+    to_disk = place.output_dir is not None
     schemes = {name: scheme for part in session.modifiers if isinstance(part, SchemeModifier) for name, scheme in part.schemes.items()}
     kv = [part.kv_cache_scheme for part in session.modifiers if isinstance(part, SchemeModifier) and part.kv_cache_scheme is not None]
     if to_disk:
         check_readable(schemes, state.model, kv[0] if kv else None)
+    if not place.resume:  # what is missing then, nobody knows before the journal is read
+        check_room(state.model, schemes, place.output_dir, place.run_dir)
     for note in reader_notes(state.model, schemes):
         state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later
         if to_disk:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from compressor.arguments import check_arguments
 from compressor.data import load_dataset_source
 from compressor.errors import DatasetError, TargetError
 from compressor.lifecycle import State
@@ -174,6 +175,7 @@ def trace_model(
         UserInputError: model, patterns or data cannot be used.
         TracingError: the engine cannot follow the model.
     """
+    check_arguments(trace_model, locals())
     stood = stand_in(model, model_class=model_class, trust_remote_code=trust_remote_code_model)
     with calibration_mode(State(model=stood.model)):
         given = _real_batches(stood, dataset, modality) if dataset is not None else sample_batches(stood.model, modality)

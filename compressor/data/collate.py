@@ -94,9 +94,47 @@ def as_batch(raw: Any, where: str) -> Batch:
     if strangers or not items:
         found = ", ".join(strangers) or "nothing"
         raise DatasetError(f"{where}: the batch holds {found}, but only tensors can be fed to a model; drop the rest in collate_fn")
+    empty = [repr(key) for key, value in items if value.is_meta]
+    if empty:
+        raise DatasetError(f"{where}: {empty[0]} is on the meta device and has no values; give an ordinary tensor")
     if isinstance(raw, Mapping):
         return {str(key): value for key, value in items}
     return tuple(value for _, value in items)
+
+
+def check_mask(mask: Tensor, name: str, where: str) -> None:
+    """Refuse a mask that holds something else than 0 and 1: of a 2 or a NaN nobody knows what it means.
+
+    Args:
+        mask: of any dtype.
+        name: of the mask.
+        where: whose it is.
+
+    Raises:
+        DatasetError: it holds another number.
+    """
+    other = mask[(mask != 0) & (mask != 1)]
+    if other.numel():
+        raise DatasetError(f"{where}: {name} holds {other[0].item()}, and a mask holds 0 and 1; write it so")
+
+
+def check_strided(tensor: Tensor, where: str) -> Tensor:
+    """Refuse a tensor whose values cannot be read as they lie.
+
+    Args:
+        tensor: any tensor.
+        where: whose it is.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        DatasetError: it is on the meta device, or sparse.
+    """
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        kind = "no values (it is on the meta device)" if tensor.is_meta else f"the layout {tensor.layout}"
+        raise DatasetError(f"{where}: a tensor with {kind} was given; give an ordinary tensor")
+    return tensor
 
 
 def take_token_mask(batch: Batch, where: str) -> tuple[Batch, Tensor | None]:
@@ -110,10 +148,13 @@ def take_token_mask(batch: Batch, where: str) -> tuple[Batch, Tensor | None]:
         The batch without its `loss_mask`, which no model takes; and bool [batch, sequence], True for a token that counts, None when all do.
 
     Raises:
-        DatasetError: the `loss_mask` is not of the shape of the tokens.
+        DatasetError: the `loss_mask` is not of the shape of the tokens, or a mask holds something else than 0 and 1.
     """
     if not isinstance(batch, dict):
         return batch, None
+    for name in ("attention_mask", "loss_mask"):
+        if name in batch and batch[name].dim() == 2:
+            check_mask(batch[name], name, where)
     rest = {name: tensor for name, tensor in batch.items() if name != "loss_mask"}
     mask, loss_mask = batch.get("attention_mask"), batch.get("loss_mask")
     real = mask.bool() if mask is not None and mask.dim() == 2 else None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compressor.data.collate import check_mask, check_strided
 from compressor.data.rows import MASKS, Row
 from compressor.errors import DatasetError
 
@@ -51,8 +52,12 @@ def encode_row(row: Row, tokenizer: Any, max_length: int) -> Tokens:
         raise DatasetError(f"{row.where}: a {type(text).__name__} stands where text should; repair or remove this row")
     if not text.strip():
         return Tokens(torch.empty(0, dtype=torch.int64))
-    with _settings_kept(tokenizer):
-        encoded = tokenizer(text, truncation=True, max_length=max_length, add_special_tokens=add_special_tokens)
+    try:
+        with _settings_kept(tokenizer):
+            encoded = tokenizer(text, truncation=True, max_length=max_length, add_special_tokens=add_special_tokens)
+    except (TypeError, UnicodeError) as error:  # such as halves of surrogate pairs, which are no characters
+        problem = " ".join(str(error).split())[:100]
+        raise DatasetError(f"{row.where}: the tokenizer cannot read this text ({problem}); repair or remove this row") from error
     return Tokens(torch.tensor(encoded["input_ids"], dtype=torch.int64))
 
 
@@ -80,12 +85,13 @@ def _checked_mask(mask: Any, name: str, ids: Tensor, where: str) -> Tensor:
     checked = _as_tensor(mask, where).to("cpu")
     if checked.shape != ids.shape:
         raise DatasetError(f"{where}: {name} {tuple(checked.shape)} and input_ids {tuple(ids.shape)} differ; make them equal")
+    check_mask(checked, name, where)
     return checked.bool()
 
 
 def _as_tensor(value: Any, where: str) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        return check_strided(torch.as_tensor(value), where)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DatasetError(f"{where}: a {type(value).__name__} that is no flat list of integers stands where token ids should") from error
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from compressor.data.collate import check_strided
 from compressor.errors import DatasetError
 
 T = TypeVar("T")
@@ -103,6 +104,8 @@ def _jsonl_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Row]
             value = json.loads(line)
         except json.JSONDecodeError as error:
             raise DatasetError(f"{where}: this is no JSON ({error.msg} at column {error.colno}); repair the line") from error
+        except RecursionError as error:
+            raise DatasetError(f"{where}: this JSON is nested too deeply to be read; repair the line") from error
         if not isinstance(value, dict):
             raise DatasetError(f'{where}: a JSON {type(value).__name__} is no row; write {{"{text_column}": "..."}}')
         yield _mapping_row(value, where, text_column)
@@ -139,7 +142,7 @@ def _safetensors_rows(path: Path, text_column: str, seed: int | None) -> Iterato
 
 
 def _tensor_rows(arrays: Mapping[str, Tensor], where: str, seed: int | None) -> Iterator[Row]:
-    tokens = arrays["input_ids"]
+    tokens = check_strided(arrays["input_ids"], where)
     if tokens.dim() != 2:
         raise DatasetError(f"{where}: token ids of shape {tuple(tokens.shape)} are not [N, T]; reshape them to one row per sample")
     masks = {name: arrays[name] for name in MASKS if name in arrays}

@@ -1,11 +1,11 @@
-"""The last look at a compressed model before a byte of it is written.
+"""The first look at a model before anything is done to it, and the last one before a byte of it is written.
 
 A scale that was never computed, or that became NaN on the way, gives a file that loads without complaint and talks nonsense.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,34 @@ from compressor.numerics.qparams import QParams, check_qparams
 from compressor.numerics.scheme import QuantizationScheme
 
 _SHOWN_FAULTS = 3
+
+
+@torch.no_grad()
+def check_values(model: nn.Module, changed: Collection[str]) -> list[str]:
+    """Look for NaN and infinity in the parameters of a model, before hours of calibration find them.
+
+    Args:
+        model: not yet compressed.
+        changed: dotted names of the modules that will be compressed.
+
+    Returns:
+        A sentence on the parameters of other modules that hold NaN, which stay as they are; empty where there are none.
+
+    Raises:
+        NumericsError: a parameter of a module that will be compressed holds NaN or infinity.
+    """
+    spoilt = []
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.numel() or not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            continue
+        low, high = parameter.aminmax()  # one pass, and NaN wins
+        if name.rpartition(".")[0] in changed and not bool(low.isfinite() & high.isfinite()):
+            raise NumericsError(
+                f"{name}: holds NaN or infinity, for which there is no scale; repair the model, or ignore {name.rpartition('.')[0]}"
+            )
+        if bool(low.isnan()):
+            spoilt.append(name)
+    return [f"{len(spoilt)} parameters that stay as they are hold NaN ({some(spoilt)})"] if spoilt else []
 
 
 def audit_qparams(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:

@@ -14,6 +14,16 @@ from compressor.errors import ModelError
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SHOWN_NAMES = 3
+# Least and most of each; ten times and more beyond what exists.
+_SIZES = {
+    "num_hidden_layers": (0, 10_000),
+    "vocab_size": (1, 100_000_000),
+    "hidden_size": (1, 10_000_000),
+    "intermediate_size": (0, 100_000_000),
+    "num_attention_heads": (0, 1_000_000),
+    "num_key_value_heads": (0, 1_000_000),
+    "max_position_embeddings": (1, 10_000_000_000),
+}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -28,12 +38,38 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ModelError: no folder, no config.json, or no JSON object in it.
     """
-    if not folder.is_dir():
+    if not is_dir(folder):
         raise ModelError(f"model: {str(folder)!r} is not a folder; give a folder with config.json and safetensors (nothing is downloaded)")
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder}: no config.json was found; give the folder that holds config.json and the safetensors files")
-    return read_json(path)
+    config = read_json(path)
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        _check_sizes(path, part)
+    return config
+
+
+def is_dir(folder: Path) -> bool:
+    """Tell whether a folder is there; a name that no file system takes is none.
+
+    Args:
+        folder: its path.
+
+    Returns:
+        True for a folder, or a link to one.
+    """
+    try:
+        return folder.is_dir()
+    except OSError:
+        return False
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has, before something is built of them: a thousand million layers would never end."""
+    for name, (least, most) in _SIZES.items():
+        value = config.get(name)
+        if isinstance(value, int | float) and not least <= value <= most:
+            raise ModelError(f"{path}: {name}={value} is not between {least} and {most:,}; restore the file")
 
 
 def check_not_quantized(config: Mapping[str, Any], where: str) -> None:
@@ -145,7 +181,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON ({one_line(error)}); restore the file") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror}); restore the file") from error

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.folder import check_not_quantized, check_weight_files, one_line, read_config, some
+from compressor.model.folder import check_not_quantized, check_weight_files, is_dir, one_line, read_config, read_json, some
 from compressor.nn.layer import QuantizedLayer
 
 if TYPE_CHECKING:
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 _DEFAULT_CLASS = "AutoModelForCausalLM"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_GENERATION_FILE = "generation_config.json"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 # What transformers raises for a folder that it cannot read: a field of a wrong kind alone gives half of these.
 LOAD_ERRORS = (
-    *(OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError),
+    *(OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
     *(SafetensorError, StrictDataclassError),
 )
 
@@ -83,10 +84,12 @@ def load_model(
         check_in_memory(source)
         return LoadedModel(source, tokenizer=None, source_dir=None, from_memory=True)
     folder = Path(source)
-    torch_device, torch_dtype = resolve_device(device), _resolve_dtype(dtype)
+    torch_device, torch_dtype = resolve_device(device), resolve_dtype(dtype)
     config = read_config(folder)
     check_not_quantized(config, str(folder))
     check_weight_files(folder)
+    if (folder / _GENERATION_FILE).exists():
+        read_json(folder / _GENERATION_FILE)  # transformers would put its defaults in the place of one that it cannot read
     loader = resolve_class(model_class)
     with quiet_transformers():
         model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code)
@@ -137,7 +140,18 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """Turn the name of a dtype into the dtype.
+
+    Args:
+        dtype: a dtype of floats, its name, or "auto".
+
+    Returns:
+        The dtype; "auto" for "auto".
+
+    Raises:
+        ModelError: nothing is compressed from that dtype.
+    """
     if dtype == "auto":
         return "auto"
     name = str(dtype).removeprefix("torch.")
@@ -187,7 +201,7 @@ def resolve_class(model_class: str | type | None) -> Any:
 
     if isinstance(model_class, type):
         return model_class
-    name = model_class or _DEFAULT_CLASS
+    name = _DEFAULT_CLASS if model_class is None else model_class
     found = getattr(transformers, name, None)
     if not hasattr(found, "from_pretrained"):
         nearest = difflib.get_close_matches(name, dir(transformers), n=3)
@@ -215,7 +229,8 @@ def _load_weights(folder: Path, loader: Any, dtype: str | torch.dtype, trust_rem
 def _check_loading_info(folder: Path, info: Mapping[str, Any], config: Mapping[str, Any], *, may_leave_weights: bool) -> None:
     missing, unexpected = info["missing_keys"], info["unexpected_keys"]
     mismatched = [key for key, *_ in info["mismatched_keys"]]
-    wanted_class = next(iter(config.get("architectures") or ["AutoModel"]))
+    named = config.get("architectures")
+    wanted_class = named[0] if isinstance(named, list) and named else "AutoModel"
     if mismatched:
         raise ModelError(
             f"{folder}: {len(mismatched)} weights have another shape than config.json says ({some(mismatched)}); restore the files"
@@ -253,6 +268,31 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except LOAD_ERRORS as error:
         raise ModelError(f"{folder}: its tokenizer cannot be loaded ({one_line(error)}); {_remedy(error)}") from error
+
+
+def resolve_tokenizer(tokenizer: Any, trust_remote_code: bool = False) -> Any:
+    """Take a tokenizer as a user gives it.
+
+    Args:
+        tokenizer: an object, the path of its folder, or None.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
+
+    Returns:
+        The tokenizer; None for None.
+
+    Raises:
+        ModelError: the folder is missing or holds none.
+    """
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    folder = Path(tokenizer)
+    if not is_dir(folder):
+        raise ModelError(f"tokenizer: {str(tokenizer)!r} is not a folder; give one with tokenizer.json (nothing is downloaded)")
+    with quiet_transformers():
+        found = load_tokenizer(folder, trust_remote_code)
+    if found is None:
+        raise ModelError(f"tokenizer: {folder} holds none; give a folder with tokenizer.json")
+    return found
 
 
 def _remedy(error: BaseException) -> str:

@@ -92,7 +92,8 @@ def _named_class(config: dict[str, Any]) -> str | None:
     """The class that the config names, where transformers has it."""
     import transformers
 
-    named = next(iter(config.get("architectures") or []), None)
+    names = config.get("architectures")
+    named = names[0] if isinstance(names, list) and names else None
     return named if isinstance(named, str) and hasattr(transformers, named) else None
 
 

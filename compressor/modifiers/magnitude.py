@@ -182,7 +182,7 @@ class MagnitudePruningModifier(PruningModifier):
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Prune at once, before any data flows."""
-        if self.started:
+        if self.started and event.step:  # by a training that came before
             return
         if self.start is not None:
             raise LifecycleError(

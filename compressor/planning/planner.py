@@ -16,10 +16,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from compressor.arguments import check_arguments
 from compressor.lifecycle import Modifier, PlannedModule, State
 from compressor.model.experts import unfused_experts
 from compressor.model.experts_stages import expert_targets
-from compressor.model.load import resolve_device
+from compressor.model.load import resolve_device, resolve_dtype
 from compressor.model.skeleton import load_skeleton
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import choose_pipeline
@@ -82,7 +83,7 @@ def plan(
     model: str | Path | nn.Module,
     *,
     recipe: Any,
-    recipe_args: dict[str, Any] | None = None,
+    recipe_args: Mapping[str, Any] | Sequence[str] | None = None,
     num_calibration_samples: int = 512,
     max_seq_length: int | None = None,
     batch_size: int | None = None,
@@ -100,7 +101,7 @@ def plan(
     Args:
         model: folder with a config.json (weights are not needed), or a model in memory.
         recipe: as for `oneshot`.
-        recipe_args: values for `${name}` in the recipe.
+        recipe_args: values for `${name}` in the recipe: a mapping, or texts `name=value`.
         num_calibration_samples: sequences that would be taken.
         max_seq_length: tokens of each; by default what the model takes, at most 2048.
         batch_size: sequences in one forward; by default as many as make 2048 tokens.
@@ -119,6 +120,7 @@ def plan(
     Raises:
         UserInputError: whatever `oneshot` would refuse of recipe and model.
     """
+    check_arguments(plan, locals())
     granted = None if activation_memory is None else parse_bytes(activation_memory, "activation_memory")
     parsed = load_recipe(recipe, args=recipe_args)
     chosen = choose_pipeline(parsed.modifiers, pipeline)
@@ -126,7 +128,7 @@ def plan(
     if isinstance(model, nn.Module):
         skeleton = _without_values(model)
     elif dtype != "auto":
-        skeleton = skeleton.to(getattr(torch, dtype))
+        skeleton = skeleton.to(resolve_dtype(dtype))
     batches = Batches.of(num_calibration_samples, max_seq_length or _default_length(skeleton), batch_size)
     run_device = resolve_device(device)
     with unfused_experts(skeleton, hold=True) as experts:

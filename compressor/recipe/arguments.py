@@ -7,7 +7,7 @@ A string that is nothing but `${name}` becomes the value itself, with its type; 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from compressor.errors import RecipeError
@@ -41,6 +41,29 @@ def substitute(value: Any, args: Mapping[str, Any], used: set[str], where: Calla
     if isinstance(value, list | tuple):
         return [substitute(item, args, used, where, (*path, number)) for number, item in enumerate(value)]
     return value
+
+
+def named_values(args: Mapping[str, Any] | Sequence[str] | None) -> dict[str, Any]:
+    """Take arguments as a user gives them.
+
+    Args:
+        args: a mapping; texts `name=value`, or one such text; None for none.
+
+    Returns:
+        Value by name; of texts all values are texts.
+
+    Raises:
+        RecipeError: a text without a name or without `=`, or a name that stands twice.
+    """
+    if args is None or isinstance(args, Mapping):
+        return dict(args or {})
+    found: dict[str, Any] = {}
+    for text in [args] if isinstance(args, str) else args:
+        name, separator, value = text.partition("=")
+        if not separator or not name or name in found:
+            raise RecipeError(f"recipe_args: {text!r} is not name=value, or its name stands twice; give each name once")
+        found[name] = value
+    return found
 
 
 def escape(value: Any) -> Any:

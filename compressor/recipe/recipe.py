@@ -14,7 +14,7 @@ from pydantic_core import PydanticSerializationError
 from compressor.errors import RecipeError
 from compressor.lifecycle import Modifier
 from compressor.modifiers.registry import modifier_name
-from compressor.recipe.arguments import escape
+from compressor.recipe.arguments import escape, named_values
 from compressor.recipe.build import DEFAULT_STAGE, Builder, Stage
 from compressor.recipe.source import RecipeDumper, read_document
 
@@ -52,14 +52,17 @@ class Recipe:
 
 
 def load_recipe(
-    source: str | Path | Mapping[str, Any] | Recipe | Modifier | Sequence[Any], args: Mapping[str, Any] | None = None
+    source: str | Path | Mapping[str, Any] | Recipe | Modifier | Sequence[Any],
+    args: Mapping[str, Any] | Sequence[str] | None = None,
+    run_type: str | None = None,
 ) -> Recipe:
     """Read a recipe, strictly: what means nothing is an error that names the line and the nearest valid name.
 
     Args:
         source: path of a .yaml, .json or .md file (YAML between `---` lines on top); the text of one; the data that such a text gives; a
             recipe; a modifier; or a list of modifiers, whose `index` and `group` are filled in on the objects themselves.
-        args: values for `${name}` in the recipe, in place of the recipe's own `args`.
+        args: values for `${name}` in the recipe, in place of the recipe's own `args`: a mapping, or texts `name=value`.
+        run_type: `oneshot` or `train`: for which run; a recipe that says it is for the other is refused.
 
     Returns:
         The recipe.
@@ -72,11 +75,22 @@ def load_recipe(
         >>> recipe.modifiers[0].group
         'quant'
     """
+    recipe = _read(source, named_values(args))
+    for stage in recipe.stages:
+        if run_type is not None and stage.run_type not in (None, run_type):
+            raise RecipeError(
+                f"recipe: the stage {stage.name} has run_type={stage.run_type}, and this is {run_type}; run it by {stage.run_type}, "
+                "or leave run_type out"
+            )
+    return recipe
+
+
+def _read(source: Any, args: Mapping[str, Any]) -> Recipe:
     objects = _modifier_objects(source)
     if objects is None and not isinstance(source, Recipe):
         assert not isinstance(source, Modifier)
         document = read_document(source)
-        recipe = Recipe(Builder(document, args or {}).build(), document.text)
+        recipe = Recipe(Builder(document, args).build(), document.text)
         return recipe if recipe.text else Recipe(recipe.stages, recipe.dump())
     if args:
         raise RecipeError(f"recipe: args={dict(args)} was given with modifier objects, which hold no ${{name}}; set their fields instead")

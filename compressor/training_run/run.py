@@ -6,13 +6,15 @@ half-written folder, and goes on from its last state to the very bytes of a run 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from compressor.arguments import check_arguments
 from compressor.errors import UserInputError
+from compressor.model.load import resolve_tokenizer
 from compressor.progress import Progress
 from compressor.recipe import load_recipe
 from compressor.training.trainer import Mode
@@ -29,7 +31,7 @@ def train(
     output_dir: str | Path | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
-    recipe_args: dict[str, Any] | None = None,
+    recipe_args: Mapping[str, Any] | Sequence[str] | None = None,
     tokenizer: Any = None,
     steps: int | None = None,
     epochs: float | None = None,
@@ -69,8 +71,8 @@ def train(
         output_dir: folder of the checkpoint; None keeps the result in memory.
         run_dir: folder that keeps the last two states; by default beside the output folder.
         resume: go on from the newest state of an earlier run of the same settings.
-        recipe_args: values for `${name}` in the recipe.
-        tokenizer: in place of that of the model's folder.
+        recipe_args: values for `${name}` in the recipe: a mapping, or texts `name=value`.
+        tokenizer: in place of that of the model's folder; or the path of its folder.
         steps: length of the run; `start`, `end` and `update` in the recipe then count steps.
         epochs: length of the run in passes over the data, in place of `steps`; the recipe then counts epochs. By default 1.
         batch_size: blocks in a micro-batch.
@@ -115,6 +117,7 @@ def train(
         AlreadyDoneError: `resume` of a run whose checkpoint is there already.
         KeyboardInterrupt: ctrl-C; the state after the last whole step is kept, and a note says how to go on.
     """
+    check_arguments(train, locals())
     settings = TrainSettings(
         steps=steps,
         epochs=epochs,
@@ -142,9 +145,9 @@ def train(
     if recipe is None and recipe_args:
         raise UserInputError(f"recipe_args: {', '.join(recipe_args)} were given without a recipe; give one, or leave them out")
     place = check_place(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
-    parsed = None if recipe is None else load_recipe(recipe, args=recipe_args)
+    parsed = None if recipe is None else load_recipe(recipe, args=recipe_args, run_type="train")
     text, modifiers = (None, ()) if parsed is None else (parsed.dump(), tuple(parsed.modifiers))
     run = TrainingRun(settings, place, text, modifiers, seed, progress)
-    run.load(model, tokenizer, device, model_class, trust_remote_code_model)
+    run.load(model, resolve_tokenizer(tokenizer, trust_remote_code_model), device, model_class, trust_remote_code_model)
     run.read(dataset, eval_dataset, max_seq_length, text_column)
     return run.train()

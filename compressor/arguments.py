@@ -1,0 +1,130 @@
+"""Of what kind the arguments of the Python functions must be, in one table: a wrong one is named before anything is done with any.
+
+What a value means (whether a folder exists, whether an engine has that name) is checked where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressor.errors import UserInputError
+
+Check = Callable[[Any], bool]
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _path(value: Any) -> bool:
+    return isinstance(value, Path) or _text(value)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_text(one) for one in value)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_number(one) for one in value)
+
+
+def _model(value: Any) -> bool:
+    return isinstance(value, nn.Module) or _path(value)
+
+
+def _model_class(value: Any) -> bool:
+    return _text(value) or isinstance(value, type)
+
+
+def _tokenizer(value: Any) -> bool:
+    return _path(value) or (callable(value) and hasattr(value, "save_pretrained"))
+
+
+def _recipe_args(value: Any) -> bool:
+    pairs = [value] if isinstance(value, str) else value
+    if isinstance(pairs, Mapping):
+        return all(_text(name) for name in pairs)
+    return isinstance(pairs, list | tuple) and all(_text(pair) and pair.partition("=")[1:2] == ("=",) and pair[0] != "=" for pair in pairs)
+
+
+def _memory(value: Any) -> bool:
+    return isinstance(value, str) or _number(value)
+
+
+def _dtype(value: Any) -> bool:
+    return _text(value) or isinstance(value, torch.dtype)
+
+
+def _device(value: Any) -> bool:
+    return _text(value) or isinstance(value, torch.device)
+
+
+def _progress(value: Any) -> bool:
+    return _flag(value) or hasattr(value, "task")
+
+
+_WHOLE, _FLAG, _TEXT = (_whole, "a whole number"), (_flag, "True or False"), (_text, "a text")
+_KINDS: Mapping[str, tuple[Check, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("num_calibration_samples", "max_seq_length", "batch_size", "max_variants", "seed"), _WHOLE),
+        **dict.fromkeys(
+            ("targets_per_subgraph", "steps", "warmup_steps", "accumulate", "eval_every", "save_every", "check_every", "audit_every"),
+            _WHOLE,
+        ),
+        **dict.fromkeys(("resume", "shuffle", "shuffle_calibration_samples", "calibrate_all_experts", "propagate_error"), _FLAG),
+        **dict.fromkeys(("trust_remote_code_model", "ema_warmup"), _FLAG),
+        **dict.fromkeys(("text_column", "pipeline", "engine", "verify", "autocast", "mode", "modality"), _TEXT),
+        **dict.fromkeys(("epochs", "learning_rate", "weight_decay", "clip_norm", "save_ema"), (_number, "a number")),
+        **dict.fromkeys(("output_dir", "run_dir", "offload_dir"), (_path, "a path")),
+        **dict.fromkeys(("activation_memory", "activation_device_memory"), (_memory, "a number of bytes, or a text such as '4GB'")),
+        **dict.fromkeys(("dtype", "save_dtype"), (_dtype, "the name of a dtype")),
+        **dict.fromkeys(("leaves", "ignore"), (_texts, "a list of texts")),
+        "sequential_targets": (lambda value: bool(value) and _texts(value), "a list of at least one text"),
+        "ema": (_numbers, "a list of numbers"),
+        "model": (_model, "the path of a folder, or a model (torch.nn.Module)"),
+        "model_class": (_model_class, "a class of transformers, or its name"),
+        "tokenizer": (_tokenizer, "a tokenizer of transformers, or the path of its folder"),
+        "recipe_args": (_recipe_args, "a mapping of names to values, or a list of texts 'name=value'"),
+        "device": (_device, "the name of a device"),
+        "progress": (_progress, "True, False, or an object with a method task()"),
+    }
+)
+
+
+def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse arguments of the wrong kind.
+
+    Args:
+        function: that was called; where a default is None, None may be given.
+        given: its arguments by name; names that are not in the table are not looked at.
+
+    Raises:
+        UserInputError: the first that is of the wrong kind.
+    """
+    defaults: Mapping[str, Any] = getattr(function, "__kwdefaults__", None) or {}
+    for name, value in given.items():
+        if name not in _KINDS or (value is None and defaults.get(name, ...) is None):
+            continue
+        check, words = _KINDS[name]
+        if not check(value):
+            text = repr(str(value) if isinstance(value, Path) else value)
+            raise UserInputError(f"{name}: {text if len(text) <= 60 else text[:57] + '...'} was given, where {words} belongs; correct it")

@@ -1,0 +1,62 @@
+"""Whether the disk has room for what a run will write: known before hours of calibration, not after them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+
+from compressor.errors import CheckpointError
+from compressor.nn import weight_of
+from compressor.numerics.scheme import QuantizationScheme
+from compressor.numerics.sizes import quantized_weight_bytes
+
+
+def check_room(model: nn.Module, schemes: Mapping[str, QuantizationScheme], output_dir: Path | None, run_dir: Path | None) -> None:
+    """Refuse disks that are too small.
+
+    Args:
+        model: not yet compressed.
+        schemes: dotted name of every module that will be quantized to its scheme.
+        output_dir: where the checkpoint will be; None where none is written.
+        run_dir: where finished stages will be kept; None where none are.
+
+    Raises:
+        CheckpointError: a disk has less room than the files will take.
+    """
+    made = sum(_bytes_after(model.get_submodule(name), scheme) for name, scheme in schemes.items())
+    gone = sum(_weight_bytes(model.get_submodule(name)) for name in schemes)
+    needed: dict[int, tuple[Path, int]] = {}
+    for folder, num_bytes in ((output_dir, _model_bytes(model) - gone + made), (run_dir, made)):
+        if folder is None:
+            continue
+        place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        disk = place.stat().st_dev
+        first, before = needed.get(disk, (place, 0))
+        needed[disk] = first, before + num_bytes
+    for place, num_bytes in needed.values():
+        free = shutil.disk_usage(place).free
+        if num_bytes > free:
+            raise CheckpointError(
+                f"{place}: this run will write about {num_bytes:,} bytes there, and {free:,} are free; free some space or name another disk"
+            )
+
+
+def _model_bytes(model: nn.Module) -> int:
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in model.state_dict().values()}
+    return sum(storages.values())
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    weight = weight_of(module)
+    return weight.numel() * weight.element_size()
+
+
+def _bytes_after(module: nn.Module, scheme: QuantizationScheme) -> int:
+    weight = weight_of(module)
+    rows, columns = weight.shape
+    assert scheme.weights is not None
+    packed = scheme.compression_format == "pack-quantized"
+    return quantized_weight_bytes(rows, columns, scheme.weights, packed=packed, scale_bytes=weight.element_size())
