@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from compressor.model.saving import attach_save, save_compressed
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.nn import QuantizedLayer
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
-from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record, tensor_hash
+from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.progress import Progress, RichProgress, SilentProgress
 from compressor.recipe import Recipe, load_recipe
 from compressor.tracing import Engine, Verify
@@ -183,8 +183,7 @@ def oneshot(
     place = check_places(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
     parsed = load_recipe(recipe, args=recipe_args, run_type="oneshot")
     tokenizer = resolve_tokenizer(tokenizer, trust_remote_code_model)
-    chosen = choose_pipeline(parsed.modifiers, pipeline)
-    _check_use(chosen, settings, dataset)
+    chosen = _choose(pipeline, parsed, settings, dataset)
     loaded = load_model(
         model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
     )
@@ -195,11 +194,9 @@ def oneshot(
     with ExitStack() as held:
         with (
             torch.random.fork_rng(),
-            _something_changes(loaded.model, parsed),
             unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
             Session(state, parsed.modifiers) as session,
         ):
-            torch.manual_seed(seed)
             untouched = _initialize(session, experts, calibrate_all_experts, place)
             settings = replace(settings, targets=expert_targets(loaded.model, state.claims, chosen, settings.targets))
             data = None
@@ -222,7 +219,7 @@ def oneshot(
             journal = held.enter_context(place.open(run, session.modifiers))
             run_pipeline(chosen, session, data, progress=bars, settings=settings, journal=journal)
             session.finalize()
-            check_unclaimed(loaded.model, untouched, state.claims.keys() | state.touched)
+            _check_changes(state, parsed, untouched)
         clock.lap("compress")
         record = run_record(parsed.dump(), base, data, state.report, choices, seed, run)
         folder = None if output_dir is None else _save(loaded, tokenizer, output_dir, record, journal.token)
@@ -246,29 +243,28 @@ def _result(
     return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, report, record, folder, seconds, resumed, source)
 
 
-@contextmanager
-def _something_changes(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """Refuse a recipe that leaves all of the model as it was; one that quantizes never does."""
-    if any(isinstance(modifier, SchemeModifier) for modifier in recipe.modifiers):
-        yield
-        return
-    before = tensor_hash(model)
-    yield
-    if tensor_hash(model) == before:
+def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) -> None:
+    """Refuse a model of which something has changed that nobody was to change, or of which nothing has changed at all."""
+    check_unclaimed(state.model, base, state.claims.keys() | state.touched)
+    quantizes = any(isinstance(modifier, SchemeModifier) for modifier in recipe.modifiers)
+    if not quantizes and contents(state.model) == base:
         names = ", ".join(modifier.label for modifier in recipe.modifiers)
         raise RecipeError(f"recipe: {names} left every tensor of the model as it was; give modifiers that change something in oneshot")
 
 
-def _check_use(pipeline: str, settings: SequentialSettings, dataset: Any) -> None:
-    """Refuse a pipeline without the data that it needs, and settings that it does not use."""
-    settings.refuse_without_use(pipeline)
-    if pipeline != "data_free" and dataset is None:
-        raise DatasetError(f"oneshot: no dataset was given, and the {pipeline} pipeline needs one; pass dataset=")
+def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any) -> str:
+    """Choose the pipeline; refuse one without the data that it needs, and settings that it does not use."""
+    chosen = choose_pipeline(recipe.modifiers, pipeline)
+    settings.refuse_without_use(chosen)
+    if chosen != "data_free" and dataset is None:
+        raise DatasetError(f"oneshot: no dataset was given, and the {chosen} pipeline needs one; pass dataset=")
+    return chosen
 
 
 def _initialize(session: Session, experts: UnfusedModel, calibrate_all: bool, place: RunPlace) -> dict[str, Content]:
     """Initialize the modifiers; return the contents of the model from before. Changes the model."""
     before = contents(session.state.model)
+    torch.manual_seed(session.state.seed)
     session.initialize()
     _settle(experts, session, calibrate_all, place)
     return contents(session.state.model, before)  # with the experts that are fused again
@@ -296,7 +292,7 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
     for note in reader_notes(state.model, schemes):
         state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later
         if to_disk:
-            warnings.warn(note, UserWarning, stacklevel=3)
+            warnings.warn(note, UserWarning, stacklevel=4)
 
 
 def _run_device(loaded: LoadedModel, device: str) -> torch.device:

@@ -8,7 +8,7 @@ place.py        the folders of one run          record.py       what compression
 
 from __future__ import annotations
 
-from compressor.pipelines.journal.fingerprint import base_hashes, model_identity, run_fingerprint, tensor_hash
+from compressor.pipelines.journal.fingerprint import base_hashes, model_identity, run_fingerprint
 from compressor.pipelines.journal.journal import Journal, NoJournal
 from compressor.pipelines.journal.place import RunPlace, check_places
 from compressor.pipelines.journal.record import run_record
@@ -22,5 +22,4 @@ __all__ = [
     "model_identity",
     "run_fingerprint",
     "run_record",
-    "tensor_hash",
 ]

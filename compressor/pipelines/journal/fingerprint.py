@@ -86,7 +86,7 @@ def model_identity(loaded: LoadedModel, base: Mapping[str, str], tokenizer: Any)
     """
     identity: dict[str, Any] = {"class": f"{type(loaded.model).__module__}.{type(loaded.model).__qualname__}"}
     if loaded.source_dir is None:
-        identity |= {"config": _config_hash(loaded.model), "tensors": tensor_hash(loaded.model)}
+        identity |= {"config": _config_hash(loaded.model), "tensors": _tensor_hash(loaded.model)}
     else:
         texts = [path.name for path in loaded.source_dir.iterdir() if path.suffix in _TEXT_SUFFIXES and path.name not in base]
         templates = [path.relative_to(loaded.source_dir).as_posix() for path in loaded.source_dir.glob("*/*.jinja")]
@@ -226,15 +226,7 @@ def _config_hash(model: nn.Module) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def tensor_hash(model: nn.Module) -> str:
-    """Hash all parameters and buffers.
-
-    Args:
-        model: any module with values.
-
-    Returns:
-        The sha256 in hexadecimal, of names, dtypes, shapes and bytes.
-    """
+def _tensor_hash(model: nn.Module) -> str:
     result = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
