@@ -93,7 +93,9 @@ def _as_tensor(value: Any, where: str) -> Tensor:
     try:
         return check_strided(torch.as_tensor(value), where)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DatasetError(f"{where}: a {type(value).__name__} that is no flat list of integers stands where token ids should") from error
+        raise DatasetError(
+            f"{where}: a {type(value).__name__} that is no flat list of integers stands where token ids should; repair this row"
+        ) from error
 
 
 def _render(row: Row, tokenizer: Any) -> str:

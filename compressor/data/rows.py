@@ -73,9 +73,18 @@ def _read_file(path: Path, text_column: str, seed: int | None) -> Iterator[Row]:
     readers = {".jsonl": _jsonl_rows, ".txt": _txt_rows, ".parquet": _parquet_rows, ".safetensors": _safetensors_rows}
     if path.suffix not in readers:
         raise DatasetError(f"{path}: the extension {path.suffix!r} is unknown; give a file that ends in one of {', '.join(readers)}")
-    if not path.is_file():
-        raise DatasetError(f"{path}: no such file; check the path (names of the Hugging Face hub are not downloaded, load them first)")
+    if not _is_file(path):
+        raise DatasetError(
+            f"{str(path)[:200]}: no such file; check the path (names of the Hugging Face hub are not downloaded, load them first)"
+        )
     return readers[path.suffix](path, text_column, seed)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no disk takes
+        return False
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
