@@ -20,7 +20,7 @@ from torch import nn
 from compressor.arguments import check_arguments
 from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError, RecipeError
-from compressor.lifecycle import Report, Session, State
+from compressor.lifecycle import Modifier, Report, Session, State
 from compressor.model.audit import check_values
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoint import MAX_SHARD_BYTES, save_checkpoint
@@ -254,6 +254,10 @@ def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) ->
 
 def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any) -> str:
     """Choose the pipeline; refuse one without the data that it needs, and settings that it does not use."""
+    for modifier in recipe.modifiers:
+        times = [f"{name}={getattr(modifier, name)}" for name in ("start", "end", "update") if getattr(modifier, name) is not None]
+        if times and type(modifier).on_start is Modifier.on_start:
+            raise RecipeError(f"{modifier.label}: {times[0]} is for training, in which it takes no part; leave it out")
     chosen = choose_pipeline(recipe.modifiers, pipeline)
     settings.refuse_without_use(chosen)
     if chosen != "data_free" and dataset is None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
 from compressor.algorithms.costs import Cost, gptq_cost
 from compressor.algorithms.gptq import ActOrder, Solver, quantize_gptq
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
-from compressor.errors import NumericsError, RecipeError, SchemeError
+from compressor.errors import NumericsError, SchemeError
 from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
 from compressor.modifiers.inputs import InputHessians, InputHook, mask_of_input
 from compressor.modifiers.scheme_modifier import SchemeModifier
@@ -60,13 +60,6 @@ class GPTQModifier(SchemeModifier):
     def calibration_need(self) -> CalibrationNeed:
         """Always `sequential`: each layer should see the error of those before it."""
         return "sequential"
-
-    @model_validator(mode="after")
-    def _check_times(self) -> Self:
-        for name, value in (("start", self.start), ("end", self.end), ("update", self.update)):
-            if value is not None:
-                raise RecipeError(f"{name}={value} is for training, and GPTQ calibrates; leave {name} out")
-        return self
 
     def _completed(self, scheme: QuantizationScheme) -> QuantizationScheme:
         scheme = super()._completed(scheme)

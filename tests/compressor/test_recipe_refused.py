@@ -59,7 +59,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "leave targets",
     ),
     "targets without a scheme": ("GPTQModifier", {"scheme": None, "kv_cache_scheme": {"num_bits": 8}, "targets": ["x"]}, "", "targets"),
-    "a start of what does not train": ("GPTQModifier", {"start": 3}, "", "GPTQ calibrates"),
     "an update without a start": ("MagnitudePruningModifier", {"update": 2.0}, "", "needs a start"),
     "no zeros": ("MagnitudePruningModifier", {"final_sparsity": 0.0}, "final_sparsity", "greater than 0"),
     "more than all dampening": ("GPTQModifier", {"dampening_frac": 1e308}, "dampening_frac", "less than or equal to 1"),

@@ -242,6 +242,7 @@ COMMANDS: dict[str, Given] = {
         "count the steps of a training",
         recipe=json.dumps({"q_stage": {"q_modifiers": {"MagnitudePruningModifier": {"final_sparsity": 0.5, "start": 0, "end": 4}}}}),
     ),
+    "a start of what does not train": Given("start=3.0 is for training", recipe=quantize(start=3)),
     "a recipe for training": Given(
         "run_type=train", recipe=json.dumps({"q_stage": {"run_type": "train", "q_modifiers": {"GPTQModifier": {"scheme": "W8A8"}}}})
     ),
