@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,16 +15,18 @@ from torch import Tensor, nn
 
 from compressor.arguments import check_arguments
 from compressor.data import load_dataset_source
-from compressor.errors import DatasetError, TargetError
+from compressor.errors import DatasetError, ModelError, TargetError, TracingError
 from compressor.lifecycle import State
 from compressor.model.folder import one_line
 from compressor.model.load import load_tokenizer
-from compressor.model.sample_batches import Modality, SampleBatches, describe_batch, sample_batches
+from compressor.model.sample_batches import MODALITIES, Modality, SampleBatches, describe_batch, sample_batches
 from compressor.model.stand_in import StandIn, stand_in
 from compressor.model.targets import resolve_targets
 from compressor.pipelines.calibration_mode import calibration_mode
 from compressor.tracing import Engine, Plan, Verify, partition, trace
 from compressor.tracing.flow import Stop, measure_flow
+from compressor.tracing.graph.refusal import Unreached
+from compressor.tracing.observe import called
 from compressor.tracing.picture import Picture, make_picture, shortened, size
 
 _NUM_SAMPLES = 2  # of a dataset
@@ -44,6 +47,7 @@ class TraceReport:
         after: modules with weights of their own that run behind the last stage.
         ignored: names of the modules that `ignore` matches.
         num_left_out: layers that the model lacks because they repeat others.
+        reached_by: targets that none of the batches calls, and the modality whose batches call them; "" where none was found.
     """
 
     model_class: str
@@ -55,6 +59,7 @@ class TraceReport:
     after: list[str]
     ignored: list[str]
     num_left_out: int
+    reached_by: dict[str, str]
 
     @property
     def headline(self) -> str:
@@ -82,6 +87,7 @@ class TraceReport:
             "stages": [{**asdict(stop), "live_in": list(stage.live_in)} for stop, stage in zip(self.stops, plan.stages, strict=True)],
             "after": self.after,
             "ignored": self.ignored,
+            "unreached": self.reached_by,
         }
 
     @property
@@ -112,6 +118,12 @@ class TraceReport:
         ]
         if self.ignored:
             lines.append(f"ignored:  {shortened(self.ignored)}")
+        for modality in dict.fromkeys(self.reached_by.values()):
+            names = [name for name, found in self.reached_by.items() if found == modality]
+            remedy = f"--modality {modality} reaches them" if modality else "give a --dataset that reaches them, or --ignore them"
+            lines.append(f"unreached: {shortened(names)}: no batch calls them; {remedy}")
+        if plan.kept:
+            lines.append(f"state:    {shortened(plan.kept)} would pass from batch to batch; every batch starts with the state of the model")
         lines += [f"leaf:     {leaf.name}: {leaf.reason}" for leaf in plan.leaves]
         guards = [guard for guard in plan.guards if guard.is_value]
         lines += [f"guard:    {guard}" for guard in dict.fromkeys(map(str, guards))]
@@ -181,16 +193,24 @@ def trace_model(
         given = _real_batches(stood, dataset, modality) if dataset is not None else sample_batches(stood.model, modality)
         ignored = list(resolve_targets(stood.model, list(ignore))) if ignore else []
         targets, reason = _targets(stood.model, sequential_targets, ignored)
-        plan = trace(
-            stood.model,
-            given.batches,
-            targets=targets,
-            leaves=leaves,
-            engine=engine,
-            max_variants=max_variants,
-            verify=verify,
-            targets_per_stage=targets_per_subgraph,
-        )
+        try:
+            plan = trace(
+                stood.model,
+                given.batches,
+                targets=targets,
+                leaves=leaves,
+                engine=engine,
+                max_variants=max_variants,
+                verify=verify,
+                targets_per_stage=targets_per_subgraph,
+            )
+        except Unreached as error:
+            found = _reached_by(stood.model, list(partition(stood.model, targets).targets), given.modality)
+            better = next((modality for modality in found.values() if modality), None)
+            if better is None:
+                raise
+            raise TracingError(f"{error}; --modality {better} reaches some") from error
+        reached_by = _reached_by(stood.model, plan.uncalled, given.modality)
         stops, after = measure_flow(stood.model, plan.stages, given.batches[0])
     return TraceReport(
         model_class=type(stood.model).__name__,
@@ -202,7 +222,19 @@ def trace_model(
         after=list(after),
         ignored=ignored,
         num_left_out=stood.num_left_out,
+        reached_by=reached_by,
     )
+
+
+def _reached_by(model: nn.Module, names: Sequence[str], tried: Modality) -> dict[str, str]:
+    """Find for each of these targets a modality whose batches call it."""
+    found: dict[str, str] = dict.fromkeys(names, "")
+    for modality in MODALITIES if names else ():
+        if modality != tried:
+            with contextlib.suppress(ModelError):  # it has no such input
+                batches = sample_batches(model, modality).batches
+                found |= dict.fromkeys(called(model, [name for name in names if not found[name]], batches[0]), modality)
+    return found
 
 
 def _targets(model: nn.Module, named: Sequence[str] | None, ignored: list[str]) -> tuple[list[str] | None, str]:

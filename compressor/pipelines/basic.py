@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from compressor.data import CalibrationData, batch_to, call_model
+from compressor.data import CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session, State
 from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
 from compressor.pipelines.journal import NoJournal
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.progress import Progress
+from compressor.tracing.observe import plain_forward
 
 
 def run(session: Session, data: CalibrationData, *, progress: Progress, journal: NoJournal | None = None) -> None:
@@ -37,5 +38,5 @@ def _forward_all(state: State, data: CalibrationData, progress: Progress) -> Non
         for index, batch in enumerate(data.batches):
             set_token_mask(state, data, index)
             with torch.no_grad():
-                call_model(state.model, batch_to(batch, state.device))
+                plain_forward(state.model, batch_to(batch, state.device))
             task.advance()

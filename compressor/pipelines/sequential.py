@@ -77,6 +77,9 @@ def _run_stages(
     with calibration_mode(state):
         with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
             plan = _trace(state, data, settings)
+        if plan.kept:
+            kept = ", ".join(plan.kept)
+            state.report.notes.append(f"{kept} would pass from batch to batch; every batch starts with the state of the model")
         cut = plan.partition
         total = len(data.batches) * (1 + 2 * len(cut.targets))
         with progress.task("calibrate", total=total) as task:

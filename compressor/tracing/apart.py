@@ -8,25 +8,24 @@ turns, and must give the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
-from compressor.tracing.graph.planner import without_traces
+from compressor.tracing.graph.planner import content_digest, shapes
 from compressor.tracing.isolation import TorchState
-from compressor.tracing.observe import copied_batch, plain_forward
+from compressor.tracing.observe import copied_batch, plain_forwards
 from compressor.tracing.order import Trail
-from compressor.tracing.proof import Comparison, Difference, observe
+from compressor.tracing.proof import Comparison, Difference
 from compressor.tracing.suspend import SuspendedRun
 
 
 @torch.no_grad()
 def check_apart(
     model: nn.Module, targets: Mapping[str, nn.Module], batches: Sequence[Batch], device: torch.device | None, trails: Sequence[Trail]
-) -> None:
+) -> tuple[str, ...]:
     """Run two batches alone and in turns, and compare what targets are given and give, and what the forwards return, bit for bit.
 
     Args:
@@ -35,6 +34,9 @@ def check_apart(
         batches: two are taken; a single one is held against its own trial calls.
         device: of the model; None leaves batches where they are.
         trails: what is known of the forwards.
+
+    Returns:
+        Attributes of modules by which one batch changes what the next one gives in the plain model.
 
     Raises:
         TracingError: the forwards notice each other.
@@ -45,10 +47,7 @@ def check_apart(
     parameters = [(module, name, value) for module in model.modules() for name, value in module._parameters.items()]
     state = TorchState.current(foreign=True)
     try:
-        expected = []
-        for batch in pair:
-            with without_traces():
-                expected.append(observe(model, targets.keys(), lambda: plain_forward(model, batch)))  # noqa: B023 - called at once
+        expected, kept = plain_forwards(model, targets.keys(), pair)
         comparison = _Turns(expected, targets)
         copies = [copied_batch(batch) for batch in pair]
         run = SuspendedRun(model, targets, copies, on_sample=comparison.begin, keep_outputs=True, trails=trails)
@@ -60,6 +59,7 @@ def check_apart(
             module._parameters[name] = value
     if swapped:
         raise TracingError(_message(f"its parameter {swapped[0]} stays swapped"))
+    return kept
 
 
 class _Turns(Comparison):
@@ -83,18 +83,5 @@ def _message(what: str) -> str:
 def _two_that_differ(batches: Sequence[Batch]) -> list[Batch]:
     """The first batch and one of other shapes, or else of other content, or else any."""
     first, *others = batches
-    others = [batch for batch in others if _shapes(batch) != _shapes(first)] or others
-    return [first, *([batch for batch in others if not _is_same(first, batch)] or others)[:1]]
-
-
-def _values(batch: Batch) -> dict[Any, Any]:
-    return batch if isinstance(batch, dict) else dict(enumerate(batch))
-
-
-def _shapes(batch: Batch) -> dict[Any, Any]:
-    return {name: getattr(value, "shape", None) for name, value in _values(batch).items()}
-
-
-def _is_same(left: Batch, right: Batch) -> bool:
-    a, b = _values(left), _values(right)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name] for name in a)
+    others = [batch for batch in others if shapes(batch) != shapes(first)] or others
+    return [first, *([batch for batch in others if content_digest(batch) != content_digest(first)] or others)[:1]]

@@ -116,6 +116,11 @@ class ModuleValues:
         """List what has been noted: module and name of the attribute or buffer."""
         return tuple(self._originals)
 
+    def changed(self) -> tuple[tuple[nn.Module, str], ...]:
+        """List the data that is not what it was: module and name of the attribute or buffer."""
+        found = ((module, name, _find(module, name), original) for (module, name), original in self._originals.items())
+        return tuple((module, name) for module, name, now, original in found if now is not original and _differs(now, original))
+
     def view(self) -> View:
         """Return all noted values as they are now: what a forward sees when it pauses."""
         return {(module, name): _find(module, name) for module, name in self._originals}
@@ -145,6 +150,12 @@ class ModuleValues:
 
 def _is_data(value: Any) -> bool:
     return isinstance(value, Tensor | int | float | complex | str | list | tuple | dict | set) and not isinstance(value, bool)
+
+
+def _differs(now: _Place, original: _Place) -> bool:
+    if not now.exists or not _is_data(now.value) or now.value is original.value:
+        return False
+    return not original.exists or not isinstance(now.value, int | float | str) or now.value != original.value
 
 
 def _find(module: nn.Module, name: str) -> _Place:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,13 +15,15 @@ from torch.overrides import TorchFunctionMode
 
 from compressor.data.collate import Batch, call_model
 from compressor.data.layouts import kind_of
-from compressor.errors import CompressorError, TracingError
+from compressor.errors import CompressorError
 from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.planner import without_traces
+from compressor.tracing.graph.refusal import Unrepeatable
 from compressor.tracing.isolation import TorchState, foreign_random
 from compressor.tracing.order import Trail
 from compressor.tracing.out_of_memory import is_out_of_memory
 from compressor.tracing.partition import Partition, module_names
+from compressor.tracing.proof import Seen, observe
 from compressor.tracing.records import Stage
 
 _UNUSUAL_SEED = 3_141_592_653
@@ -121,16 +123,73 @@ def plain_forward(model: nn.Module, batch: Batch) -> Any:
         What the forward returns.
 
     Raises:
-        TracingError: the forward raised something, which is no matter of tracing.
+        Unrepeatable: the forward raised something, which is no matter of tracing.
     """
     try:
         return call_model(model, copied_batch(batch))
     except Exception as error:
         if isinstance(error, CompressorError) or is_out_of_memory(error):
             raise
-        raise TracingError(
-            f"forward: the model itself raises {type(error).__name__}: {error}; give batches that it can run ({describe(batch)})"
+        raise Unrepeatable(
+            f"forward: the model itself raises {type(error).__name__}: {error}{_ids_beyond(model, batch)}; give batches that it can run "
+            f"({describe(batch)})"
         ) from error
+
+
+def plain_forwards(model: nn.Module, watched: Collection[str], batches: Sequence[Batch]) -> tuple[list[list[Seen]], tuple[str, ...]]:
+    """Run plain forwards, each with the state of the model as it is, and note all that modules are given and give back.
+
+    Args:
+        model: as it was afterwards.
+        watched: dotted names of the modules to look at.
+        batches: on the device of the model; not modified.
+
+    Returns:
+        What was seen of each batch; and the attributes of modules by which the first batch changes what the second one gives.
+    """
+    expected, changed = [], set()
+    for batch in batches:
+        with without_traces() as values:
+            expected.append(observe(model, watched, lambda: plain_forward(model, batch)))  # noqa: B023 - called at once
+            changed |= set(values.changed())
+    if not changed or len(batches) == 1:
+        return expected, ()
+    with without_traces():
+        plain_forward(model, batches[0])
+        is_kept = observe(model, watched, lambda: plain_forward(model, batches[1])) != expected[1]
+    names = {module: name for name, module in model.named_modules()}
+    return expected, tuple(f"{names.get(module, '?')}.{name}".lstrip(".") for module, name in changed) if is_kept else ()
+
+
+def called(model: nn.Module, names: Collection[str], batch: Batch) -> set[str]:
+    """Find out which modules a batch calls.
+
+    Args:
+        model: as it was afterwards.
+        names: dotted names.
+        batch: on the device of the model; not modified.
+
+    Returns:
+        Those of the names that are called.
+    """
+    found: set[str] = set()
+    with ExitStack() as hooks, without_traces(), torch.no_grad():
+        for name in names:
+            hook: Any = lambda *args, name=name: found.add(name)  # noqa: E731
+            hooks.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
+        plain_forward(model, batch)
+    return found
+
+
+def _ids_beyond(model: nn.Module, batch: Batch) -> str:
+    """Say which token id the embedding does not have, which torch does not say."""
+    ids = batch.get("input_ids") if isinstance(batch, dict) else batch[0]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or not ids.numel() or not tables:
+        return ""
+    rows = tables[0].num_embeddings
+    odd = next((value for value in (int(ids.max()), int(ids.min())) if not 0 <= value < rows), None)
+    return "" if odd is None else f" (token id {odd} is given, and the model has {rows} tokens)"
 
 
 def describe(batch: Batch) -> str:

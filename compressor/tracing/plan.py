@@ -23,9 +23,10 @@ from torch import nn
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.tracing.apart import check_apart
+from compressor.tracing.given import as_batches, check_model
 from compressor.tracing.graph.engine import GraphEngine
 from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
-from compressor.tracing.graph.refusal import Unrepeatable
+from compressor.tracing.graph.refusal import Unreached, Unrepeatable
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.schedule import schedule
 from compressor.tracing.observe import observe_trail, stages_of
@@ -81,6 +82,7 @@ class Plan:
         self._asked, self._graph, self._verify, self._device = asked, graph, verify, device
         self.uncalled: tuple[str, ...] = ()
         self._trails: dict[bytes, Trail] = {}  # by the content of the batch
+        self._kept: set[str] = set()
         self._num_apart = 0  # batches that were run in turns to show that they do not notice each other
 
     @property
@@ -94,6 +96,11 @@ class Plan:
         return () if self._graph is None else self._graph.guards()
 
     @property
+    def kept(self) -> tuple[str, ...]:
+        """Attributes of modules by which one batch changes the next one's result in the plain model; here each starts from the model's."""
+        return tuple(sorted(self._kept | (set() if self._graph is None else self._graph.kept)))
+
+    @property
     def leaves(self) -> tuple[Leaf, ...]:
         """Functions that are recorded as one node."""
         return () if self._graph is None else self._graph.planner.leaves
@@ -104,7 +111,7 @@ class Plan:
         store: ValueStore | None = None,
         *,
         device: torch.device | None = None,
-        watched: Callable[[], Watched] = tuple,
+        watched: Callable[[], Watched] | None = None,
         on_sample: Callable[[int], None] = lambda index: None,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
@@ -115,7 +122,7 @@ class Plan:
             batches: one forward each; need not be those that were traced.
             store: where values wait between stages; None keeps them where they are. The suspend engine keeps them in paused frames.
             device: of the model; None leaves batches where they are.
-            watched: says which modules carry calibration hooks now.
+            watched: says which modules carry calibration hooks now; None: all that carry hooks.
             on_sample: called with the number of a sample before it runs on.
             quiet: context in which hooks of calibrated targets sleep.
             keep_outputs: keep what the forwards return.
@@ -126,6 +133,8 @@ class Plan:
         Raises:
             TracingError: the engine that was asked for cannot follow these batches.
         """
+        batches = as_batches(batches)
+        watched = watched or self._hooked
         with quiet():
             chosen = self._plan(batches)
             trails = () if chosen is not None else self._look(batches)
@@ -166,11 +175,16 @@ class Plan:
         Raises:
             TracingError: the first difference: module, node and line.
         """
+        batches = as_batches(batches)
         chosen = self._plan(batches)
         if chosen is None or self._graph is None:
             return 0
         self._graph.verify(chosen, batches, range(len(batches)))
         return len(batches)
+
+    def _hooked(self) -> list[str]:
+        """Name the modules that carry hooks: where nobody says which, those are who look."""
+        return [name for name, module in self.model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
 
     def _plan(self, batches: Sequence[Batch]) -> list[Variant] | None:
         """Give each batch its variant; None where the suspend engine must run them."""
@@ -180,6 +194,9 @@ class Plan:
             chosen = self._graph.choose(batches)
             schedule([variant.program for variant in chosen], self._graph.planner.groups)
         except TracingError as error:
+            if self._asked == "graph" and error.__cause__ is not None:  # the model's own, if it raises without a recorder, too
+                for batch in batches:
+                    self._trail(batch)
             if self._asked == "graph" or isinstance(error, Unrepeatable):
                 raise
             self.engine, self.why, self._graph = "suspend", f"the graph engine refused: {error}", None
@@ -195,10 +212,10 @@ class Plan:
             self._note_uncalled({name for trail in trails for name in trail.calls})
             check_orders(trails, merged_rank(trails, {name: place for place, name in enumerate(self.partition.targets)}))
             if self._num_apart < min(len(batches), 2) and self._verify != "off":
-                check_apart(self.model, self.partition.targets, batches, self._device, trails)
+                self._kept |= set(check_apart(self.model, self.partition.targets, batches, self._device, trails))
                 self._num_apart = min(len(batches), 2)
         except TracingError as error:
-            if self._asked != "auto":
+            if self._asked != "auto" or isinstance(error, Unrepeatable):
                 raise
             raise TracingError(f"{error} ({self.why})") from error
         self.stages = stages_of(self.model, trails[0])
@@ -217,7 +234,7 @@ class Plan:
         self.uncalled = tuple(name for name in targets if name not in called)
         if not called:
             some = ", ".join([*list(targets)[:3], *(["..."] if len(targets) > 3 else [])]) or "the model"
-            raise Unrepeatable(
+            raise Unreached(
                 f"trace: no batch calls any of the sequential targets ({some}); give batches that reach them, or name others (a module is "
                 "called by calling it: calls of its .forward() are not seen)"
             )
@@ -230,18 +247,11 @@ class Plan:
             planner = self._graph.planner
             lines.append(f"planning: {planner.num_forwards} forwards, {self._graph.num_verified} batches verified against the plain model")
             lines += [f"variant {one.index}: {one.num_batches} batches, {len(one.program.guard_nodes)} guards" for one in planner.variants]
+        if self.kept:
+            lines.append(f"state: {', '.join(self.kept)} would pass from batch to batch; every batch starts with the state of the model")
         lines += [f"leaf {leaf.name}: {leaf.reason}" for leaf in self.leaves]
         lines += [f"guard {guard}" for guard in self.guards if guard.is_value]
         return "\n".join(lines)
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise TracingError(
-                f"{name or 'the model'}: is compiled, and what a compiled module calls cannot be followed; give the model as it was before "
-                "torch.compile (of a wrapper, its ._orig_mod), and compile after compression"
-            )
 
 
 def trace(
@@ -259,15 +269,15 @@ def trace(
 
     Args:
         model: in eval mode, and without caches that grow; as it was afterwards.
-        batches: what will be run, or a sample of it; at least one.
+        batches: what will be run, or a sample of it; at least one. Mappings, tuples or tensors.
         targets: class names, dotted names or `re:` patterns; None infers them.
         leaves: functions, or `package.module:qualified.name`, that are recorded as one node.
         engine: `graph`, `suspend`, or `auto`: the graph engine where it can follow the model, else the suspend engine.
         max_variants: recorded graphs at most.
         verify: batches on which the plan is compared with the plain model, bit for bit: none, for each recorded graph the first one and
             those that give each size another value, or other padding, or all. With `auto` a difference is a reason to take the suspend
-            engine, and reported. The
-            suspend engine, but for `off`, runs two batches alone and in turns, to show that they do not notice each other.
+            engine, and reported. The suspend engine, but for `off`, runs two batches alone and in turns, to show that they do not
+            notice each other.
         device: of the model; None leaves batches where they are.
         targets_per_stage: targets that follow each other and share a stage; more than 1 needs the graph engine.
 
@@ -279,13 +289,12 @@ def trace(
         TargetError: a pattern matches nothing, or a target lies inside another.
     """
     check_tracing_options(engine, verify, max_variants)
-    if not batches:
-        raise TracingError("trace: no batch was given, and a plan is made by running one; give at least one")
+    batches = as_batches(batches)
     if targets_per_stage != 1 and (engine == "suspend" or targets_per_stage < 1):
         raise TracingError(
             f"targets_per_stage: {targets_per_stage} is not possible with engine={engine!r}; give 1, or take the graph engine"
         )
-    _refuse_compiled(model)
+    check_model(model)
     cut = partition(model, targets)
     graph = None
     if engine != "suspend":

@@ -53,6 +53,7 @@ class Guard:
         stage: index of the stage in whose graph it is checked; -1 before the first stage.
         variant: index of the recorded graph that it belongs to.
         is_value: Python decided by a value; False for how a result is built, which is checked when it is there.
+        text: what it demands, as a person would write it.
     """
 
     file: str
@@ -63,10 +64,11 @@ class Guard:
     stage: int = -1
     variant: int = 0
     is_value: bool = True
+    text: str = ""
 
     def __str__(self) -> str:
-        """Return `file:line: value == expected`."""
-        return f"{short_file(self.file)}:{self.line}: {self.value} == {self.expected!r}"
+        """Return `file:line: condition`."""
+        return f"{short_file(self.file)}:{self.line}: {self.text or f'{self.value} == {self.expected!r}'}"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from compressor.cli import main
+from compressor.errors import TracingError
+from compressor.trace_model import trace_model
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +115,19 @@ def test_mistakes_are_one_line(trace: Trace, tmp_path: Path) -> None:
     assert "are ignored as well" in trace.error("--ignore", "LlamaDecoderLayer", "--sequential-targets", "LlamaDecoderLayer")
     trace.folder = tmp_path / "nothing"
     assert "is not a folder" in trace.error("--trust-remote-code")
+
+
+def test_targets_that_no_batch_reaches_are_named_with_the_modality_that_would() -> None:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = LlamaConfig(vocab_size=64, num_key_value_heads=1, **sizes)  # type: ignore[arg-type]
+    vision = CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=16, **sizes)  # type: ignore[arg-type]
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=60, image_token_id=60))
+    report = trace_model(model.eval())
+    towers = [f"model.vision_tower.encoder.layers.{index}" for index in range(2)]
+    assert report.to_dict()["unreached"] == dict.fromkeys(towers, "vision") and len(report.stops) == 2
+    assert any(line.startswith("unreached: ") and line.endswith("--modality vision reaches them") for line in report.lines())
+    assert trace_model(model, modality="vision").to_dict()["unreached"] == {}
+    with pytest.raises(TracingError, match=r"no batch calls any of the sequential targets .*; --modality vision reaches some"):
+        trace_model(model, sequential_targets=["CLIPEncoderLayer"])

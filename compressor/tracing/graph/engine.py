@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ from compressor.tracing.graph.guards import describe_guard
 from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
 from compressor.tracing.graph.record import named_inputs
 from compressor.tracing.graph.verify import Case, verify_programs
+from compressor.tracing.graph.wording import Wording
 from compressor.tracing.partition import module_names
 from compressor.tracing.records import Guard, Stage, Verify
 
@@ -27,12 +29,14 @@ class GraphEngine:
     Attributes:
         planner: records programs and gives batches theirs.
         num_verified: batches on which a program was held against the plain model.
+        kept: attributes of modules by which one batch changes what the next one gives in the plain model.
     """
 
     def __init__(self, model: nn.Module, planner: GraphPlanner, verify: Verify, device: torch.device | None) -> None:
         """Start without a program."""
         self.planner = planner
         self.num_verified = 0
+        self.kept: set[str] = set()
         self._model, self._verify, self._device = model, verify, device
         self._proved: WeakKeyDictionary[Variant, dict[Any, set[Any]]] = WeakKeyDictionary()
 
@@ -85,7 +89,7 @@ class GraphEngine:
         for sample in samples:
             batch = batches[sample] if self._device is None else batch_to(batches[sample], self._device)
             cases.append(Case(chosen[sample].program, batch, sample))
-        verify_programs(self._model, cases, self.planner.groups)
+        self.kept |= set(verify_programs(self._model, cases, self.planner.groups))
         self.num_verified += len(samples)
 
     def stages(self) -> tuple[Stage, ...]:
@@ -115,12 +119,14 @@ class GraphEngine:
         return tuple(made)
 
     def guards(self) -> tuple[Guard, ...]:
-        """Describe the guards of all variants."""
+        """Describe the guards of all variants, but for those that cannot fail."""
+        names = list(inspect.signature(self._model.forward).parameters)
+        wording = Wording({f"arg_{place}": name for place, name in enumerate(names)})
         made = []
         for variant in self.planner.variants:
             place = {node.name: index for index, segment in enumerate(variant.program.segments) for node in segment.graph.nodes}
-            made += [describe_guard(node, place.get(node.name, 0), variant.index) for node in variant.program.guard_nodes]
-        return tuple(made)
+            made += [describe_guard(node, place.get(node.name, 0), variant.index, wording) for node in variant.program.guard_nodes]
+        return tuple(one for one in made if one is not None)
 
 
 def has_padding(batch: Batch) -> bool:

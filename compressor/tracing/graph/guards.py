@@ -18,6 +18,7 @@ from compressor.tracing.graph.execute import needed_for
 from compressor.tracing.graph.nodes import guard
 from compressor.tracing.graph.program import Program
 from compressor.tracing.graph.refusal import Place
+from compressor.tracing.graph.wording import Wording
 from compressor.tracing.records import Guard
 
 # Answers of a tensor that depend on its shape and not on its values.
@@ -79,6 +80,11 @@ def plan_guards(program: Program, groups: Sequence[str]) -> GuardPlan:
             late_shapes.append(node)
             by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
     return GuardPlan(tuple(needed_for(early, nodes)) if early else (), by_shape, tuple(late_shapes), tuple(late_values))
+
+
+def _is_length_of_result(asked: Any) -> bool:
+    """True for the number of things that a module or leaf returns: how its result is built."""
+    return asked.target is len and isinstance(asked.args[0], fx.Node) and "context" in asked.args[0].meta
 
 
 def _is_of(node: fx.Node, targets: Collection[str]) -> bool:
@@ -144,63 +150,23 @@ def _indexes_by_mask(node: fx.Node) -> bool:
     return any(isinstance(part, fx.Node) and part.meta.get("tensor", (0, None))[1] is torch.bool for part in parts)
 
 
-def describe_guard(node: fx.Node, segment: int, variant: int) -> Guard:
+def describe_guard(node: fx.Node, segment: int, variant: int, wording: Wording) -> Guard | None:
     """Make the record of a guard.
 
     Args:
         node: of the guard.
         segment: in which it lies.
         variant: number of the program.
+        wording: writes it.
 
     Returns:
-        The record.
+        The record; None for one that holds for every batch that can take the program.
     """
     assert node.target is guard
     place: Place = node.meta["place"]
-    return Guard(
-        place.file, place.line, place.function, expression(node.args[0]), node.args[1], segment - 1, variant, node.meta["guard"] == "value"
-    )
-
-
-_SYMBOLS = {
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "floordiv": "//",
-    "mod": "%",
-}
-
-
-def expression(value: Any, depth: int = 0) -> str:
-    """Write a value as an expression over the inputs.
-
-    Args:
-        value: a node, or a plain value.
-        depth: how deep this already is; below a few levels names of nodes must do.
-
-    Returns:
-        Such as `input_ids.shape[1] > 1`.
-    """
-    if not isinstance(value, fx.Node):
-        return repr(value)
-    if value.op in ("placeholder", "get_attr") or depth > 5:
-        return str(value.target) if value.op in ("placeholder", "get_attr") else value.name
-    inner = [expression(part, depth + 1) for part in value.args]
-    if value.op == "call_module":
-        return f"{value.target}(...)"
-    if value.op == "call_method":
-        return f"{inner[0]}.{value.target}({', '.join(inner[1:])})"
-    name = getattr(value.target, "__name__", str(value.target))
-    if value.target is getattr:
-        return f"{inner[0]}.{value.args[1]}"
-    if value.target is operator.getitem:
-        return f"{inner[0]}[{inner[1]}]"
-    if name in _SYMBOLS and len(inner) == 2:
-        return f"{inner[0]} {_SYMBOLS[name]} {inner[1]}"
-    return f"{name}({', '.join(inner[:3])})"
+    is_value = node.meta["guard"] == "value" and not _is_length_of_result(node.args[0])
+    text = wording.claim(node.args[0], node.args[1]) if is_value else ""
+    if text is None:
+        return None
+    value = wording.expression(node.args[0])
+    return Guard(place.file, place.line, place.function, value, node.args[1], segment - 1, variant, is_value, text)

@@ -115,7 +115,7 @@ class GraphPlanner:
                 return chosen
 
     def _choose(self, batch: Batch) -> Variant | None:
-        key = (signature_of(batch), _shapes(batch))
+        key = (signature_of(batch), shapes(batch))
         known = self._chosen.get(key) or self._chosen.get((key, content_digest(batch)))
         if known is not None:
             return known
@@ -224,16 +224,16 @@ class GraphPlanner:
 
 
 @contextmanager
-def without_traces() -> Iterator[None]:
+def without_traces() -> Iterator[ModuleValues]:
     """Run something and take back what it has set on modules and drawn from random generators.
 
     Yields:
-        Nothing.
+        What has been set.
     """
     values, state = ModuleValues(), RandomState.current(foreign=True)
     try:
         with noting_values(values):
-            yield
+            yield values
     finally:
         values.undo({})
         state.restore()
@@ -245,7 +245,15 @@ def _group(order: Sequence[str], targets: Mapping[str, nn.Module], size: int) ->
     return {name: place // size for place, name in enumerate(names)}
 
 
-def _shapes(batch: Batch) -> Any:
+def shapes(batch: Batch) -> Any:
+    """List the shapes of what is in a batch.
+
+    Args:
+        batch: not modified.
+
+    Returns:
+        A shape, or None for what is no tensor, each.
+    """
     return tuple(shape_of(item) if isinstance(item, Tensor) else None for item in named_inputs(batch).values())
 
 

@@ -51,6 +51,10 @@ class Unrepeatable(TracingError):
     """No engine can run it in stages: a forward changes what all share, uses weights outside of their targets, or orders contradict."""
 
 
+class Unreached(Unrepeatable):
+    """No batch calls any of the targets."""
+
+
 class SwallowedTarget(Refusal):
     """A function that is recorded as one node calls a sequential target."""
 

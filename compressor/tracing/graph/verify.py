@@ -10,11 +10,10 @@ from torch import fx, nn
 
 from compressor.data.collate import Batch
 from compressor.errors import TracingError
-from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.graph.program import Program
 from compressor.tracing.graph.run import GraphRun
-from compressor.tracing.observe import plain_forward
-from compressor.tracing.proof import Comparison, Difference, Seen, observe
+from compressor.tracing.observe import plain_forwards
+from compressor.tracing.proof import Comparison, Difference, Seen
 from compressor.tracing.store import RenewingStore
 
 _AT_ONCE = 4  # samples that take turns: two would do, more are live at once where all batches are verified
@@ -33,7 +32,7 @@ class Case(NamedTuple):
 
 
 @torch.no_grad()
-def verify_programs(model: nn.Module, cases: Sequence[Case], groups: Mapping[str, int]) -> None:
+def verify_programs(model: nn.Module, cases: Sequence[Case], groups: Mapping[str, int]) -> tuple[str, ...]:
     """Run recorded graphs and the plain model on the same batches, and compare all that modules are given and give back.
 
     All plain forwards come first: a graph that depends on what the forward of its own batch left behind then meets what another left.
@@ -43,15 +42,20 @@ def verify_programs(model: nn.Module, cases: Sequence[Case], groups: Mapping[str
         cases: what to compare; the graphs are read as they are now.
         groups: target to the number of the stage it shares.
 
+    Returns:
+        Attributes of modules by which one batch changes what the next one gives in the plain model.
+
     Raises:
         Mismatch: the first difference: module, value, node and line.
     """
     taken_apart = _taken_apart(groups)
     watched = [name for name, _ in model.named_modules() if name not in taken_apart]
+    kept: tuple[str, ...] = ()
     num_rounds = -(-len(cases) // _AT_ONCE)
     for number in range(num_rounds):
         taken = cases[number::num_rounds]
-        expected = [_plainly(model, case.batch, watched) for case in taken]
+        expected, found = plain_forwards(model, watched, [case.batch for case in taken])
+        kept += found
         comparison = _GraphComparison(taken, expected, groups)
         run = GraphRun(
             model,
@@ -64,11 +68,7 @@ def verify_programs(model: nn.Module, cases: Sequence[Case], groups: Mapping[str
         )
         comparison.run = run
         comparison.follow(run, watched, model)
-
-
-def _plainly(model: nn.Module, batch: Batch, watched: Sequence[str]) -> list[Seen]:
-    with without_traces():
-        return observe(model, watched, lambda: plain_forward(model, batch))
+    return kept
 
 
 class _GraphComparison(Comparison):

@@ -277,6 +277,39 @@ class Branching(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("name", ["basic", "sequential"])
+def test_tokens_that_the_model_does_not_have_are_named(name: str) -> None:
+    model = llama()
+    data = load_dataset_source([torch.tensor([1, 2, 99])])
+    with pytest.raises(
+        TracingError, match=r"^forward: the model itself raises IndexError.*token id 99 is given, and the model has 64 tokens"
+    ):
+        run(model, data, name, Recorder(ignore=("lm_head",)))
+
+
+class Averaging(nn.Module):
+    """Keeps a mean from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+        self.mean: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + x.mean()
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.mean
+
+
+def test_state_that_would_pass_from_batch_to_batch_is_noted() -> None:
+    data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(3, 2)))
+    with Session(State(Averaging()), [Recorder()]) as session:
+        session.initialize()
+        run_pipeline("sequential", session, data, progress=SilentProgress(), settings=SequentialSettings())
+    assert session.state.report.notes == ["mean would pass from batch to batch; every batch starts with the state of the model"]
+
+
 def test_a_watched_target_that_no_batch_calls_is_an_error_that_names_it() -> None:
     data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(2, 2)))
     recorder = Recorder()

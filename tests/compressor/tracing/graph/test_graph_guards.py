@@ -128,11 +128,7 @@ def test_guards_name_file_line_function_and_value() -> None:
     plan = trace(glued(FOLLOWED["branch on a size"]), toy_batches((2, 5)), engine="graph")
     (guard,) = plan.guards
     assert guard.value == "ids.shape[1] > 4" and guard.expected is True and guard.stage == -1 and guard.variant == 0
-    assert (
-        guard.file == __file__
-        and "lambda" in guard.function
-        and f"test_graph_guards.py:{guard.line}: ids.shape[1] > 4 == True" == str(guard)
-    )
+    assert guard.file == __file__ and "lambda" in guard.function and f"test_graph_guards.py:{guard.line}: ids.shape[1] > 4" == str(guard)
 
 
 def test_variants_are_limited() -> None:

@@ -1,0 +1,179 @@
+"""How a guard reads: as a person would write the condition, and not at all where it cannot fail."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from compressor.tracing.graph.nodes import Constant
+
+_MAX_DEPTH = 8
+_SYMBOLS = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "floordiv": "//",
+    "mod": "%",
+    "truediv": "/",
+    "pow": "**",
+    "and": "&",
+    "or": "|",
+}
+_UNARY = {"neg": "-{}", "invert": "~{}", "len": "len({})", "abs": "abs({})"}
+_OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
+# What changes the type, the place or the wrapping of a value and not what a reader means by it.
+_SAME = frozenset(
+    (
+        *(
+            "to",
+            "float",
+            "double",
+            "half",
+            "bfloat16",
+            "int",
+            "long",
+            "bool",
+            "cpu",
+            "cuda",
+            "contiguous",
+            "detach",
+            "clone",
+            "item",
+            "truth",
+        ),
+        *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__format__", "__str__", "__repr__", "type", "tolist"),
+    )
+)
+_SIZE = re.compile(r"\d+|.*\.(shape\[\d+\]|size\(\d+\)|numel\(\)|ndim)")
+
+
+class Wording:
+    """Writes the values of one recorded forward as expressions over its inputs."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """Keep how inputs are called.
+
+        Args:
+            names: name of a placeholder to what the model's author calls it, where that is something else.
+        """
+        self._names = names
+
+    def claim(self, value: Any, expected: Any) -> str | None:
+        """Write what a guard demands.
+
+        Args:
+            value: node of what Python looked at.
+            expected: what it was.
+
+        Returns:
+            Such as `input_ids.shape[1] > 1`; None for what is true of every batch that can come here.
+        """
+        compared = self._comparison(value)
+        if compared is not None and isinstance(expected, bool):
+            left, symbol, right = compared
+            if _is_rank(value) or (left == right and _SIZE.fullmatch(left)) or (left.isdigit() and right.isdigit()):
+                return None
+            return f"{left} {symbol if expected else _OPPOSITE[symbol]} {right}"
+        text = self.expression(value)
+        if isinstance(expected, bool):
+            return text if expected else f"not {text}"
+        shown = expected if isinstance(expected, str) and expected.isdigit() else repr(expected)  # a number that became text
+        return None if text == shown or _is_rank(value) else f"{text} == {shown}"
+
+    def expression(self, value: Any, depth: int = 0) -> str:
+        """Write a value as an expression over the inputs.
+
+        Args:
+            value: a node, or a plain value.
+            depth: how deep this already is; below a few levels dots must do.
+
+        Returns:
+            Such as `input_ids.shape[1]`.
+        """
+        if isinstance(value, slice):
+            parts = ["" if part is None else self.expression(part, depth + 1) for part in (value.start, value.stop, value.step)]
+            return ":".join(parts if parts[2] else parts[:2])
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(self.expression(one, depth + 1) for one in value)}]"
+        if not isinstance(value, fx.Node):
+            return repr(value)
+        if value.op in ("placeholder", "get_attr"):
+            return self._names.get(str(value.target), str(value.target))
+        if isinstance(value.target, Constant):
+            return re.sub(r"_\d+$", "", value.target.__name__)
+        if value.op == "call_module":
+            return f"{'the model' if value.target == '_root' else value.target}(...)"
+        return "..." if depth > _MAX_DEPTH else self._call(value, depth)
+
+    def _call(self, node: fx.Node, depth: int) -> str:
+        name = _name(node)
+        if name in _SAME and node.args:
+            return self.expression(node.args[0], depth)
+        if node.target is getattr:
+            return f"{self._operand(node.args[0], depth)}.{node.args[1]}"
+        if node.target is operator.getitem:
+            index: Any = node.args[1]
+            indices = index if isinstance(index, tuple) else (index,)
+            return f"{self._operand(node.args[0], depth)}[{', '.join(self.expression(one, depth + 1) for one in indices)}]"
+        if name.strip("_") in _SYMBOLS and len(node.args) == 2:
+            return self._binary(_SYMBOLS[name.strip("_")], *(self._operand(part, depth) for part in node.args))
+        if name.strip("_") in _UNARY and len(node.args) == 1:
+            return _UNARY[name.strip("_")].format(self._operand(node.args[0], depth))
+        inner = [self.expression(part, depth + 1) for part in node.args]
+        if node.op == "call_method":
+            return f"{self._operand(node.args[0], depth)}.{name}({', '.join(inner[1:])})"
+        return f"{name}({', '.join(inner[:3])})"
+
+    def _operand(self, value: Any, depth: int) -> str:
+        text, inner = self.expression(value, depth + 1), _unwrapped(value)
+        is_operation = isinstance(inner, fx.Node) and len(inner.args) == 2 and _name(inner).strip("_") in _SYMBOLS
+        return f"({text})" if is_operation and " " in text else text
+
+    def _binary(self, symbol: str, left: str, right: str) -> str:
+        """Write an operation; a difference between equals, and a sum with nothing, need no saying."""
+        if symbol == "-" and left == right:
+            return "0"
+        if symbol in "+-" and right == "0":
+            return left
+        return right if symbol == "+" and left == "0" else f"{left} {symbol} {right}"
+
+    def _comparison(self, value: Any) -> tuple[str, str, str] | None:
+        node = _unwrapped(value)
+        symbol = _SYMBOLS.get(_name(node).strip("_")) if isinstance(node, fx.Node) and len(node.args) == 2 else None
+        if symbol not in _OPPOSITE:
+            return None
+        left, right = (self.expression(part) for part in node.args)
+        return left, symbol, right
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _unwrapped(value: Any) -> Any:
+    """Look through what does not change what a reader means."""
+    while isinstance(value, fx.Node) and value.op != "placeholder" and _name(value) in _SAME and value.args:
+        value = value.args[0]
+    return value
+
+
+def _is_rank(value: Any) -> bool:
+    """True for what only asks how many dimensions an input has: the signature of its batch says that."""
+    node = _unwrapped(value)
+    if isinstance(node, fx.Node) and len(node.args) == 2 and _name(node).strip("_") in _SYMBOLS:
+        return any(_is_rank(part) for part in node.args)
+    is_rank = isinstance(node, fx.Node) and (
+        (node.target is getattr and node.args[1] == "ndim") or (node.op == "call_method" and node.target in ("dim", "ndimension"))
+    )
+    source = _unwrapped(node.args[0]) if is_rank else None
+    return isinstance(source, fx.Node) and source.op == "placeholder"

@@ -1,0 +1,22 @@
+"""The example of `trace` in README.md, run as it is printed, prints what is printed below it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_example_of_trace_calibrates_and_prints_what_readme_says() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text[text.index("### Two engines") :]
+    found = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    code, printed = found.groups()
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.sub(r"\.py:\d+", ".py:N", done.stdout) == re.sub(r"\.py:\d+", ".py:N", printed)
+    assert printed.count("model.layers.") == 4, "both layers see both batches"
