@@ -307,6 +307,7 @@ def test_state_that_would_pass_from_batch_to_batch_is_noted() -> None:
     with Session(State(Averaging()), [Recorder()]) as session:
         session.initialize()
         run_pipeline("sequential", session, data, progress=SilentProgress(), settings=SequentialSettings())
+        session.finalize()
     assert session.state.report.notes == ["mean would pass from batch to batch; every batch starts with the state of the model"]
 
 
