@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -13,32 +15,64 @@ from safetensors import SafetensorError
 from compressor.errors import CheckpointError
 
 PARTIAL_SUFFIX = ".partial"
+"""What the folder is called in which a file is made: its name and this."""
+
+
+def own_names(exact: str, made_whole: str) -> re.Pattern[str]:
+    """Make a pattern of the names that a folder of ours may hold, with what a kill leaves in it.
+
+    Args:
+        exact: pattern of files that are written in place.
+        made_whole: pattern of files that come from `whole_file`.
+
+    Returns:
+        The pattern. It knows safetensors' temporary file, too: earlier releases let it be made beside the file.
+    """
+    return re.compile(rf"{exact}|({made_whole})({re.escape(PARTIAL_SUFFIX)})?|\.tmp\w{{6}}")
 
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Give a path beside `target` to write to; then flush it, rename it to `target` and flush the folder, or remove it.
+    """Give a path to write to, in a folder of its own beside `target`; then flush it, rename it to `target` and flush the folder around.
+
+    A library may make temporary files beside the one that it was told to write (safetensors does): a kill leaves them in that folder.
 
     Args:
         target: the file; an existing one is replaced.
 
     Yields:
-        The temporary path.
+        The temporary path, of the same name.
 
     Raises:
         CheckpointError: the disk is full or fails; an existing file is as it was.
     """
-    partial = target.with_name(target.name + PARTIAL_SUFFIX)
+    place = target.with_name(target.name + PARTIAL_SUFFIX)
     try:
-        yield partial
-        flush(partial)
-        partial.replace(target)
+        remove(place)
+        place.mkdir()
+        yield place / target.name
+        flush(place / target.name)
+        (place / target.name).replace(target)
         flush(target.parent)
+        remove(place)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # the error that is on its way says more
+            remove(place)
         if isinstance(error, OSError | SafetensorError) and not isinstance(error, CheckpointError):
             raise CheckpointError(f"{target}: cannot be written ({reason(error)}); make room or repair the disk") from error
         raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; one that is not there is no error.
+
+    Args:
+        path: of the file or folder.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

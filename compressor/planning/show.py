@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from rich.console import Console
 from rich.table import Table
 
+from compressor.planning.alike import join_alike
 from compressor.planning.estimate import Estimate
 from compressor.planning.planner import Plan
 
+_FROM_HERE_IN_GB = 1e10
+_NAME_WIDTH = 14
 _SHOWN_STAGES = 12  # first and last ones together; those between are like their neighbours
 
 
 def show_plan(plan: Plan, console: Console) -> None:
     """Print what each module gets and what the run costs.
 
+    Modules that differ in a number of their name only are one line. No name is cut off: what is too long goes on in the next line.
+
     Args:
         plan: what to show.
         console: where.
     """
-    console.print(_modules(plan))
-    for module in plan.skipped:
-        console.print(f"stays as it is: {module.name}: {module.reason}", soft_wrap=True)
+    console.print(f"Plan: {plan.pipeline} pipeline, {len(plan.modules)} modules")
+    for table in _modules(plan):
+        console.print(table)
+    for name, modules in join_alike(plan.skipped, lambda module: module.reason):
+        times = f" ({len(modules)} modules)" if len(modules) > 1 else ""
+        console.print(f"stays as it is: {name}{times}: {modules[0].reason}", soft_wrap=True)
     console.print(_stages(plan.estimate))
     for label, value in estimate_lines(plan):
         console.print(f"{label}: {value}", soft_wrap=True)
@@ -37,7 +47,7 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
     """
     cost = plan.estimate
     disk = f"{_mb(cost.checkpoint_bytes)} ({cost.checkpoint_bytes / max(1, cost.model_bytes):.0%})"
-    peak = f"{_mb(cost.peak_bytes)}, while {cost.worst.name} is at {cost.worst.phase}"
+    peak = f"{_mb(cost.peak_bytes)}, {cost.worst.name} at {cost.worst.phase}"
     speed = f"{cost.flops_per_second / 1e9:,.0f} GFLOP/s, {1e6 * cost.column_seconds:,.0f} us for a column in the solver"
     lines = [
         ("weights in memory", _mb(cost.model_bytes)),
@@ -54,20 +64,21 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
     return [*lines, ("time (estimate)", f"{cost.seconds:,.1f} s, at {speed}"), ("memory of forwards", cost.basis)]
 
 
-def _modules(plan: Plan) -> Table:
-    table = Table(title=f"Plan: {plan.pipeline} pipeline")
-    for column, justify in _MODULE_COLUMNS:
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for module in plan.modules:
-        before, after = (f"{float(module.details[key]) / 1e6:.2f}" for key in ("bytes_before", "bytes_after"))
-        table.add_row(module.name, str(module.details["shape"]), module.modifier, module.scheme or "", before, after)
-    return table
+def _modules(plan: Plan) -> Iterator[Table]:
+    """One table for each scheme of each modifier: what they have in common needs no column."""
+    kinds = dict.fromkeys((module.modifier, module.scheme or "") for module in plan.modules)
+    for modifier, scheme in kinds:
+        chosen = [module for module in plan.modules if (module.modifier, module.scheme or "") == (modifier, scheme)]
+        table = _table(f"{modifier}: {scheme}" if scheme else modifier, _MODULE_COLUMNS)
+        for name, modules in join_alike(chosen, lambda module: tuple(str(module.details[key]) for key in _MODULE_DETAILS)):
+            sizes = (sum(float(module.details[key]) for module in modules) for key in _MODULE_DETAILS[1:])
+            table.add_row(name, str(len(modules)), str(modules[0].details["shape"]), *(f"{size / 1e6:,.2f}" for size in sizes))
+        yield table
 
 
 def _stages(estimate: Estimate) -> Table:
-    table = Table(title="Peak memory by stage in MB (estimate)")
-    for column, justify in _STAGE_COLUMNS:
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    unit, factor = ("GB", 1e9) if estimate.peak_bytes >= _FROM_HERE_IN_GB else ("MB", 1e6)
+    table = _table(f"Peak memory by stage in {unit} (estimate)", _STAGE_COLUMNS)
     stages = estimate.stages
     half = _SHOWN_STAGES // 2
     for at, stage in enumerate(stages):
@@ -76,7 +87,15 @@ def _stages(estimate: Estimate) -> Table:
         if half <= at < len(stages) - half and len(stages) > _SHOWN_STAGES:
             continue
         parts = (stage.weights_bytes, stage.statistics_bytes, stage.activations_bytes, stage.temporaries_bytes, stage.peak_bytes)
-        table.add_row(stage.name, stage.phase, *(f"{part / 1e6:,.1f}" for part in parts), f"{stage.seconds:,.1f}")
+        table.add_row(stage.name, stage.phase, *(f"{part / factor:,.1f}" for part in parts), f"{stage.seconds:,.1f}")
+    return table
+
+
+def _table(title: str, columns: Sequence[tuple[str, str]]) -> Table:
+    """A table without lines: at 80 columns the names need the room; those that are longer are folded, numbers never."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, (column, justify) in enumerate(columns):
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=justify == "right", min_width=None if number else _NAME_WIDTH)  # type: ignore[arg-type]
     return table
 
 
@@ -84,12 +103,12 @@ def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
+_MODULE_DETAILS = ("shape", "bytes_before", "bytes_after")
 _MODULE_COLUMNS = (
     ("module", "left"),
-    ("shape", "left"),
-    ("modifier", "left"),
-    ("scheme", "left"),
-    ("MB before", "right"),
+    ("no.", "right"),
+    ("shape", "right"),
+    ("MB", "right"),
     ("after", "right"),
 )
 _STAGE_COLUMNS = (

@@ -8,7 +8,6 @@ state-00000120.safetensors  the whole state after 120 steps
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import ModelError, OutputError, ResumeError
-from compressor.model.atomic_file import PARTIAL_SUFFIX, whole_file
+from compressor.model.atomic_file import own_names, remove, whole_file
 from compressor.model.atomic_folder import partial_path, real_path
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes
 from compressor.pipelines.journal.run_folder import RunFolder
@@ -25,7 +24,7 @@ from compressor.training import Trainer, load_training, save_training
 
 _FORMAT = 1
 _RUN, _LOCK = "run.json", "lock"
-_OWN_NAMES = re.compile(rf"{_LOCK}|(run\.json|state-\d+\.safetensors)({re.escape(PARTIAL_SUFFIX)})?")
+_OWN_NAMES = own_names(_LOCK, r"run\.json|state-\d+\.safetensors")
 _KEPT = 2
 
 
@@ -241,7 +240,7 @@ def _clear(path: Path) -> None:
     """Remove what a run has left, what names it last."""
     for entry in sorted(path.iterdir(), key=lambda entry: entry.name == _RUN) if path.exists() else []:
         if entry.name != _LOCK and _OWN_NAMES.fullmatch(entry.name):
-            entry.unlink()
+            remove(entry)
 
 
 def _refuse_to_overwrite(path: Path) -> None:

@@ -237,6 +237,26 @@ def test_a_last_line_without_its_end_is_done_again(unfinished: Unfinished, whole
     assert digest(unfinished.out) == whole
 
 
+def test_what_an_interrupted_write_of_any_library_leaves_is_cleared(unfinished: Unfinished, whole: dict[str, str]) -> None:
+    (unfinished.run / ".tmpAb3dE9").write_bytes(b"half of")  # safetensors, as earlier releases called it
+    (unfinished.run / "stage-0001.safetensors.partial").write_bytes(b"half of")  # of an earlier release, too
+    place = unfinished.run / "stage-0002.safetensors.partial"
+    place.mkdir()
+    for name in (".tmpXyZ123", "stage-0002.safetensors", "whatever"):
+        (place / name).write_bytes(b"half of")
+    assert unfinished.resume().resumed == "resumed after stage 2 of 4"
+    assert digest(unfinished.out) == whole
+    assert not unfinished.run.exists()
+
+
+@pytest.mark.parametrize("name", ["notes.partial", ".tmp", ".tmpshort", "tmpAb3dE9", "model.safetensors.partial"])
+def test_what_no_write_of_ours_leaves_is_somebody_elses(name: str, unfinished: Unfinished) -> None:
+    (unfinished.run / name).write_text("precious")
+    with pytest.raises(OutputError, match=f"is no run folder, for it holds {name}"):
+        unfinished.resume()
+    assert (unfinished.run / name).read_text() == "precious"
+
+
 def test_the_advice_for_a_damaged_file_works(unfinished: Unfinished, whole: dict[str, str]) -> None:
     (unfinished.run / "stage-0001.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ResumeError, match=r"keep the first 2 lines of journal\.jsonl and the first 1 stage files, and resume there"):

@@ -160,6 +160,14 @@ def test_a_training_killed_at_every_moment(killer: Killer, name: str) -> None:
     kill_and_resume(killer, name, moments(killer.reference(name)[1]))
 
 
+def test_a_kill_in_the_midst_of_a_file_leaves_nothing_that_stops_the_next_run(killer: Killer) -> None:
+    """safetensors writes into a temporary file of a name of its own; the kernel kills it in there."""
+    events = killer.reference("plain")[1]
+    writes = [number for number, event in enumerate(events) if event.startswith("serialize_file")]
+    assert len(writes) >= 3
+    kill_and_resume(killer, "plain", [(writes[0], "middle"), (writes[len(writes) // 2], "middle"), (writes[-1], "middle")])
+
+
 @pytest.mark.parametrize(("name", "steps"), [("gradual pruning", (3, 6, 9)), ("quantization-aware", (3, 6, 9))])
 def test_modifiers_go_on_from_every_state(killer: Killer, name: str, steps: tuple[int, ...]) -> None:
     """Behind each saved state in turn: before, within and after what the modifiers do."""
@@ -236,6 +244,15 @@ def stopped(tmp_path: Path) -> dict[str, Any]:
         train(**given, progress=Fall())
     assert sorted(path.name for path in (tmp_path / "states").glob("state-*")) == [f"state-0000000{n}.safetensors" for n in (3, 6)]
     return given
+
+
+def test_what_an_interrupted_write_leaves_is_cleared(stopped: dict[str, Any]) -> None:
+    folder = Path(stopped["run_dir"])
+    (folder / ".tmpAb3dE9").write_bytes(b"half of")
+    (folder / "state-00000009.safetensors.partial").mkdir()
+    (folder / "state-00000009.safetensors.partial" / ".tmpXyZ123").write_bytes(b"half of")
+    assert train(**stopped, resume=True).resumed == "resumed after step 6 of 12"
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import CheckpointError, ModelError, OutputError, ResumeError
-from compressor.model.atomic_file import PARTIAL_SUFFIX, flush, reason
+from compressor.model.atomic_file import flush, own_names, reason, remove
 from compressor.model.atomic_folder import real_path
 from compressor.pipelines.journal.lines import Lines
 
 _SUFFIX = ".partial-run"
 _LOCK, _JOURNAL = "lock", "journal.jsonl"
 _FORMAT = 1
-_OWN_NAMES = re.compile(rf"({_LOCK}|({re.escape(_JOURNAL)}|(stage-\d+|end)\.safetensors)({re.escape(PARTIAL_SUFFIX)})?)")
+_OWN_NAMES = own_names(_LOCK, rf"{re.escape(_JOURNAL)}|(stage-\d+|end)\.safetensors")
 
 
 def default_run_dir(output_dir: str | Path) -> Path:
@@ -205,7 +205,7 @@ class RunFolder:
         """Remove what runs have left here; the journal last, so that at no moment a stage is without it. The lock stays."""
         files = sorted(path for path in self.path.iterdir() if path.name not in (_LOCK, _JOURNAL) and _OWN_NAMES.fullmatch(path.name))
         for path in (*files, self.journal):
-            path.unlink(missing_ok=True)
+            remove(path)
 
     def remove(self) -> None:
         """Remove the folder with what runs have left in it."""

@@ -117,6 +117,17 @@ def test_a_whole_file_replaces_the_old_one_or_nothing(error: BaseException, tmp_
     assert target.read_text() == "old"
 
 
+def test_what_a_killed_write_left_beside_a_file_is_removed_by_the_next(tmp_path: Path) -> None:
+    place = tmp_path / "f.partial"
+    for left in (lambda: place.write_text("half"), lambda: (place.mkdir(), (place / ".tmpAb3dE9").write_text("half"))):
+        left()
+        with whole_file(tmp_path / "f") as partial:
+            assert partial == place / "f"
+            partial.write_text("new")
+            (partial.parent / "of a library").write_text("temporary")
+        assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
 class Scaler(Modifier):
     """Changes weights in place, counts its stages, draws a random number in each and reports it; notes which stages it worked on."""
 
@@ -301,9 +312,9 @@ def test_the_order_of_writes_survives_a_loss_of_power(tmp_path: Path, monkeypatc
     text = "\n".join(calls)
     for index in range(3):
         stage = f"stage-{index:04d}.safetensors"
-        expected = [f"fsync {stage}.partial", f"rename to {stage}", "fsync out.partial-run", "write journal.jsonl", "fsync journal.jsonl"]
+        expected = [f"fsync {stage}", f"rename to {stage}", "fsync out.partial-run", "write journal.jsonl", "fsync journal.jsonl"]
         assert "\n".join(expected) in text
-    kept = "\n".join(["fsync journal.jsonl.partial", "rename to journal.jsonl", "fsync out.partial-run"])
+    kept = "\n".join(["fsync journal.jsonl", "rename to journal.jsonl", "fsync out.partial-run"])
     assert text.index(kept) < text.index("fsync stage-0000")
     end = [call for call in calls if call.startswith(("fsync model.safetensors", "fsync compression.json", "rename to out"))]
     assert end == ["fsync compression.json", "fsync model.safetensors", "rename to out"]
