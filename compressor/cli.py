@@ -208,7 +208,7 @@ def _print_result(result: OneshotResult) -> None:
 
     table = Table(title="Compressed modules")
     for column, justify in (("module", "left"), ("scheme", "left"), ("relative error", "right"), ("tokens", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for record in result.report.modules.values():
         tokens = "-" if record.num_tokens is None else f"{record.num_tokens:,}"
         table.add_row(record.name, record.scheme, f"{record.error:.2e}", tokens)

@@ -30,10 +30,10 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(table)
     for name, modules in join_alike(plan.skipped, lambda module: module.reason):
         times = f" ({len(modules)} modules)" if len(modules) > 1 else ""
-        console.print(f"stays as it is: {name}{times}: {modules[0].reason}", soft_wrap=True)
+        console.print(f"stays as it is: {name}{times}: {modules[0].reason}")
     console.print(_stages(plan.estimate))
     for label, value in estimate_lines(plan):
-        console.print(f"{label}: {value}", soft_wrap=True)
+        console.print(f"{label}: {value}")
 
 
 def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
