@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from compressor.errors import CheckpointError
 from compressor.lifecycle import Modifier, Session
+from compressor.model.base import check_unclaimed, contents
 from harness.lifecycle.catalogue import register
 from harness.lifecycle.checked_run import CheckedRun
 from harness.lifecycle.expectations import causes, is_added, list_differences, outermost, replaced_modules
@@ -204,6 +206,30 @@ def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
             found.append(one)
     if found:
         raise Violation("left behind", f"a run changed {list_differences(found)}", causes(found))
+
+
+@register("claims", "What a run changes of the model it has claimed or touched, so that the result can be saved", number=51)
+def claims(subject: Subject) -> str:
+    """Go through a whole life, and hold the model's tensors against those before it, as every way of saving does.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: something has changed that the modifier has not named.
+    """
+    run = subject.open()
+    before = contents(run.model)
+    subject.live(subject.check(run), run)
+    try:
+        check_unclaimed(run.model, before, run.state.claims.keys() | run.state.touched)
+    except CheckpointError as error:
+        advice = "call state.claim(names, self.label) for modules that are this modifier's alone, or state.touch(names)"
+        raise Violation("left behind", f"the result could not be saved: {error}; {advice}") from error
+    return f"{len(before)} tensors, {len(run.state.claims.keys() | run.state.touched)} modules claimed or touched"
 
 
 @register("already_quantized", "Applying to an already quantized model raises", number=52, tags=("idempotent",))

@@ -122,6 +122,7 @@ class CalibratingWorker(Modifier):
         for name, module in state.model.named_modules():
             if isinstance(module, nn.Linear):
                 self._watched[name] = self.register_hook(module, self._watching(name), "forward_pre")
+        state.claim(self._watched, self.label)
 
     def on_sequential_epoch_end(self, state: State, event: Event) -> None:
         """Replace the layers of the stage."""

@@ -265,6 +265,12 @@ class KeepsAnInitialWeight(Base):
         state.replace_module("lm_head", nn.Linear(8, 32, bias=False))
 
 
+class ChangesWithoutAWord(Base):
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        with torch.no_grad():
+            state.model.get_parameter("norm.bias").add_(1)
+
+
 WRONG: dict[type[Modifier], tuple[str, str]] = {
     PatchesForwardForATime: ("hooks_watch", "the output of norm"),
     MutesOthers: ("hooks_watch", "on the model before the run"),
@@ -282,6 +288,7 @@ WRONG: dict[type[Modifier], tuple[str, str]] = {
     KeepsStateInAField: ("surroundings", "KeepsStateInAField.count: settings changed: 0 -> 1; fields are settings"),
     DrawsForNoModule: ("completes", "rand was called at test_hooks_watch.py:"),
     KeepsAnInitialWeight: ("repeatable", "lm_head.weight"),
+    ChangesWithoutAWord: ("claims", "norm.bias: 1 tensors"),
 }
 
 
@@ -337,8 +344,8 @@ class MakesModules(Base):
     def on_calibration_end(self, state: State, event: Event) -> None:
         old = state.model.get_submodule("lm_head")
         assert isinstance(old, nn.Linear)
-        new = Drawn(old)
-        state.replace_module("lm_head", new)
+        state.claim(["lm_head"], self.label)
+        state.replace_module("lm_head", Drawn(old))
 
 
 class UsesAScratchNetwork(Base):
@@ -418,6 +425,7 @@ class HasAGenerator(Base):
     def on_calibration_end(self, state: State, event: Event) -> None:
         super().on_calibration_end(state, event)
         weight = state.model.get_parameter("lm_head.weight")
+        state.touch(["lm_head"])
         keep = torch.rand(weight.shape, generator=torch.Generator().manual_seed(self.seed)) > 0.1
         with torch.no_grad():
             weight.mul_(keep)
@@ -459,6 +467,7 @@ class Annotates(Base):
     def on_calibration_end(self, state: State, event: Event) -> None:
         super().on_calibration_end(state, event)
         head = state.model.get_submodule("lm_head")
+        state.touch(["lm_head"])
         head.scheme = "int4"  # type: ignore[assignment]
         head.register_buffer("scale", torch.ones(1))
 
