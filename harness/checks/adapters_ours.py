@@ -138,7 +138,7 @@ class OurSolver:
         """Read what the format says."""
         order = {"static": "actorder", "group": "g_idx", None: "plain"}[self.actorder]
         self.name = f"gptq-{self.form}-{label_of(self.args)}-{order}{'-search' if self.search else ''}"
-        tags = {"searches_scales"} if self.search else {"fixed_scales"}
+        tags = {"half_even", "searches_scales" if self.search else "fixed_scales"}
         tags |= {"act_order"} if self.actorder else set()
         self.tags = frozenset(tags | ({"rows_apart"} if self.args.block_structure is None else set()))
         self.code_values = grid_of(self.args)

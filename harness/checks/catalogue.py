@@ -35,6 +35,7 @@ MODULES: tuple[str, ...] = (
     "harness.checks.quantizer_units",
     "harness.checks.layer_checks",
     "harness.checks.solver_checks",
+    "harness.checks.solver_ties",
     "harness.checks.solver_reports",
     "harness.checks.solver_invariances",
     "harness.checks.sparsity_checks",

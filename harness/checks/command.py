@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from harness.profiles import PROFILES
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         UserInputError: an expected failure without a reason, or no subject.
     """
     from compressor.errors import UserInputError
+    from harness.checks.adapt import adapt
+    from harness.checks.catalogue import find_checks
     from harness.checks.run import check
     from harness.named import find_named
     from harness.verdict import EXIT_CODES, Verdict, decide, to_json
@@ -60,7 +63,20 @@ def run(args: argparse.Namespace) -> int:
         raise UserInputError("--expect-failure: a check without a reason was given; write NAME=REASON")
     if not subjects:
         raise UserInputError(f"{args.subject}: an empty list was given; name at least one subject")
-    reports = [check(one, checks=args.check, expected_failures=reasons, profile=args.profile, draws=not args.no_draws) for one in subjects]
+    find_checks([*(args.check or ()), *reasons])
+    fitting = [(one, _those_of(one, args.check), _those_of(one, reasons)) for one in subjects]
+    chosen = [(one, checks, own) for one, checks, own in fitting if checks is None or checks]
+    if not chosen:  # all of them say so in the same words
+        find_checks(args.check, adapt(subjects[0]).kind)
+    if len(chosen) < len(subjects):
+        left_out = len(subjects) - len(chosen)
+        print(f"{left_out} of {len(subjects)} subjects have no check {', '.join(args.check)}, and are left out", file=sys.stderr)
+    reports = [
+        check(
+            one, checks=checks, expected_failures={name: reasons[name] for name in own or ()}, profile=args.profile, draws=not args.no_draws
+        )
+        for one, checks, own in chosen
+    ]
     if args.json:
         print(to_json([report.to_dict() for report in reports]), end="")
     else:
@@ -69,3 +85,14 @@ def run(args: argparse.Namespace) -> int:
     verdicts = [decide(report.records) for report in reports]
     worst = next((verdict for verdict in (Verdict.REGRESSION, Verdict.INCONCLUSIVE) if verdict in verdicts), Verdict.PASS)
     return EXIT_CODES[worst]
+
+
+def _those_of(subject: object, wanted: Iterable[str] | None) -> list[str] | None:
+    """Of names and numbers of checks, those that a check of the subject's kind has; None for all."""
+    from harness.checks.adapt import adapt
+    from harness.checks.catalogue import find_checks
+
+    if wanted is None:
+        return None
+    known = {key for check in find_checks(None, adapt(subject).kind) for key in (check.name, str(check.number))}
+    return [key for key in wanted if key in known]

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 TAGS: Mapping[str, str] = MappingProxyType(
     {
-        # quantizers
+        # quantizers and solvers
         "odd": "codes of -w are those of w, negated, away from the ends of the range",
         "zero": "0 becomes 0 exactly",
         "half_even": "what lies in the middle between two codes goes to the even one",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from compressor.errors import GoldenError
@@ -22,6 +23,7 @@ from harness.goldens.tensors import decode
 from harness.tolerance import Comparison, TierMap, compare, vacuous_decoys
 from harness.tolerance.measures import measure
 
+_WITH_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _PLAINLY_DIFFERENT = 0.1
 """Relative error from which on the neighbouring tensor of a golden counts as another layer's."""
 
@@ -51,6 +53,7 @@ class Question:
         seed: of everything random, or None.
         platform: where the outputs were computed.
         others: tensors of other layers that must not pass in place of these.
+        reason: why the tiers are not T0.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Question:
     seed: int | None
     platform: Platform
     others: Mapping[str, Tensor] = field(default_factory=dict)
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class GoldenStore:
         entry = self.find(asked.name)
         if entry is None:
             return self.vacuous(asked) or self._missing(asked)
-        early = _drifted(asked, entry) or _loosened(asked, entry)
+        early = _drifted(asked, entry) or _loosened(asked, entry) or _unexplained(asked, entry)
         if early:
             return early
         variant = entry.variants[nearest(asked.platform, [variant.platform for variant in entry.variants])]
@@ -164,10 +168,10 @@ class GoldenStore:
         Returns:
             The answer, or None for limits that measure something.
         """
-        return _vacuous(asked, asked.tensors, [asked.tier, asked.elsewhere])
+        return _empty(asked.tensors) or _vacuous(asked, asked.tensors, [asked.tier, asked.elsewhere])
 
     def loosened(self, asked: Question) -> Answer | None:
-        """Say whether a question asks less than its golden was accepted with.
+        """Say whether a question asks less than its golden was accepted with, or less than every bit without a reason.
 
         Args:
             asked: what a test asks.
@@ -179,7 +183,7 @@ class GoldenStore:
             GoldenError: the manifest cannot be read.
         """
         entry = self.find(asked.name)
-        return _loosened(asked, entry) if entry else None
+        return (_loosened(asked, entry) if entry else None) or _unexplained(asked, entry)
 
     def _missing(self, asked: Question) -> Answer:
         path = self.root / relative_path(asked.name)
@@ -231,6 +235,36 @@ def _loosened(asked: Question, entry: GoldenEntry) -> Answer | None:
     return Answer(GoldenVerdict.LOOSENED, f"{'; '.join(parts)}. A limit is loosened only with --golden-reason")
 
 
+def _unexplained(asked: Question, entry: GoldenEntry | None) -> Answer | None:
+    """A tier that asks less than every bit has its reason, in the test or from the session that accepted it."""
+    if asked.reason.strip() or (entry and entry.reason.strip()):
+        return None
+    for word, tier in (("tier", asked.tier), ("elsewhere", asked.elsewhere)):
+        if tier is not None and tier.loosened(TierMap.of(None), asked.tensors):
+            return Answer(GoldenVerdict.LOOSENED, f"{word}: {tier} asks less than every bit (T0), and nobody says why; give a reason=")
+    return None
+
+
+def _empty(tensors: Mapping[str, Tensor]) -> Answer | None:
+    """A tensor of nothing but zeros or NaN is what comes out where nothing was computed. Integer zeros may be codes or zero points."""
+    for name, tensor in tensors.items():
+        if tensor.numel() and tensor.dtype in _WITH_NAN and bool(tensor.to(torch.float64).isnan().all()):
+            return Answer(GoldenVerdict.VACUOUS, f"{name}: is nothing but NaN, which no golden may hold; see what made it")
+    zeros = [name for name, tensor in tensors.items() if tensor.numel() > 1 and _is_zero(tensor)]
+    dead = [name for name in zeros if len(zeros) == len(tensors) or tensors[name].is_floating_point()]
+    if not dead:
+        return None
+    return Answer(
+        GoldenVerdict.VACUOUS, f"{dead[0]}: is nothing but zeros, which says that nothing was computed; give outputs that are not"
+    )
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    if tensor.dtype in _WITH_NAN:
+        return bool((tensor.to(torch.float64) == 0).all())
+    return not bool(tensor.reshape(-1).view(torch.uint8).any())
+
+
 def _tier_here(asked: Question, variant: Variant) -> tuple[TierMap, str]:
     if variant.platform == asked.platform:
         return asked.tier, ""
@@ -255,7 +289,7 @@ def _judge(asked: Question, expected: Mapping[str, Tensor], tier: TierMap, note:
     if bad:
         more = f" (and {len(bad) - 1} more tensors)" if len(bad) > 1 else ""
         return Answer(GoldenVerdict.REGRESSED, f"{bad[0].tensor}: {bad[0].summary}{more}{_other_versions(variant)}", found, note)
-    vacuous = _vacuous(asked, expected, [tier])
+    vacuous = _empty(expected) or _vacuous(asked, expected, [tier])
     if vacuous:
         return Answer(vacuous.verdict, vacuous.summary, found, note)
     replaced = tier is not asked.tier

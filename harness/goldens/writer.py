@@ -17,6 +17,7 @@ from harness.goldens.candidates import Candidate
 from harness.goldens.manifest import GoldenEntry, Manifest, Variant, read_manifest
 from harness.goldens.names import MANIFEST, file_name, folder_of
 from harness.goldens.provenance import today
+from harness.tolerance import TierMap
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ def _accept(root: Path, candidates: Sequence[Candidate], reason: str, add_varian
 
 def _next_entry(old: GoldenEntry | None, new: Candidate, reason: str, add_variant: bool) -> tuple[GoldenEntry | None, str]:
     own = Variant(new.platform, file_name(new.name), new.sha256, new.tensors, new.versions)
+    if not (reason or new.reason.strip() or (old and old.reason.strip())) and _is_loose(new):
+        raise GoldenError(
+            f"golden {new.name!r}: {new.tier} asks less than every bit (T0), and nobody says why; nothing was written; "
+            'give reason="..." in the test (harness golden accept: --reason "...")'
+        )
     if old is None:
         made = {"date": today(), "what": "created", "reason": reason or new.reason}
         return _entry(new, new.reason or reason, (made,), (own,)), f"{new.name}: created, {new.tier}"
@@ -104,6 +110,11 @@ def _next_entry(old: GoldenEntry | None, new: Candidate, reason: str, add_varian
     why = new.reason or (reason if was_loosened else "") or old.reason  # the session's reason is that of the limits it loosens
     entry = _entry(new, why, (*old.history, *steps), variants)
     return entry, f"{new.name}: {', '.join(step['what'] for step in steps)}, {new.tier}"
+
+
+def _is_loose(new: Candidate) -> bool:
+    tiers = [tier for tier in (new.tier, new.elsewhere) if tier is not None]
+    return any(tier.loosened(TierMap.of(None), new.tensors) for tier in tiers)
 
 
 def _limits(tier: object) -> object:

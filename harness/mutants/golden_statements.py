@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.goldens import golden as golden_module
+from harness.goldens import store as store_module
 from harness.goldens.candidates import read_candidate
 from harness.goldens.golden import Golden, GoldenMismatch, GoldenSettings
 from harness.goldens.manifest import read_manifest
@@ -57,11 +58,19 @@ class Shelf:
         return golden.outcomes[-1]
 
     def write(
-        self, name: str, tensors: Any, *, reason: str = "", variant: bool = False, update: Any = "failed", **given: Any
+        self,
+        name: str,
+        tensors: Any,
+        *,
+        reason: str = "",
+        variant: bool = False,
+        update: Any = "failed",
+        why: str = "a test says why its tier is not T0",
+        **given: Any,
     ) -> Acceptance:
-        """Write as a session with --golden-update would."""
+        """Write as a session with --golden-update would; `reason` is that of the session, `why` that of the test."""
         golden = self.golden(update, reason=reason)
-        golden.check(name, tensors, **given)
+        golden.check(name, tensors, reason=why, **given)
         candidates = [read_candidate(Path(outcome["candidate"])) for outcome in golden.outcomes if outcome["candidate"]]
         return accept(self.root, candidates, reason=reason, add_variant=variant)
 
@@ -127,9 +136,9 @@ def sees_tensors_that_came_or_went(shelf: Shelf) -> bool:
 def keeps_names_apart(shelf: Shelf) -> bool:
     """Names that differ in punctuation or case have their own files."""
     every = ("a-b", "a_b", "a/b", "A-b", "a b")
-    for number, name in enumerate(every):
+    for number, name in enumerate(every, 1):
         shelf.write(name, torch.full((2,), float(number)))
-    return all(shelf.check(name, torch.full((2,), float(number)))["verdict"] == "pass" for number, name in enumerate(every))
+    return all(shelf.check(name, torch.full((2,), float(number)))["verdict"] == "pass" for number, name in enumerate(every, 1))
 
 
 def tells_drifted_inputs_from_regressed_outputs(shelf: Shelf) -> bool:
@@ -170,6 +179,50 @@ def refuses_to_loosen_without_a_reason(shelf: Shelf) -> bool:
     if not _is_refused(shelf, value):
         return False
     return shelf.check("loose", value, tier=T0())["verdict"] == "pass"
+
+
+def refuses_what_is_nothing(shelf: Shelf) -> bool:
+    """A golden of zeros or of NaN is neither written nor passed, by itself or beside others; zero codes beside values are no nothing."""
+    nothing = [torch.zeros(3), torch.full((3,), torch.nan, dtype=torch.float16), torch.zeros(3, dtype=torch.int8), -torch.zeros(3)]
+    for number, empty in enumerate(nothing):
+        if not _is_vacuous(shelf, f"alone {number}", empty):
+            return False
+        if empty.is_floating_point() and not _is_vacuous(shelf, f"beside {number}", {"out": empty, "other": torch.ones(3)}):
+            return False
+    shelf.write("codes", {"out": torch.ones(3), "zero_point": torch.zeros(3, dtype=torch.int8)})
+    shelf.write("scalar", torch.zeros(()))
+    with mock.patch.object(store_module, "_empty", return_value=None):  # written by an earlier harness
+        shelf.write("old", torch.zeros(3))
+    return str(shelf.check("old", torch.zeros(3))["verdict"]) == "limit is vacuous"
+
+
+def _is_vacuous(shelf: Shelf, name: str, tensors: Any) -> bool:
+    try:
+        shelf.write(name, tensors)
+    except GoldenMismatch as error:
+        return "limit is vacuous" in str(error) and name not in read_manifest(shelf.root).goldens
+    return False
+
+
+def asks_why_a_tier_is_loose(shelf: Shelf) -> bool:
+    """A tier that is not T0 has a reason when it is written and when it is compared, at home and elsewhere."""
+    value = torch.arange(1.0, 9.0)
+    for given in ({"tier": T1(2)}, {"elsewhere": T1(2)}, {"tier": {"*": T0(), "value": T1(2)}}):
+        for why in ("", "  "):
+            try:
+                shelf.write("x", value, why=why, **given)
+            except GoldenMismatch as error:
+                if "nobody says why" not in str(error):
+                    return False
+            else:
+                return False
+    shelf.write("x", value, tier=T1(2))
+    if shelf.check("x", value, tier=T1(2))["verdict"] != "pass":
+        return False
+    path = shelf.root / "manifest.json"
+    path.write_text(path.read_text().replace("a test says why its tier is not T0", ""))
+    is_asked = shelf.check("x", value, tier=T1(2))["verdict"] == "limit loosened"
+    return is_asked and shelf.check("x", value, tier=T1(2), reason="sums")["verdict"] == "pass"
 
 
 def _is_refused(shelf: Shelf, value: Tensor) -> bool:
@@ -237,6 +290,8 @@ STATEMENTS: tuple[Callable[[Shelf], bool], ...] = (
     holds_every_bit_at_home_and_the_declared_tier_elsewhere,
     refuses_limits_that_measure_nothing,
     refuses_to_loosen_without_a_reason,
+    refuses_what_is_nothing,
+    asks_why_a_tier_is_loose,
     forgives_ties_and_nothing_else,
     counts_ulp_exactly,
     stores_the_same_bytes_for_the_same_tensors,

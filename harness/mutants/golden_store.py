@@ -167,6 +167,15 @@ _MUTANTS: Sequence[Mutant] = (
         *("loosens", "lets limits loosen", "refuses_to_loosen_without_a_reason", "harness.goldens.store:_loosened"),
         lambda asked, entry: None,
     ),
+    _bug("takes_nothing", "takes zeros and NaN for outputs", "refuses_what_is_nothing", "harness.goldens.store:_empty", lambda given: None),
+    _bug(
+        *("nothing_is_zero", "takes zeros for outputs, and refuses NaN only", "refuses_what_is_nothing"),
+        *("harness.goldens.store:_is_zero", lambda tensor: False),
+    ),
+    _bug(
+        *("asks_no_reason", "lets tiers be loose without a reason", "asks_why_a_tier_is_loose", "harness.goldens.store:_unexplained"),
+        lambda asked, entry: None,
+    ),
     _bug("every_neighbour", "forgives every neighbouring code", "forgives_ties_and_nothing_else", _EPS, _constant_eps(1.0)),
     _bug("no_ties", "never forgives a tie", "forgives_ties_and_nothing_else", _EPS, _constant_eps(0.0)),
     _bug(

@@ -71,7 +71,7 @@ def test_one_bit_of_any_kind_is_a_regression(shelf, name: str) -> None:
 
 
 def test_a_golden_is_one_file_without_metadata_and_one_sorted_manifest(shelf) -> None:
-    shelf.write("b/two", {"y": torch.ones(2), "x": torch.zeros(3)}, inputs={"in": torch.ones(1)}, recipe="stage: {}", seed=3)
+    shelf.write("b/two", {"y": torch.ones(2), "x": torch.ones(3)}, inputs={"in": torch.ones(1)}, recipe="stage: {}", seed=3)
     shelf.write("b/one", torch.ones(2))
     assert sorted(shelf.content()) == ["b/manifest.json", "b/one.safetensors", "b/two.safetensors"]
     with safe_open(shelf.root / "b" / "two.safetensors", "pt") as file:

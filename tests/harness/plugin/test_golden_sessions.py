@@ -14,7 +14,7 @@ VALUE = {value}
 def test_one(golden):
     golden.check("one", torch.arange(5000.0) * VALUE)
 def test_two(golden):
-    golden.check("deep/two", {{"y": torch.ones(3)}}, tier=T1(4))
+    golden.check("deep/two", {{"y": torch.ones(3)}}, tier=T1(4), reason="sums")
 """
 
 
@@ -151,7 +151,7 @@ def test_a_golden_that_one_test_holds_and_another_fails_is_not_replaced(project)
 
 def test_workers_collect_and_one_process_writes_once(project) -> None:
     tests = "import pytest, torch\n"
-    tests += '@pytest.mark.parametrize("n", range(8))\ndef test_n(golden, n): golden.check(f"n/{n}", torch.full((3,), float(n)))\n'
+    tests += '@pytest.mark.parametrize("n", range(8))\ndef test_n(golden, n): golden.check(f"n/{n}", torch.full((3,), 1.0 + n))\n'
     project.tests(test_it=tests + TWO.format(factor="2"))
     result = project.run_apart("-n2", "--dist=load", "--golden-update=new", "--junitxml=junit.xml")
     assert result.ret == 1
@@ -215,7 +215,7 @@ def test_a_pass_by_the_tier_for_elsewhere_is_told(project) -> None:
         test_it="""
         import torch
         from harness.tolerance import T1
-        def test_x(golden): golden.check("x", torch.arange(4.0), elsewhere=T1(2))
+        def test_x(golden): golden.check("x", torch.arange(4.0), elsewhere=T1(2), reason="sums")
     """
     )
     project.run("--golden-update=new").assert_outcomes(passed=1)
