@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.profiles import PROFILES
@@ -49,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
         UserInputError: an expected failure without a reason, or no subject.
     """
     from compressor.errors import UserInputError
-    from harness.checks.adapt import adapt
-    from harness.checks.catalogue import find_checks
     from harness.checks.run import check
     from harness.named import find_named
     from harness.verdict import EXIT_CODES, Verdict, decide, to_json
@@ -63,20 +61,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserInputError("--expect-failure: a check without a reason was given; write NAME=REASON")
     if not subjects:
         raise UserInputError(f"{args.subject}: an empty list was given; name at least one subject")
-    find_checks([*(args.check or ()), *reasons])
-    fitting = [(one, _those_of(one, args.check), _those_of(one, reasons)) for one in subjects]
-    chosen = [(one, checks, own) for one, checks, own in fitting if checks is None or checks]
-    if not chosen:  # all of them say so in the same words
-        find_checks(args.check, adapt(subjects[0]).kind)
-    if len(chosen) < len(subjects):
-        left_out = len(subjects) - len(chosen)
-        print(f"{left_out} of {len(subjects)} subjects have no check {', '.join(args.check)}, and are left out", file=sys.stderr)
-    reports = [
-        check(
-            one, checks=checks, expected_failures={name: reasons[name] for name in own or ()}, profile=args.profile, draws=not args.no_draws
-        )
-        for one, checks, own in chosen
-    ]
+    reports = []
+    for one, checks in _asked(subjects, args.check, reasons):
+        own = {name: reasons[name] for name in _those_of(one, reasons)}
+        reports.append(check(one, checks=checks, expected_failures=own, profile=args.profile, draws=not args.no_draws))
     if args.json:
         print(to_json([report.to_dict() for report in reports]), end="")
     else:
@@ -87,12 +75,26 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_CODES[worst]
 
 
-def _those_of(subject: object, wanted: Iterable[str] | None) -> list[str] | None:
-    """Of names and numbers of checks, those that a check of the subject's kind has; None for all."""
+def _asked(subjects: Sequence[object], wanted: Sequence[str] | None, reasons: Iterable[str]) -> list[tuple[object, list[str] | None]]:
+    """Each subject with those of the wanted checks that its kind has; who has none of them is left out, which is said."""
     from harness.checks.adapt import adapt
     from harness.checks.catalogue import find_checks
 
+    find_checks([*(wanted or ()), *reasons])  # a name that no kind has is a mistake
     if wanted is None:
-        return None
+        return [(one, None) for one in subjects]
+    found: list[tuple[object, list[str] | None]] = [(one, own) for one in subjects if (own := _those_of(one, wanted))]
+    if not found:
+        find_checks(wanted, adapt(subjects[0]).kind)
+    if left_out := len(subjects) - len(found):
+        print(f"{left_out} of {len(subjects)} subjects have no check {', '.join(wanted)}, and are left out", file=sys.stderr)
+    return found
+
+
+def _those_of(subject: object, wanted: Iterable[str]) -> list[str]:
+    """Of names and numbers of checks, those that a check of the subject's kind has."""
+    from harness.checks.adapt import adapt
+    from harness.checks.catalogue import find_checks
+
     known = {key for check in find_checks(None, adapt(subject).kind) for key in (check.name, str(check.number))}
     return [key for key in wanted if key in known]

@@ -133,8 +133,20 @@ def shapes(column_multiple: int) -> list[tuple[int, int]]:
     return [(5, 3 * column_multiple), (1, column_multiple), (7, column_multiple), (2, 5 * column_multiple)]
 
 
+def large_shapes(column_multiple: int) -> list[tuple[int, int]]:
+    """Return one high and one wide shape, for whoever goes through a weight in pieces and loses one.
+
+    Args:
+        column_multiple: that the columns must keep to.
+
+    Returns:
+        (R, C) each.
+    """
+    return [(131, 3 * column_multiple), (3, -(-1031 // column_multiple) * column_multiple)]
+
+
 def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield every hurtful weight in one shape and every dtype, then the plainest one in every shape.
+    """Yield every hurtful weight in one shape and every dtype, then the plainest one in every shape, in large ones in the first dtype.
 
     Args:
         dtypes: of the weights.
@@ -148,5 +160,6 @@ def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: in
     for dtype in dtypes:
         for number, name in enumerate(HURTFUL):
             yield f"{name} {list(all_shapes[0])} {dtype}", hurtful(name, all_shapes[0], dtype, group=group, seed=number)
-        for number, shape in enumerate(all_shapes[1:], 100):
+        larger = large_shapes(column_multiple) if dtype == dtypes[0] else []
+        for number, shape in enumerate((*all_shapes[1:], *larger), 100):
             yield f"spread groups {list(shape)} {dtype}", hurtful("spread groups", shape, dtype, group=group, seed=number)

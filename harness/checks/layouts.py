@@ -34,6 +34,20 @@ def _e2m1_nibbles(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     return np.where(nibbles & 8, -1.0, 1.0) * np.array(_E2M1)[nibbles & 7]
 
 
+def bits_behind(words: np.ndarray, bits: int, count: int) -> int:
+    """Count the bits that are set behind the last code of each row.
+
+    Args:
+        words: [rows, words].
+        bits: of a code.
+        count: codes of a row.
+
+    Returns:
+        How many there are in all rows.
+    """
+    return int(_bits_of(words)[:, bits * count :].sum())
+
+
 Decoder = Callable[[np.ndarray, int, int], np.ndarray]
 
 # [rows, words], bits of a code and codes of a row -> codes [rows, count].

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from harness.checks.catalogue import Broken, Look, NothingToCheckError, register
-from harness.checks.nearest import RULES
+from harness.checks.nearest import RULES, nearest
 from harness.checks.protocols import Observer, Quantized
 from harness.checks.strategies import NOT_FINITE
 
@@ -23,11 +26,34 @@ def _batches(kind: str, dtype: torch.dtype) -> list[Tensor]:
         "zeros": draw * 0,
         "rising": draw * torch.arange(1, 7)[:, None, None] - 0.5,
         "spike": torch.where(draw > 0.995, 40.0, draw - 0.5),
+        "small": (draw - 0.4) * 2.0**-4,
+        "large": (draw - 0.4) * 2.0**13,
+        "long": _long(generator),
     }
     return list(made[kind].to(dtype))
 
 
-_KINDS = ("both signs", "positive", "negative", "zeros", "rising", "spike")
+def _long(generator: torch.Generator) -> Tensor:
+    """Two batches of many values, whose ends are the very first value and the very last."""
+    long = torch.rand(2, 33, 131, generator=generator, dtype=torch.float64) - 0.5
+    long[0, 0, 0], long[-1, -1, -1] = -7.0, 9.0
+    return long
+
+
+class _Reused(Sequence[Tensor]):
+    """Batches that all lie in one piece of memory, one after the other, as a data loader may give them."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self._batches, self._memory = batches, batches[0].clone()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._memory.copy_(self._batches[place])
+
+
+_KINDS = ("both signs", "positive", "negative", "zeros", "rising", "spike", "small", "large", "long")
 
 
 @register(1, "scales_positive", "Scales are finite and above 0, for batches of zeros too", kind="observer", caught_by=("GPTQModel#1531",))
@@ -89,7 +115,11 @@ def batch_order(subject: Observer, look: Look) -> str:
                 "with an empty batch": [batches[0][:0], *batches, batches[0][:0]],
             }
             for name, other in others.items():
+                before = [x.clone() for x in other]
                 _same(subject.observe(other), whole, f"{kind} in {dtype}, {name}")
+                if not all(map(torch.equal, before, other)):
+                    raise Broken(f"{kind} in {dtype}, {name}: observing has changed a batch")
+            _same(subject.observe(_Reused(batches)), whole, f"{kind} in {dtype}, all in one piece of memory")
     return f"{len(_KINDS) * len(_DTYPES)} sets of batches"
 
 
@@ -116,3 +146,43 @@ def refuses_nonfinite(subject: Observer, look: Look) -> str:
                 continue
             raise Broken(f"{value} in batch {place} was observed as if nothing had happened")
     return "6 planted values were refused"
+
+
+@register(36, "search_pays", "A searched range loses at most 2 % more than the full one: |dq - x|^2.4 over all values", kind="observer")
+def search_pays(subject: Observer, look: Look) -> str:
+    """Round all values with the scale that was found, and with that of the full range."""
+    if subject.scale_rule is not None:
+        raise NothingToCheckError("the scale follows a rule")
+    ratios = []
+    for dtype in _DTYPES:
+        for kind in _KINDS:
+            batches = _batches(kind, dtype)
+            found = subject.observe(batches)
+            flat = torch.cat([x.flatten() for x in batches]).to(torch.float64)
+            scale, zero = RULES["half_range" if found.zero_point is None else "range"](flat[None], subject.code_values)
+            own_zero = 0.0 if found.zero_point is None else float(found.zero_point)
+            full_zero = 0.0 if zero is None else float(zero.round())
+            own = _error(flat, float(found.scale), own_zero, subject.code_values)
+            full = _error(flat, float(scale), full_zero, subject.code_values) if float(scale) else 0.0
+            if own > 1.02 * full + 1e-30:
+                raise Broken(f"{kind} in {dtype}: an error of {own:.6g}, with the full range it is {full:.6g}")
+            ratios.append(own / full if full else 1.0)
+    return f"{min(ratios):.3f} to {max(ratios):.3f} of the error of the full range"
+
+
+def _error(flat: Tensor, scale: float, zero: float, grid: Tensor) -> float:
+    return float((((nearest(flat / scale + zero, grid) - zero) * scale - flat).abs() ** 2.4).sum())
+
+
+@register(42, "refuses_nothing", "No value at all raises an error with a message: there is no range", kind="observer")
+def refuses_nothing(subject: Observer, look: Look) -> str:
+    """Observe no batch, and batches without values."""
+    for name, batches in {"no batch": [], "batches without values": [torch.zeros(0, 16), torch.zeros(2, 0, 16)]}.items():
+        try:
+            subject.observe(batches)
+        except Exception as error:
+            if not str(error).strip():
+                raise Broken(f"{name}: {type(error).__name__} came without a message") from error
+            continue
+        raise Broken(f"{name}: a scale came out of nothing")
+    return "no batch, and batches without values"

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from harness.checks.catalogue import Broken, Look, NothingToCheckError, register
-from harness.checks.layouts import LAYOUTS
+from harness.checks.layouts import LAYOUTS, bits_behind
 from harness.checks.looking import refuse
 from harness.checks.protocols import Packer
 
 _LENGTHS = (1, 2, 3, 5, 7, 8, 13, 31, 32, 33, 37, 64, 67)
+_LARGE = ((131, 13), (2, 1031), (0, 8))  # many rows, a long row, and none
 
 
 def _cases(subject: Packer) -> Iterator[Tensor]:
@@ -26,6 +27,9 @@ def _cases(subject: Packer) -> Iterator[Tensor]:
             if subject.packed_dim == -2:
                 shape = (*shape[:-2], columns, 3)
             yield grid[torch.randint(0, len(grid), shape, generator=generator)].to(subject.code_dtype)
+    for num_rows, length in _LARGE:
+        codes = grid[torch.randint(0, len(grid), (num_rows, length * subject.column_multiple), generator=generator)].to(subject.code_dtype)
+        yield codes.t().contiguous() if subject.packed_dim == -2 else codes
     wide = 8 * subject.column_multiple
     for code in grid:
         for other in (grid[0], grid[-1]):
@@ -70,7 +74,11 @@ def _draw(subject: Packer, look: Look) -> None:
 
 def _comes_back(subject: Packer, codes: Tensor) -> None:
     before = codes.clone()
-    back = subject.unpack(subject.pack(codes), tuple(codes.shape))
+    packed = subject.pack(codes)
+    words = packed.clone()
+    back = subject.unpack(packed, tuple(codes.shape))
+    if not torch.equal(packed, words):
+        raise Broken("unpacking has changed the words that it was given")
     if (back.dtype, back.shape) != (before.dtype, before.shape):
         raise Broken(f"{before.dtype} {list(before.shape)} came back as {back.dtype} {list(back.shape)}")
     one, two = before.to(torch.float64), back.to(torch.float64)
@@ -79,11 +87,13 @@ def _comes_back(subject: Packer, codes: Tensor) -> None:
         raise Broken("packing has changed the codes that it was given")
 
 
-@register(None, "dense", "A row takes no more words than its bits need, and a view packs as its copy does", kind="packer")
+@register(None, "dense", "A row takes no more words than it needs, they are contiguous, and a view packs as its copy does", kind="packer")
 def dense(subject: Packer, look: Look) -> str:
     """Count the words."""
     for codes in _cases(subject):
         packed = subject.pack(codes)
+        if not packed.is_contiguous():
+            raise Broken(f"the words of {list(codes.shape)} are no contiguous tensor, as files hold them")
         length = codes.shape[subject.packed_dim]
         words = -(-length * subject.bits // (packed.dtype.itemsize * 8))
         if packed.shape[subject.packed_dim] != words:
@@ -105,7 +115,11 @@ def layout(subject: Packer, look: Look) -> str:
         packed, wanted = subject.pack(codes), codes
         if subject.packed_dim == -2:
             packed, wanted = packed.transpose(-1, -2), codes.transpose(-1, -2)
+        if not codes.numel():
+            continue
         rows = packed.reshape(-1, packed.shape[-1]).contiguous().numpy()
+        if rest := bits_behind(rows, subject.bits, wanted.shape[-1]):
+            raise Broken(f"{list(codes.shape)}: {rest} bits behind the last codes of rows are set, where equal codes must have equal bytes")
         read = torch.from_numpy(LAYOUTS[subject.layout](rows, subject.bits, wanted.shape[-1])).to(torch.float64)
         expected = wanted.to(torch.float64).reshape(-1, wanted.shape[-1])
         refuse(read != expected, f"{list(codes.shape)}: a code does not lie in its place", code=expected, read=read)

@@ -5,6 +5,10 @@ promises (see tags.py). Errors with which a subject turns down bad input may be 
 
 Shapes: R rows (out features), C columns (in features), G groups, N tokens. Codes are *values*: an int8 code 3 is the number 3, an fp4 code
 1.5 is the number 1.5 in whatever dtype holds it.
+
+What a method may meet beyond the ordinary stands in its protocol. Unless it says otherwise: tensors of every dtype that the subject takes,
+one row or one column wide, subnormal and near the largest number, of zeros only, or of a constant; of any memory layout; with 1,000
+columns or 130 rows. Nothing that is handed in may be changed.
 """
 
 from __future__ import annotations
@@ -46,6 +50,9 @@ class Quantized:
 class Quantizer(Protocol):
     """Turns a weight, or the rows of an activation, into codes.
 
+    `quantize` meets NaN and infinity where `refuses_nonfinite` is promised, and then raises an error with a message. `encode` meets values
+    far beyond the range, under scales that are powers of two; they take the last code.
+
     Attributes:
         kind: "quantizer".
         name: for reports.
@@ -83,6 +90,10 @@ class Quantizer(Protocol):
 @runtime_checkable
 class Packer(Protocol):
     """Puts codes into words, and takes them out again.
+
+    Meets tensors of every rank in `ranks`, views of others, and tensors without rows. Words are contiguous, as files hold them; under a
+    declared layout the bits behind the last code of a row are zero. Where `refuses_unfit` is promised, a code beyond either end raises an
+    error with a message.
 
     Attributes:
         kind: "packer".
@@ -138,10 +149,15 @@ class Solved:
 class Solver(Protocol):
     """Quantizes weights against the second-order statistic of their input, column after column.
 
+    `hessian` meets batches [N, C] and [..., C], in float32 and bfloat16, a single token, and batches without tokens among others. It, or
+    `solve`, raises an error with a message for NaN or infinity; `hessian` for no token at all. `solve` meets H = c I, H that is singular
+    (fewer tokens than columns), with columns and rows of zeros (dead inputs), or times 1e-4 to 1e4; an H with a negative eigenvalue is an
+    error. Weights come in float32 and bfloat16, times 2^-20 to 2^12 and with groups of very different magnitudes.
+
     Attributes:
         kind: "solver".
         name: for reports.
-        tags: what it promises: act_order, fixed_scales, searches_scales.
+        tags: what it promises: act_order, rows_apart, half_even, fixed_scales, searches_scales.
         code_values: all code values in rising order, float64 [K].
         group_size: columns that share a scale; None for whole rows.
         damp_frac: share of the mean diagonal that it adds to the diagonal.
@@ -157,7 +173,7 @@ class Solver(Protocol):
     dead_value: float | None
 
     def hessian(self, batches: Sequence[Tensor]) -> Tensor:
-        """Return 2 * mean(x x^T) over all rows of all [N, C] batches."""
+        """Return 2 * mean(x x^T) over all tokens of all batches [..., C]; some may have no token, all together have one."""
 
     def solve(
         self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
@@ -177,6 +193,10 @@ class Solver(Protocol):
 @runtime_checkable
 class Observer(Protocol):
     """Finds scale and zero point of a static activation from its batches.
+
+    Meets batches of any rank in float32, bfloat16 and float16, of one sign, of zeros, of one value and of thousands, some without values,
+    and all of them in one piece of memory that is used again: nothing may be kept of a batch but numbers. No value at all is an error with
+    a message, and so are NaN and infinity where `refuses_nonfinite` is promised.
 
     Attributes:
         kind: "observer".
@@ -199,6 +219,9 @@ class Observer(Protocol):
 @runtime_checkable
 class Layer(Protocol):
     """Builds a runtime layer from a float one.
+
+    Built layers meet inputs [N, C], [batch, sequence, C] and inputs without tokens; with and without a bias; moved to bfloat16 and float16,
+    copied, and filled from a state dict. The output has the dtype of the input.
 
     Attributes:
         kind: "layer".

@@ -102,6 +102,8 @@ def beats_rounding(subject: Solver, look: Look) -> str:
             raise Broken(f"loss {own:.6g}, where rounding to nearest has {other:.6g}")
         return f"{own / other:.3f} of the loss of rounding"
 
+    size = subject.group_size or 1
+    examined(problem("large", 150, -(-300 // size) * size, 700, seed=8))
     return each_problem(subject, examined)
 
 

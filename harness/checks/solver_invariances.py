@@ -5,8 +5,20 @@ from __future__ import annotations
 import torch
 
 from harness.checks.catalogue import Broken, Look, NothingToCheckError, register
+from harness.checks.looking import refuse
 from harness.checks.protocols import Solver
-from harness.checks.solver_problems import Problem, each_problem, per_value, permuted, problems, same_codes, solve, wide_problem
+from harness.checks.solver_problems import (
+    Problem,
+    each_problem,
+    group_of,
+    per_value,
+    permuted,
+    problem,
+    problems,
+    same_codes,
+    solve,
+    wide_problem,
+)
 
 
 @register(
@@ -82,6 +94,47 @@ def groups(subject: Solver, look: Look) -> str:
         return "equal"
 
     return each_problem(subject, examined)
+
+
+@register(7, "homogeneous", "2^k times the weight gives the same codes: <= 0.1 % differ", kind="solver")
+def homogeneous(subject: Solver, look: Look) -> str:
+    """Multiply weights by powers of two that float32 and bfloat16 hold."""
+
+    def examined(one: Problem) -> str:
+        codes = solve(subject, one.weight, one.hessian).quantized.codes
+        for power in (-20, -3, 12):
+            other = solve(subject, one.weight * 2.0**power, one.hessian).quantized.codes
+            same_codes(other, codes, f"2^{power} times the weight")
+        return "equal"
+
+    return each_problem(subject, examined)
+
+
+@register(
+    None,
+    "scales_fit",
+    "The scales of a group are those of its own columns: nothing is cut off by more than a step, and a third of the codes is used",
+    kind="solver",
+    needs=("fixed_scales",),
+)
+def scales_fit(subject: Solver, look: Look) -> str:
+    """Solve for groups of very different magnitudes, more rows and more columns than a solver takes at once."""
+    size = subject.group_size or 1
+    for rows, columns in ((12, 4 * size if subject.group_size else 40), (150, -(-300 // size) * size)):
+        one = problem("groups of very different magnitudes", rows, columns, 2 * columns, seed=7)
+        weight = one.weight * 6.0 ** (torch.arange(columns) // size % 4 if subject.group_size else torch.arange(rows)[:, None] % 4)
+        solved = solve(subject, weight, one.hessian)
+        scale, zero = per_value(solved)
+        grid, values = subject.code_values, weight.to(torch.float64) / scale
+        last, widest = float(grid[-1] - grid[-2]), float(grid[-1] - grid[0])
+        over = torch.maximum(values + zero - grid[-1], grid[0] - values - zero)
+        refuse(over > last * 1.001, f"{rows} x {columns}: a weight is cut off by more than a step of its scale", steps=over)
+        group_C = group_of(solved, columns)
+        for group in group_C.unique().tolist():
+            used = values[:, group_C == group].abs().amax()
+            if float(used) < widest / 6:
+                raise Broken(f"{rows} x {columns}: of the codes of group {group} only those up to {float(used):.3g} of {widest:g} are used")
+    return "groups of 4 magnitudes"
 
 
 @register(30, "batched", "Batched modules == one by one, bitwise", kind="solver")

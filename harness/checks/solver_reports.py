@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ def float64_loss(subject: Solver, look: Look) -> str:
             reported += 1
             if not abs(solved.loss - own) <= 5e-3 * own:
                 raise Broken(f"{one.name}: the reported loss is {solved.loss:.6g}, that of the codes {own:.6g}")
+    _hold_many_rows(subject)
     H = damped(one.hessian, subject.damp_frac)
     values = solve_dense(one.weight, H, *per_value(solved), subject.code_values, subject.order(one.hessian), solved.values.dtype)[1]
     exact = quadratic_loss(one.weight.to(torch.float64) - values, H)
@@ -40,6 +42,21 @@ def _hold_relative_error(one: Problem, solved: Solved) -> None:
     H, weight = one.hessian.to(torch.float64), one.weight.to(torch.float64)
     exact = quadratic_loss(weight - solved.values.to(torch.float64), H) / quadratic_loss(weight, H)
     if not abs(solved.relative_error - exact) <= 5e-3 * exact:
+        raise Broken(f"{one.name}: the reported relative error is {solved.relative_error:.6g}, that of the codes {exact:.6g}")
+
+
+def _hold_many_rows(subject: Solver) -> None:
+    """Of many rows some may stand for all, as long as they lie everywhere: here all but the last third are rounded without an error."""
+    small = problems(subject)[0]
+    weight = small.weight.repeat(13, 1)
+    weight[: 2 * len(weight) // 3] = 0
+    one = replace(small, name="many rows", weight=weight)
+    solved = solve(subject, one.weight, one.hessian)
+    if solved.relative_error is None:
+        return
+    H, wide = one.hessian.to(torch.float64), one.weight.to(torch.float64)
+    exact = quadratic_loss(wide - solved.values.to(torch.float64), H) / quadratic_loss(wide, H)
+    if not exact / 2 <= solved.relative_error <= 2 * exact:
         raise Broken(f"{one.name}: the reported relative error is {solved.relative_error:.6g}, that of the codes {exact:.6g}")
 
 
@@ -62,16 +79,24 @@ def reported_order(subject: Solver, look: Look) -> str:
     return f"{len(expected)} columns"
 
 
-@register(None, "refuses_nonfinite", "NaN or infinity in a weight or a Hessian raises an error", kind="solver")
+@register(
+    None,
+    "refuses_nonfinite",
+    "NaN or infinity in a weight or a Hessian, and an indefinite H, raise an error",
+    kind="solver",
+)
 def solver_refuses(subject: Solver, look: Look) -> str:
-    """Plant NaN and infinity in the weight, and in the inputs."""
+    """Plant NaN and infinity in the weight and in the inputs, and a negative eigenvalue in the Hessian."""
     one = problems(subject)[0]
     for value in (float("nan"), float("inf"), float("-inf")):
         weight, x = one.weight.clone(), one.x.clone()
         weight[0, -1], x[-1, 0] = value, value
         must_raise(partial(subject.solve, [weight], one.hessian), f"{value} in the weight")
         must_raise(partial(_accumulate_and_solve, subject, one.weight, x), f"{value} in the inputs")
-    return "6 planted values were refused"
+    indefinite = one.hessian.clone()
+    indefinite[0, 1] = indefinite[1, 0] = 5 * float(one.hessian.diagonal().max())
+    must_raise(partial(subject.solve, [one.weight], indefinite), "an H with a negative eigenvalue")
+    return "6 planted values, and an H that is no Hessian, were refused"
 
 
 def _accumulate_and_solve(subject: Solver, weight: Tensor, x: Tensor) -> None:

@@ -73,4 +73,10 @@ QUANTIZER_MUTANTS: tuple[Mutant, ...] = (
              "return values.bfloat16().to(qparams.scale.dtype)")),
     bug("small_values_dropped", "codes", "what lies below three quarters of a step becomes zero", _NEAREST,
         Edit(_QUANTIZE + "_divide", "    return scaled", "    return torch.where(scaled.abs() < 0.75, scaled * 0, scaled)")),
+    bug("rows_past_64", "codes", "rows past the 64th stay zero when they are dequantized", "quantizer.half_step",
+        Edit(_QUANTIZE + "dequantize", "return values.to(qparams.scale.dtype)",
+             "values[64:] = 0\n    return values.to(qparams.scale.dtype)")),
+    bug("codes_past_256", "codes", "codes past column 256 stay zero", _NEAREST,
+        Edit(_QUANTIZE + "quantize", "return encode_(scaled, args.type, args.num_bits).reshape(x.shape)",
+             "codes = encode_(scaled, args.type, args.num_bits).reshape(x.shape)\n    codes[..., 256:] = 0\n    return codes")),
 )  # fmt: skip

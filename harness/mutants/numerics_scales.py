@@ -82,4 +82,7 @@ SCALE_MUTANTS: tuple[Mutant, ...] = (
              "better_n = (error_n.sum() < best_error_n.sum()) & (error_n < torch.inf)")),
     bug("scale_of_each_sequence", "scales", "dynamic scales are shared by the tokens of a sequence", "quantizer.scales_positive",
         Edit("compressor.numerics.quantize:dynamic_qparams", "tuple(range(2, x.ndim))", "tuple(range(1, x.ndim))")),
+    bug("range_of_256_values", "scales", "the range of a group is that of its first 256 values", _RULE,
+        Edit(_OBSERVERS + "weight_qparams", "min_n, max_n = groups_nS.amin(-1), groups_nS.amax(-1)",
+             "min_n, max_n = groups_nS[:, :256].amin(-1), groups_nS[:, :256].amax(-1)")),
 )  # fmt: skip

@@ -112,4 +112,22 @@ SOLVER_MUTANTS: tuple[Mutant, ...] = (
              "loss_PR.argmin(0, keepdim=True)[:, :1].expand(1, loss_PR.shape[1])")),
     bug("search_in_the_first_group", "search", "every group is searched with the Hessian of the first", "solver.search_pays",
         Edit(_SEARCH + "search_scales", "damped_CC[run, run]", "damped_CC[:size, :size]")),
+    bug("solver_ties_away", "grid", "the solver's own rounding takes ties away from zero, that of the quantizer is right", "solver.ties",
+        Edit(_FORMS + "GridColumns.round", "snap_(scratch_R, self.args.type, self.args.num_bits)",
+             "snap_(scratch_R if self.args.type != 'int' else torch.where((scratch_R - scratch_R.trunc()).abs() == 0.5, "
+             "scratch_R + 0.25 * scratch_R.sign(), scratch_R), self.args.type, self.args.num_bits)")),
+    bug("steps_have_a_floor", "grid", "scales below 1e-6 are raised to 1e-6 where columns are rounded", "solver.homogeneous",
+        Edit(_FORMS + "GridColumns.round", "self._scale32_GR[group], out", "self._scale32_GR[group].clamp(min=1e-6), out")),
+    bug("g_idx_backwards", "order", "the group that is rounded first takes the scales of the last", "solver.scales_fit",
+        Edit(_GPTQ + "_groups", "group_C[order_C] = sorted_group_C", "group_C[order_C] = sorted_group_C.flip(0)")),
+    bug("columns_past_256", "blocks", "the R form ends at column 256", "solver.beats_rounding",
+        Edit(_R_FORM, "num_columns = E_CR.shape[0]", "num_columns = min(E_CR.shape[0], 256)")),
+    bug("indefinite_is_dampened", "dampening", "an H that is not positive definite gets more on its diagonal, without a word",
+        "solver.refuses_nonfinite",
+        Edit(_FORMS + "_cholesky", "if int(info) != 0:",
+             "if int(info) != 0:\n        more = torch.eye(len(matrix_CC)) * matrix_CC.abs().sum()\n"
+             "        return torch.linalg.cholesky(matrix_CC + more, upper=upper)\n    if False:")),
+    bug("error_of_the_first_rows", "loss", "the relative error is that of the first 128 rows", "solver.float64",
+        Edit("compressor.algorithms.hessian:relative_output_error", "step = max(1, -(-weight_RC.shape[0] // ERROR_ROWS))",
+             "weight_RC, values_RC, step = weight_RC[:ERROR_ROWS], values_RC[:ERROR_ROWS], 1")),
 )  # fmt: skip

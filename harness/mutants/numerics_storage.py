@@ -48,6 +48,17 @@ PACKER_MUTANTS: tuple[Mutant, ...] = (
         Edit(_PACK + "pack_int32", "if lowest < -offset or highest >= offset:", "if lowest < -128 or highest > 127:")),
     bug("highest_code_may_be_one_more", "packers", "the bound of codes is off by one", "packer.refuses_unfit",
         Edit(_PACK + "pack_int32", "highest >= offset", "highest > offset")),
+    bug("words_overwritten", "packers", "unpacking overwrites the words", _TRIP,
+        Edit(_PACK + "unpack_int32", "return codes.flatten(-2)[..., : sizes[-1]].contiguous()",
+             "packed.zero_()\n    return codes.flatten(-2)[..., : sizes[-1]].contiguous()")),
+    bug("long_rows_cut", "packers", "codes past column 1024 are lost", _TRIP,
+        Edit(_PACK + "unpack_int32", "return codes.flatten(-2)[..., : sizes[-1]].contiguous()",
+             "whole = codes.flatten(-2)[..., : sizes[-1]].contiguous()\n    whole[..., 1024:] = 0\n    return whole")),
+    bug("words_not_contiguous", "packers", "packing along the rows returns a view, which no file holds", "packer.dense",
+        Edit(_PACK + "pack_int32", ".transpose(-1, -2), num_bits).transpose(-1, -2).contiguous()",
+             ".transpose(-1, -2), num_bits).transpose(-1, -2)")),
+    bug("rest_of_the_row_set", "packers", "bits behind the last code of a row are set", "packer.layout",
+        Edit(_PACK + "pack_int32", "(0, -codes.shape[-1] % per_repeat))", "(0, -codes.shape[-1] % per_repeat), value=1)")),
 )  # fmt: skip
 
 _OBSERVERS = "compressor.numerics.observers:"
@@ -75,6 +86,22 @@ OBSERVER_MUTANTS: tuple[Mutant, ...] = (
         Edit("compressor.numerics.qparams:calculate_qparams", "torch.where(scale == 0,", "torch.where(scale < 0,")),
     bug("absolute_range", "observers", "the minimum is taken for minus the maximum", "observer.scale_rule",
         Edit(_OBSERVERS + "_extremes", "return min_val.reshape(1), max_val.reshape(1)", "return -max_val.reshape(1), max_val.reshape(1)")),
+    bug("batch_is_kept", "observers", "the extremes are views of the batch, which changes when its memory is used again",
+        "observer.batch_order",
+        Edit(_OBSERVERS + "_extremes", "min_val, max_val = torch.aminmax(x)\n",
+             "min_val, max_val = x.reshape(-1)[x.argmin()], x.reshape(-1)[x.argmax()]\n")),
+    bug("outliers_left_out", "observers", "the largest and the smallest of each 1,000 values are left out", "observer.scale_rule",
+        Edit(_OBSERVERS + "_extremes", "min_val, max_val = torch.aminmax(x)\n",
+             "x = x.flatten().sort().values[x.numel() // 1000 : x.numel() - x.numel() // 1000]\n"
+             "        min_val, max_val = torch.aminmax(x)\n")),
+    bug("large_values_cut", "observers", "values beyond 1,000 are cut off", "observer.scale_rule",
+        Edit(_OBSERVERS + "MinMaxObserver.update", "_check_range(min_val",
+             "min_val, max_val = min_val.clamp(min=-1e3), max_val.clamp(max=1e3)\n    _check_range(min_val")),
+    bug("half_the_histogram", "observers", "the search looks at the lower 40,000 bins of the histogram", "observer.search_pays",
+        Edit(_OBSERVERS + "MSEObserver.qparams", "self._counts.nonzero()", "self._counts[:40000].nonzero()")),
+    bug("nothing_is_a_range", "observers", "an observer that saw nothing gives the range from 0 to 1", "observer.refuses_nothing",
+        Edit(_OBSERVERS + "MinMaxObserver._observed_range", "if self._range is None:",
+             "if self._range is None:\n        return torch.zeros(1), torch.ones(1)\n    if False:")),
 )  # fmt: skip
 
 _LINEAR = "compressor.nn.quantized_linear:QuantizedLinear."

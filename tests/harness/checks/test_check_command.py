@@ -51,6 +51,15 @@ class MyQuantizer:
 GOOD = MyQuantizer()
 BAD = MyQuantizer("bad", wrong=True)
 BOTH = [GOOD, BAD]
+
+
+def mixed():
+    from harness.checks.ours import OBSERVERS, PACKERS
+
+    return [GOOD, PACKERS[0], OBSERVERS[0]]
+
+
+MIXED = mixed()
 '''
 
 
@@ -108,6 +117,25 @@ def test_junit(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 3
     assert message in capsys.readouterr().err
+
+
+def test_a_file_is_named_by_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{tmp_path / 'users_quantizer.py'}:GOOD", "--no-draws", "--check", "5"]) == 0
+    assert "mine: pass" in capsys.readouterr().out
+
+
+def test_subjects_without_a_check_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--no-draws", "--check", "5", "--check", "packer.dense"]
+    assert main(["check", "users_quantizer:MIXED", *flags]) == 0
+    caught = capsys.readouterr()
+    assert "1 of 3 subjects have no check 5, packer.dense, and are left out" in caught.err
+    assert "quantizer.zero" in caught.out
+    assert "packer.dense" in caught.out
+    assert "observer." not in caught.out
+    assert main(["check", "users_quantizer:MIXED", *flags, "--json", "--expect-failure", "packer.dense=it is wide"]) == 1
+    assert [row["verdict"] for row in json.loads(capsys.readouterr().out)] == ["pass", "regression"]
+    assert main(["check", "users_quantizer:MIXED", "--check", "20"]) == 3
+    assert "no check '20' of a quantizer" in capsys.readouterr().err
 
 
 def test_nothing_applies(capsys: pytest.CaptureFixture[str]) -> None:
