@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 import onnx_ir as ir
 
+from harness.onnx_graph.block_order import BlockPlace, block_places
 from harness.onnx_graph.constants import Constants
 from harness.onnx_graph.flow import PACKED_ATTENTION, PROJECTED_ATTENTION, FlowMap, Shapes, is_opaque, operands
 from harness.onnx_graph.graph import GraphView, domain, label, load_graph
@@ -53,6 +54,7 @@ class Block:
         status: how they lie.
         note: why a role is missing or not clear, or what is unusual; else empty.
         leading: the layers that lead to a block of unknown roles.
+        place: in the data flow.
     """
 
     index: int
@@ -63,6 +65,7 @@ class Block:
     status: Status
     note: str = ""
     leading: tuple[Projection, ...] = ()
+    place: BlockPlace = BlockPlace()
 
     def projection(self, role: str) -> Projection | None:
         """Return the layer of a role, None where there is not exactly one."""
@@ -102,10 +105,12 @@ class Census:
     Attributes:
         blocks: may be empty: then there is no attention, which no contract takes for a pass.
         comparisons: products that are no attention and not read.
+        notes: what is taken for granted about the graph.
     """
 
     blocks: tuple[Block, ...]
     comparisons: tuple[Comparison, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def read(self) -> tuple[Block, ...]:
@@ -126,7 +131,8 @@ class Census:
         """Return the census as JSON types."""
         blocks = [block.to_dict() for block in self.blocks]
         comparisons = [{"operator": one.operator, "anchor": one.anchor} for one in self.comparisons]
-        return {"num_blocks": len(blocks), "counts": dict(sorted(self.counts.items())), "blocks": blocks, "comparisons": comparisons}
+        found = {"num_blocks": len(blocks), "counts": dict(sorted(self.counts.items())), "blocks": blocks, "comparisons": comparisons}
+        return found | {"notes": list(self.notes)}
 
     def text(self) -> str:
         """Return one line per block, for people."""
@@ -136,7 +142,8 @@ class Census:
             shown_roles = {Status.ABSORBED: "packed in the operator", Status.UNKNOWN: "roles unknown"}.get(block.status, roles)
             note = f" ({block.note})" if block.note else ""
             lines.append(f"block {block.index} {block.kind:5} {block.operator:20} {block.status.value:12} {shown_roles}{note}")
-        return "\n".join([*(lines or ["no attention block was found"]), *(f"not read: {one.text()}" for one in self.comparisons)])
+        unread = [f"not read: {one.text()}" for one in self.comparisons]
+        return "\n".join([*(lines or ["no attention block was found"]), *unread, *(f"note: {note}" for note in self.notes)])
 
 
 _MAX_SHOWN = 6
@@ -186,6 +193,7 @@ class _Search:
         self._streams = Streams(view, self._flow, self._products)
         self._projections: dict[ir.Node, Projection | None] = {}
         self._blocks: list[Block] = []
+        self._anchors: list[ir.Node] = []
         self._read: set[ir.Node] = set()
 
     def run(self) -> Census:
@@ -204,9 +212,10 @@ class _Search:
         loose = find_unread(self._view, self._flow, self._products, self._read)
         for group in loose.blocks:
             self._add_unknown(group)
-        return Census(
-            tuple(self._blocks), tuple(Comparison(node.op_type, label(node), self._leading_to([node])) for node in loose.comparisons)
-        )
+        places = block_places(self._view, self._anchors)
+        blocks = tuple(replace(block, place=place) for block, place in zip(self._blocks, places, strict=True))
+        comparisons = tuple(Comparison(node.op_type, label(node), self._leading_to([node])) for node in loose.comparisons)
+        return Census(blocks, comparisons, self._view.notes)
 
     def _around(self, softmax: ir.Node) -> tuple[list[ir.Node], list[tuple[ir.Node, int]]] | None:
         """The products before and behind a softmax; None for one of a classifier or a router."""
@@ -307,6 +316,7 @@ class _Search:
         leading: tuple[Projection, ...] = (),
     ) -> None:
         roles = layers or {role: () for role in ROLES}
+        self._anchors.append(node)
         self._blocks.append(Block(len(self._blocks), self._kind(roles), node.op_type, label(node), roles, status, note, leading))
 
     def _role(self, value: ir.Value | None) -> _Role:

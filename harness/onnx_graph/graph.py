@@ -39,6 +39,9 @@ DATA_INPUTS: Mapping[str, tuple[int, ...]] = {
 }
 """Operator to the positions of the inputs that carry data."""
 
+_INITIALIZERS_ARE_INPUTS = 3
+"""The last IR version that requires every initializer to be an input; in later ones such an input is a default that may be overridden."""
+
 _RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"})
 
 
@@ -59,12 +62,35 @@ def load_graph(source: Any) -> ir.Model:
     proto = source if isinstance(source, onnx.ModelProto) else read_proto(source)
     if not proto.graph.node:
         raise UserInputError("graph: the model holds no node, so there is nothing to analyse; give an exported model")
+    if proto.graph.sparse_initializer:
+        proto = _dense(proto)
     if proto.functions:
         proto = inline_local_functions(proto)
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as error:
         raise UserInputError(f"graph: the model is not valid ({error.__cause__ or error}); check it with onnx.checker") from error
+
+
+def _dense(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Store sparse initializers as ordinary ones, in a copy."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for sparse in copy.graph.sparse_initializer:
+        values, places = onnx.numpy_helper.to_array(sparse.values), onnx.numpy_helper.to_array(sparse.indices)
+        array = np.zeros(tuple(sparse.dims), values.dtype)
+        if places.ndim == 1:
+            array.reshape(-1)[places] = values
+        else:
+            array[tuple(places.T)] = values
+        copy.graph.initializer.append(onnx.numpy_helper.from_array(array, sparse.values.name))
+    del copy.graph.sparse_initializer[:]
+    return copy
+
+
+def _overridable(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{shown}: initializers that are inputs as well, read as constants; who runs the graph may override them"
 
 
 def read_proto(source: Any) -> onnx.ModelProto:
@@ -103,6 +129,7 @@ class GraphView:
     Attributes:
         model: as onnx_ir; not modified.
         nodes: of the main graph, in its order.
+        notes: what is taken for granted: that nobody overrides a weight that is an input as well.
     """
 
     def __init__(self, model: ir.Model) -> None:
@@ -114,9 +141,9 @@ class GraphView:
         self.model = model
         self.nodes = tuple(model.graph)
         self._constant: dict[ir.Value, bool] = {}
-        initializers = set(model.graph.initializers.values())
-        inputs = set(model.graph.inputs)
-        self._initializers = initializers - inputs
+        self._initializers = frozenset(model.graph.initializers.values())  # IR 3 lists each of them among the inputs, too
+        both = [str(value.name) for value in model.graph.inputs if value in self._initializers]
+        self.notes = (_overridable(both),) if both and model.ir_version > _INITIALIZERS_ARE_INPUTS else ()
         for node in self.nodes:
             self._mark(node)
 
@@ -138,7 +165,7 @@ class GraphView:
         if value is None or value in self._initializers:
             return True
         if value.producer() is None:
-            return value.const_value is not None and value not in self.model.graph.inputs
+            return value.const_value is not None
         return self._constant.get(value, False)
 
     def data_inputs(self, node: ir.Node) -> list[ir.Value]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.onnx_graph.baseline import RoleWeight, describe, packed_in
+from harness.onnx_graph.baseline import RoleWeight, describe, packed_in, same_order
 from harness.onnx_graph.census import ROLES, Block, Status
 from harness.onnx_graph.contracts import Contract, Finding, Holding, Pair
 from harness.onnx_graph.projections import Projection
@@ -30,6 +30,7 @@ class RoleContract(Contract):
             One finding per place where the contract does not hold or cannot be decided.
         """
         before, after = pair.baseline.census, pair.census_after
+        pair.notes.extend(note for note in (*before.notes, *after.notes) if note not in pair.notes)
         unread = [self.not_analysed(_unread(block, "as exported"), block.index) for block in before.unknown]
         if len(before.unknown) != len(after.unknown):
             unread += [self.not_analysed(_unread(block, "as optimized"), block.index) for block in after.unknown]
@@ -148,7 +149,23 @@ class RoleWeights(RoleContract):
         blind = [block for block in pair.baseline.census.read if block.status in (*_UNCLEAR, Status.ABSORBED)]
         unread = [self.not_analysed(f"block {block.index} ({block.kind}), as exported: {describe(block)}", block.index) for block in blind]
         compared = [self._compare(pair, one, pair.counterparts.get(one.block)) for one in pair.baseline.weights.values()]
-        return [*unread, *(finding for finding in compared if finding is not None)]
+        return [*unread, *(finding for finding in compared if finding is not None), *self._moved(pair)]
+
+    def _moved(self, pair: Pair) -> Iterator[Finding]:
+        """Blocks that have their weights at another place of the data flow: their weights were exchanged, nothing was reordered."""
+        found = pair.counterparts
+        before = {block.index: block for block in pair.baseline.census.read}
+        for index, now in found.items():
+            was = before[index]
+            where = f"block {index} ({was.kind}): its weights are found at block {now.index}"
+            others = [other for other, one in found.items() if other > index and not same_order(was, now, other, one)]
+            if others:
+                text = f"{where}, which lies elsewhere in the data flow: block {others[0]} does not follow or precede it as before"
+                yield self.violated(text, index)
+            elif was.place.outputs != now.place.outputs and len(pair.before.graph.output) == len(pair.after.graph.output):
+                outputs = [[pair.before.graph.output[at].name for at in sorted(place.outputs)] for place in (was.place, now.place)]
+                reached = " and ".join(", ".join(names) or "no output" for names in outputs)
+                yield self.violated(f"{where}, which leads to other outputs of the graph than before: {reached}", index)
 
     def _compare(self, pair: Pair, was: RoleWeight, block: Block | None) -> Finding | None:
         if block is None or block.status in (*_UNCLEAR, Status.ABSORBED):
