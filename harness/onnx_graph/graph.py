@@ -42,7 +42,8 @@ DATA_INPUTS: Mapping[str, tuple[int, ...]] = {
 _INITIALIZERS_ARE_INPUTS = 3
 """The last IR version that requires every initializer to be an input; in later ones such an input is a default that may be overridden."""
 
-_RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"})
+RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"})
+"""Operators that draw random numbers."""
 
 
 def load_graph(source: Any) -> ir.Model:
@@ -149,7 +150,7 @@ class GraphView:
 
     def _mark(self, node: ir.Node) -> None:
         """Decide for the outputs of one node; its inputs come earlier, for graphs are sorted."""
-        constant = node.op_type not in _RANDOM and not has_subgraph(node) and all(self.is_constant(value) for value in node.inputs)
+        constant = node.op_type not in RANDOM and not has_subgraph(node) and all(self.is_constant(value) for value in node.inputs)
         for output in node.outputs:
             self._constant[output] = constant
 

@@ -15,7 +15,8 @@ from compressor.errors import CompressorError, ContractViolation, UserInputError
 from harness.onnx_graph.contracts import Contract, ContractResult, Finding, Holding
 from harness.onnx_graph.graph import load_graph, read_proto
 from harness.onnx_graph.optimizers import find_optimizer, run_optimizer
-from harness.onnx_graph.running import POLICIES, OutputRow, compare_outputs, example_inputs
+from harness.onnx_graph.output_row import OutputRow
+from harness.onnx_graph.running import POLICIES, compare_outputs, example_inputs
 
 if TYPE_CHECKING:
     import torch

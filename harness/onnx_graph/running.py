@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
 from compressor.errors import HarnessError, UserInputError
-from harness.onnx_graph.similarity import sqnr_db
+from harness.onnx_graph.constants import Constants
+from harness.onnx_graph.graph import RANDOM, GraphView, label, load_graph
+from harness.onnx_graph.output_row import OutputRow, output_row
 from harness.spelling import plain_text
 
 _DEFAULT_DIMENSION = 2
 _DEFAULT_LENGTH = 7
+_DROPOUT_INPUTS = 3
 
 
 @dataclass(frozen=True)
@@ -38,21 +42,6 @@ POLICIES: Mapping[str, Policy] = {
     "golden": Policy("golden", "ORT_DISABLE_ALL", 90.0),
     "deploy": Policy("deploy", "ORT_ENABLE_ALL", 35.0),
 }
-
-
-@dataclass(frozen=True)
-class OutputRow:
-    """One output compared.
-
-    Attributes:
-        name: of the output, as the first graph has it.
-        max_abs: largest absolute difference; infinite for different shapes.
-        sqnr_db: signal to noise; infinite for equal outputs.
-    """
-
-    name: str
-    max_abs: float
-    sqnr_db: float
 
 
 def example_inputs(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
@@ -90,6 +79,7 @@ def run_graph(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: 
         Its outputs in order.
 
     Raises:
+        UserInputError: it has an input that is not given.
         HarnessError: onnxruntime cannot load or run it.
     """
     import onnxruntime
@@ -103,7 +93,10 @@ def run_graph(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: 
         try:
             session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             names = {one.name for one in session.get_inputs()}
+            _check_names(names, inputs)
             outputs: list[np.ndarray] = session.run(None, {name: array for name, array in inputs.items() if name in names})
+        except UserInputError:
+            raise
         except Exception as error:  # the exceptions of onnxruntime share no other base class
             raise HarnessError(f"onnxruntime: it cannot run the graph: {plain_text(str(error))[:300]}") from error
     return outputs
@@ -129,14 +122,38 @@ def compare_outputs(before: onnx.ModelProto, after: onnx.ModelProto, inputs: Map
     if len(expected) != len(actual):
         raise HarnessError(f"outputs: {len(expected)} before and {len(actual)} after cannot be compared; keep the graph's outputs")
     names = [value.name for value in before.graph.output]
-    return [_row(name, np.asarray(one), np.asarray(other)) for name, one, other in zip(names, expected, actual, strict=True)]
+    return [output_row(name, np.asarray(one), np.asarray(other)) for name, one, other in zip(names, expected, actual, strict=True)]
 
 
-def _row(name: str, expected: np.ndarray, actual: np.ndarray) -> OutputRow:
-    if expected.shape != actual.shape:
-        return OutputRow(name, np.inf, -np.inf)
-    same = np.where(np.isnan(expected) & np.isnan(actual), 0, expected.astype(np.float64) - actual) if expected.size else np.zeros(1)
-    return OutputRow(name, float(np.abs(same).max()), sqnr_db(expected, actual))
+def random_operators(model: onnx.ModelProto) -> list[str]:
+    """Find what draws random numbers, also inside of subgraphs and functions: two runs of such a graph differ.
+
+    Args:
+        model: not modified.
+
+    Returns:
+        Operators with their names.
+    """
+    view = GraphView(load_graph(model))
+    return [f"{node.op_type} {label(node)}" for node in view.model.graph.all_nodes() if _draws(view, node)]
+
+
+def _draws(view: GraphView, node: ir.Node) -> bool:
+    if node.op_type != "Dropout" or len(node.inputs) < _DROPOUT_INPUTS or (mode := node.inputs[2]) is None:
+        return node.op_type in RANDOM
+    ratio = Constants(view).of(node.inputs[1])
+    held = Constants(view).of(mode)
+    return (held is None or bool(held.any())) and (ratio is None or bool(ratio.any()))
+
+
+def _check_names(names: set[str], inputs: Mapping[str, np.ndarray]) -> None:
+    missing = sorted(names - set(inputs))
+    if missing:
+        given = ", ".join(inputs) or "none"
+        raise UserInputError(
+            f"inputs: the graph asks for {', '.join(missing)}, and the inputs are {given}; an input was renamed, or a weight became one: "
+            "keep the inputs of the exported graph"
+        )
 
 
 def _draw(value: onnx.ValueInfoProto, draw: np.random.Generator, limit: int | None, sizes: dict[str, int]) -> np.ndarray:
