@@ -7,6 +7,10 @@ import re
 from collections.abc import Iterable
 
 
+_NEAR = 0.7
+"""Share of letters that two words must have in common; `nopass` and `nop` have less."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Ask for the word that was meant.
 
@@ -18,7 +22,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         `did you mean 'X'? `, or an empty text where no word is near.
     """
     plain = {_plain(one): one for one in sorted(known)}
-    near = difflib.get_close_matches(_plain(word), plain, n=1)
+    near = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=_NEAR)
     return f"did you mean {plain[near[0]]!r}? " if near else ""
 
 

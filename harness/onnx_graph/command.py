@@ -45,11 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of the verb; changed.
     """
-    parser.epilog = EPILOG
+    parser.epilog = f"{EPILOG}; 3 wrong arguments"
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, action in ACTIONS.items():
         module = importlib.import_module(action.module)
-        module.add_arguments(actions.add_parser(name, help=action.help, description=action.help, epilog=EPILOG))
+        own = actions.add_parser(name, help=action.help, description=action.help, epilog=EPILOG)
+        module.add_arguments(own)
+        own.epilog = f"{own.epilog}; 3 wrong arguments"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -70,7 +70,9 @@ class Explanation:
             return "\n".join([*lines, "no set of skips keeps it; with every pass skipped:", _indented(self.without_passes), effort])
         lines.append(f"kept by skipping: {', '.join(self.skips)}")
         for name, result in self.masked.items():
-            lines += [f"leave {name} out of the skips, and it is {result.holding.value}:", _indented(result)]
+            same = result.message == self.default.message
+            lines.append(f"leave {name} out of the skips, and it is {result.holding.value}{', as with nothing skipped' if same else ':'}")
+            lines += [] if same else [_indented(result)]
         return "\n".join([*lines, effort])
 
     def to_dict(self) -> dict[str, Any]:

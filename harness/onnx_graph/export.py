@@ -28,7 +28,7 @@ from compressor.model.load import load_model
 from compressor.model.sample_batches import Modality, sample_batches
 from harness.onnx_graph.graph import read_proto
 from harness.onnx_graph.passes import native_output
-from harness.spelling import plain_text
+from harness.spelling import did_you_mean, plain_text
 
 EXPORTERS = ("dynamo", "torchscript")
 DEFAULT_OPSET = 18
@@ -126,7 +126,10 @@ def export(
 def _check_dynamic(dynamic: Dynamic, inputs: Mapping[str, torch.Tensor]) -> None:
     for name, axes in dynamic.items():
         if name not in inputs:
-            raise UserInputError(f"export: a dynamic size is given for {name}, which is no input; the inputs are {describe_inputs(inputs)}")
+            near = did_you_mean(name, inputs)
+            raise UserInputError(
+                f"export: a dynamic size is given for {name}, which is no input; {near}the inputs are {describe_inputs(inputs)}"
+            )
         for axis in axes:
             if not 0 <= axis < inputs[name].dim():
                 raise UserInputError(f"export: {name} has no axis {axis}; its sizes are {list(inputs[name].shape)}, counted from 0")

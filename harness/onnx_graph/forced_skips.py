@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import ContractViolation, HarnessError
+from compressor.errors import ContractViolation, HarnessError, UserInputError
 from harness.onnx_graph.calls import Calls, GraphContract, OptimizerCall
 from harness.onnx_graph.child_processes import Channel
 from harness.onnx_graph.entries import read_graph
@@ -56,10 +56,11 @@ def forced_skips(
         The calls so far; those of child processes are added when the context ends.
 
     Raises:
-        UserInputError: a name that no installed optimizer knows.
+        UserInputError: a name that no installed optimizer knows, or an argument of another type.
         ContractViolation: `on_call` does not hold; also when the code inside swallowed the first one.
         HarnessError: no call was made, or somebody holds a native function where it cannot be replaced.
     """
+    _check_arguments(skips, on_call, backends)
     resolved = resolve_skips(skips, backends)
     calls = Calls()
     folder = Path(tempfile.mkdtemp(prefix="forced-skips-"))
@@ -73,6 +74,17 @@ def forced_skips(
     finally:
         shutil.rmtree(folder)
     _check(calls, resolved, require_call)
+
+
+def _check_arguments(skips: Sequence[object], on_call: object, backends: object) -> None:
+    """Refuse here what would otherwise fail inside of the third party's call."""
+    for name in skips:
+        if not isinstance(name, str):
+            raise UserInputError(f"forced_skips: {name!r} is no pass name; give names one by one: forced_skips('fuse_qkv', 'fuse_attention')")
+    if isinstance(backends, str):
+        raise UserInputError(f"forced_skips: backends={backends!r} is one text and a list is expected; write backends=[{backends!r}]")
+    if on_call is not None and (isinstance(on_call, type) or not callable(getattr(on_call, "check", None))):
+        raise UserInputError(f"forced_skips: on_call={on_call!r} is no contract; give an object with `check`, SeparateQKV() for example")
 
 
 def _policy(skips: dict[str, tuple[str, ...]], calls: Calls, channel: Channel, on_call: GraphContract | None, thread: int | None) -> Policy:

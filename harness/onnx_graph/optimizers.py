@@ -188,8 +188,13 @@ def run_optimizer(model: onnx.ModelProto, name: str, skip: Sequence[str] = (), *
             optimized = chosen.call(copy, names, log)
             acted = tuple(dict.fromkeys(chosen.acted.findall(text()))) if log and chosen.acted is not None else None
     except Exception as error:  # whatever native code throws; it is told apart, and never taken for a pass
-        raise OptimizerFailure(f"{name}: it failed with {type(error).__name__}: {plain_text(str(error))[:300]}") from error
+        raise OptimizerFailure(f"{name}: it failed with {type(error).__name__}: {_words(str(error))}") from error
     return Optimized(optimized, acted, time.perf_counter() - begin)
+
+
+def _words(text: str) -> str:
+    """What native code says, without the folder in which somebody built it."""
+    return re.sub(r"(?<!\S)/\S*/(?=[\w.]+:\d+)", "", plain_text(text))[:300]
 
 
 def find_optimizer(name: str) -> Optimizer:

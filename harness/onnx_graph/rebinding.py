@@ -1,4 +1,4 @@
-"""Replace a function everywhere it is held: in modules, closures, defaults, partials and containers.
+"""Replace a function everywhere it is held: in modules, closures, defaults, partials, static methods and containers.
 
 A native function cannot be changed in place, and third-party code may have taken hold of it long ago (`from m import f`, a default
 argument, `functools.partial`). The garbage collector knows every holder. Replacing back is the same call with its arguments swapped.
@@ -44,6 +44,9 @@ def _replace_in(holder: Any, old: Any, new: Any) -> int:
         return 1
     if isinstance(holder, functools.partial):
         holder.__setstate__((new, holder.args, holder.keywords, holder.__dict__))  # type: ignore[attr-defined]
+        return 1
+    if isinstance(holder, staticmethod | classmethod):
+        holder.__init__(new)  # type: ignore[misc]  # takes another function, as `__setstate__` of a partial does
         return 1
     return _replace_in_defaults(holder, old, new) if isinstance(holder, tuple) else 0
 

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         find_optimizer(name)
     skips = [tuple(name.strip() for name in one.split(",") if name.strip()) for one in args.skip]
     for one in skips:
-        resolve_skips(one)
+        _check_skips(one, optimizers)
     exporters = tuple(dict.fromkeys(args.exporter or ("dynamo", "torchscript")))
     trip = onnx_roundtrip(args.model, exporters=exporters, opset=args.opset, model_class=args.model_class)
     rows = trip.matrix(contract, optimizers=optimizers, skips=[(), *skips], on_row=_show_progress)
@@ -85,6 +85,17 @@ def run(args: argparse.Namespace) -> int:
         page = write_roundtrip_report(trip, rows, args.output_dir, Path(args.model).name)
         print(f"report: {page}", file=sys.stderr)
     return _exit_code(rows)
+
+
+def _check_skips(skips: Sequence[str], optimizers: Sequence[str]) -> None:
+    """Refuse a set that no optimizer of the table would take, or a pass that none of them has."""
+    from harness.onnx_graph.optimizers import OPTIMIZERS
+
+    resolve_skips(skips)
+    backends = list(dict.fromkeys(OPTIMIZERS[name].backend for name in optimizers if OPTIMIZERS[name].backend))
+    if not backends:
+        raise UserInputError(f"--skip: {', '.join(optimizers)} has no passes that can be left out by name; leave out {', '.join(skips)}")
+    resolve_skips(skips, backends)
 
 
 def _installed() -> list[str]:

@@ -81,11 +81,12 @@ def _conclude(command: Sequence[str], ended: Ended, calls: Calls, skips: dict[st
     if calls:
         print(calls.text())
     num_forced = sum(call.changed for call in calls)
-    print(f"harness onnx run: {len(calls)} calls of an optimizer, {num_forced} of them with forced skips", flush=True)
+    counted = f"{len(calls)} call{'' if len(calls) == 1 else 's'}"
+    print(f"harness onnx run: {counted} of an optimizer, {num_forced} of them with forced skips", flush=True)
     problems = [f"not every call is known: {one.command}: {one.reason}" for one in ended.unseen]
     if ended.code:
         problems.append(f"{command[0]} ended with exit code {ended.code}")
-    if not any(call.backend in skips for call in calls):
+    elif not any(call.backend in skips for call in calls):
         problems.append(f"nothing was protected: no Python that the command started called {' or '.join(skips)}")
     for problem in problems:
         print(f"harness onnx run: {problem}", file=sys.stderr)

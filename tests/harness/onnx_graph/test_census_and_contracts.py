@@ -241,7 +241,7 @@ def test_missing_external_data_and_missing_files_are_named(attention_graph: onnx
     (tmp_path / "m.data").unlink()
     with pytest.raises(UserInputError, match="external data cannot be read"):
         census(tmp_path / "m.onnx")
-    with pytest.raises(UserInputError, match="cannot be read"):
+    with pytest.raises(UserInputError, match="there is no such file"):
         census(tmp_path / "none.onnx")
 
 

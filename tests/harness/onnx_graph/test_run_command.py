@@ -29,7 +29,7 @@ def test_the_command_keeps_its_projections_and_the_calls_are_written(
     assert main(["onnx", "run", "--skip", skip, "--json", str(report), *_command(attention_graph, tmp_path)]) == 0
     kept = onnx.load(tmp_path / "out.onnx")
     assert sum(node.op_type == "MatMul" for node in kept.graph.node) == 6
-    assert "1 calls of an optimizer, 1 of them with forced skips" in capsys.readouterr().out
+    assert "1 call of an optimizer, 1 of them with forced skips" in capsys.readouterr().out
     written = json.loads(report.read_text(encoding="utf-8"))
     assert written["exit_code"] == 0 and set(written["calls"][0]["used"]) >= set(skip.split(","))
 
