@@ -6,7 +6,6 @@ import difflib
 import re
 from collections.abc import Iterable
 
-
 _NEAR = 0.7
 """Share of letters that two words must have in common; `nopass` and `nop` have less."""
 

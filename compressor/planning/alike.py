@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Sequence
 
-from compressor.planning.planner import PlannedModule
+from compressor.lifecycle import PlannedModule
 
 
 def join_alike(modules: Sequence[PlannedModule], what: Callable[[PlannedModule], Hashable]) -> list[tuple[str, list[PlannedModule]]]:

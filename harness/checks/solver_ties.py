@@ -72,7 +72,7 @@ def _weights(subject: Solver) -> Iterator[Tensor]:
     columns = problems(subject)[0].weight.shape[1]
     size = subject.group_size or columns
     for low, high, offset in ((-half, half, 0.0), (-grid[-1], grid[-1], 0.0), (grid[0], grid[-1], 0.0), (0.0, 2 * half, float(-grid[0]))):
-        weight = (_planted(grid, 8, columns) + offset).clamp(low, high)
+        weight = (_planted(grid, 8, columns) + offset).clamp(float(low), float(high))
         weight[:, ::size], weight[:, 1::size] = low, high
         for power in _POWERS:
             yield (weight * 2.0**power).to(torch.float32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -65,7 +65,7 @@ class Block:
     status: Status
     note: str = ""
     leading: tuple[Projection, ...] = ()
-    place: BlockPlace = BlockPlace()
+    place: BlockPlace = field(default_factory=BlockPlace)
 
     def projection(self, role: str) -> Projection | None:
         """Return the layer of a role, None where there is not exactly one."""

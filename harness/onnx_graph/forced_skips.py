@@ -80,7 +80,9 @@ def _check_arguments(skips: Sequence[object], on_call: object, backends: object)
     """Refuse here what would otherwise fail inside of the third party's call."""
     for name in skips:
         if not isinstance(name, str):
-            raise UserInputError(f"forced_skips: {name!r} is no pass name; give names one by one: forced_skips('fuse_qkv', 'fuse_attention')")
+            raise UserInputError(
+                f"forced_skips: {name!r} is no pass name; give names one by one: forced_skips('fuse_qkv', 'fuse_attention')"
+            )
     if isinstance(backends, str):
         raise UserInputError(f"forced_skips: backends={backends!r} is one text and a list is expected; write backends=[{backends!r}]")
     if on_call is not None and (isinstance(on_call, type) or not callable(getattr(on_call, "check", None))):
