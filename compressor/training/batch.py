@@ -28,7 +28,10 @@ def named_leaves(batch: Batch) -> dict[str, Any]:
     Raises:
         BindError: a leaf is neither a dense tensor nor a Python constant.
     """
-    leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(batch)[0]}
+    if type(batch) is dict and all(isinstance(leaf, Tensor) for leaf in batch.values()):
+        leaves = {f"[{key!r}]": leaf for key, leaf in batch.items()}  # the same names; a pytree takes a tenth of a small model's step
+    else:
+        leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(batch)[0]}
     for path, leaf in leaves.items():
         if isinstance(leaf, Tensor):
             if leaf.layout is not torch.strided:

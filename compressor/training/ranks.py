@@ -57,11 +57,13 @@ class Turn:
         action: warm-up, eager, capture, prove, audit or replay.
         rehearsed: the step is run eagerly before, and undone, to compare with.
         may_be_refused: it has to be undone where it is refused, here or on another rank.
+        unproven: an audit would not do for the plan, which lacks its whole proof.
     """
 
     action: str
     rehearsed: bool = False
     may_be_refused: bool = False
+    unproven: bool = False
 
 
 class Ranks:
@@ -179,8 +181,8 @@ class Ranks:
     def settle(self, choose: Callable[[], Turn]) -> Turn:
         """Choose what this rank would do, and settle with the others what it does.
 
-        All ranks prove, or none does: where one of them would and another has no plan yet, the first runs this step eagerly. All ranks
-        rehearse a step that one of them captures.
+        All ranks prove, or none does: where one of them would and another has no plan yet, the first runs this step eagerly. A proof runs
+        the step more often than an audit, so where the plan of one rank lacks it all make it. All ranks rehearse a step that one captures.
 
         Args:
             choose: gives a turn.
@@ -198,15 +200,15 @@ class Ranks:
             turn, chosen = choose(), True
         finally:  # whatever keeps this rank from choosing, the others are told
             proves, has_plan = turn.action in PROOFS, turn.action in (*PROOFS, "replay")
-            refused, proving, without, rehearsed, doubtful = self._sum(
-                not chosen, proves, not has_plan, turn.rehearsed, turn.may_be_refused
+            refused, proving, without, rehearsed, doubtful, unproven = self._sum(
+                not chosen, proves, not has_plan, turn.rehearsed, turn.may_be_refused, turn.unproven
             )
         self._raise(None, refused)
         action = turn.action
         if proving and without and proves:
             action = "eager"
-        elif proving and not without and not proves:
-            action = "audit"
+        elif proving and not without:
+            action = "prove" if unproven else "audit"
         return Turn(action, bool(rehearsed), bool(doubtful))
 
     def together(self, run: Callable[[], T]) -> T:

@@ -61,6 +61,7 @@ class TrainStep:
 
     Attributes:
         update_is_captured: the optimizer's update is part of what a capture holds.
+        num_allocated: gradients that were allocated so far; more of them mean that somebody has dropped some.
 
     Raises:
         UserInputError: a setting out of range, or nothing to train.
@@ -101,6 +102,7 @@ class TrainStep:
             raise UserInputError("TrainStep: no parameter of the optimizer requires a gradient; nothing would be trained")
         if any(isinstance(parameter, nn.UninitializedParameter) for parameter in self.trained):
             raise UserInputError("TrainStep: a lazy layer has no parameters yet; call the model on a batch before the optimizer is made")
+        self.num_allocated = 0
         self.allocate_gradients()
 
     @property
@@ -118,6 +120,7 @@ class TrainStep:
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+                self.num_allocated += 1
 
     def __call__(self, batch: Batch) -> Tensor:
         """Perform one step. Changes parameters, gradients, buffers and optimizer state.

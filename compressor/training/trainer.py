@@ -218,9 +218,6 @@ class Trainer:
         found: list[_KeyRecord] = []
         turn = self.step.ranks.settle(lambda: self._choose(batch, audited, found))
         self.last_action, known = turn.action, found[0]
-        if self.last_action in ("warm-up", "eager"):
-            known.warmed += self.last_action == "warm-up"
-            return self._engine.eager(lambda: self.step.ranks.watched(lambda: self.step(batch))).clone()
         loss = self._refusable(turn, known, batch)
         if not self.step.update_is_captured:
             self._engine.eager(lambda: self._finished(loss))
@@ -256,12 +253,16 @@ class Trainer:
         proves = self._needs_proof(known, known.plan, batch, audited)
         if proves or self.num_steps % self.check_every == 0:
             known.plan.guard()
+        unproven = not (known.proven and known.plan.proven_with_other_batch)
         if not proves:
-            return Turn("replay")
+            return Turn("replay", unproven=unproven)
         refuse_early(self.step)
-        return Turn("audit" if known.proven else "prove")
+        return Turn("audit" if known.proven else "prove", unproven=unproven)
 
     def _perform(self, known: _KeyRecord, batch: Batch) -> Tensor:
+        if self.last_action in ("warm-up", "eager"):
+            known.warmed += self.last_action == "warm-up"
+            return self._engine.eager(lambda: self.step.ranks.watched(lambda: self.step.captured_part(batch))).clone()
         if self.mode == "capture":
             return self._captured_once(known, batch)
         if known.plan is None:

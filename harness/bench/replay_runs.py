@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from compressor.training import Trainer
     from harness.bench.replay_cases import Batch, Case
 
-EAGER, REPLAY, COMPILED = "eager", "replay", "compiled"
+EAGER, REPLAY, COMPILED, ORDINARY = "eager", "replay", "compiled", "ordinary"
 _WARM_STEPS = 8  # two warm-ups, capture, proof, a second proof on an unseen batch, and some replays
 _NUM_BATCHES = 4
 _SAMPLE_SECONDS = 5e-3
@@ -73,6 +74,7 @@ class CaseResult:
         rounds: of the timing.
         seconds: median seconds per step, by run.
         speed: eager over replay.
+        ordinary: an ordinary loop over replay: gradients set to None, the same fused optimizer, no trainer.
         guards: share of the guards in a replayed step, timed where they run.
         unguarded: a replayed step without guards over one with them; the same told otherwise, with more noise.
         compiled: compiled over replay; None without a GPU.
@@ -86,6 +88,7 @@ class CaseResult:
     rounds: int
     seconds: Mapping[str, float]
     speed: Ratio
+    ordinary: Ratio
     guards: Ratio
     unguarded: Ratio
     compiled: Ratio | None
@@ -100,12 +103,14 @@ class CaseResult:
         held, less = f"{_mb(memory.held)} / {_mb(memory.live_peak)}", f"a step without: {self.unguarded.median - 1:+.1%}"
         bits = "equal" if not self.differences else "DIFFERENT"
         speed = ("eager / replay", f"{self.speed}", times[EAGER], f">= {goals.speed:g}", at_least(self.speed, goals.speed))
+        ordinary = ("loop / replay", f"{self.ordinary}", times[ORDINARY], "", "")
         compiled = []
         if self.compiled is not None:
             is_met = at_least(self.compiled, goals.compiled)
             compiled = [("compiled / replay", f"{self.compiled}", times[COMPILED], f">= {goals.compiled:g}", is_met)]
         return [
             speed,
+            ordinary,
             *compiled,
             ("guards' share", _percent(self.guards), less, f"<= {goals.guards:.0%}", at_most(self.guards, goals.guards)),
             ("memory / live peak", f"{memory.ratio:.2f}", held, f"<= {goals.memory:g}", "yes" if memory.ratio <= goals.memory else "no"),
@@ -121,6 +126,7 @@ class CaseResult:
             "num_ops": self.num_ops,
             "median_seconds": dict(self.seconds),
             "eager_over_replay": self.speed.to_dict() | {"goal": goals.speed, "met": self.speed.median >= goals.speed},
+            "ordinary_over_replay": self.ordinary.to_dict(),
             "guards_share": self.guards.to_dict() | {"goal": goals.guards, "met": self.guards.median <= goals.guards},
             "unguarded_over_replay": self.unguarded.to_dict(),
             "compiled_over_replay": None
@@ -155,7 +161,7 @@ def measure(case: Case, goals: Goals, rounds: int, device: torch.device, clock: 
     from harness.bench.live_peak import live_peak_bytes
 
     trainers, batches = make_trainers(case, device), case.batches(_NUM_BATCHES, device)
-    runs = {name: stepper(trainer, batches) for name, trainer in trainers.items()}
+    runs = {name: stepper(trainer, batches) for name, trainer in trainers.items()} | {ORDINARY: ordinary_loop(trainers, case, batches)}
     turns = Turns(trainers, device)
     interleave(runs, _WARM_STEPS, before=turns.begin, device=device)
     probe = interleave(runs, 1, before=turns.begin, device=device, clock=clock)
@@ -181,6 +187,7 @@ def measure(case: Case, goals: Goals, rounds: int, device: torch.device, clock: 
         rounds,
         {name: statistics.median(series) for name, series in seconds.items()},
         over_replay[EAGER],
+        over_replay[ORDINARY],
         guards,
         over_replay[UNGUARDED],
         over_replay.get(COMPILED),
@@ -202,11 +209,24 @@ def make_trainers(case: Case, device: torch.device) -> dict[str, Trainer]:
     """
     from compressor.training import Trainer
 
-    replay = Trainer(case.step(device), "replay")
-    trainers = {EAGER: Trainer(case.step(device), "eager"), REPLAY: replay, UNGUARDED: replay}
+    replay = Trainer(case.step(device), "replay", audit_every=0)  # audits take 3 % of a long run, and would fall on some rounds only
+    trainers = {name: Trainer(case.step(device), "eager") for name in (EAGER, ORDINARY)} | {REPLAY: replay, UNGUARDED: replay}
     if device.type == "cuda":
         trainers[COMPILED] = Trainer(case.step(device, model_of=_compiled), "eager")
     return trainers
+
+
+def ordinary_loop(trainers: Mapping[str, Trainer], case: Case, batches: Sequence[Batch]) -> Callable[[], object]:
+    """Return a function that makes the next step of a loop as people write it: gradients set to None, and nothing of a trainer's."""
+    step = trainers[ORDINARY].step
+    model, optimizer, numbers = step.model, step.optimizer, itertools.count()
+
+    def run() -> None:
+        optimizer.zero_grad()
+        case.loss_fn(model, batches[next(numbers) % len(batches)]).backward()
+        optimizer.step()
+
+    return run
 
 
 def _compiled(model: nn.Module) -> nn.Module:

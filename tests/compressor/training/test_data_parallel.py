@@ -211,7 +211,7 @@ def test_a_refusal_in_the_backward_pass_leaves_the_wrapper_usable(alone, batches
     trainer.forget_plans()
     for number in range(2, 8):
         trainer.train_step(batches(number))
-    assert trainer.last_action == "replay"
+    assert trainer.last_action in ("replay", "audit")
 
 
 def _summed(model, batch):
@@ -288,7 +288,7 @@ def test_a_tape_outlives_its_group_only_to_say_so(batches):
         trainer = _trainer("replay")
         for number in range(5):
             trainer.train_step(batches(number))
-        assert trainer.last_action == "replay"
+        assert trainer.last_action in ("replay", "audit")
     finally:
         dist.destroy_process_group()
     with pytest.raises(ReplayError, match=r"process group .*: it was destroyed since the capture"):

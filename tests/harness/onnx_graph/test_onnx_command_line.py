@@ -89,7 +89,7 @@ def test_an_opset_and_an_axis_that_do_not_exist_are_refused() -> None:
             export(nn.Linear(3, 3), inputs, opset=opset)
     with pytest.raises(ValueError, match=r"input has no axis 2; its sizes are \[2, 3\]"):
         export(nn.Linear(3, 3), inputs, dynamic={"input": {2: "rows"}})
-    with pytest.raises(ValueError, match=r"given for inputs, which is no input; the inputs are input \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"given for inputs, which is no input; did you mean .input.. the inputs are input \[2, 3\]"):
         export(nn.Linear(3, 3), inputs, dynamic={"inputs": {0: "rows"}})
 
 

@@ -161,7 +161,7 @@ def test_workers_collect_and_one_process_writes_once(project) -> None:
     usage = json.loads((project.path / ".harness_cache" / "golden-usage.json").read_text())
     assert usage["complete"]
     assert len(usage["used"]) == 10
-    project.tests(test_it=tests.replace("float(n)", "n + 1.0"))
+    project.tests(test_it=tests.replace("1.0 + n", "2.0 + n"))
     assert 'name="harness.golden" value="n/3: missing"' in (project.path / "junit.xml").read_text()
     result = project.run()
     result.assert_outcomes(failed=8)
