@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -16,11 +16,6 @@ from compressor.training.step import TrainStep
 
 _PLAIN = (bool, int, float, str, type(None))
 _MAX_SPELLED = 8
-# Which implementations torch may choose from; read by the guards before every replay, so without a line of Python between.
-BACKENDS: tuple[Callable[[], bool], ...] = (
-    *(torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled),
-    *(torch._C._get_cudnn_sdp_enabled, torch._C._get_mkldnn_enabled, torch._C._get_cudnn_enabled, torch._C._get_cudnn_benchmark),
-)
 
 
 def host_facts(step: TrainStep) -> dict[str, object]:
@@ -113,7 +108,15 @@ def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
 
 def backends() -> tuple[bool, ...]:
     """Return which implementations torch may choose from."""
-    return tuple(flag() for flag in BACKENDS)
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_benchmark(),
+    )
 
 
 def _module_facts(module: nn.Module) -> dict[str, object]:

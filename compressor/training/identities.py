@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.training.facts import BACKENDS
+from compressor.training.facts import backends
 from compressor.training.held import (
     BOOKS,
     GLOBAL_HOOKS,
@@ -33,16 +33,8 @@ from compressor.training.held import (
 from compressor.training.reached import variables
 from compressor.training.step import HasTensors, TrainStep
 
-# What Python's functions of these names ask, without those.
-_SETTINGS: tuple[Callable[[], object], ...] = (
-    *(torch.get_num_threads, torch.get_default_dtype, torch.is_grad_enabled),
-    *(torch._C._get_deterministic_algorithms, torch._C._get_float32_matmul_precision, *BACKENDS),
-)
-_requires_grad = operator.attrgetter("requires_grad")
-_parameter_hooks = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_step_facts = operator.attrgetter(
-    "model", "optimizer", "session", "loss_fn", "accumulate", "clip_norm", "autocast", "averages", "num_allocated"
-)
+_parameter_facts = operator.attrgetter("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_step_facts = operator.attrgetter("model", "optimizer", "session", "loss_fn", "accumulate", "clip_norm", "autocast", "averages")
 
 
 class Identities:
@@ -67,8 +59,8 @@ class Identities:
         self._views = [_values(table) for table in filled if not any(table is traversed for traversed in self._traversed)]
         # A value that leaves a dict for the next would go to its end, so that the order of all values shows it; in a list it need not.
         self._lists = [table for table in filled if not isinstance(table, Mapping)]
-        # Gradients and state of the optimizer are exchanged, which shows without an address; nobody gives them another storage in place.
-        others = (tensor for name, tensor in guarded_tensors(step).items() if name.startswith("buffer:"))
+        # State of the optimizer is exchanged, which shows without its address; nobody gives it another storage in place.
+        others = (tensor for name, tensor in guarded_tensors(step).items() if name.startswith(("grad:", "buffer:")))
         self._tensors: list[Tensor] = [*self._parameters, *others]
         self._values = self._by_value()
         self._objects = self._by_identity()
@@ -92,7 +84,7 @@ class Identities:
         objects += _step_facts(self._step)
         objects += chain.from_iterable(map(operator.call, self._attributes))
         objects += chain.from_iterable(self._views)
-        objects += map(_requires_grad, self._parameters)
+        objects += chain.from_iterable(map(_parameter_facts, self._parameters))
         objects += map(operator.call, self._getters)
         for modifier in self._modifiers:
             objects += modifier.training_tensors().values()
@@ -104,8 +96,13 @@ class Identities:
             *map(len, self._lists),
             *map(len, self._modules),
             *map(Tensor.data_ptr, self._tensors),
-            *map(operator.call, _SETTINGS),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device),
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            torch.is_grad_enabled(),
+            backends(),
             *(bytes(some) if isinstance(some, bytearray) else some.tobytes() for some in self._arrays),
         ]
 
@@ -113,8 +110,7 @@ class Identities:
 def _tables(step: TrainStep) -> Iterator[Any]:
     """List the dicts, lists and sets whose content is watched; what comes or goes changes one of them."""
     for module in (*step.model.modules(), *other_modules(step).values()):
-        # What has no parameters, buffers or modules gets none: only hooks come to an empty table.
-        yield from (table for name in TABLES if (table := module.__dict__[name]) or name.endswith("hooks"))
+        yield from (module.__dict__[name] for name in TABLES)
     optimizer = step.optimizer
     yield from (optimizer.param_groups, *(group["params"] for group in optimizer.param_groups))
     if watches_update(step):
@@ -126,7 +122,7 @@ def _tables(step: TrainStep) -> Iterator[Any]:
     yield from classes(step).values()
     yield from () if step.averages is None else _nested(step.averages.__dict__)
     for parameter in step.parameters().values():
-        yield from (hooks for hooks in _parameter_hooks(parameter) if hooks is not None)
+        yield from (hooks for hooks in _parameter_facts(parameter)[2:] if hooks is not None)
 
 
 def _own_attributes(table: dict[str, Any]) -> operator.itemgetter[Any]:
