@@ -81,7 +81,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A product of two activations that only leaves the graph, as the logits of CLIP: it mixes nothing, and nobody says what it means.
+    """Two activations combined to what only leaves the graph, as the logits of CLIP: it mixes nothing, and nobody says what it means.
 
     Attributes:
         operator: of the product.
@@ -95,7 +95,7 @@ class Comparison:
 
     def text(self) -> str:
         """Return one line, for people."""
-        return f"{self.operator} {self.anchor} multiplies two activations and only leaves the graph; fed by {_shown(self.layers)}"
+        return f"{self.operator} {self.anchor} combines two activations and only leaves the graph; fed by {_shown(self.layers)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +156,11 @@ _AFTER_SOFTMAX = frozenset(
 
 
 def census(model: Any) -> Census:
-    """Find every attention block.
+    """Find every attention block, and what mixes activations like attention and is not read.
+
+    Not seen: recurrences (LSTM, GRU, RNN, a Loop or Scan without a matrix product), sorting, lookups of what a single layer chose
+    (routers, detectors), messages along edges that are given, and sampling, Fourier transforms or repetition that other operators spell
+    out.
 
     Args:
         model: path, bytes, ModelProto or onnx_ir Model.

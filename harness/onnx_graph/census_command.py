@@ -6,6 +6,7 @@ import argparse
 import json
 
 from harness.onnx_graph.command import EXIT_HOLDS, EXIT_NOT_ANALYSED, EXIT_VIOLATED
+from harness.onnx_graph.limits import NOT_SEEN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of the action; changed.
     """
-    parser.epilog = "exit codes: 0 every block has three projections of its own, 1 one has not, 2 no block, or one that is not clear"
+    codes = "exit codes: 0 every block has three projections of its own, 1 one has not, 2 no block, or one that is not clear"
+    parser.epilog = f"{NOT_SEEN}; {codes}"
     parser.add_argument("model", metavar="MODEL", help="an .onnx file, or the folder of a transformers checkpoint")
     parser.add_argument("--model-class", metavar="CLASS", help="class of transformers, for a folder; by default AutoModelForCausalLM")
     parser.add_argument("--json", action="store_true", help="print the census as JSON")

@@ -7,6 +7,7 @@ import json
 
 from harness.onnx_graph.command import EXIT_HOLDS, EXIT_NOT_ANALYSED, EXIT_VIOLATED
 from harness.onnx_graph.contract_names import CONTRACTS, contract_from_names
+from harness.onnx_graph.limits import EVIDENCE, NOT_SEEN
 
 EXIT_OF = {"holds": EXIT_HOLDS, "violated": EXIT_VIOLATED, "not analysed": EXIT_NOT_ANALYSED}
 """What a contract found, to exit code."""
@@ -25,11 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_contract(parser: argparse.ArgumentParser) -> None:
-    """Declare `--contract`.
+    """Declare `--contract`, and say where contracts end.
 
     Args:
         parser: changed.
     """
+    parser.epilog = f"{NOT_SEEN}. numeric-equal: {EVIDENCE}; {parser.epilog}"
     names = "; ".join(f"{name}: {one.text}" for name, one in CONTRACTS.items())
     parser.add_argument("--contract", default="separate-qkv", metavar="NAMES", help=f"what must hold, with commas between. {names}")
 

@@ -31,7 +31,7 @@ OPERANDS: Mapping[str, tuple[int, ...]] = {
         (
             *("MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "FusedGemm", "FusedMatMulActivation", "GemmFastGelu", "GemmFloat8"),
             *("MatMulInteger", "MatMulInteger16", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "SparseToDenseMatMul", "CDist"),
-            *("Conv", "ConvTranspose", "ConvInteger", "FusedConv", "NhwcConv", "NhwcFusedConv"),
+            *("Conv", "ConvTranspose", "ConvInteger", "FusedConv", "NhwcConv", "NhwcFusedConv", "DeformConv"),
         ),
         (0, 1),
     ),
@@ -69,9 +69,9 @@ _UNREAD_MICROSOFT = frozenset(
         *("SparseAttentionIndexer", "PackedSparseAttentionIndexer"),
     }
 )
-_LOOKUPS = frozenset({"Gather", "GatherElements", "GatherND", "GatherBlockQuantized", "TorchEmbedding"})
+LOOKUPS = frozenset({"Gather", "GatherElements", "GatherND", "GatherBlockQuantized", "TorchEmbedding"})
 _MAKES_FEATURES = frozenset({"EmbedLayerNormalization", "QEmbedLayerNormalization", "WordConvEmbedding"})
-_MAKES_SHAPES = frozenset({"Shape", "Size", "ConstantOfShape", "EyeLike"})
+MAKES_SHAPES = frozenset({"Shape", "Size", "ConstantOfShape", "EyeLike"})
 _MAKES_INDICES = frozenset(
     {
         *("ArgMax", "ArgMin", "NonZero", "OneHot", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Not", "Xor"),
@@ -79,6 +79,14 @@ _MAKES_INDICES = frozenset(
     }
 )
 _EMBEDDING_RANK = 2
+_MATRIX_PRODUCTS = frozenset({"FusedMatMul", "TransposeMatMul"})
+_KEEPS_SHAPE = frozenset(
+    {
+        *("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "SimplifiedLayerNormalization", "SkipGroupNorm", "GroupNorm"),
+        *("Gelu", "FastGelu", "BiasGelu", "QuickGelu", "BiasSoftmax", "BiasDropout", "BiasAdd", "RotaryEmbedding"),
+    }
+)
+"""Operators of com.microsoft whose first output has the shape of their first input; onnx knows nothing of them."""
 
 
 class FlowMap:
@@ -119,11 +127,11 @@ class FlowMap:
         return any(not self._view.is_constant(value) for value in given) and len(self.factors(node)) < 2
 
     def _made_by(self, node: ir.Node) -> Flow:
-        if node.op_type in _MAKES_SHAPES:
+        if node.op_type in MAKES_SHAPES:
             return Flow.SHAPE
         if has_subgraph(node) or is_opaque(node) or node.op_type in _MAKES_FEATURES:
             return Flow.ACTIVATION
-        if node.op_type in _LOOKUPS and self.of(node.inputs[0]) <= Flow.SHAPE:
+        if node.op_type in LOOKUPS and self.of(node.inputs[0]) <= Flow.SHAPE:
             return self._looked_up(node)
         positions = DATA_INPUTS.get(node.op_type)
         read = [value for position, value in enumerate(node.inputs) if positions is None or position in positions]
@@ -165,8 +173,22 @@ class Shapes:
     @functools.cached_property
     def _inferred(self) -> dict[str | None, ir.Shape]:
         model = self._view.model.clone()
+        for node in model.graph:
+            if node.op_type in _MATRIX_PRODUCTS and domain(node) == "com.microsoft":
+                _write_as_einsum(node)
+            elif node.op_type in _KEEPS_SHAPE and domain(node) == "com.microsoft" and node.inputs[0] is not None:
+                ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0], replace_graph_outputs=True)
         ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
         return {value.name: value.shape for node in model.graph for value in node.outputs if value.shape is not None}
+
+
+def _write_as_einsum(node: ir.Node) -> None:
+    """Write a matrix product of com.microsoft as what onnx can infer shapes of. Changes the node."""
+    flags = [name in node.attributes and node.attributes[name].as_int() for name in ("transA", "transB")]
+    equation = f"...{'ji' if flags[0] else 'ij'},...{'kj' if flags[1] else 'jk'}->...ik"
+    node.op_type, node.domain = "Einsum", ""
+    node.attributes.clear()
+    node.attributes["equation"] = ir.AttrString("equation", equation)
 
 
 def operands(node: ir.Node) -> Sequence[ir.Value | None]:
@@ -183,6 +205,13 @@ def is_opaque(node: ir.Node) -> bool:
         handled = node.op_type in PROJECTED_ATTENTION | PACKED_ATTENTION
         return node.op_type in _UNREAD_MICROSOFT or ("Attention" in node.op_type and not handled)
     return name not in _READ_DOMAINS or (not name and node.op_type not in _RUNTIME_STANDARD and not onnx.defs.has(node.op_type))
+
+
+def is_attention(node: ir.Node) -> bool:
+    """Whether an operator computes attention by its definition."""
+    name = domain(node)
+    known = PROJECTED_ATTENTION | PACKED_ATTENTION if name == "com.microsoft" else {"Attention"}
+    return name in ("", "com.microsoft") and node.op_type in known
 
 
 def _is_depthwise(node: ir.Node) -> bool:

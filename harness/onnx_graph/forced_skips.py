@@ -4,8 +4,11 @@
         third_party.export_and_simplify(model)
     print(calls.text())
 
-Whatever route that code takes to onnxsim, onnxoptimizer or onnxruntime, in this thread or another, in this process or one that it
-starts, the named passes are left out. Leaving the context puts everything back, after an exception too.
+Whatever route that code takes to onnxsim, onnxoptimizer or onnxruntime, in this thread or another, in this process or, with
+`subprocesses=True`, one that it starts, the named passes are left out. Leaving the context puts everything back, after an exception too.
+
+An interpreter that ignores its environment (`python -I`, `-E`, `-S`) or is given another one runs no hook: inside of `forced_skips` it
+goes unnoticed beside a call that was seen, `harness onnx run` sees it.
 """
 
 from __future__ import annotations
@@ -43,8 +46,9 @@ def forced_skips(
 
     Args:
         *skips: pass names as the optimizers spell them.
-        subprocesses: reach Python processes that are started meanwhile; through `PYTHONPATH`, so not those started with `-I`, `-E` or `-S`
-            or with another environment: beside a call that was seen they go unnoticed here, `harness onnx run` sees them.
+        subprocesses: reach Python processes that are started meanwhile, through `PYTHONPATH`. An interpreter that ignores its environment
+            (`python -I`, `-E`, `-S`) or is given another one runs no hook: inside of `forced_skips` it goes unnoticed beside a call that
+            was seen, `harness onnx run` sees it.
         on_call: a contract that the result of each call is held against; a call that breaks it raises at once, in the line that called.
             A session of onnxruntime counts as a call if it writes its optimized graph or if one of the passes is onnxruntime's; never if
             an optimizer opens it for itself, to fold constants or to compare outputs.

@@ -48,6 +48,10 @@ class NumericEqual(Contract):
 
     `golden` runs onnxruntime with its optimizations off, so that only the graphs differ; `deploy` runs it as it is deployed, with the wider
     limit that its integer kernels need (source: measured, see README).
+
+    An output that is constant, NaN everywhere, empty or drawn at random is no evidence; another type or shape, or NaN elsewhere, is a
+    violation. An error passes if it has less than a billionth of an output's energy and less than a thousandth (3 % in amplitude) of each
+    slice along an axis that it lies in; at 35 dB less than 1/3000, and a small slice may be wrong altogether.
     """
 
     def __init__(self, policy: str = "golden", inputs: Mapping[str, np.ndarray] | None = None, seed: int = 0) -> None:

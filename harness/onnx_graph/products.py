@@ -1,26 +1,26 @@
 """Products of two activations: where one activation is summed with weights that come from another, whatever operator does it.
 
-A product is a matrix product, an Einsum or a convolution of two activations, or an elementwise one that makes a new pair of axes, as
-queries against keys written by hand. An elementwise product on the same axes is a gate and mixes nothing; unless softmax weights it and
-a sum follows.
+A product is a matrix product, an Einsum or a convolution of two activations, or an elementwise one that softmax weights and a sum
+follows; without these, an elementwise product on the same axes is a gate and mixes nothing. What else mixes two activations is in mixing.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from harness.onnx_graph.flow import FlowMap, Shapes, is_opaque, operands
+from harness.onnx_graph.flow import MAKES_SHAPES, FlowMap, Shapes, is_attention, is_opaque, operands
 from harness.onnx_graph.graph import GraphView, domain, has_subgraph, label
+from harness.onnx_graph.mixing import Mixing
 
 SOFTMAX = frozenset({"Softmax", "QLinearSoftmax", "BiasSoftmax"})
 _NORMALISES = SOFTMAX | {"LogSoftmax", "Hardmax"}
 _ELEMENTWISE = frozenset({"Mul", "QLinearMul", "MulInteger"})
 _LAYOUT = frozenset({"Reshape", "Transpose", "Cast", "Unsqueeze", "Squeeze", "Identity", "Flatten"})
 _SUMS = frozenset({"ReduceSum", "ReduceMean", "CumSum", "GlobalAveragePool"})
+_HOLDS_LAYERS = frozenset({"LSTM", "GRU", "RNN", "MoE", "QMoE"})
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,18 @@ class Products:
             flow: of its values.
             shapes: of its values.
         """
-        self._view, self._flow, self._shapes = view, flow, shapes
-        self.all = tuple(node for node in view.nodes if self._is_product(node))
-        self._set = frozenset(self.all)
+        self._view, self._flow = view, flow
+        self._set = frozenset(node for node in view.nodes if self._is_product(node))
+        mixing = Mixing(view, flow, shapes, self)
+        self._set |= {node for node in view.nodes if node not in self._set and mixing.is_product(node)}
 
     def __contains__(self, node: object) -> bool:
         """Whether a node is a product of two activations."""
         return node in self._set
 
     def ends_walk(self, node: ir.Node) -> bool:
-        """Whether what lies behind a node is something else than what lies before it: a layer, a product, or what cannot be read."""
-        return node in self._set or self.is_layer(node)
+        """Whether what lies behind a node is something else than what lies before it: a layer, a product, or what cannot be followed."""
+        return node in self._set or self.is_layer(node) or is_attention(node) or node.op_type in _HOLDS_LAYERS
 
     def is_layer(self, node: ir.Node) -> bool:
         """Whether a node multiplies one activation by something that is none, or cannot be read."""
@@ -89,13 +90,13 @@ class Products:
         return any(self.ends_walk(user) for user in self.users(node))
 
     def users(self, start: ir.Node) -> Iterator[ir.Node]:
-        """Nodes that the result of a product flows into, up to and with those that end the walk."""
+        """Nodes that the result of a product flows into, also as an index, up to and with those that end the walk."""
         seen: set[ir.Node] = set()
         waiting = list(start.outputs)
         while waiting:
             value = waiting.pop()
             for user, _ in value.uses():
-                if user in seen or not (any(value is one for one in self._view.data_inputs(user)) or has_subgraph(user)):
+                if user in seen or user.op_type in MAKES_SHAPES:
                     continue
                 seen.add(user)
                 yield user
@@ -104,28 +105,19 @@ class Products:
 
     def _is_product(self, node: ir.Node) -> bool:
         if node.op_type in _ELEMENTWISE:
-            return self._pairs(node)
+            return self._is_weighted_sum(node)
         factors = self._flow.factors(node)
         if node.op_type != "Einsum" or len(factors) != 2:
             return len(factors) > 1
         first, second = (position for position, value in enumerate(node.inputs) if self._flow.is_activation(value))
         return Equation.of(node).mixes(first, second)
 
-    def _pairs(self, node: ir.Node) -> bool:
-        """Whether an elementwise product makes a pair of axes, or is one of softmax weights that a sum follows."""
+    def _is_weighted_sum(self, node: ir.Node) -> bool:
+        """Whether an elementwise product is one of softmax weights that a sum follows."""
         one, other = (node.inputs[position] for position in ((0, 3) if node.op_type == "QLinearMul" else (0, 1)))
         if one is None or other is None or one is other or not (self._flow.is_activation(one) and self._flow.is_activation(other)):
             return False
-        return self._is_outer(one, other) or (self._is_summed(node) and any(self._weights(value) for value in (one, other)))
-
-    def _is_outer(self, one: ir.Value, other: ir.Value) -> bool:
-        """Whether each of two values is repeated along an axis of the other."""
-        shapes = self._shapes.of(one), self._shapes.of(other)
-        if shapes[0] is None or shapes[1] is None:
-            return False
-        first, second = (tuple(reversed(shape.dims)) for shape in shapes if shape is not None)
-        pairs = list(itertools.zip_longest(first, second, fillvalue=1))
-        return any(a == 1 and b != 1 for a, b in pairs) and any(a != 1 and b == 1 for a, b in pairs)
+        return self._is_summed(node) and any(self._weights(value) for value in (one, other))
 
     def _is_summed(self, node: ir.Node) -> bool:
         waiting = [node]

@@ -15,6 +15,7 @@ from pathlib import Path
 from compressor.errors import UserInputError
 from harness.onnx_graph.calls import Calls
 from harness.onnx_graph.child_processes import Channel
+from harness.onnx_graph.limits import OUT_OF_REACH
 from harness.onnx_graph.passes import resolve_skips
 from harness.onnx_graph.supervision import Ended, supervise
 from harness.output_file import check_output_file
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of the action; changed.
     """
+    parser.epilog = f"{OUT_OF_REACH}; exit codes: 0 the command ended well and every call was forced, 2 it failed, or a call is not known"
     parser.add_argument("--skip", required=True, metavar="PASSES", help="passes to leave out, with commas between: fuse_qkv,fuse_attention")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the recorded calls there, a .json file")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments, after two dashes")
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         0 when it ended well, an optimizer that has one of the passes was called, and every program that called one was reached;
-        otherwise 2.
+        otherwise 2. Never 1: no contract is asked.
 
     Raises:
         UserInputError: no command, one that cannot be run, a file that is no .json, or a pass that no optimizer knows.

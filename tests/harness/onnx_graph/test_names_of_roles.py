@@ -272,6 +272,23 @@ def test_a_projection_that_cannot_be_read_does_not_lend_the_one_before_it() -> N
     assert "Q comes out of acme::Linear q, which is not read" in found.text()
 
 
+@pytest.mark.parametrize("operator", ["LSTM", "MultiHeadAttention"])
+def test_what_holds_layers_or_attention_does_not_lend_what_lies_before_it(operator: str) -> None:
+    def write(maker: Maker) -> None:
+        h = maker.norm("x", "h")
+        if operator == "LSTM":
+            held = [maker.weight("w_in", 1, 4 * WIDTH, WIDTH), maker.weight("w_back", 1, 4 * WIDTH, WIDTH)]
+            maker.op("LSTM", [maker.layer(h, "before"), *held], "state", hidden_size=WIDTH)
+            maker.op("Squeeze", ["state", maker.constant("axis", np.array([1]))], "q")
+        else:
+            maker.op(operator, maker.three(h, "abc"), "q", "com.microsoft", num_heads=2)
+        maker.attend("q", maker.layer(h, "k"), maker.layer(h, "v"))
+
+    found, holding, _ = _made(write)
+    assert found.read[-1].status.value == "MISSING" and holding is Holding.NOT_ANALYSED, found.text()
+    assert f"Q comes out of {operator}" in found.text()
+
+
 def test_products_inside_of_a_loop_are_reported() -> None:
     body_in = [helper.make_tensor_value_info(name, kind, None) for name, kind in (("i", 7), ("on", 9), ("state", 1))]
     body_out = [helper.make_tensor_value_info(name, kind, None) for name, kind in (("go", 9), ("next", 1))]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
 from torch import nn
 
 from harness.cli import main
+from harness.onnx_graph import limits, unread
+from harness.onnx_graph.census import census
+from harness.onnx_graph.command import ACTIONS
 from harness.onnx_graph.export import ExportFailure, export
+from harness.onnx_graph.forced_skips import forced_skips
+from harness.onnx_graph.node_contracts import NumericEqual
+from harness.onnx_graph.output_row import output_row
 from harness.spelling import did_you_mean, plain_text
 
 BAD = {
@@ -108,3 +116,46 @@ def test_a_word_with_nothing_near_is_left_alone() -> None:
     assert did_you_mean("role_weight", ["role-weights", "numeric-equal"]) == "did you mean 'role-weights'? "
     assert did_you_mean("quux", ["role-weights", "numeric-equal"]) == ""
     assert plain_text("\x1b[96mThis is step\x1b[0m 1/3\n of") == "This is step 1/3 of"
+
+
+SAID = {
+    "NOT_SEEN": (["census", "check", "roundtrip", "explain", "passes"], [unread.__doc__, census.__doc__]),
+    "EVIDENCE": (["check", "roundtrip", "explain", "passes"], [NumericEqual.__doc__]),
+    "OUT_OF_REACH": (["run"], [sys.modules[forced_skips.__module__].__doc__, forced_skips.__doc__]),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_not_promised_is_said_in_the_same_words_everywhere(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    actions, texts = SAID[name]
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    for action in actions:
+        with pytest.raises(SystemExit):
+            main(["onnx", action, "--help"])
+    printed = capsys.readouterr().out.split("usage: ")[1:]
+    words = "".join(getattr(limits, name).split())
+    missing = [text for text in (readme, *texts, *printed) if words not in "".join((text or "").split())]
+    assert len(printed) == len(actions) and not missing, missing
+
+
+@pytest.mark.parametrize(
+    ("error", "limit_db", "is_wrong"), [(0.03, 90.0, False), (0.033, 90.0, True), (1.0, 90.0, True), (1.0, 35.0, False)]
+)
+def test_the_boundary_of_numeric_equal_lies_where_it_is_said(error: float, limit_db: float, is_wrong: bool) -> None:
+    """A slice with so little energy that the whole output does not notice it."""
+    expected = np.random.default_rng(0).standard_normal((8, 1000))
+    expected[0] *= 1e-5
+    actual = expected.copy()
+    actual[0] *= 1 + error
+    row = output_row("y", expected, actual)
+    assert row.wrong(limit_db) is is_wrong and row.sqnr_db > 100
+
+
+def test_help_says_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    for action in ACTIONS:
+        with pytest.raises(SystemExit):
+            main(["onnx", action, "--help"])
+        said = " ".join(capsys.readouterr().out.split())
+        assert "exit codes: 0 " in said and ", 2 " in said.replace(";", ",") and "; 3 wrong arguments" in said
+    with pytest.raises(SystemExit, match=r"^3$"):
+        main(["onnx", "census"])

@@ -106,6 +106,34 @@ def _state_space(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(steps, 2)
 
 
+def _rows(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q[:, :, :, None], k[:, :, None]
+
+
+def _max_plus(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    one, other = _rows(q, k)
+    return ((one + other).amax(-1, keepdim=True) + v[:, :, None]).amax(3)
+
+
+def _additive(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    one, other = _rows(q, k)
+    return ((torch.tanh(one + other) @ block.wo.weight[: WIDTH // HEADS, :1]).softmax(3) * v[:, :, None]).sum(3)
+
+
+def _inverse_distances(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    one, other = _rows(q, k)
+    return ((1 / (1 + (one - other).abs().sum(-1, keepdim=True))) + v[:, :, None]).amax(3)
+
+
+def _relation(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    pair = torch.cat(torch.broadcast_tensors(*_rows(q, k)), -1)
+    return torch.relu(pair @ block.wo.weight[: 2 * WIDTH // HEADS, : WIDTH // HEADS]).sum(3) + v
+
+
+def _hard(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.gather(v, 2, _scores(q, k).argmax(-1, keepdim=True).expand(-1, -1, -1, WIDTH // HEADS))
+
+
 UNKNOWN: dict[str, Callable[..., Tensor]] = {
     "talking heads": _talking_heads,
     "sigmoid": lambda _, q, k, v: torch.sigmoid(_scores(q, k) - 1.6) @ v,
@@ -122,6 +150,11 @@ UNKNOWN: dict[str, Callable[..., Tensor]] = {
     "hardmax": _hardmax,
     "elementwise": _elementwise,
     "distances": _distances,
+    "max-plus": _max_plus,
+    "additive": _additive,
+    "inverse distances": _inverse_distances,
+    "relation": _relation,
+    "hard": _hard,
     "attention free": lambda _, q, k, v: q.sigmoid() * (k.softmax(2) * v).sum(2, keepdim=True),
     "cumulative": lambda _, q, k, v: q.sigmoid() * (k.exp() * v).cumsum(2) / k.exp().cumsum(2),
     "state space": _state_space,
@@ -163,6 +196,30 @@ def _batched_experts(block: Block, h: Tensor) -> Tensor:
     return (torch.bmm(second[chosen[:, 0]], F.silu(torch.bmm(first[chosen[:, 0]], h[0][..., None])))[..., 0] * weights)[None]
 
 
+def _axial_positions(block: Block, h: Tensor) -> Tensor:
+    """What a bias computes from the queries alone, over rows and columns, is no pair of queries and keys."""
+    q, k, v = (block.heads(layer(h))[:, :, :4] for layer in (block.wq, block.wk, block.wv))
+    rows, columns = q @ block.wo.weight[: WIDTH // HEADS, :2], q @ block.wo.weight[: WIDTH // HEADS, 2:4]
+    bias = (rows[..., :, None] + columns[..., None, :]).reshape(1, HEADS, 4, 4)
+    return block.wo(((_scores(q, k) + bias).softmax(-1) @ v).transpose(1, 2).reshape(1, 4, WIDTH))
+
+
+def _cosine(block: Block, h: Tensor) -> Tensor:
+    q, k, v = (block.heads(layer(h)) for layer in (block.wq, block.wk, block.wv))
+    lengths = q.norm(dim=-1, keepdim=True) * k.norm(dim=-1)[..., None, :]
+    return block.out((q @ k.transpose(-1, -2) / lengths).softmax(-1) @ v)
+
+
+def _tokens_of_experts(block: Block, h: Tensor) -> Tensor:
+    weights, chosen = block.gate(h[0])[:, :2].softmax(-1).topk(1, -1)
+    out = torch.zeros_like(h[0])
+    for number, expert in enumerate((block.wk, block.wv)):
+        tokens = torch.nonzero(chosen[:, 0] == number)[:, 0]
+        out = out.index_add(0, tokens, expert(h[0][tokens]) * weights[tokens])
+    return out[None]
+
+
+SEPARATE_FLAT: dict[str, Callable[..., Tensor]] = {"positions on two axes": _axial_positions, "cosine": _cosine}
 NOTHING: dict[str, Callable[..., Tensor]] = {
     "gated linear unit": lambda block, h: block.wo(block.wq(h) * F.silu(block.wk(h))),
     "squeeze and excite": lambda block, h: block.wo((block.wq(h) * torch.sigmoid(block.wk(h.mean(1, keepdim=True)))).mean(1, keepdim=True)),
@@ -171,6 +228,8 @@ NOTHING: dict[str, Callable[..., Tensor]] = {
     "masked mean": lambda block, h: block.wo((block.wq(h) * (h[..., :1] > 0).float()).sum(1, keepdim=True)),
     "routed experts": _routed,
     "batched experts": _batched_experts,
+    "tokens of experts": _tokens_of_experts,
+    "scaled by its mean": lambda block, h: block.wo(block.wq(h) / block.wk(h.mean(1, keepdim=True)) - block.wv(h).amax(1, keepdim=True)),
 }
 
 
@@ -240,6 +299,13 @@ def test_gates_mixers_and_experts_are_no_attention(name: str) -> None:
     assert ALL.check(model, model).holds
 
 
+@pytest.mark.parametrize("name", SEPARATE_FLAT)
+def test_pairs_that_are_only_added_to_scores_or_divide_them_are_no_block(name: str) -> None:
+    model = _graph(Flat(SEPARATE_FLAT[name]), beside=True)
+    assert census(model).counts == {"SEPARATE": 2}, census(model).text()
+    assert ALL.check(model, model).holds
+
+
 class Similarity(Block):
     """The logits of two projections of one activation, as of images and texts."""
 
@@ -266,7 +332,7 @@ def test_logits_that_only_leave_the_graph_are_said_and_compared() -> None:
     model, changed = (_export(nn.Sequential(first, one)) for one in (block, packed))
     assert census(model).counts == {"SEPARATE": 1} and len(census(model).comparisons) == 1
     result = ALL.check(model, model)
-    assert result.holds and "multiplies two activations and only leaves the graph; fed by MatMul" in result.message
+    assert result.holds and "combines two activations and only leaves the graph; fed by MatMul" in result.message
     assert ALL.check(model, optimize(model, "onnxsim", ["fuse_qkv", "fuse_attention"])).holds
     lost = ALL.check(model, changed)
     assert lost.holding is Holding.NOT_ANALYSED and "were [[(32, 32), (32, 32)]]; now: MatMul" in lost.message
