@@ -25,6 +25,7 @@ from compressor.model.targets import resolve_targets
 from compressor.pipelines.calibration_mode import calibration_mode
 from compressor.tracing import Engine, Plan, Verify, partition, trace
 from compressor.tracing.flow import Stop, measure_flow
+from compressor.tracing.footprint import Footprint
 from compressor.tracing.graph.refusal import Unreached
 from compressor.tracing.observe import called
 from compressor.tracing.picture import Picture, make_picture, shortened, size
@@ -189,7 +190,7 @@ def trace_model(
     """
     check_arguments(trace_model, locals())
     stood = stand_in(model, model_class=model_class, trust_remote_code=trust_remote_code_model)
-    with calibration_mode(State(model=stood.model)):
+    with calibration_mode(State(model=stood.model)), Footprint(stood.model):
         given = _real_batches(stood, dataset, modality) if dataset is not None else sample_batches(stood.model, modality)
         ignored = list(resolve_targets(stood.model, list(ignore))) if ignore else []
         targets, reason = _targets(stood.model, sequential_targets, ignored)

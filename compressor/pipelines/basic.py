@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from compressor.data import CalibrationData, batch_to
-from compressor.lifecycle import EventType, Session, State
+from compressor.lifecycle import EventType, Session
 from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
 from compressor.pipelines.journal import NoJournal
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.progress import Progress
-from compressor.tracing.observe import plain_forward
+from compressor.tracing.observe import changed_by_forward, plain_forward
+from compressor.tracing.traces import Traces
 
 
 def run(session: Session, data: CalibrationData, *, progress: Progress, journal: NoJournal | None = None) -> None:
@@ -27,16 +28,22 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
     names = tuple(name for name, _ in state.model.named_modules())
     if not journal.open_stage(session, 0, "", names, 1):
         with memory_explained(state.model, "the model", "calibrated", names):
-            _forward_all(state, data, progress)
+            _forward_all(session, data, progress)
     with memory_explained(state.model, "the model", "compressed", names):
         journal.compress(session, names)
     session.send(EventType.CALIBRATION_END)
 
 
-def _forward_all(state: State, data: CalibrationData, progress: Progress) -> None:
+def _forward_all(session: Session, data: CalibrationData, progress: Progress) -> None:
+    """Run every batch on the model as it was loaded: what a forward leaves there is taken back after each."""
+    state = session.state
     with calibration_mode(state), progress.task("calibrate", total=len(data.batches)) as task:
-        for index, batch in enumerate(data.batches):
-            set_token_mask(state, data, index)
-            with torch.no_grad():
-                plain_forward(state.model, batch_to(batch, state.device))
-            task.advance()
+        with session.hooks_disabled():
+            stirred = changed_by_forward(state.model, batch_to(data.batches[0], state.device))
+        with Traces(state.model, stirred) as traces:
+            for index, batch in enumerate(data.batches):
+                set_token_mask(state, data, index)
+                with torch.no_grad(), traces.forwards():
+                    plain_forward(state.model, batch_to(batch, state.device))
+                traces.undo()
+                task.advance()

@@ -23,7 +23,7 @@ from compressor.pipelines.out_of_memory import memory_explained
 from compressor.pipelines.settings import SequentialSettings
 from compressor.pipelines.watched import watched_modules
 from compressor.progress import Progress, Task
-from compressor.tracing import Partition, Plan, RunningStage, ValueStore, module_names, partition, trace
+from compressor.tracing import Partition, Plan, Run, RunningStage, ValueStore, module_names, partition, trace
 
 
 @runtime_checkable
@@ -101,8 +101,9 @@ def _run_stages(
                 ) as running,
             ):
                 _check_called(session, cut, plan.uncalled)
+                _check_rewritten(state, plan, settings.propagate_error)
                 for stage in running:
-                    _run_stage(session, stage, bar, settings.propagate_error, journal, len(cut.targets))
+                    _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(cut.targets))
             _check_called(session, cut, running.uncalled)
             bar.finish()
     return cut, running.uncalled
@@ -135,7 +136,9 @@ def _open_store(state: State, plan: Plan, settings: SequentialSettings) -> Abstr
     return nullcontext()
 
 
-def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error: bool, journal: NoJournal, num_stages: int) -> None:
+def _run_stage(
+    session: Session, run: Run, stage: RunningStage, bar: _Bar, propagate_error: bool, journal: NoJournal, num_stages: int
+) -> None:
     names, model = stage.module_names, session.state.model
     is_last = not _watched_elsewhere(session, names)
     if journal.open_stage(session, stage.index, stage.name, names, num_stages):
@@ -147,6 +150,7 @@ def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error
     if not propagate_error:
         with memory_explained(model, stage.name, "propagated", names):
             stage.propagate(only_first=is_last)
+        run.give_back(_changed_by_modifiers(session.state, names))
     with memory_explained(model, stage.name, "compressed", names):
         journal.compress(session, names)
     if stage.index >= journal.num_resumed:
@@ -158,6 +162,24 @@ def _run_stage(session: Session, stage: RunningStage, bar: _Bar, propagate_error
                 if isinstance(module, Materializable):
                     weights.enter_context(module.materialize())
             stage.propagate(only_first=is_last and not _watched_elsewhere(session, names))
+
+
+def _changed_by_modifiers(state: State, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name in state.claims or name in state.touched]
+
+
+def _check_rewritten(state: State, plan: Plan, propagate_error: bool) -> None:
+    """Refuse weights that the model's own forward rewrites after loading, if they are to be compressed while forwards go on."""
+    staged = {name for target in plan.partition.targets for name in module_names(state.model, target)}
+    owners = {name: name.rpartition(".")[0] for name in plan.rewritten}
+    changed = set(_changed_by_modifiers(state, list(owners.values()))) & staged
+    wrong = [name for name, owner in owners.items() if owner in changed]
+    if wrong and propagate_error:
+        more = f"{wrong[0]} (and {len(wrong) - 1} more)" if wrong[1:] else wrong[0]
+        raise CalibrationError(
+            f"{more}: the model's own forward rewrites it, and the recipe compresses it as it was loaded, so that layers behind it cannot "
+            'be calibrated on what it then computes; give propagate_error=False or pipeline="basic", or ignore it'
+        )
 
 
 def _watched_elsewhere(session: Session, names: Sequence[str]) -> bool:

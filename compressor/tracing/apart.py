@@ -1,4 +1,4 @@
-"""Forwards that take turns must not notice each other. Shown on two batches, before the suspend engine runs any.
+"""Forwards that take turns must not notice each other. Shown on a few batches, before the suspend engine runs any.
 
 What a forward keeps on modules is exchanged at every pause. What it keeps elsewhere is not: a global, an attribute of an object or of a
 class, parameters that are swapped for the time of a call. No list of such places is complete, so forwards are run alone and then in
@@ -7,33 +7,41 @@ turns, and must give the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
-from compressor.tracing.graph.planner import content_digest, shapes
 from compressor.tracing.isolation import TorchState
 from compressor.tracing.observe import copied_batch, plain_forwards
 from compressor.tracing.order import Trail
+from compressor.tracing.picking import facts_of, other_content, pick
 from compressor.tracing.proof import Comparison, Difference
 from compressor.tracing.suspend import SuspendedRun
 
 
 @torch.no_grad()
 def check_apart(
-    model: nn.Module, targets: Mapping[str, nn.Module], batches: Sequence[Batch], device: torch.device | None, trails: Sequence[Trail]
+    model: nn.Module,
+    targets: Mapping[str, nn.Module],
+    batches: Sequence[Batch],
+    device: torch.device | None,
+    trails: Sequence[Trail],
+    returning: Callable[[], AbstractContextManager[None]],
 ) -> tuple[str, ...]:
-    """Run two batches alone and in turns, and compare what targets are given and give, and what the forwards return, bit for bit.
+    """Run batches alone and in turns, and compare what targets are given and give, and what the forwards return, bit for bit.
 
     Args:
         model: as it was afterwards, but for what its own forward changes.
         targets: dotted name to module.
-        batches: two are taken; a single one is held against its own trial calls.
+        batches: a few; a single one is held against its own trial calls.
         device: of the model; None leaves batches where they are.
         trails: what is known of the forwards.
+        returning: context that puts the model back after a forward.
 
     Returns:
         Attributes of modules by which one batch changes what the next one gives in the plain model.
@@ -41,22 +49,19 @@ def check_apart(
     Raises:
         TracingError: the forwards notice each other.
     """
-    pair = _two_that_differ(batches)
-    if device is not None:
-        pair = [batch_to(batch, device) for batch in pair]
+    here = [batch if device is None else batch_to(batch, device) for batch in batches]
     parameters = [(module, name, value) for module in model.modules() for name, value in module._parameters.items()]
     state = TorchState.current(foreign=True)
     try:
-        expected, kept = plain_forwards(model, targets.keys(), pair)
+        expected, kept = plain_forwards(model, targets.keys(), here, returning)
         comparison = _Turns(expected, targets)
-        copies = [copied_batch(batch) for batch in pair]
+        copies = [copied_batch(batch) for batch in here]
         run = SuspendedRun(model, targets, copies, on_sample=comparison.begin, keep_outputs=True, trails=trails)
-        comparison.follow(run, targets.keys(), model)
+        with returning():
+            comparison.follow(run, targets.keys(), model)
+            swapped = [name for module, name, value in parameters if module._parameters.get(name) is not value]
     finally:
         state.restore()
-        swapped = [name for module, name, value in parameters if module._parameters.get(name) is not value]
-        for module, name, value in parameters:
-            module._parameters[name] = value
     if swapped:
         raise TracingError(_message(f"its parameter {swapped[0]} stays swapped"))
     return kept
@@ -80,8 +85,20 @@ def _message(what: str) -> str:
     )
 
 
-def _two_that_differ(batches: Sequence[Batch]) -> list[Batch]:
-    """The first batch and one of other shapes, or else of other content, or else any."""
-    first, *others = batches
-    others = [batch for batch in others if shapes(batch) != shapes(first)] or others
-    return [first, *([batch for batch in others if content_digest(batch) != content_digest(first)] or others)[:1]]
+def pick_apart(batches: Sequence[Batch], proved: dict[Any, set[Any]]) -> list[Batch]:
+    """Pick the batches that are to take turns: they differ in sizes and padding where they can, else in content, else in nothing.
+
+    Args:
+        batches: not modified.
+        proved: what has been shown already; what these will show is noted in it.
+
+    Returns:
+        Two or more, or a single one where there is no other; none where these would show nothing new.
+    """
+    facts = {place: {"place": place, **facts_of(batch)} for place, batch in enumerate(batches)}
+    for place, known in facts.items():
+        known |= {"padded place": place} if known["padding"] else {}  # two of them: one alone meets no other that goes its way
+    picked = pick(facts, proved)
+    if picked:
+        picked += other_content([place for place in range(len(batches)) if place not in picked], picked, batches, proved)
+    return [batches[place] for place in sorted(picked)]

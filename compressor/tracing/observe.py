@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from compressor.data.collate import Batch, call_model
 from compressor.data.layouts import kind_of
 from compressor.errors import CompressorError
+from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.graph.refusal import Unrepeatable
@@ -136,25 +137,46 @@ def plain_forward(model: nn.Module, batch: Batch) -> Any:
         ) from error
 
 
-def plain_forwards(model: nn.Module, watched: Collection[str], batches: Sequence[Batch]) -> tuple[list[list[Seen]], tuple[str, ...]]:
+def changed_by_forward(model: nn.Module, batch: Batch) -> Stirred:
+    """Run a plain forward and see what it changes.
+
+    Args:
+        model: as it was afterwards.
+        batch: on the device of the model; not modified.
+
+    Returns:
+        What it changed.
+    """
+    with Footprint(model) as footprint, torch.no_grad():
+        plain_forward(model, batch)
+    return footprint.stirred
+
+
+def plain_forwards(
+    model: nn.Module,
+    watched: Collection[str],
+    batches: Sequence[Batch],
+    returning: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> tuple[list[list[Seen]], tuple[str, ...]]:
     """Run plain forwards, each with the state of the model as it is, and note all that modules are given and give back.
 
     Args:
         model: as it was afterwards.
         watched: dotted names of the modules to look at.
         batches: on the device of the model; not modified.
+        returning: context that puts the model back after a forward.
 
     Returns:
         What was seen of each batch; and the attributes of modules by which the first batch changes what the second one gives.
     """
     expected, changed = [], set()
     for batch in batches:
-        with without_traces() as values:
+        with returning(), without_traces() as values:
             expected.append(observe(model, watched, lambda: plain_forward(model, batch)))  # noqa: B023 - called at once
             changed |= set(values.changed())
     if not changed or len(batches) == 1:
         return expected, ()
-    with without_traces():
+    with returning(), without_traces():
         plain_forward(model, batches[0])
         is_kept = observe(model, watched, lambda: plain_forward(model, batches[1])) != expected[1]
     names = {module: name for name, module in model.named_modules()}

@@ -13,31 +13,39 @@ own, so that a sample sees the same numbers whatever the other samples do, and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
-from compressor.tracing.apart import check_apart
+from compressor.tracing.apart import check_apart, pick_apart
+from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.given import as_batches, check_model
 from compressor.tracing.graph.engine import GraphEngine
 from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
 from compressor.tracing.graph.refusal import Unreached, Unrepeatable
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.schedule import schedule
-from compressor.tracing.observe import observe_trail, stages_of
+from compressor.tracing.graph.surroundings import written_in_place
+from compressor.tracing.isolation import TorchState
+from compressor.tracing.observe import observe_trail, plain_forward, stages_of
 from compressor.tracing.order import Trail, check_orders, merged_rank
 from compressor.tracing.partition import Partition, partition
+from compressor.tracing.proof import observe
 from compressor.tracing.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
 from compressor.tracing.running import Run, RunningStage, Watched
 from compressor.tracing.store import ValueStore
 from compressor.tracing.suspend import SuspendedRun
+from compressor.tracing.traces import Traces
 
 __all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "Verify", "check_tracing_options", "trace"]
+
+
+_Made = TypeVar("_Made")
 
 
 def check_tracing_options(engine: str, verify: str, max_variants: int) -> None:
@@ -71,19 +79,35 @@ class Plan:
     """
 
     def __init__(
-        self, model: nn.Module, cut: Partition, asked: Engine, graph: GraphEngine | None, verify: Verify, device: torch.device | None
+        self,
+        model: nn.Module,
+        cut: Partition,
+        asked: Engine,
+        make_graph: Callable[[], GraphEngine],
+        verify: Verify,
+        device: torch.device | None,
     ) -> None:
         """Made by `trace`."""
         self.model = model
         self.partition = cut
-        self.engine: Engine = "suspend" if graph is None else "graph"
-        self.why = "asked for" if asked != "auto" else "all batches can be followed"
+        self.engine: Engine = "graph"
+        self.why = ""
         self.stages: tuple[Stage, ...] = ()
-        self._asked, self._graph, self._verify, self._device = asked, graph, verify, device
+        self._asked, self._make_graph, self._verify, self._device = asked, make_graph, verify, device
+        self._graph: GraphEngine | None = None
         self.uncalled: tuple[str, ...] = ()
         self._trails: dict[bytes, Trail] = {}  # by the content of the batch
         self._kept: set[str] = set()
-        self._num_apart = 0  # batches that were run in turns to show that they do not notice each other
+        self._apart: dict[Any, set[Any]] = {}  # of batches that were run in turns to show that they do not notice each other
+        self._stirred = Stirred()  # what forwards change
+        self._settles: bool | None = None  # the first forward rewrites tensors, and later ones do not
+        self._footprint: Footprint | None = None  # of the model as forwards find it; while there is planning
+        self._start_over()
+
+    @property
+    def rewritten(self) -> tuple[str, ...]:
+        """Parameters and buffers that the model's own forward rewrites; as they were when planning and runs have ended."""
+        return tuple(self._stirred.rewritten)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -135,9 +159,18 @@ class Plan:
         """
         batches = as_batches(batches)
         watched = watched or self._hooked
-        with quiet():
+
+        def decide() -> tuple[list[Variant] | None, tuple[Trail, ...]]:
             chosen = self._plan(batches)
-            trails = () if chosen is not None else self._look(batches)
+            return chosen, () if chosen is not None else self._look(batches)
+
+        def settle() -> None:
+            with quiet():
+                self._forward(batches[0])
+
+        with quiet():
+            chosen, trails = self._unchanged(batches, decide)
+        traces = Traces(self.model, self._stirred, settle if self._settles else None)
         if chosen is not None and self._graph is not None:
             return GraphRun(
                 self.model,
@@ -150,6 +183,7 @@ class Plan:
                 on_sample=on_sample,
                 quiet=quiet,
                 keep_outputs=keep_outputs,
+                traces=traces,
             )
         return SuspendedRun(
             self.model,
@@ -161,7 +195,76 @@ class Plan:
             quiet=quiet,
             keep_outputs=keep_outputs,
             trails=trails,
+            traces=traces,
         )
+
+    def _unchanged(self, batches: Sequence[Batch], work: Callable[[], _Made]) -> _Made:
+        """Let planning find the model as every forward of a run will, and put it back, however planning ends.
+
+        A model may rewrite its weights in its first forward (RWKV divides them). If a second forward leaves them alone, that is the state
+        in which all forwards begin, here and in the run, and planning starts over from there.
+        """
+        made, refused = None, None
+        if not self._settles:
+            try:
+                with self._looking(Footprint(self.model)):
+                    made = work()
+            except TracingError as error:
+                refused = error
+            if self._settles is None and self.rewritten:
+                self._settles = self._finds_settling(batches[0])
+            if not self._settles:
+                if refused is not None:
+                    raise refused
+                return cast("_Made", made)
+            self._start_over()
+        with self._looking(Footprint(self.model)):
+            self._forward(batches[0])
+            with self._looking(Footprint(self.model)):
+                return work()
+
+    @contextmanager
+    def _looking(self, footprint: Footprint) -> Iterator[None]:
+        outer, self._footprint = self._footprint, footprint
+        try:
+            with footprint:
+                yield
+        finally:
+            self._footprint = outer
+            self._stirred.add(footprint.stirred)
+
+    def _finds_settling(self, batch: Batch) -> bool:
+        """Say whether the first forward rewrites tensors, and the second one does not but computes the same."""
+        targets = self.partition.targets
+        with Footprint(self.model), torch.no_grad():
+            first = observe(self.model, targets, lambda: self._forward(batch))
+            with Footprint(self.model) as once:
+                second = observe(self.model, targets, lambda: self._forward(batch))
+        return first == second and not once.stirred.rewritten
+
+    def _start_over(self) -> None:
+        """Forget what was planned."""
+        self._graph = None if self._asked == "suspend" else self._make_graph()
+        self.engine = "suspend" if self._graph is None else "graph"
+        self.why = "asked for" if self._asked != "auto" else "all batches can be followed"
+        self._apart.clear()
+        self._trails.clear()
+        self._kept.clear()
+        if self._graph is not None:
+            self._graph.planner.returning = self._returning
+
+    def _forward(self, batch: Batch) -> Any:
+        """Run a plain forward; what it leaves on the model stays."""
+        state = TorchState.current(foreign=True)
+        try:
+            with torch.no_grad():
+                return plain_forward(self.model, batch if self._device is None else batch_to(batch, self._device))
+        finally:
+            state.restore()
+
+    def _returning(self) -> AbstractContextManager[None]:
+        """Put the model back at the end of a forward, or of several that belong together."""
+        return nullcontext() if self._footprint is None else self._footprint.returning()
 
     def verify(self, batches: Sequence[Batch]) -> int:
         """Hold the recorded graphs, as they are now, against the plain model, bit for bit.
@@ -176,6 +279,9 @@ class Plan:
             TracingError: the first difference: module, node and line.
         """
         batches = as_batches(batches)
+        return self._unchanged(batches, lambda: self._verified(batches))
+
+    def _verified(self, batches: Sequence[Batch]) -> int:
         chosen = self._plan(batches)
         if chosen is None or self._graph is None:
             return 0
@@ -211,22 +317,30 @@ class Plan:
             trails = tuple(self._trail(batch) for batch in batches)
             self._note_uncalled({name for trail in trails for name in trail.calls})
             check_orders(trails, merged_rank(trails, {name: place for place, name in enumerate(self.partition.targets)}))
-            if self._num_apart < min(len(batches), 2) and self._verify != "off":
-                self._kept |= set(check_apart(self.model, self.partition.targets, batches, self._device, trails))
-                self._num_apart = min(len(batches), 2)
+            turns = pick_apart(batches, self._apart) if self._verify != "off" or self._rewritten_anew() else []
+            if turns:
+                self._kept |= set(check_apart(self.model, self.partition.targets, turns, self._device, trails, self._returning))
         except TracingError as error:
+            odd = self._rewritten_anew()
+            if odd and not isinstance(error, Unrepeatable):
+                raise Unrepeatable(written_in_place(odd[0])) from error
             if self._asked != "auto" or isinstance(error, Unrepeatable):
                 raise
             raise TracingError(f"{error} ({self.why})") from error
         self.stages = stages_of(self.model, trails[0])
         return trails
 
+    def _rewritten_anew(self) -> tuple[str, ...]:
+        """Tensors that more than the first forward rewrites."""
+        return () if self._footprint is None else tuple(self._footprint.stirred.rewritten)
+
     def _trail(self, batch: Batch) -> Trail:
         """Run a plain forward of a batch that has not been seen: which targets it calls may depend on all that is in it."""
         digest = content_digest(batch)
         if digest not in self._trails:
             here = batch if self._device is None else batch_to(batch, self._device)
-            self._trails[digest] = observe_trail(self.model, self.partition, here)
+            with self._returning():
+                self._trails[digest] = observe_trail(self.model, self.partition, here)
         return self._trails[digest]
 
     def _note_uncalled(self, called: Collection[str]) -> None:
@@ -247,6 +361,8 @@ class Plan:
             planner = self._graph.planner
             lines.append(f"planning: {planner.num_forwards} forwards, {self._graph.num_verified} batches verified against the plain model")
             lines += [f"variant {one.index}: {one.num_batches} batches, {len(one.program.guard_nodes)} guards" for one in planner.variants]
+        if self.rewritten:
+            lines.append(f"rewritten: {', '.join(self.rewritten)} by the model's own forward; put back when a run ends")
         if self.kept:
             lines.append(f"state: {', '.join(self.kept)} would pass from batch to batch; every batch starts with the state of the model")
         lines += [f"leaf {leaf.name}: {leaf.reason}" for leaf in self.leaves]
@@ -276,8 +392,8 @@ def trace(
         max_variants: recorded graphs at most.
         verify: batches on which the plan is compared with the plain model, bit for bit: none, for each recorded graph the first one and
             those that give each size another value, or other padding, or all. With `auto` a difference is a reason to take the suspend
-            engine, and reported. The suspend engine, but for `off`, runs two batches alone and in turns, to show that they do not
-            notice each other.
+            engine, and reported. The suspend engine, but for `off`, runs a few batches, chosen likewise, alone and in turns, to show
+            that they do not notice each other.
         device: of the model; None leaves batches where they are.
         targets_per_stage: targets that follow each other and share a stage; more than 1 needs the graph engine.
 
@@ -296,15 +412,20 @@ def trace(
         )
     check_model(model)
     cut = partition(model, targets)
-    graph = None
-    if engine != "suspend":
+
+    def make_graph() -> GraphEngine:
         planner = GraphPlanner(
             model, cut.targets, leaves=leaves, max_variants=max_variants, targets_per_stage=targets_per_stage, device=device
         )
-        graph = GraphEngine(model, planner, verify, device)
-    plan = Plan(model, cut, engine, graph, verify, device)
-    if plan._plan(batches) is None:
-        if targets_per_stage != 1:
-            raise TracingError(f"targets_per_stage: {targets_per_stage} was given, but {plan.why}; give 1")
-        plan._look(batches)
+        return GraphEngine(model, planner, verify, device)
+
+    plan = Plan(model, cut, engine, make_graph, verify, device)
+
+    def decide() -> None:
+        if plan._plan(batches) is None:
+            if targets_per_stage != 1:
+                raise TracingError(f"targets_per_stage: {targets_per_stage} was given, but {plan.why}; give 1")
+            plan._look(batches)
+
+    plan._unchanged(batches, decide)
     return plan

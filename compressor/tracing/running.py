@@ -47,6 +47,9 @@ class Run(Protocol):
     def uncalled(self) -> tuple[str, ...]:
         """Targets that no sample has called so far."""
 
+    def give_back(self, names: Collection[str]) -> None:
+        """Put back what forwards have rewritten in some modules, before these are compressed."""
+
     def __enter__(self) -> Self:
         """Patch what must be patched."""
 

@@ -22,12 +22,14 @@ from torch import nn
 from compressor.data.collate import Batch
 from compressor.errors import TracingError
 from compressor.tracing.calls import CallRouter
+from compressor.tracing.footprint import Stirred
 from compressor.tracing.isolation import foreign_random
 from compressor.tracing.order import Trail, merged_rank, repeated
 from compressor.tracing.partition import module_names
 from compressor.tracing.replay import Replays
 from compressor.tracing.running import Watched
 from compressor.tracing.sample import Sample
+from compressor.tracing.traces import Traces
 
 
 class SuspendedRun:
@@ -52,6 +54,7 @@ class SuspendedRun:
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
         trails: Sequence[Trail] = (),
+        traces: Traces | None = None,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -66,8 +69,10 @@ class SuspendedRun:
             keep_outputs: keep what the forwards return.
             trails: the targets that a forward of each kind of batch calls, in order, where that is known. They decide in which order
                 targets become stages, and which are called repeatedly.
+            traces: takes back at the end what forwards leave on the model beside what they set on modules.
         """
         self.model = model
+        self._traces = traces or Traces(model, Stirred())
         self.outputs: list[Any] = [None] * len(batches)
         self._rank = merged_rank(trails, {name: rank for rank, name in enumerate(targets)})
         self._router = CallRouter(model, targets, quiet)
@@ -88,11 +93,24 @@ class SuspendedRun:
     def __enter__(self) -> Self:
         """Patch nn.Module."""
         self._is_open = True
+        self._cleanup.enter_context(self._traces)
         self._router.watch(self._watched())
         self._cleanup.enter_context(self._router.patched())
-        for sample in self._samples:
-            self._cleanup.callback(sample.kill)
+        self._cleanup.callback(self._kill, self._samples)
         return self
+
+    def _kill(self, samples: Sequence[Sample]) -> None:
+        with self._traces.forwards(), ExitStack() as every:
+            for sample in reversed(samples):
+                every.callback(sample.kill)
+
+    def give_back(self, names: Collection[str]) -> None:
+        """Put back what forwards have rewritten in some modules, before these are compressed.
+
+        Args:
+            names: dotted names.
+        """
+        self._traces.give_back(names)
 
     def __exit__(self, *exc_info: object) -> None:
         """End every forward, then undo the patches."""
@@ -115,7 +133,7 @@ class SuspendedRun:
         """
         if self._replays is not None:
             self._replays.begin()
-        with self._foreign_random_watched():
+        with self._traces.forwards(), self._foreign_random_watched():
             for sample in self._samples:
                 self._advance(sample)
         index = 0
@@ -142,6 +160,10 @@ class SuspendedRun:
         self._rehearse(stage, samples)
 
     def _rehearse(self, stage: Stage, samples: list[Sample]) -> None:
+        with self._traces.forwards():
+            self._rehearse_all(stage, samples)
+
+    def _rehearse_all(self, stage: Stage, samples: list[Sample]) -> None:
         for sample in samples:
             if self._replays is not None and stage.name in self._router.repeated:
                 self._on_sample(sample.index)
@@ -159,11 +181,9 @@ class SuspendedRun:
         torch.clear_autocast_cache()  # it would serve casts of weights that have been replaced
         self._router.close(stage.name, stage.module_names)
         if only_first:
-            for sample in self._samples:
-                if sample is not samples[0]:
-                    sample.kill()
+            self._kill([sample for sample in self._samples if sample is not samples[0]])
             samples = samples[:1]
-        with self._foreign_random_watched():
+        with self._traces.forwards(), self._foreign_random_watched():
             for sample in samples:
                 self._advance(sample)
 

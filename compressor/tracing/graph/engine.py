@@ -11,16 +11,13 @@ import torch
 from torch import nn
 
 from compressor.data.collate import Batch, batch_to
-from compressor.data.layouts import dense_parts, shape_of
 from compressor.tracing.graph.guards import describe_guard
 from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
-from compressor.tracing.graph.record import named_inputs
 from compressor.tracing.graph.verify import Case, verify_programs
 from compressor.tracing.graph.wording import Wording
 from compressor.tracing.partition import module_names
+from compressor.tracing.picking import facts_of, other_content, pick
 from compressor.tracing.records import Guard, Stage, Verify
-
-_PROOFS = 2  # values of every size, and of whether there is padding, on which `verify="first"` proves each variant
 
 
 class GraphEngine:
@@ -65,10 +62,10 @@ class GraphEngine:
             samples = [sample for sample, one in enumerate(chosen) if one is variant]
             proved = self._proved.setdefault(variant, {})
             if self._verify == "all":
-                picked = _picked({sample: {"content": content_digest(batches[sample])} for sample in samples}, proved, len(batches))
+                picked = pick({sample: {"content": content_digest(batches[sample])} for sample in samples}, proved, len(batches))
             else:
-                picked = _picked({sample: _facts(batches[sample]) for sample in samples}, proved)
-                picked += _other_content([sample for sample in samples if sample not in picked], picked, batches, proved)
+                picked = pick({sample: facts_of(batches[sample]) for sample in samples}, proved)
+                picked += other_content([sample for sample in samples if sample not in picked], picked, batches, proved)
             taken += picked
         if len(taken) == 1:  # alone it would meet nothing that another sample has left behind
             taken += [sample for sample in range(len(batches)) if sample != taken[0]][:1]
@@ -89,7 +86,7 @@ class GraphEngine:
         for sample in samples:
             batch = batches[sample] if self._device is None else batch_to(batches[sample], self._device)
             cases.append(Case(chosen[sample].program, batch, sample))
-        self.kept |= set(verify_programs(self._model, cases, self.planner.groups))
+        self.kept |= set(verify_programs(self._model, cases, self.planner.groups, self.planner.returning))
         self.num_verified += len(samples)
 
     def stages(self) -> tuple[Stage, ...]:
@@ -127,52 +124,3 @@ class GraphEngine:
             place = {node.name: index for index, segment in enumerate(variant.program.segments) for node in segment.graph.nodes}
             made += [describe_guard(node, place.get(node.name, 0), variant.index, wording) for node in variant.program.guard_nodes]
         return tuple(one for one in made if one is not None)
-
-
-def has_padding(batch: Batch) -> bool:
-    """Say whether some of a batch is masked.
-
-    Args:
-        batch: not modified.
-
-    Returns:
-        True if a value whose name ends in `mask` holds a zero.
-    """
-    masks = [item for name, item in named_inputs(batch).items() if name.endswith("mask") and isinstance(item, torch.Tensor)]
-    return any(bool((part == 0).any()) for mask in masks for part in dense_parts(mask))
-
-
-def _facts(batch: Batch) -> dict[Any, Any]:
-    """What a program may have frozen of a batch: every size, and whether something is masked."""
-    facts: dict[Any, Any] = {"padding": has_padding(batch)}
-    for name, item in named_inputs(batch).items():
-        facts |= (
-            {(name, place): size for place, size in enumerate(shape_of(item))} if isinstance(item, torch.Tensor) else {name: repr(item)}
-        )
-    return facts
-
-
-def _other_content(samples: Sequence[int], picked: Sequence[int], batches: Sequence[Batch], proved: dict[Any, set[Any]]) -> list[int]:
-    """One more sample where all that are proved hold the same, for a program was recorded from that; notes contents in `proved`."""
-    contents = proved.setdefault("content", set())
-    contents |= {content_digest(batches[sample]) for sample in picked}
-    other = next((sample for sample in samples if content_digest(batches[sample]) not in contents), None) if len(contents) < 2 else None
-    if other is None:
-        return []
-    contents.add(content_digest(batches[other]))
-    return [other]
-
-
-def _picked(facts: dict[int, dict[Any, Any]], proved: dict[Any, set[Any]], enough: int = _PROOFS) -> list[int]:
-    """Pick the samples that bring most news, until each fact has come with several values where it can; notes the values in `proved`."""
-
-    def news(sample: int) -> int:
-        given = ((proved.get(fact, ()), value) for fact, value in facts[sample].items())
-        return sum(value not in values and len(values) < enough for values, value in given)
-
-    picked = []
-    while news(best := max(facts, key=news)):
-        picked.append(best)
-        for fact, value in facts[best].items():
-            proved.setdefault(fact, set()).add(value)
-    return picked

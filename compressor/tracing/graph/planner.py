@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class GraphPlanner:
         leaves: functions that are recorded as one node, with the reason.
         num_forwards: forwards that planning has run, recordings and dry runs.
         groups: target to the number of the stage it shares.
+        returning: context that puts the model back after a forward.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class GraphPlanner:
         self.variants: list[Variant] = []
         self.functions: list[LeafFunction] = [resolve_leaf(given) for given in leaves]
         self.num_forwards = 0
+        self.returning: Callable[[], AbstractContextManager[None]] = nullcontext
         self._model, self._targets, self._device = model, targets, device
         self._max_variants, self._per_stage = max_variants, targets_per_stage
         self.groups: dict[str, int] = dict(zip(targets, range(len(targets)), strict=True))
@@ -151,7 +153,7 @@ class GraphPlanner:
             raise GuardFailure(f"inputs: traced with {odd[0]!r}, this batch gives {odd[1]!r}")
         inputs = named_inputs(copy_batch(batch))
         try:
-            with without_traces():
+            with self.returning(), without_traces():
                 if variant.guards.late_shapes:
                     self.num_forwards += 1
                     run_program(variant.program, inputs, self._model)
@@ -188,7 +190,8 @@ class GraphPlanner:
         """Record a program; None where a new leaf makes everything start over."""
         self.num_forwards += 1
         try:
-            program = record(self._model, batch, self._targets, self.groups, self.functions)
+            with self.returning():
+                program = record(self._model, batch, self._targets, self.groups, self.functions)
         except SwallowedTarget as refusal:
             self._ban(refusal)
             return None

@@ -6,7 +6,7 @@ the run starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
+from compressor.tracing.footprint import Stirred
 from compressor.tracing.graph.execute import CallModule, call_plainly, next_values, run_segment
 from compressor.tracing.graph.lending import copy_live
 from compressor.tracing.graph.patches import noting_values
@@ -26,6 +27,7 @@ from compressor.tracing.isolation import ModuleValues, RandomState, View
 from compressor.tracing.partition import module_names
 from compressor.tracing.running import Watched
 from compressor.tracing.store import MemoryStore, ValueStore
+from compressor.tracing.traces import Traces
 
 
 class GraphRun:
@@ -51,8 +53,10 @@ class GraphRun:
         on_sample: Callable[[int], None] = lambda index: None,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
+        traces: Traces | None = None,
     ) -> None:
         """Schedule the stages; nothing runs yet."""
+        self._traces = traces or Traces(model, Stirred())
         self.model = model
         self.node: fx.Node | None = None
         self.outputs: list[Any] = [None] * len(batches)
@@ -78,15 +82,24 @@ class GraphRun:
         hooked = {below for name in self._watched() for below in self.model.get_submodule(name).modules()}
         others = [module for module in self.model.modules() if module not in hooked]
         self._is_open = True
+        self._cleanup.enter_context(self._traces)
         self._cleanup.enter_context(noting_values(self._values, others, lambda: self._is_running))
         self._cleanup.callback(self._values.undo, {})
         self._cleanup.callback(self._forget)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Forget all live values, then undo the patches."""
+        """Forget all live values, undo the patches, and take back what forwards have left."""
         self._is_open = False
         self._cleanup.close()
+
+    def give_back(self, names: Collection[str]) -> None:
+        """Put back what forwards have rewritten in some modules, before these are compressed.
+
+        Args:
+            names: dotted names.
+        """
+        self._traces.give_back(names)
 
     def __iter__(self) -> Iterator[GraphStage]:
         """Give the stages; enters the run where nobody has."""
@@ -111,7 +124,7 @@ class GraphRun:
             self._random[sample], self._views[sample] = start, {}
             self._on_sample(sample)
             values = named_inputs(copy_batch(batch if self._device is None else batch_to(batch, self._device)))
-            with self._as_sample(sample):
+            with self._traces.forwards(), self._as_sample(sample):
                 self._advance(sample, 0, values, self._call_propagating())
         for index, stop in enumerate(self._stops):
             samples = {sample: segment for sample, segment in stop.samples.items() if sample not in self._ended}
@@ -176,7 +189,7 @@ class GraphRun:
         values = copy_live(self._store.get(sample), self.model)
         call = self._call_calibrating(stop.targets)
         self._on_sample(sample)
-        with self._as_sample(sample, keep=False):
+        with self._traces.forwards(), self._as_sample(sample, keep=False):
             for index in span[:-1]:
                 values = next_values(program, index, values, run_segment(program.segments[index], values, self.model, call))
             run_segment(program.segments[span[-1]], values, self.model, call, {name or ROOT for name in stop.targets})
@@ -184,7 +197,7 @@ class GraphRun:
     def _propagate_sample(self, sample: int, segment: int) -> None:
         self._on_sample(sample)
         values = self._store.get(sample)
-        with self._as_sample(sample):
+        with self._traces.forwards(), self._as_sample(sample):
             self._advance(sample, segment, values, self._call_propagating())
 
     def _forget(self) -> None:

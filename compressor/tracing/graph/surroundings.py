@@ -52,10 +52,7 @@ class Surroundings:
             raise Refusal('forward: it seeds torch\'s random generator, which a graph cannot repeat; use engine="suspend"')
         written = [name for name, (tensor, version) in self._versions.items() if tensor._version != version]
         if written:
-            raise Unrepeatable(
-                f"{written[0]}: forward writes to it in place, and all samples share it; put a new tensor in its place, or use "
-                'pipeline="basic"'
-            )
+            raise Unrepeatable(written_in_place(written[0]))
 
     def context(self, recorder: Recorder) -> tuple[tuple[ContextVar[Any], Any], ...]:
         """Collect the context variables that the forward has set around a call, but for collectors, which only take notes.
@@ -80,6 +77,18 @@ class Surroundings:
                 )
             found.append((variable, value))
         return tuple(found)
+
+
+def written_in_place(name: str) -> str:
+    """Say what is wrong with a tensor that every forward writes to.
+
+    Args:
+        name: of a parameter or buffer.
+
+    Returns:
+        The message.
+    """
+    return f'{name}: forward writes to it in place, and all samples share it; put a new tensor in its place, or use pipeline="basic"'
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

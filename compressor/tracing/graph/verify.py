@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,12 @@ class Case(NamedTuple):
 
 
 @torch.no_grad()
-def verify_programs(model: nn.Module, cases: Sequence[Case], groups: Mapping[str, int]) -> tuple[str, ...]:
+def verify_programs(
+    model: nn.Module,
+    cases: Sequence[Case],
+    groups: Mapping[str, int],
+    returning: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> tuple[str, ...]:
     """Run recorded graphs and the plain model on the same batches, and compare all that modules are given and give back.
 
     All plain forwards come first: a graph that depends on what the forward of its own batch left behind then meets what another left.
@@ -41,6 +47,7 @@ def verify_programs(model: nn.Module, cases: Sequence[Case], groups: Mapping[str
         model: as it was afterwards.
         cases: what to compare; the graphs are read as they are now.
         groups: target to the number of the stage it shares.
+        returning: context that puts the model back after a forward.
 
     Returns:
         Attributes of modules by which one batch changes what the next one gives in the plain model.
@@ -54,7 +61,7 @@ def verify_programs(model: nn.Module, cases: Sequence[Case], groups: Mapping[str
     num_rounds = -(-len(cases) // _AT_ONCE)
     for number in range(num_rounds):
         taken = cases[number::num_rounds]
-        expected, found = plain_forwards(model, watched, [case.batch for case in taken])
+        expected, found = plain_forwards(model, watched, [case.batch for case in taken], returning)
         kept += found
         comparison = _GraphComparison(taken, expected, groups)
         run = GraphRun(
@@ -67,7 +74,8 @@ def verify_programs(model: nn.Module, cases: Sequence[Case], groups: Mapping[str
             keep_outputs=True,
         )
         comparison.run = run
-        comparison.follow(run, watched, model)
+        with returning():
+            comparison.follow(run, watched, model)
     return kept
 
 

@@ -1,0 +1,402 @@
+"""What a model is before it is run for the sake of a plan, to be put back bit for bit, and what of it a forward was seen to change.
+
+Looked at are all modules: their attributes (with `training`, hooks and the tables of parameters and buffers), the lists, dicts, sets and
+objects that these hold, the attributes of the modules' classes, every tensor among all that, generators, and the random states of the
+process. Not looked at: what no module holds, iterators, objects of libraries in C, and whatever lies beyond `_MAX_OBJECTS`.
+
+The bytes of a small model are copied. Of a larger one a tensor is copied when torch is about to write to it for the first time; a
+checksum tells at the end of what was written past torch, which is then an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Self
+from weakref import ReferenceType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compressor.data.layouts import dense_parts
+from compressor.errors import TracingError
+from compressor.numerics.checksum import checksum
+from compressor.tracing.isolation import TorchState
+from compressor.tracing.write_watch import WriteWatch
+
+COPIED_BYTES = 256 << 20  # models up to this size are copied whole
+_MAX_OBJECTS = 100_000
+_LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size)
+_SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
+_OPAQUE = (*_SCRIPTED, logging.Logger, FunctionType, MethodType, BuiltinFunctionType, ModuleType, ReferenceType)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_CONTAINERS = (dict, list, set, deque)
+_OF_ALL_MODULES = vars(torch.nn.modules.module)
+_GLOBAL_HOOKS = tuple(_OF_ALL_MODULES[name] for name in _OF_ALL_MODULES if name.startswith("_global_") and name.endswith("_hooks"))
+
+
+@dataclass(frozen=True)
+class Stirred:
+    """What forwards were seen to change: containers, tensors by identity, and generators.
+
+    Attributes:
+        containers: by identity; classes count as containers of their attributes.
+        tensors: whose bytes, memory or gradient changed.
+        generators: that were drawn from.
+        rewritten: names of the parameters and buffers among the tensors, and of parameters that were replaced by others.
+    """
+
+    containers: dict[int, Any] = field(default_factory=dict)
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    generators: dict[int, Any] = field(default_factory=dict)
+    rewritten: dict[str, None] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """True if anything was."""
+        return bool(self.containers or self.tensors or self.generators)
+
+    def add(self, other: Stirred) -> None:
+        """Take in what others have seen.
+
+        Args:
+            other: of the same model.
+        """
+        for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
+            mine.update(theirs)
+
+
+class KeptTensor:
+    """One tensor: which memory it is a look at, and, where they are kept, the bytes there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Note the memory; no byte is copied."""
+        self.tensor = tensor
+        self.is_plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+        self.is_plain = self.is_plain and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        self._alias = tensor.detach() if self.is_plain else None
+        self._form = self._form_of(tensor)
+        self._leaf = self._leaf_of(tensor)
+        self.spans = [_bytes(part) for part in _parts(tensor)]
+        self.copies: list[Tensor] | None = None
+
+    def _form_of(self, tensor: Tensor) -> Any:
+        return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if self.is_plain else None
+
+    def _leaf_of(self, tensor: Tensor) -> tuple[bool, Any, Any]:
+        return (tensor.requires_grad, tensor.grad, tensor._backward_hooks) if tensor.is_leaf else (False, None, None)
+
+    def copy(self) -> None:
+        """Keep the bytes, unless they are kept."""
+        if self.copies is None:
+            self.copies = [span.clone() for span in self.spans]
+
+    def put_back(self) -> bool:
+        """Put memory, bytes and gradient back. Changes the tensor.
+
+        Returns:
+            True if there was anything to put back.
+        """
+        tensor, changed = self.tensor, False
+        if self._alias is not None and self._form_of(tensor) != self._form:
+            tensor.data, changed = self._alias, True
+        for span, kept in zip(self.spans, self.copies or (), strict=False):
+            if not torch.equal(span, kept):
+                span.copy_(kept)
+                changed = True
+        if tensor.is_leaf and not all(map(is_, self._leaf_of(tensor), self._leaf)):
+            requires_grad, tensor.grad, hooks = self._leaf
+            tensor._backward_hooks = hooks  # torch takes one only where a gradient is asked for
+            tensor.requires_grad_(requires_grad)
+            changed = True
+        return changed
+
+
+class Footprint:
+    """A model as it is now. A context manager that puts it back at the end.
+
+    Attributes:
+        stirred: what had to be put back so far.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Look at the model.
+
+        Args:
+            model: put back whenever asked.
+        """
+        self.stirred = Stirred()
+        self._model = model
+        self._state = TorchState.current(foreign=True)
+        found = _Walk(model)
+        self._containers = [(one, content(one)) for one in found.containers.values()]
+        self._generators = [(one, generator_state(one)) for one in found.generators.values()]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            self._tensors = [KeptTensor(one) for one in found.tensors.values()]
+        self._names = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self._is_small = sum(span.numel() for kept in self._tensors for span in kept.spans) <= COPIED_BYTES
+        self._by_storage: dict[int, list[KeptTensor]] = {}
+        self._sums: dict[int, list[int]] = {}
+        self._watch: WriteWatch | None = None
+
+    def __enter__(self) -> Self:
+        """Keep the bytes, or watch out for writes."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if self._is_small:
+                for kept in self._tensors:
+                    kept.copy()
+                return self
+            for kept in self._tensors:
+                self._sums[id(kept.tensor)] = [checksum(span) for span in kept.spans]
+                for span in kept.spans:
+                    self._by_storage.setdefault(span.untyped_storage()._cdata, []).append(kept)
+        self._watch = WriteWatch(self._by_storage, self._copy)
+        self._watch.__enter__()
+        return self
+
+    def _copy(self, storage: int) -> None:
+        for kept in self._by_storage[storage]:
+            kept.copy()
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Put everything back."""
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)
+        self._state.restore()
+        self.put_back()
+        self._check_sums()
+
+    def _check_sums(self) -> None:
+        """Name a tensor that was written to in a way that nobody saw."""
+        with torch._C.DisableTorchFunction():
+            odd = [kept for kept in self._tensors if self._sums and [checksum(span) for span in kept.spans] != self._sums[id(kept.tensor)]]
+        if odd:
+            name = next((name for name, tensor in self._names.items() if tensor is odd[0].tensor), "a tensor of the model")
+            raise TracingError(
+                f"{name}: forward writes to it past torch (numpy, a kernel of its own), and a model of this size is not copied beforehand, "
+                "so it cannot be put back; load the model anew, and let forward write with torch"
+            )
+
+    def put_back(self) -> Stirred:
+        """Put everything back that is not what it was. Changes the model.
+
+        Returns:
+            What that was.
+        """
+        found = Stirred()
+        self._state.random.restore()
+        moved = [(one, kept) for one, kept in self._containers if not holds(one, kept)]
+        if moved:
+            replaced = [name for name, one in self._names.items() if isinstance(one, nn.Parameter) and self._now(name) is not one]
+            found.rewritten.update(dict.fromkeys(replaced))
+        for one, kept in moved:
+            fill(one, kept)
+            found.containers[id(one)] = one
+        for generator, state in self._generators:
+            if not same_state(generator_state(generator), state):
+                set_generator_state(generator, state)
+                found.generators[id(generator)] = generator
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            found.tensors.update({id(kept.tensor): kept.tensor for kept in self._tensors if kept.put_back()})
+        found.rewritten.update(dict.fromkeys(name for name, tensor in self._names.items() if id(tensor) in found.tensors))
+        self.stirred.add(found)
+        return found
+
+    def _now(self, name: str) -> object:
+        owner, _, key = name.rpartition(".")
+        try:
+            return self._model.get_submodule(owner)._parameters.get(key)
+        except AttributeError:  # the module was taken out
+            return None
+
+    @contextmanager
+    def returning(self) -> Iterator[None]:
+        """Put everything back at the end, however it ends; for one forward of several."""
+        try:
+            yield
+        finally:
+            self.put_back()
+
+
+class _Walk:
+    """Finds all that a model holds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.containers: dict[int, Any] = {}
+        self.tensors: dict[int, Tensor] = {}
+        self.generators: dict[int, Any] = {}
+        self._seen: set[int] = set()
+        self._queue: list[Any] = [*_GLOBAL_HOOKS, model]
+        self._held: list[Any] = []  # so that no identity is used twice
+        while self._queue and len(self._seen) < _MAX_OBJECTS:
+            self._visit(self._queue.pop())
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, _LEAVES) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self.tensors[id(value)] = value
+            self._queue += [vars(value), value._backward_hooks] if vars(value) or value.requires_grad else ()
+        elif isinstance(value, _CONTAINERS):
+            self.containers[id(value)] = value
+            self._queue.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, tuple | frozenset):
+            self._queue.extend(value)
+        elif isinstance(value, _GENERATORS):
+            self.generators[id(value)] = value
+        elif isinstance(value, nn.Module) or not (isinstance(value, _OPAQUE) or type(value).__module__.startswith("torch")):
+            self._visit_object(value)
+
+    def _visit_object(self, value: Any) -> None:
+        self._held.append(value)
+        if isinstance(value, np.ndarray):
+            if value.dtype.kind in "biufc" and value.size and value.flags.writeable and value.flags.c_contiguous:
+                shared = torch.from_numpy(value.reshape(-1).view(np.uint8))
+                self.tensors[id(shared)] = shared
+        elif type(getattr(value, "__dict__", None)) is dict:
+            self._visit(value.__dict__)
+        if isinstance(value, nn.Module):
+            self._visit_classes(type(value))
+
+    def _visit_classes(self, kind: type) -> None:
+        for cls in kind.__mro__:
+            if id(cls) not in self._seen and _is_of_model(cls):
+                self._seen.add(id(cls))
+                self.containers[id(cls)] = cls
+                self._queue.extend(value for value in vars(cls).values() if isinstance(value, _CONTAINERS))
+
+
+def _is_of_model(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc")
+
+
+def content(container: Any) -> Any:
+    """Copy what a container holds, one level deep.
+
+    Args:
+        container: dict, list, set, deque, or class.
+
+    Returns:
+        A dict, list or set.
+    """
+    if isinstance(container, type):
+        return dict(vars(container))
+    if isinstance(container, dict):
+        return dict.copy(container)
+    return set.copy(container) if isinstance(container, set) else [*container]
+
+
+def holds(container: Any, kept: Any) -> bool:
+    """Say whether a container holds the very same objects as before, in the same order.
+
+    Args:
+        container: dict, list, set, deque, or class.
+        kept: its `content` from before.
+
+    Returns:
+        True if so.
+    """
+    if isinstance(container, set):
+        return len(container) == len(kept) and {*map(id, container)} == {*map(id, kept)}
+    if isinstance(kept, dict):
+        now = vars(container) if isinstance(container, type) else container
+        return len(now) == len(kept) and all(map(is_, now.values(), kept.values())) and list(now) == list(kept)
+    return len(container) == len(kept) and all(map(is_, container, kept))
+
+
+def fill(container: Any, kept: Any) -> None:
+    """Let a container hold what it held. Changes it.
+
+    Args:
+        container: dict, list, set, deque, or class.
+        kept: its `content` from before.
+    """
+    if isinstance(container, type):
+        for key in [key for key in {**kept, **vars(container)} if kept.get(key, container) is not vars(container).get(key, container)]:
+            setattr(container, key, kept[key]) if key in kept else delattr(container, key)
+    elif isinstance(container, OrderedDict):
+        OrderedDict.clear(container)
+        OrderedDict.update(container, kept)
+    elif isinstance(container, dict):
+        dict.clear(container)
+        dict.update(container, kept)
+    elif isinstance(container, list):
+        list.__setitem__(container, slice(None), kept)
+    else:
+        container.clear()
+        container.update(kept) if isinstance(container, set) else container.extend(kept)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return where a generator stands.
+
+    Args:
+        generator: of torch, Python or numpy.
+
+    Returns:
+        What `set_generator_state` takes.
+    """
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put a generator back. Changes it.
+
+    Args:
+        generator: of torch, Python or numpy.
+        state: of `generator_state`.
+    """
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Compare two states of a generator.
+
+    Args:
+        one: of `generator_state`.
+        other: of the same generator.
+
+    Returns:
+        True if it stands where it stood.
+    """
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return all(same_state(one[key], other[key]) for key in one)
+    return all(map(same_state, one, other)) if isinstance(one, tuple) else bool(one == other)
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors in whose memory a tensor keeps its values."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    elif not (tensor.is_quantized or tensor.is_meta or tensor.is_mkldnn):
+        yield from (part for part in dense_parts(tensor.detach()) if part.numel() and not part.is_meta)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory that a tensor spans, as words or bytes."""
+    first = tensor.storage_offset() * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    length = (last + 1) * tensor.element_size()
+    data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), first, (length,), (1,))
+    return data.view(torch.int64) if not first % 8 and not length % 8 else data

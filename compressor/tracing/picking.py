@@ -1,0 +1,88 @@
+"""Which samples a proof takes: sizes differ, and padding, as far as the batches have them; what a program has frozen shows then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from compressor.data.collate import Batch
+from compressor.data.layouts import dense_parts, shape_of
+from compressor.tracing.graph.planner import content_digest
+from compressor.tracing.graph.record import named_inputs
+
+
+def has_padding(batch: Batch) -> bool:
+    """Say whether some of a batch is masked.
+
+    Args:
+        batch: not modified.
+
+    Returns:
+        True if a value whose name ends in `mask` holds a zero.
+    """
+    masks = [item for name, item in named_inputs(batch).items() if name.endswith("mask") and isinstance(item, torch.Tensor)]
+    return any(bool((part == 0).any()) for mask in masks for part in dense_parts(mask))
+
+
+def facts_of(batch: Batch) -> dict[Any, Any]:
+    """List what a program may have frozen of a batch: every size, and whether something is masked.
+
+    Args:
+        batch: not modified.
+
+    Returns:
+        Value of each fact.
+    """
+    facts: dict[Any, Any] = {"padding": has_padding(batch)}
+    for name, item in named_inputs(batch).items():
+        facts |= (
+            {(name, place): size for place, size in enumerate(shape_of(item))} if isinstance(item, torch.Tensor) else {name: repr(item)}
+        )
+    return facts
+
+
+def other_content(samples: Sequence[int], picked: Sequence[int], batches: Sequence[Batch], proved: dict[Any, set[Any]]) -> list[int]:
+    """Pick one more sample where all that are proved hold the same, for a program was recorded from that.
+
+    Args:
+        samples: to choose from.
+        picked: samples that are proved already.
+        batches: of all samples.
+        proved: contents are noted in it.
+
+    Returns:
+        None or one.
+    """
+    contents = proved.setdefault("content", set())
+    contents |= {content_digest(batches[sample]) for sample in picked}
+    other = next((sample for sample in samples if content_digest(batches[sample]) not in contents), None) if len(contents) < 2 else None
+    if other is None:
+        return []
+    contents.add(content_digest(batches[other]))
+    return [other]
+
+
+def pick(facts: dict[int, dict[Any, Any]], proved: dict[Any, set[Any]], enough: int = 2) -> list[int]:
+    """Pick the samples that bring most news, until each fact has come with several values where it can.
+
+    Args:
+        facts: of each sample.
+        proved: values of each fact so far; those of the picked samples are noted in it.
+        enough: values of each fact.
+
+    Returns:
+        The samples.
+    """
+
+    def news(sample: int) -> int:
+        given = ((proved.get(fact, ()), value) for fact, value in facts[sample].items())
+        return sum(value not in values and len(values) < enough for values, value in given)
+
+    picked = []
+    while news(best := max(facts, key=news)):
+        picked.append(best)
+        for fact, value in facts[best].items():
+            proved.setdefault(fact, set()).add(value)
+    return picked
