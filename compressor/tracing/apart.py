@@ -101,4 +101,6 @@ def pick_apart(batches: Sequence[Batch], proved: dict[Any, set[Any]]) -> list[Ba
     picked = pick(facts, proved)
     if picked:
         picked += other_content([place for place in range(len(batches)) if place not in picked], picked, batches, proved)
+    if len(picked) == 1:  # alone it would meet no other
+        picked += [place for place in range(len(batches)) if place not in picked][:1]
     return [batches[place] for place in sorted(picked)]
