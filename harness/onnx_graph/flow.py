@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
-from harness.onnx_graph.graph import DATA_INPUTS, GraphView, domain, has_subgraph
+from harness.onnx_graph.graph import DATA_INPUTS, GraphView, domain, has_subgraph, nodes_inside
 
 
 class Flow(IntEnum):
@@ -129,8 +129,10 @@ class FlowMap:
     def _made_by(self, node: ir.Node) -> Flow:
         if node.op_type in MAKES_SHAPES:
             return Flow.SHAPE
-        if has_subgraph(node) or is_opaque(node) or node.op_type in _MAKES_FEATURES:
+        if is_opaque(node) or node.op_type in _MAKES_FEATURES:
             return Flow.ACTIVATION
+        if has_subgraph(node):
+            return self._made_inside(node)
         if node.op_type in LOOKUPS and self.of(node.inputs[0]) <= Flow.SHAPE:
             return self._looked_up(node)
         positions = DATA_INPUTS.get(node.op_type)
@@ -141,6 +143,14 @@ class FlowMap:
         if node.op_type in _MAKES_INDICES:
             return min(flow, Flow.INDEX)
         return Flow.ACTIVATION if flow is Flow.INDEX and operands(node) else flow  # a layer makes features of indices
+
+    def _made_inside(self, node: ir.Node) -> Flow:
+        """A loop over positions, as exporters write repetition, gives positions; one that holds a layer or a table gives features."""
+        inside = list(nodes_inside(node))
+        if any(operands(one) or is_opaque(one) or one.op_type in _MAKES_FEATURES | LOOKUPS for one in inside):
+            return Flow.ACTIVATION
+        given = [value for one in (node, *inside) for value in one.inputs if value in self._of]
+        return max((self.of(value) for value in given), default=Flow.CONSTANT)
 
     def _looked_up(self, node: ir.Node) -> Flow:
         """An embedding is a lookup of rows; a lookup of matrices chooses a weight."""

@@ -309,3 +309,20 @@ def _is_side_output(node: ir.Node, value: ir.Value) -> bool:
 def has_subgraph(node: ir.Node) -> bool:
     """Whether a node holds graphs of its own, as If, Loop and Scan do."""
     return any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values())
+
+
+def nodes_inside(node: ir.Node) -> Iterator[ir.Node]:
+    """Nodes of the graphs that a node holds, and of those inside of them.
+
+    Args:
+        node: If, Loop or Scan; others hold none.
+
+    Yields:
+        Each node.
+    """
+    for attribute in node.attributes.values():
+        if attribute.type is ir.AttributeType.GRAPH:
+            yield from attribute.as_graph().all_nodes()
+        elif attribute.type is ir.AttributeType.GRAPHS:
+            for graph in attribute.as_graphs():
+                yield from graph.all_nodes()

@@ -30,6 +30,10 @@ BOTH = "a4 = Unsqueeze(a, last) b4 = Unsqueeze(b, last) "
 QK = "a4 = Unsqueeze(a, two) b4 = Unsqueeze(b, one) "
 PAIR = "m1 = Unsqueeze({0}, one) m2 = Unsqueeze({0}, two) "
 SCORES = "bt = Transpose<perm = [0, 2, 1]>(b) s = MatMul(a, bt) "
+LOOP = """
+steps = Constant<value = int64 {2}>() yes = Equal(steps, steps) loop = Loop <body = body (int64 i, bool on, int64[1, 4] s)
+=> (bool go, int64[1, 4] t) { go = Identity(on) t = Add(s, s) }> (steps, yes, ids) at = Cast<to = 1>(loop)
+"""
 UNKNOWN = {
     "sampled where an activation says": IMAGE + "at = MatMul(a, w2) grid = Unsqueeze(at, one) m = GridSample(image, grid)",
     "regions that are computed": IMAGE + "at = MatMul(a, w_boxes) boxes = Squeeze(at, zero) m = RoiAlign(image, boxes, batches)",
@@ -42,6 +46,7 @@ UNKNOWN = {
     "a pair that is written out": QK + "ea = Expand(a4, pairs) eb = Expand(b4, pairs) ab = Add(ea, eb) m = ReduceMax<axes = [2]>(ab)",
 }
 KNOWN = {
+    "positions out of a loop": LOOP + PAIR.format("at") + "pair = Add(m1, m2) r = ReduceMax<axes = [2]>(pair) m = Mul(c, r)",
     "sampled where a constant says": IMAGE + "m = GridSample(image, fixed_grid)",
     "fixed offsets": IMAGE + "m = DeformConv(image, filter, fixed_offsets)",
     "a filter over a spectrum": BOTH + SPECTRA + "fg = Mul(fa, half) m = DFT<axis = 1, inverse = 1>(fg)",
