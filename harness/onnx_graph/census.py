@@ -158,7 +158,7 @@ _AFTER_SOFTMAX = frozenset(
 def census(model: Any) -> Census:
     """Find every attention block, and what mixes activations like attention and is not read.
 
-    Not seen: recurrences (LSTM, GRU, RNN, a Loop or Scan without a matrix product), sorting, lookups of what a single layer chose
+    Not seen: recurrences (LSTM, GRU, RNN), a Loop, Scan or If without a matrix product, sorting, lookups of what a single layer chose
     (routers, detectors), messages along edges that are given, and sampling, Fourier transforms or repetition that other operators spell
     out.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NOT_SEEN = (
-    "Not seen: recurrences (LSTM, GRU, RNN, a Loop or Scan without a matrix product), sorting, lookups of what a single layer chose "
+    "Not seen: recurrences (LSTM, GRU, RNN), a Loop, Scan or If without a matrix product, sorting, lookups of what a single layer chose "
     "(routers, detectors), messages along edges that are given, and sampling, Fourier transforms or repetition that other operators "
     "spell out"
 )

@@ -3,7 +3,7 @@
 What is not read is not absent. A product whose result is used by the model, or whose weights are normalised, may be any kind of
 attention, and makes a block of unknown roles. One that only leaves the graph, like the logits of CLIP, compares and mixes nothing.
 
-Not seen: recurrences (LSTM, GRU, RNN, a Loop or Scan without a matrix product), sorting, lookups of what a single layer chose (routers,
+Not seen: recurrences (LSTM, GRU, RNN), a Loop, Scan or If without a matrix product, sorting, lookups of what a single layer chose (routers,
 detectors), messages along edges that are given, and sampling, Fourier transforms or repetition that other operators spell out.
 """
 
