@@ -5,7 +5,8 @@ What a value means (whether a folder exists, whether an engine has that name) is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -127,3 +128,19 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> N
         if not check(value):
             text = repr(str(value) if isinstance(value, Path) else value)
             raise UserInputError(f"{name}: {text if len(text) <= 60 else text[:57] + '...'} was given, where {words} belongs; correct it")
+
+
+def suggest(given: str, choices: Iterable[str]) -> str:
+    """Return advice for a word that is not among the choices.
+
+    Args:
+        given: the word.
+        choices: what would be valid.
+
+    Returns:
+        `did you mean 'x'?`, or the list of choices where none is near.
+    """
+    choices = list(choices)
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(given.lower(), by_lower, n=1)
+    return f"did you mean '{by_lower[near[0]]}'?" if near else f"choose from {', '.join(choices) or '(nothing)'}"

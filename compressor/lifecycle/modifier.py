@@ -12,19 +12,30 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 from torch import nn
 
-from compressor.errors import LifecycleError
+from compressor.errors import LifecycleError, RecipeError
 from compressor.lifecycle.events import Event, EventType
 from compressor.lifecycle.hooks import HooksMixin
 from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule, Transition
 from compressor.lifecycle.resume import FinishedStage, StageValue
+from compressor.lifecycle.settings_errors import describe
 from compressor.lifecycle.state import State
 from compressor.numerics.scheme import refuse_flag
 
 
-class Modifier(HooksMixin, ModifierInterface):
+class _Checked(type(BaseModel)):  # type: ignore[misc] # the type of a class is no name for a type checker
+    """Makes `Class(setting=value)` answer wrong settings in the words of a recipe; `model_validate`, which recipes call, passes by."""
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        try:
+            return super().__call__(*args, **settings)
+        except ValidationError as error:
+            raise RecipeError(describe(error, cls, settings, cls.__name__, None)) from error
+
+
+class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
     """Base of every modifier: settings as pydantic fields, state as read-only properties, work in the `on_*` callbacks.
 
     Attributes:

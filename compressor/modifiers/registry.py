@@ -7,14 +7,14 @@ first asked for, so that knowing the names costs nothing.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import TypeVar
 
+from compressor.arguments import suggest
 from compressor.errors import RecipeError
 from compressor.lifecycle import Modifier
 
@@ -126,22 +126,6 @@ def modifier_name(cls: type[Modifier]) -> str:
     except RecipeError:
         known = False
     return cls.__name__ if known else f"{cls.__module__}:{cls.__qualname__}"
-
-
-def suggest(given: str, choices: Iterable[str]) -> str:
-    """Return advice for a word that is not among the choices.
-
-    Args:
-        given: the word.
-        choices: what would be valid.
-
-    Returns:
-        `did you mean 'x'?`, or the list of choices where none is near.
-    """
-    choices = list(choices)
-    by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(given.lower(), by_lower, n=1)
-    return f"did you mean '{by_lower[near[0]]}'?" if near else f"choose from {', '.join(choices) or '(nothing)'}"
 
 
 def _entry_points() -> tuple[EntryPoint, ...]:

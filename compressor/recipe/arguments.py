@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from compressor.arguments import suggest
 from compressor.errors import RecipeError
-from compressor.modifiers.registry import suggest
 from compressor.recipe.source import EntryPath
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^${}]*)\}|\$\{")

@@ -206,7 +206,7 @@ def find_checks(wanted: Iterable[str | int] | None, kind: str | None = None) -> 
     Raises:
         UserInputError: a name or number that no check of this kind has.
     """
-    from compressor.modifiers.registry import suggest
+    from compressor.arguments import suggest
 
     known = [check for check in all_checks().values() if kind in (None, check.kind)]
     if wanted is None:

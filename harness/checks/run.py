@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from compressor.arguments import suggest
 from compressor.errors import UserInputError
-from compressor.modifiers.registry import suggest
 from harness.checks.adapt import adapt
 from harness.checks.catalogue import Look, find_checks
 from harness.checks.report import CheckReport

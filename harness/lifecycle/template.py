@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from compressor.arguments import suggest
 from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier
-from compressor.modifiers.registry import suggest
 from harness.lifecycle.limits import TimeLimitError
 from harness.named import find_named
 

@@ -12,9 +12,9 @@ from functools import partial
 
 from torch import nn
 
+from compressor.arguments import suggest
 from compressor.errors import CompressorError, UserInputError
 from compressor.lifecycle import Session
-from compressor.modifiers.registry import suggest
 from harness.lifecycle import checks_hooks, checks_machine, checks_order, checks_recipe, checks_traces, checks_watching
 from harness.lifecycle.catalogue import CHECKS, LifecycleCheck
 from harness.lifecycle.limits import Stopwatch, TimeLimitError, run_limited

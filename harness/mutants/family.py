@@ -74,7 +74,7 @@ class Family:
         Raises:
             UserInputError: a name that none has.
         """
-        from compressor.modifiers.registry import suggest
+        from compressor.arguments import suggest
 
         wanted = list(self.mutants) if names is None else list(names)
         unknown = [name for name in wanted if name not in self.mutants]

@@ -161,7 +161,7 @@ def _weight_shape(parts: Mapping[str, torch.Tensor], scheme: WeightScheme) -> tu
         raise ValueError(f"{source} is missing")
     if scheme.is_fp4 and parts[source].ndim == 2:
         return parts[source].shape[0], 2 * parts[source].shape[1]
-    shape = tuple(int(size) for size in parts[source]) if scheme.is_packed else tuple(parts[source].shape)
+    shape = tuple(int(size) for size in parts[source].reshape(-1)) if scheme.is_packed else tuple(parts[source].shape)
     if len(shape) != 2 or min(shape) < 1:
         raise ValueError(f"{source} gives the shape {list(shape)}, which is no matrix")
     return shape[0], shape[1]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from compressor.arguments import suggest
 from compressor.errors import RecipeError
 from compressor.lifecycle import Modifier, State
 from compressor.modifiers import registry
-from compressor.modifiers.registry import find_modifier, known_modifiers, modifier_name, register_modifier, suggest
+from compressor.modifiers.registry import find_modifier, known_modifiers, modifier_name, register_modifier
 
 
 class Own(Modifier):

@@ -8,15 +8,16 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from compressor.modifiers.registry import suggest
-from compressor.recipe.source import EntryPath
+from compressor.arguments import suggest
+
+EntryPath = tuple[int | str, ...]
 
 # Settings that the recipe fills in; they would only blur advice.
 _FILLED_IN = ("index", "group")
 
 
 def describe(
-    error: ValidationError, cls: type[BaseModel], settings: Mapping[str, Any], name: str, where: Callable[[EntryPath], str]
+    error: ValidationError, cls: type[BaseModel], settings: Mapping[str, Any], name: str, where: Callable[[EntryPath], str] | None
 ) -> str:
     """Describe everything that is wrong with the settings of one modifier.
 
@@ -25,7 +26,7 @@ def describe(
         cls: the modifier's class.
         settings: the settings that were given.
         name: the modifier's name in the recipe.
-        where: says where the setting with a path stands.
+        where: says where the setting with a path stands; None where it was given in Python.
 
     Returns:
         One line per setting.
@@ -33,7 +34,8 @@ def describe(
     entries: dict[str, list[tuple[str, str]]] = {}
     for details in error.errors(include_url=False):
         path = _path_in(settings, details["loc"])
-        head = f"{where(path)}: {'.'.join(map(str, (name, *path)))}"
+        head = "" if where is None else f"{where(path)}: "
+        head += ".".join(map(str, (name, *path)))
         entries.setdefault(head, []).append(_complaint(details, cls, path, name))
     return "\n".join(_line(head, complaints) for head, complaints in entries.items())
 
