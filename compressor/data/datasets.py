@@ -97,7 +97,7 @@ def load_dataset_source(
             break
     if not rows:
         found = f"all {num_dropped} samples are empty or masked out" if num_dropped else "there is no sample in it"
-        raise DatasetError(f"{_label(source)}: {found}; give text or token ids to calibrate with")
+        raise DatasetError(f"{_label(source)}: {found}; give texts or token ids")
     pad_id = getattr(tokenizer, "pad_token_id", None)
     ids, counted = [row.ids for row in rows], [row.counted for row in rows]
     batches, masks = collate(ids, batch_size, pad_id if isinstance(pad_id, int) else 0, counted)

@@ -71,20 +71,23 @@ def _arranged(items: Iterable[T], seed: int | None) -> Iterable[T]:
 
 def _read_file(path: Path, text_column: str, seed: int | None) -> Iterator[Row]:
     readers = {".jsonl": _jsonl_rows, ".txt": _txt_rows, ".parquet": _parquet_rows, ".safetensors": _safetensors_rows}
-    if path.suffix not in readers:
-        raise DatasetError(f"{path}: the extension {path.suffix!r} is unknown; give a file that ends in one of {', '.join(readers)}")
-    if not _is_file(path):
+    suffix = path.suffix.lower()
+    if (found := _refusal(path)) is not None:
         raise DatasetError(
-            f"{str(path)[:200]}: no such file; check the path (names of the Hugging Face hub are not downloaded, load them first)"
+            f"{str(path)[:200]}: {found}; check the path (names of the Hugging Face hub are not downloaded, load them first)"
         )
-    return readers[path.suffix](path, text_column, seed)
+    if suffix not in readers:
+        raise DatasetError(f"{path}: the extension {path.suffix!r} is unknown; give a file that ends in one of {', '.join(readers)}")
+    return readers[suffix](path, text_column, seed)
 
 
-def _is_file(path: Path) -> bool:
+def _refusal(path: Path) -> str | None:
     try:
-        return path.is_file()
+        if path.is_file():
+            return None
+        return "this is no file, or a link to none" if path.is_dir() or path.is_symlink() else "no such file"
     except OSError:  # a name that no disk takes
-        return False
+        return "no such file"
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -92,7 +95,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
-                text = line.decode("utf-8").rstrip("\r\n")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if text.strip():
                     yield number, text
     except UnicodeDecodeError as error:

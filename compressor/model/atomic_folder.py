@@ -50,7 +50,7 @@ def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None
 
     Args:
         output_dir: folder to be written; must not exist, or be empty.
-        source: folder of the model that is compressed, which must stay untouched; None for a model from memory.
+        source: folder of a model, which must stay untouched; None for a model from memory.
         beside_others: the folder may hold other files, such as a tokenizer, but no model.
 
     Returns:
@@ -61,7 +61,7 @@ def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None
     """
     target = real_path(output_dir)
     if source is not None and target.is_relative_to(real_path(source, "model", ModelError)):
-        raise OutputError(f"{target}: the output folder lies in the folder of the model that is compressed; name one outside of it")
+        raise OutputError(f"{target}: the output folder lies in the folder of the model, which is only read; name one outside of it")
     try:
         if target.exists():
             _check_empty_dir(target, beside_others)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-seq-length", metavar="T", type=_positive, help="tokens of a sequence (default: what the model takes, <= 2048)"
     )
     parser.add_argument("--num-samples", metavar="N", type=_positive, default=512, help="sequences at most (default: 512)")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: 0)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of the bootstrap (default: 0)")
     parser.add_argument("--confidence", metavar="C", type=_confidence, help="of the intervals, over the policy's (default: 0.95)")
     parser.add_argument("--quiet", action="store_true", help="show no progress bars")
 
@@ -50,13 +50,19 @@ def _positive(text: str) -> int:
     return value
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
 def _confidence(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0.5 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0.5 and 1, such as 0.95")
+    if not 0.5 < value <= 0.9999:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0.5 and up to 0.9999, such as 0.95")
     return value
 
 
@@ -74,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     from harness.validation.compare import validate
     from harness.validation.report import check_output_dir, write_report
 
-    check_output_dir(output_dir, source=args.compressed)
+    for source in (args.base, args.compressed):
+        check_output_dir(output_dir, source=source)
     report = validate(
         args.base,
         args.compressed,

@@ -19,7 +19,7 @@ import torch
 
 from compressor import __version__
 from compressor.data import CalibrationData, load_dataset_source
-from compressor.errors import DatasetError, ModelError
+from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.load import load_model, resolve_device
 from compressor.progress import Progress, SilentProgress
 from harness.validation.acceptance import check_accepted, check_loads
@@ -118,9 +118,12 @@ def validate(
     Returns:
         The report; a bad checkpoint gives a verdict, not an exception.
     Raises:
+        UserInputError: the seed is negative.
         ModelError: a folder is missing, or the base cannot be used.
         DatasetError: the data cannot be used.
     """
+    if seed < 0:
+        raise UserInputError(f"seed: {seed} was given, where a whole number of 0 or more belongs; correct it")
     started, clock = datetime.now(UTC), time.monotonic()
     policy, progress = policy or Policy(), progress or SilentProgress()
     torch_device = resolve_device(device)

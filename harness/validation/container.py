@@ -144,6 +144,9 @@ def read_checkpoint(folder: Path, *, finished: bool = True) -> Checkpoint:
     for path in paths:
         try:
             entries = read_header(path)
+        except OSError as error:  # a folder or a link to nowhere under that name
+            checkpoint.problems.append(f"{path.name}: cannot be read ({error.strerror})")
+            continue
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # the four ways in which a broken header shows
             checkpoint.problems.append(f"{path.name}: {error}" if not str(error).startswith(path.name) else str(error))
             continue

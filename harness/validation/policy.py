@@ -49,7 +49,7 @@ class Policy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = Field(0.95, description="of every two-sided interval")
+    confidence: Annotated[float, Field(gt=0.5, le=0.9999)] = Field(0.95, description="of every two-sided interval")
     num_resamples: Annotated[int, Field(ge=10_000, le=1_000_000)] = Field(10_000, description="bootstrap resamples of whole sequences")
     min_sequences: Annotated[int, Field(ge=2)] = Field(20, description="below this number of sequences no interval is trusted")
     max_perplexity_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(1.05, description="compressed / base")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,7 +99,7 @@ def check_record(folder: Path, base_hashes: Mapping[str, str], data_sha256: str)
     """
     record = read_record(folder)
     if record is None:
-        if not (folder / RECORD_FILE).is_file():
+        if not os.path.lexists(folder / RECORD_FILE):
             return [claim.skipped(f"there is no {RECORD_FILE}") for claim in (BASE, DATA)]
         return [BASE.record(Outcome.FAIL, f"{RECORD_FILE} is no JSON object"), DATA.skipped(f"{RECORD_FILE} cannot be read")]
     return [_check_base(record.get("base"), base_hashes), _check_data(record.get("data"), data_sha256)]

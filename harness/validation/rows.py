@@ -39,6 +39,8 @@ class RowNoise:
         signals: |w|^2 of the base's rows, [R].
         energies: |q|^2 of these rows, [R].
         least_error: a gain within this distance from 1 is chance.
+        flat: rows of one code throughout that are farther from the base's than zeros would be, bool [R]: a zeroed row where codes are
+            stored with an offset, whose gain is chance.
         num_columns: C.
         noise: of the noisiest run of eight columns of each row, [R].
         runs: which run that is, [R].
@@ -49,6 +51,7 @@ class RowNoise:
     signals: np.ndarray
     energies: np.ndarray
     least_error: float
+    flat: np.ndarray
     num_columns: int
     noise: np.ndarray
     runs: np.ndarray
@@ -73,7 +76,7 @@ class RowNoise:
             A line for each.
         """
         off = ~(np.abs(self.gains - 1) <= max(max_error, self.least_error)) & ~np.isnan(self.gains)
-        return [f"row {row}: {self._said_of(row)}" for row in np.flatnonzero(off).tolist()]
+        return [f"row {row}: {self._said_of(row)}" for row in np.flatnonzero(off | self.flat).tolist()]
 
     def spoilt_runs(self, max_noise: float) -> list[str]:
         """Name the noisiest run of each row that holds one above a limit.
@@ -91,6 +94,8 @@ class RowNoise:
     def _said_of(self, row: int) -> str:
         if self.signals[row] == 0:
             return "the base's is zero, this one is not"
+        if self.flat[row] and self.energies[row]:
+            return "dead: one code throughout"
         return "dead: all zero" if self.energies[row] == 0 else f"gain {self.gains[row]:.2f}: random, or another row's"
 
 
@@ -104,15 +109,16 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
     Returns:
         The statistics; computed by blocks of rows.
     """
-    signals, products, energies, faint, total = [], [], [], [], np.zeros(base.shape[1])
+    signals, products, energies, faint, same, total = [], [], [], [], [], np.zeros(base.shape[1])
     for rows in _blocks(base.shape):
         w, q, step = _block(base, decoded, rows)
         signals.append((w * w).sum(1))
         products.append((w * q).sum(1))
         energies.append((q * q).sum(1))
+        same.append((decoded.codes[rows] == decoded.codes[rows][:, :1]).all(1))
         faint.append(np.abs(w).max(1) <= _FAINT * step.max(1) if scheme.strategy in ("tensor", "block") else np.zeros(len(w), bool))
         total += _relative(w, q, step, *_ends(decoded, scheme, rows)).sum(0)
-    signal, product, energy, is_faint = (np.concatenate(parts) for parts in (signals, products, energies, faint))
+    signal, product, energy, is_faint, is_same = (np.concatenate(parts) for parts in (signals, products, energies, faint, same))
     column = total / len(base)
     column = np.maximum(column, max(column.mean(), 1e-12))
     worst = [_worst_runs(_relative(*_block(base, decoded, rows), *_ends(decoded, scheme, rows)) / column) for rows in _blocks(base.shape)]
@@ -122,7 +128,8 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
         ratio = np.median(((signal - 2 * product + energy) / signal)[signal > 0]) if signal.any() else 0.0
     gains[is_faint] = np.nan
     least_error = _MIN_DEVIATION * float(np.sqrt(max(0.0, ratio) / base.shape[1]))
-    return RowNoise(gains, signal, energy, least_error, base.shape[1], noise, runs, _noise_of_zeros(base, decoded, scheme, column))
+    flat = is_same & (energy > 2 * product) & ~is_faint
+    return RowNoise(gains, signal, energy, least_error, flat, base.shape[1], noise, runs, _noise_of_zeros(base, decoded, scheme, column))
 
 
 def _blocks(shape: torch.Size) -> Iterator[slice]:

@@ -190,6 +190,7 @@ def test_length_defaults_to_what_the_model_takes() -> None:
 
 BAD_FILES = {
     "missing.jsonl": (None, "missing.jsonl: no such file"),
+    "folder.jsonl": (..., "folder.jsonl: this is no file, or a link to none"),
     "data.csv": ("a,b", r"data.csv: the extension '.csv' is unknown"),
     "empty.jsonl": ("", "empty.jsonl: there is no sample in it"),
     "blank.jsonl": ('{"text": " "}\n{"text": ""}', "blank.jsonl: all 2 samples are empty"),
@@ -209,10 +210,20 @@ BAD_FILES = {
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_a_bad_file_is_named_with_its_line(name: str, tmp_path: Path, tokenizer: Any) -> None:
     content, message = BAD_FILES[name]
-    if content is not None:
+    if content is ...:
+        (tmp_path / name).mkdir()
+    elif content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(DatasetError, match=message):
         load_dataset_source(tmp_path / name, tokenizer=tokenizer)
+
+
+def test_a_byte_order_mark_and_capitals_in_the_extension_are_ordinary(tmp_path: Path, tokenizer: Any) -> None:
+    line = '{"text": "Hello there"}\n'
+    (tmp_path / "marked.JSONL").write_text("\ufeff" + line, encoding="utf-8")
+    (tmp_path / "plain.jsonl").write_text(line, encoding="utf-8")
+    marked, plain = (load_dataset_source(tmp_path / name, tokenizer=tokenizer) for name in ("marked.JSONL", "plain.jsonl"))
+    assert marked.sha256 == plain.sha256
 
 
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path, tokenizer: Any) -> None:

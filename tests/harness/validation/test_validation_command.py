@@ -77,6 +77,7 @@ MISTAKES = {
     "typo in policy": (["{base}", "{compressed}", "--dataset", "{data}", "--policy", "typo.yaml"], "typo.yaml:1: max_kl"),
     "no such device": (["{base}", "{compressed}", "--dataset", "{data}", "--device", "abacus"], "abacus"),
     "report exists": (["{base}", "{compressed}", "--dataset", "{data}", "--output-dir", "full"], "not empty"),
+    "report in the base": (["{base}", "{compressed}", "--dataset", "{data}", "--output-dir", "{base}/report"], "which is only read"),
     "base as compressed": (["{base}", "{base}", "--dataset", "{data}"], "give two folders"),
 }
 
@@ -99,6 +100,15 @@ def test_bad_input_gives_one_line_exit_code_3_and_no_report(workspace, pristine,
     assert captured.err.startswith("harness validate: error: ")
     assert message in captured.err
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("flag", ["--seed=-1", "--seed=1.5", "--confidence=0.99999999999999994", "--confidence=1", "--num-samples=0"])
+def test_numbers_out_of_range_are_refused_by_the_parser(folders, capsys, flag):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["validate", *folders, flag])
+    assert caught.value.code == 3
+    assert "Traceback" not in (text := capsys.readouterr().err)
+    assert f"'{flag.partition('=')[2]}' is not a" in text
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (ZeroDivisionError, 3)])

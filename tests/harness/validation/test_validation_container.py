@@ -133,3 +133,13 @@ def test_other_arrays_beside_a_base_are_not_its_weights(tmp_path: Path) -> None:
     assert set(base.entries) == {"w"}
     assert base.problems == []
     assert read_checkpoint(tmp_path).problems
+
+
+@pytest.mark.parametrize(("make", "problem"), [
+    (lambda path: path.mkdir(), "Is a directory"),
+    (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+    (lambda path: path.symlink_to("nowhere"), "No such file or directory"),
+])  # fmt: skip
+def test_what_is_no_file_is_a_problem_and_no_crash(tmp_path, make, problem):
+    make(tmp_path / "model.safetensors")
+    assert read_checkpoint(tmp_path).problems == [f"model.safetensors: cannot be read ({problem})"]
