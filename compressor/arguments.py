@@ -94,7 +94,7 @@ _KINDS: Mapping[str, tuple[Check, str]] = MappingProxyType(
         **dict.fromkeys(("trust_remote_code_model", "ema_warmup"), _FLAG),
         **dict.fromkeys(("text_column", "pipeline", "engine", "verify", "autocast", "mode", "modality"), _TEXT),
         **dict.fromkeys(("epochs", "learning_rate", "weight_decay", "clip_norm", "save_ema"), (_number, "a number")),
-        **dict.fromkeys(("output_dir", "run_dir", "offload_dir"), (_path, "a path")),
+        **dict.fromkeys(("output_dir", "run_dir", "offload_dir", "folder"), (_path, "a path")),
         **dict.fromkeys(("activation_memory", "activation_device_memory"), (_memory, "a number of bytes, or a text such as '4GB'")),
         **dict.fromkeys(("dtype", "save_dtype"), (_dtype, "the name of a dtype")),
         **dict.fromkeys(("leaves", "ignore"), (_texts, "a list of texts")),

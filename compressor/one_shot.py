@@ -20,7 +20,7 @@ from torch import nn
 from compressor.arguments import check_arguments
 from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError, RecipeError
-from compressor.lifecycle import Modifier, Report, Session, State
+from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.audit import check_values
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoint import MAX_SHARD_BYTES, save_checkpoint
@@ -255,6 +255,8 @@ def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) ->
 def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any) -> str:
     """Choose the pipeline; refuse one without the data that it needs, and settings that it does not use."""
     for modifier in recipe.modifiers:
+        if modifier.flags != Flags():
+            raise RecipeError(f"{modifier.label}: it was used in an earlier run, and remembers it; make a new one")
         times = [f"{name}={getattr(modifier, name)}" for name in ("start", "end", "update") if getattr(modifier, name) is not None]
         if times and type(modifier).on_start is Modifier.on_start:
             raise RecipeError(f"{modifier.label}: {times[0]} is for training, in which it takes no part; leave it out")
@@ -291,7 +293,7 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
     kv = [part.kv_cache_scheme for part in session.modifiers if isinstance(part, SchemeModifier) and part.kv_cache_scheme is not None]
     if to_disk:
         check_readable(schemes, state.model, kv[0] if kv else None)
-    if not place.resume:  # what is missing then, nobody knows before the journal is read
+    if not place.may_be_done:
         check_room(state.model, schemes, place.output_dir, place.run_dir)
     for note in reader_notes(state.model, schemes):
         state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later

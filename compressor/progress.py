@@ -43,10 +43,11 @@ class RichProgress:
     @contextmanager
     def task(self, description: str, total: int) -> Iterator[Task]:
         """Open a bar with elapsed and remaining time; it stays on the screen when the work is done."""
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as RichBars
         from rich.table import Column
+
+        from compressor.console import Console
 
         def whole(width: int) -> Column:
             """On a narrow terminal the bar gives way first, and numbers never."""

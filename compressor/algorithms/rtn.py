@@ -39,9 +39,14 @@ def round_to_nearest(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs
         SchemeError: the group size does not divide C.
     """
     codes_RC = nearest_codes(weight_RC, qparams, args)
-    error = dequantize(codes_RC, qparams, args).float() - weight_RC.float()
-    energy = float(weight_RC.float().square().sum())
-    return RoundedWeight(codes_RC, float(error.square().sum()) / energy if energy > 0 else 0.0)
+    largest = float(weight_RC.abs().max()) if weight_RC.numel() else 0.0
+    if largest == 0:
+        return RoundedWeight(codes_RC, 0.0)
+    if 1e-15 < largest < 1e15:
+        largest = 1.0  # else the squares would leave float32
+    weight = weight_RC.float() / largest
+    error = dequantize(codes_RC, qparams, args).float() / largest - weight
+    return RoundedWeight(codes_RC, float(error.square().sum()) / float(weight.square().sum()))
 
 
 def nearest_codes(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs, *, checked: bool = True) -> Tensor:

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 from torch import nn
@@ -24,15 +24,20 @@ from compressor.lifecycle.settings_errors import describe
 from compressor.lifecycle.state import State
 from compressor.numerics.scheme import refuse_flag
 
+if TYPE_CHECKING:  # else a type checker sees no metaclass behind the call
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
-class _Checked(type(BaseModel)):  # type: ignore[misc] # the type of a class is no name for a type checker
+
+class _Checked(ModelMetaclass):
     """Makes `Class(setting=value)` answer wrong settings in the words of a recipe; `model_validate`, which recipes call, passes by."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         try:
             return super().__call__(*args, **settings)
         except ValidationError as error:
-            raise RecipeError(describe(error, cls, settings, cls.__name__, None)) from error
+            raise RecipeError(describe(error, cast("type[BaseModel]", cls), settings, cls.__name__, None)) from error
 
 
 class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):

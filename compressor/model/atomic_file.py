@@ -18,6 +18,9 @@ PARTIAL_SUFFIX = ".partial"
 """What the folder is called in which a file is made: its name and this."""
 
 
+_OF_SYSTEMS = r"\.DS_Store|\._.*|\.nfs\w+|Thumbs\.db|desktop\.ini"  # put into any folder by systems that show or serve it
+
+
 def own_names(exact: str, made_whole: str) -> re.Pattern[str]:
     """Make a pattern of the names that a folder of ours may hold, with what a kill leaves in it.
 
@@ -26,9 +29,10 @@ def own_names(exact: str, made_whole: str) -> re.Pattern[str]:
         made_whole: pattern of files that come from `whole_file`.
 
     Returns:
-        The pattern. It knows safetensors' temporary file, too: earlier releases let it be made beside the file.
+        The pattern. It knows what systems put into any folder, and safetensors' temporary file, which earlier releases let it make
+        beside the file.
     """
-    return re.compile(rf"{exact}|({made_whole})({re.escape(PARTIAL_SUFFIX)})?|\.tmp\w{{6}}")
+    return re.compile(rf"{exact}|({made_whole})({re.escape(PARTIAL_SUFFIX)})?|\.tmp\w{{6}}|{_OF_SYSTEMS}")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def check_values(model: nn.Module, changed: Collection[str]) -> list[str]:
         changed: dotted names of the modules that will be compressed.
 
     Returns:
-        A sentence on the parameters of other modules that hold NaN, which stay as they are; empty where there are none.
+        A sentence on the parameters of other modules that hold NaN or infinity, which stay as they are; empty where there are none.
 
     Raises:
         NumericsError: a parameter of a module that will be compressed holds NaN or infinity.
@@ -43,9 +43,9 @@ def check_values(model: nn.Module, changed: Collection[str]) -> list[str]:
             raise NumericsError(
                 f"{name}: holds NaN or infinity, for which there is no scale; repair the model, or ignore {name.rpartition('.')[0]}"
             )
-        if bool(low.isnan()):
+        if not bool(low.isfinite() & high.isfinite()):
             spoilt.append(name)
-    return [f"{len(spoilt)} parameters that stay as they are hold NaN ({some(spoilt)})"] if spoilt else []
+    return [f"{len(spoilt)} parameters that stay as they are hold NaN or infinity ({some(spoilt)})"] if spoilt else []
 
 
 def audit_qparams(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:

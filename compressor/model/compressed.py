@@ -8,6 +8,7 @@ built without them, and memory is that of the files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from compressor.arguments import check_arguments
 from compressor.errors import ModelError
 from compressor.model.checkpoint import RECORD_FILE
 from compressor.model.experts import UnfusedModel, unfuse_into
@@ -62,9 +64,11 @@ def load_compressed(
         The model in eval mode; quantized layers are QuantizedLinear and QuantizedEmbedding, also those of single experts.
 
     Raises:
+        UserInputError: an argument is of the wrong kind.
         ModelError: the folder holds no compressed checkpoint, or config and tensors do not fit each other.
         SchemeError: a layer cannot have the scheme that the config gives it.
     """
+    check_arguments(load_compressed, {"folder": folder, "device": device, "model_class": model_class})
     folder = Path(folder)
     config = read_config(folder)
     check_weight_files(folder)
@@ -108,7 +112,9 @@ def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[Quantiz
         kv = found.get("kv_cache_scheme")
         schemes = [_scheme(group, found.get("format")) for group in groups]
         kv_cache_scheme = None if kv is None else QuantizationArgs(**_fields(kv))
-    except (ValidationError, LookupError, TypeError, AttributeError) as error:
+        for pattern in (*(one for scheme in schemes for one in scheme.targets), *(found.get("ignore") or ())):
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except (ValidationError, LookupError, TypeError, AttributeError, re.error) as error:
         raise ModelError(f"{folder}: its quantization_config cannot be used here ({one_line(error)}); restore config.json") from error
     if not schemes and kv_cache_scheme is None:
         raise ModelError(f"{folder}: config.json names no compressed-tensors groups; give a compressed checkpoint, or use load_model")

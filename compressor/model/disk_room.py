@@ -28,8 +28,40 @@ def check_room(model: nn.Module, schemes: Mapping[str, QuantizationScheme], outp
     """
     made = sum(_bytes_after(model.get_submodule(name), scheme) for name, scheme in schemes.items())
     gone = sum(_weight_bytes(model.get_submodule(name)) for name in schemes)
+    _check((output_dir, _model_bytes(model) - gone + made), (run_dir, max(0, made - _bytes_in(run_dir))))
+
+
+def check_training_room(
+    model: nn.Module, itemsize: int | None, num_averages: int, num_states: int, output_dir: Path | None, run_dir: Path | None
+) -> None:
+    """Refuse disks that are too small for a training.
+
+    Args:
+        model: as it is trained.
+        itemsize: bytes of a weight in the checkpoint; None for those that it has now. Codes take less.
+        num_averages: kept beside the weights.
+        num_states: that lie on the disk at one time: weights, averages, and two moments of each weight.
+        output_dir: where the checkpoint will be; None where none is written.
+        run_dir: where states will be kept; None where none are.
+
+    Raises:
+        CheckpointError: a disk has less room than the files will take.
+    """
+    now = _model_bytes(model)
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    saved = now if itemsize is None else sum(value.numel() * itemsize for value in model.parameters())
+    state = now + trained * (2 + num_averages)
+    _check((output_dir, saved), (run_dir, max(0, num_states * state - _bytes_in(run_dir))))
+
+
+def _bytes_in(folder: Path | None) -> int:
+    """What an earlier part of the run has written already."""
+    return 0 if folder is None or not folder.is_dir() else sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+
+
+def _check(*files: tuple[Path | None, int]) -> None:
     needed: dict[int, tuple[Path, int]] = {}
-    for folder, num_bytes in ((output_dir, _model_bytes(model) - gone + made), (run_dir, made)):
+    for folder, num_bytes in files:
         if folder is None:
             continue
         place = next(parent for parent in (folder, *folder.parents) if parent.exists())

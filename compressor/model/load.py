@@ -95,7 +95,25 @@ def load_model(
         model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code)
         _check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
         tokenizer = load_tokenizer(folder, trust_remote_code)
+    if torch_dtype == torch.float16:
+        check_float16(model, f"{folder}: dtype")
     return LoadedModel(model.to(torch_device), tokenizer, folder, from_memory=False, unexpected_keys=tuple(sorted(info["unexpected_keys"])))
+
+
+def check_float16(model: nn.Module, where: str) -> None:
+    """Refuse weights that float16 has no room for, of which a cast has made infinity.
+
+    Args:
+        model: after the cast.
+        where: for the error.
+
+    Raises:
+        ModelError: a parameter in float16 holds infinity.
+    """
+    cast = ((name, parameter) for name, parameter in model.named_parameters() if parameter.dtype == torch.float16)
+    spoilt = [name for name, parameter in cast if parameter.numel() and bool(parameter.isinf().any())]
+    if spoilt:
+        raise ModelError(f"{where}: float16 ends at 65,504, and {some(spoilt)} hold more; take bfloat16 or float32")
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+
+from compressor.errors import ResumeError
+from compressor.model.folder import one_line
 
 
 def tensor_digests(folder: Path) -> dict[str, str]:
@@ -27,3 +32,25 @@ def tensor_digests(folder: Path) -> dict[str, str]:
                 raw = file.get_tensor(name).reshape(-1).view(torch.uint8).numpy()
                 found[name] = f"{described.get_dtype()}[{sizes}] {hashlib.sha256(raw).hexdigest()}"
     return found
+
+
+def check_written(folder: Path, record: Mapping[str, Any]) -> None:
+    """Refuse to call a checkpoint finished that is no longer what was written.
+
+    Args:
+        folder: of the checkpoint.
+        record: its compression.json.
+
+    Raises:
+        ResumeError: a tensor is missing or has other bytes than `tensors` says, or a file cannot be read.
+    """
+    noted = record.get("tensors")
+    try:
+        found = tensor_digests(folder)
+        changed = "the record of its tensors" if not isinstance(noted, Mapping) else next(
+            (name for name in sorted(found.keys() | noted.keys()) if found.get(name) != noted.get(name)), None
+        )  # fmt: skip
+    except (OSError, SafetensorError) as error:
+        changed = f"a file ({one_line(error)})"
+    if changed is not None:
+        raise ResumeError(f"{folder}: holds the result of this run, but {changed} is not what was written; remove the folder to run again")

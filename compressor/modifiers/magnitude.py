@@ -123,6 +123,8 @@ class MagnitudePruningModifier(PruningModifier):
             raise RecipeError(
                 f"start={self.start} and end={self.end} do not say when sparsity grows; give both for training, or neither for oneshot"
             )
+        if self.end is not None and self.end <= 0:
+            raise RecipeError(f"end={self.end:g} lies before the first step, so it would never begin; give a larger end")
         for name, value in (("update", self.update), ("init_sparsity", self.init_sparsity)):
             if self.start is None and value:
                 raise RecipeError(f"{name}={value} is for training, which needs a start; give start and end, or leave {name} out")

@@ -15,6 +15,7 @@ from compressor.pipelines.activations import ActivationStore
 
 # Shares of what is free when calibration starts: the rest is for statistics, solvers and the forwards themselves.
 HOST_SHARE, DEVICE_SHARE = 0.75, 0.4
+_MAX_BYTES = 2**63
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -34,7 +35,10 @@ def parse_bytes(size: int | str, name: str) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:E[0-9]+)?)\s*([KMGT]I?)?B?\s*", str(size).upper())
     if match is None:
         raise UserInputError(f"{name}: {size!r} is no size in bytes; write a number, or one with a unit, such as 4GB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    found = float(match[1]) * _UNITS[match[2] or ""]
+    if found >= _MAX_BYTES:
+        raise UserInputError(f"{name}: {size!r} is more than any machine has; write a size such as 4GB or 512MiB")
+    return int(found)
 
 
 def check_offload_dir(folder: str | Path) -> None:

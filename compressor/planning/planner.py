@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from compressor.arguments import check_arguments
+from compressor.data.datasets import chosen_length
 from compressor.lifecycle import Modifier, PlannedModule, State
 from compressor.model.experts import unfused_experts
 from compressor.model.experts_stages import expert_targets
@@ -35,7 +36,6 @@ from compressor.planning.workload import Batches, Target, bytes_of, guess_footpr
 from compressor.recipe import load_recipe
 from compressor.tracing import partition
 
-DEFAULT_SEQ_LENGTH = 2048
 # What a forward raises that asks for a value nobody has here, or that needs other inputs than token ids.
 _CANNOT_FOLLOW = (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 
@@ -129,7 +129,7 @@ def plan(
         skeleton = _without_values(model)
     elif dtype != "auto":
         skeleton = skeleton.to(resolve_dtype(dtype))
-    batches = Batches.of(num_calibration_samples, max_seq_length or _default_length(skeleton), batch_size)
+    batches = Batches.of(num_calibration_samples, chosen_length(max_seq_length, _max_positions(skeleton)), batch_size)
     run_device = resolve_device(device)
     with unfused_experts(skeleton, hold=True) as experts:
         try:
@@ -204,9 +204,8 @@ def _footprints(
         return guess_footprints(stages, batches), f"a guess from the shapes of the weights: the forward needs more than shapes ({reason})"
 
 
-def _default_length(model: nn.Module) -> int:
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return min(DEFAULT_SEQ_LENGTH, positions or DEFAULT_SEQ_LENGTH)
+def _max_positions(model: nn.Module) -> int | None:
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 def _without_values(model: nn.Module) -> nn.Module:

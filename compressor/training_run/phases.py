@@ -18,6 +18,7 @@ from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.base import check_unclaimed, contents
 from compressor.model.checkpoint import MAX_SHARD_BYTES
+from compressor.model.disk_room import check_training_room
 from compressor.model.load import LoadedModel, load_model, resolve_device
 from compressor.model.saving import attach_save, save_compressed
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity
@@ -169,6 +170,7 @@ class TrainingRun:
                 session.initialize()
                 if self.place.output_dir is not None:
                     check_saveable(session.modifiers, self.loaded.model, self.save_dtype)
+            self._check_room()
             trainer = self._trainer(session)
             loop = Loop(trainer, self.order, self.held_out, self.num_steps, self.settings, states, shows=self.shows)
             loop.run()
@@ -201,6 +203,12 @@ class TrainingRun:
             states.resumed,
             self.loaded.source_dir if self.own_tokenizer is None else None,
         )
+
+    def _check_room(self) -> None:
+        interval = self.settings.save_interval(self.num_steps)
+        num_states = 0 if not interval else min(3, -(-self.num_steps // interval))  # the last two, and the one that is being written
+        itemsize = None if self.save_dtype is None else self.save_dtype.itemsize
+        check_training_room(self.loaded.model, itemsize, len(self.settings.ema), num_states, self.place.output_dir, self.place.run_dir)
 
     def _session(self, state: State) -> Session:
         return Session(state, self.modifiers, None if self.settings.unit == "steps" else self.order.steps_per_epoch)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
 from compressor.model.atomic_folder import check_output_dir, real_path
+from compressor.model.tensor_digests import check_written
 from compressor.pipelines.journal.fingerprint import Fingerprint, digest
 from compressor.pipelines.journal.place import RECORD_FILE
 from compressor.pipelines.journal.run_folder import default_run_dir
@@ -61,6 +62,7 @@ class Place:
                 f"{output_dir}: holds the result of another run, which nothing may overwrite; name a new folder, "
                 "or give what was given before"
             )
+        check_written(output_dir, record)
         if self.run_dir is not None and self.run_dir.exists():  # killed between the last rename and the clearing up
             with opened(self.run_dir, run, resume=True, output_dir=output_dir) as states:
                 states.finish()

@@ -16,7 +16,7 @@ from compressor.lifecycle import Modifier
 from compressor.model.checkpoint import save_checkpoint
 from compressor.model.folder import weight_files
 from compressor.model.format import check_readable
-from compressor.model.load import LoadedModel
+from compressor.model.load import LoadedModel, check_float16
 from compressor.modifiers.scheme_modifier import SchemeModifier
 from compressor.nn import QuantizedLayer
 from compressor.nn.fake_quant import FakeQuantizedLayer
@@ -62,6 +62,9 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
     Args:
         model: the model.
         dtype: None changes nothing.
+
+    Raises:
+        ModelError: float16 has no room for a weight.
     """
     if dtype is None:
         return
@@ -72,6 +75,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point() and id(parameter) not in left_out:
             parameter.data = parameter.data.to(dtype)
+    if dtype == torch.float16:
+        check_float16(model, "save_dtype")
 
 
 def check_saveable(modifiers: Sequence[Modifier], model: nn.Module, dtype: torch.dtype | None) -> None:

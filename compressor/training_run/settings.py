@@ -21,10 +21,10 @@ _AUTOCAST: Mapping[str, torch.dtype | None] = {"off": None, "bf16": torch.bfloat
 
 # A resumed run may choose these otherwise: every mode gives the same bits, and checks and states change none.
 _CHANGE_NOTHING = ("mode", "check_every", "audit_every", "save_every")
-_MAX_EPOCHS = 1_000_000  # far beyond any run; a slip of the keyboard is told before the first step
+_MAX_EPOCHS, _MAX_STEPS = 1_000_000, 1_000_000_000  # far beyond any run; a slip of the keyboard is told before the first step
 # A setting, what it must be, and that in words.
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("steps", lambda value: value is None or value >= 1, "at least 1"),
+    ("steps", lambda value: value is None or 1 <= value <= _MAX_STEPS, f"at least 1, and at most {_MAX_STEPS:,}"),
     ("epochs", lambda value: value is None or 0 < value <= _MAX_EPOCHS, f"above 0, and at most {_MAX_EPOCHS:,}"),
     ("batch_size", lambda value: value >= 1, "at least 1"),
     ("accumulate", lambda value: value >= 1, "at least 1"),
@@ -139,6 +139,8 @@ def check_recipe(modifiers: tuple[Modifier, ...], length: float, unit: str) -> l
                 else ("it takes no part in training; leave it out")
             )
             raise UserInputError(f"{modifier.label}: {why}, or compress with `compressor oneshot` after the training")
+        if modifier.end is not None and modifier.end <= 0:
+            raise UserInputError(f"{modifier.label}: end={modifier.end:g} lies before the first step; give a larger end")
         if modifier.start is not None and modifier.start >= length:
             raise UserInputError(
                 f"{modifier.label}: start={modifier.start:g} is not reached in a run of {length:g} {unit}; "

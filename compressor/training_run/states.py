@@ -184,7 +184,7 @@ def check_states_dir(run_dir: str | Path, *, resume: bool, source: str | Path | 
     except OSError as error:
         raise OutputError(f"{path}: cannot be used as run folder ({error.strerror}); name a new folder") from error
     if strangers:
-        raise OutputError(f"{path}: is no run folder of a training, for it holds {strangers[0]}; name a new folder")
+        raise OutputError(f"{path}: is no run folder of a training, for it holds {strangers[0]}; move that away, or name a new folder")
     if not resume:
         _refuse_to_overwrite(path)
     return path

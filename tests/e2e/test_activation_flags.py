@@ -21,6 +21,7 @@ def run(model: Path, tokens: Path, recipe: dict[str, Any], output: Path, *flags:
     ("flags", "message"),
     [
         (["--activation-memory", "lots"], "activation_memory: 'lots' is no size in bytes"),
+        (["--activation-memory", "1e30GB"], "activation_memory: '1e30GB' is more than any machine has"),
         (["--activation-device-memory", "4 bananas"], "activation_device_memory: '4 bananas' is no size in bytes"),
         (["--offload-dir", "/no/such/folder"], "offload_dir: /no/such/folder is no folder that can be written"),
         (["--activation-memory", "1GB", "--engine", "suspend"], "activation_memory: '1GB' was given, but the suspend engine keeps"),

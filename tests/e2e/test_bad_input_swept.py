@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compressor import oneshot, plan, train
+from compressor import QuantizationModifier, oneshot, plan, train
 from compressor.cli import main
 from compressor.errors import CheckpointError, CompressorError, DatasetError, ModelError, RecipeError, UserInputError
 
@@ -152,7 +152,7 @@ def ones(value: float = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 DATA: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a link to itself": (lambda folder: (folder / "x.jsonl").symlink_to(folder / "x.jsonl") or folder / "x.jsonl", "no such file"),
+    "a link to itself": (lambda folder: (folder / "x.jsonl").symlink_to(folder / "x.jsonl") or folder / "x.jsonl", "a link to none"),
     "a folder": (lambda folder: (folder / "x.jsonl").mkdir() or folder / "x.jsonl", "no such file"),
     "a name that no disk takes": (lambda folder: folder / ("x" * 400 + ".jsonl"), "no such file"),
     "a name of the hub": (lambda folder: "wikitext", "wikitext"),
@@ -391,7 +391,29 @@ def test_nan_in_what_nobody_compresses_is_noted(llama_dir: Path, tmp_path: Path)
     shutil.copytree(llama_dir, tmp_path / "base")
     scaled("model.norm.weight", float("nan"))(tmp_path / "base")
     result = oneshot(tmp_path / "base", recipe=quantize("QuantizationModifier"))
-    assert result.report.notes == ["1 parameters that stay as they are hold NaN (model.norm.weight)"]
+    assert result.report.notes == ["1 parameters that stay as they are hold NaN or infinity (model.norm.weight)"]
+
+
+def test_a_dtype_without_room_for_a_weight_is_refused(llama_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama_dir, tmp_path / "base")
+    scaled("model.norm.weight", 1e6)(tmp_path / "base")
+    with pytest.raises(ModelError, match=r"dtype: float16 ends at 65,504, and model\.norm\.weight hold more"):
+        oneshot(tmp_path / "base", recipe=quantize("QuantizationModifier"), dtype="float16")
+
+
+def test_huge_weights_have_an_error_that_is_a_number(llama_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama_dir, tmp_path / "base")
+    scaled(UP, 1e30)(tmp_path / "base")
+    errors = [oneshot(base, recipe=quantize("QuantizationModifier")).report.modules[UP.removesuffix(".weight")].error
+              for base in (tmp_path / "base", llama_dir)]  # fmt: skip
+    assert errors[0] == pytest.approx(errors[1], rel=0.05)
+
+
+def test_a_modifier_that_was_used_is_refused(llama_dir: Path) -> None:
+    modifier = QuantizationModifier(scheme="W4A16", ignore=["lm_head"])
+    oneshot(llama_dir, recipe=modifier)
+    with pytest.raises(RecipeError, match="it was used in an earlier run"):
+        oneshot(llama_dir, recipe=modifier)
 
 
 def test_a_disk_without_room_is_known_before_calibration(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,6 +323,31 @@ def test_a_finished_run_has_nothing_to_resume(unfinished: Unfinished, whole: dic
     assert digest(unfinished.out) == whole
 
 
+def test_a_finished_run_that_was_damaged_is_not_called_finished(unfinished: Unfinished) -> None:
+    unfinished.resume()
+    weights = unfinished.out / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    for damage, words in ((bytes(content), "is not what was written"), (b"xx", "a file")):
+        weights.write_bytes(damage)
+        with pytest.raises(ResumeError, match=words):
+            unfinished.resume()
+
+
+@pytest.mark.parametrize("name", [".DS_Store", ".nfs0000001", "Thumbs.db"])
+def test_what_systems_put_into_any_folder_is_no_obstacle(name: str, unfinished: Unfinished, whole: dict[str, str]) -> None:
+    (unfinished.run / name).write_bytes(b"x")
+    assert unfinished.resume().resumed is not None
+    assert digest(unfinished.out) == whole
+
+
+def test_a_disk_without_room_is_known_when_resuming(unfinished: Unfinished, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(unfinished.out.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(CheckpointError, match=r"this run will write about [\d,]+ bytes there, and 100 are free"):
+        unfinished.resume()
+
+
 def test_a_finished_run_discards_no_other_run(unfinished: Unfinished) -> None:
     unfinished.resume()
     with stopping_at(6), pytest.raises(KeyboardInterrupt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,9 @@ def test_code_in_the_folder_runs_only_when_trusted(run: Runner, tmp_path: Path) 
         (("--recipe", "GPTQModifier: {targets: [Linear], scheme: W4A16, ignore: [lm_head]}"), "it takes no part in training"),
         (("--recipe", json.dumps({"MagnitudePruningModifier": {"start": 4, "end": 9, "final_sparsity": 0.5}})), "start=4 is not reached"),
         (("--run-dir", "."), "is no run folder of a training"),
+        (("--steps", str(10**30)), "at most 1,000,000,000"),
+        (("--recipe", json.dumps({"MagnitudePruningModifier": {"start": -2, "end": 0, "final_sparsity": 0.5}})), "end=0 lies before the"),
+        (("--recipe", "QuantizationModifier: {scheme: W4A16, ignore: [lm_head], start: -2, end: -1}"), "end=-1 lies before the first step"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_the_first_step(run: Runner, flags: tuple[str, ...], words: str) -> None:
@@ -293,6 +297,31 @@ def test_wrong_arguments_end_with_usage(run: Runner) -> None:
         with pytest.raises(SystemExit) as exit_info:
             run.error(*flags)
         assert exit_info.value.code == 2
+
+
+def test_a_disk_without_room_is_known_before_the_first_step(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    for free, promised in ((100, True), (usage.free, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        folder = tmp_path / str(free)
+        if promised:
+            with pytest.raises(CheckpointError, match=r"this run will write about [\d,]+ bytes there, and 100 are free") as caught:
+                train(run.model, dataset=run.tokens, output_dir=folder, **small())
+            about = int(str(caught.value).split("about ")[1].split(" ")[0].replace(",", ""))
+            continue
+        with pytest.raises(KeyboardInterrupt):
+            train(run.model, dataset=run.tokens, output_dir=folder, progress=PressAt(5), **small())
+        states = [path.stat().st_size for path in folder.with_name(f"{free}.partial-run").glob("state-*")]
+        assert sum(states) < about < 4 * sum(states)
+
+
+def test_weights_that_float16_has_no_room_for_are_refused(run: Runner, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
+    model.model.norm.weight.data[0] = 1e5
+    with pytest.raises(ModelError, match=r"save_dtype: float16 ends at 65,504, and model\.norm\.weight hold more"):
+        train(model, dataset=run.tokens, save_dtype="float16", **small())
 
 
 def test_an_existing_output_is_not_overwritten(run: Runner) -> None:

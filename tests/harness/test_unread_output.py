@@ -38,6 +38,20 @@ def test_a_closed_pipe_ends_a_command_quietly(command: tuple[str, ...], unbuffer
     assert (ended.returncode, ended.stderr) == (EXIT_CLOSED_PIPE, "")
 
 
+def test_bars_on_a_closed_pipe_are_no_verdict() -> None:
+    work = "from compressor.progress import RichProgress\n"
+    work += "from compressor.standard_output import with_output\n"
+    work += "def run():\n with RichProgress().task('work', 1) as task: task.advance()\n return 0\n"
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = [sys.executable, "-c", f"{work}raise SystemExit(with_output('harness', run, 3))"]
+    try:
+        ended = subprocess.run(program, stdout=writing, stderr=writing, timeout=120, check=False)
+    finally:
+        os.close(writing)
+    assert ended.returncode == EXIT_CLOSED_PIPE
+
+
 @pytest.mark.skipif(not FULL.exists(), reason="the device /dev/full stands for a full disk")
 @pytest.mark.parametrize(("command", "unbuffered"), [(COMMANDS[0], ""), (COMMANDS[1], "1")])
 def test_a_full_disk_is_an_error_of_one_line(command: tuple[str, ...], unbuffered: str) -> None:

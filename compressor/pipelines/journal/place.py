@@ -11,6 +11,7 @@ from pathlib import Path
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
 from compressor.lifecycle import Modifier
 from compressor.model.atomic_folder import check_output_dir, real_path
+from compressor.model.tensor_digests import check_written
 from compressor.pipelines.journal.fingerprint import Fingerprint, digest
 from compressor.pipelines.journal.journal import NoJournal
 from compressor.pipelines.journal.opening import discard_finished, open_journal
@@ -65,6 +66,11 @@ class RunPlace:
         )
         return nullcontext(NoJournal()) if opened is None else opened
 
+    @property
+    def may_be_done(self) -> bool:
+        """Whether a run is resumed whose checkpoint is there."""
+        return self.resume and self.output_dir is not None and _is_checkpoint(self.output_dir)
+
     def _refuse_done(self, run: Fingerprint) -> None:
         assert self.output_dir is not None and self.run_dir is not None
         try:
@@ -76,6 +82,7 @@ class RunPlace:
                 f"{self.output_dir}: holds the result of another run, which nothing may overwrite; name a new folder, or give what was "
                 "given before"
             )
+        check_written(self.output_dir, record)
         discard_finished(self.run_dir, run)
         raise AlreadyDoneError(f"{self.output_dir}: holds the result of this very run already; nothing is left to resume")
 

@@ -92,7 +92,7 @@ def check_names(path: Path) -> None:
     except OSError as error:
         raise OutputError(f"{path}: cannot be used as run folder ({error.strerror}); name a new folder") from error
     if strangers:
-        raise OutputError(f"{path}: is no run folder, for it holds {strangers[0]}; name a new folder")
+        raise OutputError(f"{path}: is no run folder, for it holds {strangers[0]}; move that away, or name a new folder")
 
 
 def read_journal(path: Path) -> Lines | None:

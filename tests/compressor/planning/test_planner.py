@@ -46,6 +46,11 @@ def layer(made: Plan, index: int = 1) -> Any:
     return next(stage for stage in made.estimate.stages if stage.name == f"model.layers.{index}")
 
 
+def test_more_tokens_than_the_model_takes_are_refused(folder: Path) -> None:
+    with pytest.raises(UserInputError, match="max_seq_length: 65 is more than the model takes; give at most 64"):
+        make(folder, max_seq_length=65)
+
+
 def test_statistics_and_activations_are_what_they_must_be(folder: Path) -> None:
     made = make(folder)
     stage = layer(made)
