@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from compressor.errors import BindError
@@ -37,42 +37,77 @@ def named_leaves(batch: Batch) -> dict[str, Any]:
             if leaf.layout is not torch.strided:
                 raise BindError(f"batch{path}: a tensor of layout {leaf.layout} cannot be copied into a fixed buffer; make it dense")
         elif not isinstance(leaf, _CONSTANTS):
-            raise BindError(f"batch{path}: {type(leaf).__name__} is neither a tensor nor a constant; convert it before the step")
+            how = "give dict() of it" if isinstance(leaf, Mapping) else "convert it before the step"
+            raise BindError(f"batch{path}: {type(leaf).__name__} is neither a tensor nor a constant; {how}")
     return leaves
 
 
 _Key = tuple[tuple[Hashable, ...], ...]
+BatchKey = tuple[_Key, tuple[str, ...]]
 
 
-def batch_key(batch: Batch) -> _Key:
-    """Return what a plan must know of a batch: paths, shapes, strides, dtypes and devices of tensors, and the constants themselves.
+def batch_key(batch: Batch) -> BatchKey:
+    """Return what a plan must know of a batch: paths, shapes, strides, dtypes and devices of tensors, the constants, and their order.
 
     Args:
         batch: a nested structure of tensors and constants.
 
     Returns:
-        A key that is equal for batches that fit the same buffers.
+        A key that is equal for batches that are the same to a function that does not ask for values.
 
     Raises:
-        BindError: a leaf is neither a dense tensor nor a Python constant, or a tensor requires its gradient.
+        BindError: a leaf is neither a dense tensor nor a Python constant, or a tensor has what a buffer would not have.
     """
     leaves = named_leaves(batch)
     for path, leaf in leaves.items():
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise BindError(
-                f"batch{path}: it requires its gradient, which eager would leave on the caller's tensor and a replay would not; "
-                "set requires_grad on a clone in the loss function"
-            )
-    return _key_of(leaves)
+        if isinstance(leaf, Tensor):
+            _refuse_more_than_values(path, leaf)
+    return _key_of(leaves), tuple(leaves)
+
+
+def varying_constants(key: BatchKey, others: Iterable[BatchKey]) -> list[str]:
+    """Name the Python constants of a batch that have had another value in every batch before.
+
+    Args:
+        key: the key of the batch.
+        others: keys of batches before.
+
+    Returns:
+        Their paths.
+    """
+    seen = {part for parts, _ in others for part in parts}
+    return [str(part[0]) for part in key[0] if part[1] != "tensor" and part not in seen]
+
+
+def _refuse_more_than_values(path: str, tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise BindError(
+            f"batch{path}: it requires its gradient, which eager would leave on the caller's tensor and a replay would not; "
+            "set requires_grad on a clone in the loss function"
+        )
+    if isinstance(tensor, nn.Parameter):
+        raise BindError(f"batch{path}: it is a parameter, which the buffer of a replay is not; give its .detach()")
+    own = [name for name in tensor.__dict__ if not name.startswith("_")] if type(tensor) is Tensor else []
+    if own:
+        raise BindError(
+            f"batch{path}: it carries the attribute '{own[0]}', which the buffer of a replay would not; give it with the batch, beside it"
+        )
 
 
 def _key_of(leaves: dict[str, Any]) -> _Key:
+    first: dict[int, str] = {}  # one tensor in two places is another batch than two equal ones
     return tuple(
-        (path, "tensor", tuple(leaf.shape), leaf.dtype, leaf.device, _strides(leaf))
+        (path, "tensor", tuple(leaf.shape), leaf.dtype, leaf.device, _strides(leaf), _twin(first, path, leaf))
         if isinstance(leaf, Tensor)
         else (path, type(leaf).__name__, *_constant(leaf))
         for path, leaf in sorted(leaves.items())
     )
+
+
+def _twin(first: dict[int, str], path: str, leaf: Tensor) -> str | None:
+    """Name the place at which the very same tensor was met before."""
+    place = first.setdefault(id(leaf), path)
+    return None if place == path else place
 
 
 def _constant(value: Any) -> tuple[Hashable, ...]:
@@ -112,17 +147,22 @@ class InputBuffers:
     """
 
     def __init__(self, batch: Batch) -> None:
-        self._key = batch_key(batch)
-        self._leaves = {path: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for path, leaf in named_leaves(batch).items()}
+        self._key, _ = batch_key(batch)
+        copies: dict[int, Tensor] = {}
+        self._leaves = named_leaves(batch)
+        for path, leaf in self._leaves.items():
+            if isinstance(leaf, Tensor):
+                if id(leaf) not in copies:
+                    copies[id(leaf)] = leaf.detach().clone()
+                self._leaves[path] = copies[id(leaf)]
         self._structure = tree_flatten_with_path(batch)[1]
         self.tensors = {path: leaf for path, leaf in named_leaves(self.batch).items() if isinstance(leaf, Tensor)}
 
     @property
     def batch(self) -> Batch:
         """The buffers as a batch; new aliases each time, so that what a step sets on them (`requires_grad`) does not stay."""
-        leaves = dict.fromkeys(self._leaves)
-        for path, leaf in sorted(self._leaves.items()):  # the same record, in whatever order a dict came
-            leaves[path] = leaf.detach() if isinstance(leaf, Tensor) else leaf
+        aliases = {id(leaf): leaf.detach() for leaf in self._leaves.values() if isinstance(leaf, Tensor)}
+        leaves = {path: aliases.get(id(leaf), leaf) for path, leaf in self._leaves.items()}
         return tree_unflatten(list(leaves.values()), self._structure)
 
     def bind(self, batch: Batch) -> None:
@@ -135,7 +175,7 @@ class InputBuffers:
             BindError: a leaf is missing, new, or of another shape, dtype, device or value; nothing was copied.
         """
         source = named_leaves(batch)
-        key = _key_of(source)
+        key = _key_of(source)  # in whatever order: buffers have that of the first batch
         if key != self._key:
             self._refuse(key)
         with torch.no_grad():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressor.errors import EscapedTensorError
 from compressor.training.operators import Record
@@ -16,19 +16,36 @@ from compressor.training.recorder import Recorder
 from compressor.training.remedies import for_kept
 from compressor.training.step import TrainStep
 
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+Kept = Mapping[tuple[nn.Module, str], list[Tensor]]
 
-def check_escapes(step: TrainStep, recorder: Recorder, kept: Tensor | None = None) -> None:
+
+def kept_tensors(step: TrainStep) -> Kept:
+    """List the tensors that attributes of modules hold without having registered them.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Module and attribute to tensors.
+    """
+    held = ((module, key, value) for module in step.model.modules() for key, value in module.__dict__.items() if key not in _REGISTERED)
+    return {(module, key): list(_tensors(value)) for module, key, value in held}
+
+
+def check_escapes(step: TrainStep, recorder: Recorder, before: Kept, kept: Tensor | None = None) -> None:
     """Refuse a step that leaves tensors of its own behind.
 
     Args:
         step: it has just been recorded, and its loss was let go.
         recorder: the record.
+        before: what modules held before the step.
         kept: what the captured step keeps itself: its loss, where that lies in a storage of the step.
 
     Raises:
         EscapedTensorError: somebody holds a tensor that the step made.
     """
-    for holder, value, remedy in _held(step):
+    for holder, value, remedy in _held(step, recorder, before):
         for tensor in _tensors(value):
             maker = recorder.maker(tensor)
             if maker is not None:
@@ -49,12 +66,13 @@ def _escaped(text: str, maker: Record, remedy: str = "") -> EscapedTensorError:
     )
 
 
-def _held(step: TrainStep) -> Iterator[tuple[str, object, Callable[[], str]]]:
+def _held(step: TrainStep, recorder: Recorder, before: Kept) -> Iterator[tuple[str, object, Callable[[], str]]]:
     """List what modules, the loss function and the variables it reaches hold, by a name for messages, and what to write instead."""
     for name, module in step.model.named_modules():
         for key, value in module.__dict__.items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                yield f"attribute '{key}' of {name or 'the model'}", value, partial(for_kept, module, name, key)
+            if key not in _REGISTERED:
+                is_read = any(map(recorder.has_met, before.get((module, key), ())))
+                yield f"attribute '{key}' of {name or 'the model'}", value, partial(for_kept, module, name, key, is_read)
     for name, getter in variables(step):
         yield name, getter(), str
 

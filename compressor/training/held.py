@@ -180,7 +180,7 @@ def own_generators(step: TrainStep) -> list[torch.Generator]:
 
 @contextmanager
 def undone(step: TrainStep) -> Iterator[None]:
-    """Put back, after the block, what it writes into tensors that modules hold without having registered them.
+    """Put back, after the block, what it writes into tensors that nobody has registered, as far as the guards see them.
 
     Args:
         step: runs in the block; its own tensors are not looked at.
@@ -188,8 +188,13 @@ def undone(step: TrainStep) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    values = (value for module in step.model.modules() for value in module.__dict__.values())
-    loose = [value for value in values if isinstance(value, Tensor)]
+    values: list[Any] = [value for module in step.model.modules() for value in module.__dict__.values()]
+    values += [getter() for _, getter in variables(step)]
+    values += [value for held in containers(step) for value in held.values()]
+    values += [value for module in other_modules(step).values() for value in module.state_dict(keep_vars=True).values()]
+    own = {tensor.untyped_storage()._cdata for tensor in step.tensors().values()}
+    found = {id(value): value for value in values if isinstance(value, Tensor) and value.layout is torch.strided}
+    loose = [value for value in found.values() if value.untyped_storage()._cdata not in own]
     kept = [value.detach().clone() for value in loose]
     try:
         yield

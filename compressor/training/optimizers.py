@@ -57,6 +57,9 @@ def adamw(
 def sgd(params: Parameters, lr: float = 1e-2, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False) -> torch.optim.SGD:
     """Make an SGD that a capture can hold.
 
+    With a momentum, torch's fused kernel wants all parameters of a group to get their first gradient in the same step; heads that batches
+    take in turns belong into groups of their own.
+
     Args:
         params: parameters or groups.
         lr: the learning rate; it becomes a tensor.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftError, ReplayError, SignatureDriftError
 from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Captured, Engine
-from compressor.training.escapes import check_escapes
+from compressor.training.escapes import check_escapes, kept_tensors
 from compressor.training.facts import difference, host_facts
 from compressor.training.held import guarded_tensors, own_generators
 from compressor.training.host_watch import refuse_iterators, watching_host
@@ -41,9 +41,10 @@ class Plan:
         self.step = step
         self.buffers = InputBuffers(batch)
         self.captured = record(step, self.buffers, engine)
+        self.skipped = step.skipped
         self._facts = host_facts(step)
         self._tensors = guarded_tensors(step)  # held, so that no other tensor can take over an address
-        self._addresses = _addresses(self._tensors)
+        self._addresses = self._guarded(self._tensors)
         self._identities = Identities(step)
         self.proven_with_other_batch = False
 
@@ -56,7 +57,7 @@ class Plan:
         """
         if self._identities.unchanged():
             return
-        now = _addresses(guarded_tensors(self.step))
+        now = self._guarded(guarded_tensors(self.step))
         if now != self._addresses:
             name = next(name for name in {**self._addresses, **now} if now.get(name) != self._addresses.get(name))
             what = "is gone" if name not in now else "is new" if name not in self._addresses else "lies elsewhere"
@@ -83,7 +84,14 @@ class Plan:
         """
         self.buffers.bind(batch)
         self.captured.replay()
+        self.step.skipped = self.skipped
         return self.captured.loss.clone()
+
+    def _guarded(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+        """Return addresses, without those of optimizer state that this plan leaves alone: another plan may make it."""
+        skipped = set(self.skipped)
+        others = {name for name, parameter in self.step.parameters().items() if parameter in skipped}
+        return _addresses({n: t for n, t in tensors.items() if not (n.startswith("opt.") and n.partition(":")[2] in others)})
 
 
 def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
@@ -142,7 +150,7 @@ def _rehearse(step: TrainStep, buffers: InputBuffers, engine: Engine) -> list[st
 
 def _watch(step: TrainStep, buffers: InputBuffers, run: Callable[[Recorder], tuple[T, Tensor | None]]) -> tuple[T, Tensor | None]:
     """Run the step under a recorder, and check that it left nothing behind that a replay would not."""
-    tensors, facts = step.tensors(), host_facts(step)
+    tensors, facts, kept = step.tensors(), host_facts(step), kept_tensors(step)
     whereabouts = Whereabouts(step.model)
     roles = {**{f"in:{path}": tensor for path, tensor in buffers.tensors.items()}, **tensors, **step.ranks.buckets}
     recorder = Recorder(roles, step.device, whereabouts, groups=step.ranks.groups)
@@ -154,7 +162,7 @@ def _watch(step: TrainStep, buffers: InputBuffers, run: Callable[[Recorder], tup
         result = run(recorder)
     recorder.finish()
     _check_moved(tensors, step.tensors(), recorder)
-    check_escapes(step, recorder, result[1])
+    check_escapes(step, recorder, kept, result[1])
     changed = difference(facts, host_facts(step))
     if changed is not None:
         raise GuardDriftError(f"the step changes the host: {changed}, and a replay would not repeat it; keep it in a buffer, in place")
@@ -198,6 +206,11 @@ def _check_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], reco
     for name in {**old, **new}:
         if old.get(name) == new.get(name):
             continue
+        if name not in before and name.startswith("opt."):
+            raise SignatureDriftError(
+                f"{name}: the update makes it in this step, for a parameter that no step of the warm-up reached: Python control flow; "
+                "let each step reach the same parameters, or tell the ways apart by a constant in the batch"
+            )
         if name in after and recorder.maker(after[name]) is not None:
             raise EscapedTensorError(
                 f"{name}: the step puts a tensor of its own in this place, which a replay overwrites; write in place with copy_"

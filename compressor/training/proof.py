@@ -134,7 +134,7 @@ def _legs(plan: Plan, engine: Engine, start: Snapshot, *, is_recorded: bool) -> 
         ) from error
     loss = captured.loss.clone()
     end = Snapshot.take(step, generators, loss)
-    if not is_recorded and eager.differences(end):
+    if not is_recorded and (step.skipped != plan.skipped or eager.differences(end)):
         rewind()
         _record_again(plan, eager, engine, rewind)
     step.ranks.together(lambda: _compare(eager, end, "replayed", "locate() names the first operator that differs"))

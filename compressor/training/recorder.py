@@ -111,6 +111,17 @@ class Recorder(TorchDispatchMode):
             self._aliases[key] = tensor.detach()
         return self._aliases[key]
 
+    def has_met(self, tensor: Tensor) -> bool:
+        """Say whether the step has worked on a tensor that is neither its own nor known to it.
+
+        Args:
+            tensor: any tensor.
+
+        Returns:
+            True where an operator was given it.
+        """
+        return tensor.layout is torch.strided and self._names.get(tensor.untyped_storage()._cdata, "").startswith("outside:")
+
     def finish(self) -> None:
         """Check what can only be seen when the step is over.
 

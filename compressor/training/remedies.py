@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from textwrap import indent
 
-from torch import nn
+from torch import Tensor, nn
 
 _OTHER_MODELS = """\
 # What a step writes belongs to its model, as a mean teacher does:
@@ -20,6 +20,17 @@ _KEPT = """\
 def loss_without_trace(model, batch):  # give it to TrainStep instead of loss_fn
     loss = loss_fn(model, batch)
     {lets_go}
+    return loss
+"""
+_STATE = """\
+# The next step reads it, so it is state, which belongs into a buffer.
+model.register_buffer("state_of_{name}", torch.zeros({shape}, dtype={dtype}, device="{device}"))  # what the first step starts from
+
+def loss_with_state(model, batch):  # give it to TrainStep instead of loss_fn
+    {holder}.{name} = model.state_of_{name}.clone()
+    loss = loss_fn(model, batch)
+    model.state_of_{name}.copy_({holder}.{name})
+    {holder}.{name} = None
     return loss
 """
 _PRUNED = """\
@@ -71,13 +82,14 @@ def for_batch_norm() -> str:
     return _shown(_CUMULATIVE)
 
 
-def for_kept(module: nn.Module, name: str, key: str) -> str:
+def for_kept(module: nn.Module, name: str, key: str, is_read: bool) -> str:
     """Return what to write where a module keeps a tensor of the step.
 
     Args:
         module: the module.
         name: its dotted name.
         key: the attribute.
+        is_read: the step has read what was kept by the step before.
 
     Returns:
         Lines of code, below a message.
@@ -88,6 +100,10 @@ def for_kept(module: nn.Module, name: str, key: str) -> str:
             return _shown(code.format(module=name, name=key))
     holder = f'model.get_submodule("{name}")' if name else "model"
     value = module.__dict__.get(key)
+    if is_read:
+        if not isinstance(value, Tensor):
+            return ""
+        return _shown(_STATE.format(holder=holder, name=key, shape=list(value.shape), dtype=value.dtype, device=value.device))
     is_container = isinstance(value, Collection) and hasattr(value, "clear")
     return _shown(_KEPT.format(lets_go=f"{holder}.{key}.clear()" if is_container else f"{holder}.{key} = None"))
 

@@ -1,8 +1,10 @@
 """The one definition of a training step: zero grad, forward, loss, backward, optimizer step. Every mode runs exactly this.
 
-Gradients are allocated when the step is made and zeroed in place ever after, so a parameter that the loss does not reach has a gradient
-of zero, never None. What modifiers do inside the step (LOSS_CALCULATED, OPTIM_PRE_STEP, OPTIM_POST_STEP) is part of the step: it is
-recorded with it, and is therefore told no step index. What follows the index belongs into BATCH_START and BATCH_END.
+Gradients are allocated when the step is made and zeroed in place ever after. A parameter that the backward pass does not reach, since the
+loss does not depend on it or since it was frozen, keeps zeros there, but clipping and optimizer see None, as in an ordinary loop: they
+leave it alone, where zeros would mean decay and momentum. What modifiers do inside the step (LOSS_CALCULATED, OPTIM_PRE_STEP,
+OPTIM_POST_STEP) is part of the step: it is recorded with it, and is therefore told no step index. What follows the index belongs into
+BATCH_START and BATCH_END.
 
 An optimizer whose groups say `fused=True` or `capturable=True` promises to read nothing on the host, and its update is captured with the
 rest of the step. Any other, such as `torch.optim.AdamW` as it comes, updates in Python behind every captured part: with the same bits, and
@@ -55,13 +57,13 @@ class TrainStep:
         optimizer: any of torch or of one's own, over parameters of the model; those of `adamw()` and `sgd()` are captured with the step.
         session: an initialized session of modifiers, or None.
         accumulate: number of micro-batches of a step; above 1 a batch is a list of that many.
-        clip_norm: largest norm of all gradients together; None: no clipping.
-        autocast: dtype of `torch.autocast` around `loss_fn`; None: none.
+        clip_norm: largest norm of all gradients of the optimizer's parameters together; None: no clipping.
+        autocast: dtype of `torch.autocast` around `loss_fn`; None: none. Around the step it is an error.
         averages: moving averages of the weights, updated at the end of every step.
 
     Attributes:
         update_is_captured: the optimizer's update is part of what a capture holds.
-        num_allocated: gradients that were allocated so far; more of them mean that somebody has dropped some.
+        skipped: parameters of the optimizer that the last step's backward pass did not reach; the update leaves them alone.
 
     Raises:
         UserInputError: a setting out of range, or nothing to train.
@@ -94,15 +96,14 @@ class TrainStep:
         self.ranks = Ranks(model)
         self.update_is_captured = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         self.mark: Callable[[str], None] = _ignore
-        places = {id(p): place for place, p in enumerate(model.parameters())}
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        # In the model's order: the norm of all gradients, a sum, is then the same however the optimizer groups them.
-        self.trained = sorted(trained, key=lambda p: places.get(id(p), len(places)))
+        self.trained: list[nn.Parameter] = []
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self.skipped: tuple[nn.Parameter, ...] = ()
+        self._find_trained()
         if not self.trained:
             raise UserInputError("TrainStep: no parameter of the optimizer requires a gradient; nothing would be trained")
         if any(isinstance(parameter, nn.UninitializedParameter) for parameter in self.trained):
             raise UserInputError("TrainStep: a lazy layer has no parameters yet; call the model on a batch before the optimizer is made")
-        self.num_allocated = 0
         self.allocate_gradients()
 
     @property
@@ -116,11 +117,14 @@ class TrainStep:
         return () if self.session is None else self.session.modifiers
 
     def allocate_gradients(self) -> None:
-        """Give every trained parameter without a gradient one of zeros. Changes the parameters' `.grad`."""
+        """Give every trained parameter without a gradient the one it had, or one of zeros. Changes the parameters' `.grad`."""
         for parameter in self.trained:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-                self.num_allocated += 1
+                gradient = self._gradients.get(parameter)
+                kept = None if gradient is None else (gradient.shape, gradient.dtype, gradient.device)
+                if gradient is None or kept != (parameter.shape, parameter.dtype, parameter.device):
+                    gradient = torch.zeros_like(parameter)
+                parameter.grad = self._gradients[parameter] = gradient
 
     def __call__(self, batch: Batch) -> Tensor:
         """Perform one step. Changes parameters, gradients, buffers and optimizer state.
@@ -145,7 +149,11 @@ class TrainStep:
             The loss; in a captured step it lies in a storage that the next replay overwrites.
         """
         self.mark("zero_grad")
+        if [*map(id, self.trained)] != [*map(id, self._trainable())]:
+            self._find_trained()
+            self.allocate_gradients()
         self.optimizer.zero_grad(set_to_none=False)
+        zeroed = [(parameter, parameter.grad, _version(parameter.grad)) for parameter in self._in_optimizer()]
         micro_batches = self.micro_batches(batch)
         total: Tensor | None = None
         for number, micro_batch in enumerate(micro_batches):
@@ -160,11 +168,18 @@ class TrainStep:
                 if last:
                     self._tell(EventType.LOSS_CALCULATED, total)
                 self.mark("backward")
+                if not loss.requires_grad:
+                    raise UserInputError(
+                        "loss_fn: its loss has no gradient (detached, or computed under torch.no_grad()), so nothing would be learnt; "
+                        "return what the model's output leads to"
+                    )
                 loss.backward()
+        self.skipped = tuple(p for p, gradient, version in zeroed if p.grad is gradient and _version(gradient) == version)
         self.mark("optimizer")
         self._tell(EventType.OPTIM_PRE_STEP)
         if self.clip_norm is not None:  # after the modifiers: the gradient of a pruned weight is no part of the norm
-            nn.utils.clip_grad_norm_(self.trained, self.clip_norm)
+            skipped = set(self.skipped)
+            nn.utils.clip_grad_norm_([p for p in self.trained if p not in skipped], self.clip_norm)
         if self.update_is_captured:
             self._update()
         assert total is not None
@@ -204,8 +219,13 @@ class TrainStep:
             The loss.
 
         Raises:
-            UserInputError: the loss function gave something else than a scalar tensor.
+            UserInputError: the loss function gave something else than a scalar tensor, or torch.autocast is on around the trainer.
         """
+        if torch.is_autocast_enabled(self.device.type):
+            raise UserInputError(
+                "TrainStep: torch.autocast is on around the trainer, where it would cover more or less than the loss; "
+                f"end it, and give TrainStep(autocast={torch.get_autocast_dtype(self.device.type)})"
+            )
         with torch.autocast(self.device.type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
             loss = self.loss_fn(self.model, batch)
         given: object = loss
@@ -250,8 +270,31 @@ class TrainStep:
         finally:
             self.mark = _ignore
 
+    def _in_optimizer(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def _trainable(self) -> list[nn.Parameter]:
+        """List the parameters of the optimizer that require a gradient now, in the model's order.
+
+        The norm of all gradients, a sum, is then the same however the optimizer groups them.
+        """
+        places = {id(p): place for place, p in enumerate(self.model.parameters())}
+        trained = [p for p in self._in_optimizer() if p.requires_grad]
+        return sorted(trained, key=lambda p: places.get(id(p), len(places)))
+
+    def _find_trained(self) -> None:
+        self.trained = self._trainable()
+        self._gradients |= {parameter: parameter.grad for parameter in self.trained if parameter.grad is not None}
+
     def _update(self) -> None:
-        self.optimizer.step()
+        hidden = [(parameter, parameter.grad) for parameter in self.skipped]
+        for parameter, _ in hidden:
+            parameter.grad = None
+        try:
+            self.optimizer.step()
+        finally:
+            for parameter, gradient in hidden:
+                parameter.grad = gradient
         self._tell(EventType.OPTIM_POST_STEP)
         if self.averages is not None:
             self.averages.update()
@@ -287,6 +330,11 @@ class TrainStep:
                 name = names[parameter]
                 state = self.optimizer.state.get(parameter, {})
                 yield from ((f"opt.{key}:{name}", value) for key, value in state.items() if isinstance(value, Tensor))
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Return how often a tensor was written in place."""
+    return -1 if tensor is None else tensor._version
 
 
 def _ignore(phase: str) -> None:

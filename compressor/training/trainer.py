@@ -19,7 +19,7 @@ from compressor.errors import PlanStormError, ProofError, ReplayError, Signature
 from compressor.lifecycle import EventType
 from compressor.progress import Progress, SilentProgress
 from compressor.training.audits import Audits
-from compressor.training.batch import Batch, InputBuffers, batch_key, num_tokens
+from compressor.training.batch import Batch, BatchKey, InputBuffers, batch_key, num_tokens, varying_constants
 from compressor.training.devices import engine_for
 from compressor.training.digests import rng_states, set_rng_states
 from compressor.training.held import own_generators
@@ -34,6 +34,7 @@ from compressor.training.step import TrainStep
 
 T = TypeVar("T")
 Mode = Literal["eager", "capture", "replay"]
+_PlanKey = tuple[BatchKey, Hashable]
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Trainer:
         self._schedule = None if schedule is None else RateSchedule(step, schedule)
         self._engine = engine_for(step.device, mode)
         self._progress = SilentProgress() if progress is None else progress
-        self._keys: dict[Hashable, _KeyRecord] = {}
+        self._keys: dict[_PlanKey, _KeyRecord] = {}
         self._settings = f"{mode=}, {warmup=}, {check_every=}, {audit_every=}, {max_plans=}, accumulate={step.accumulate}"
 
     @property
@@ -131,6 +132,7 @@ class Trainer:
 
         Raises:
             ReplayError: the step cannot be captured or replayed; the step's tensors are as before the call.
+            UserInputError: the loss is no scalar that leads to a gradient, or torch.autocast is on around the trainer.
         """
         session = self.step.session
         if session is not None and session.last is not EventType.BATCH_START:  # a step that was refused may be tried again
@@ -290,11 +292,13 @@ class Trainer:
         known.audits.audited(self.num_steps, begin, time.monotonic())
         return loss
 
-    def _record_of(self, key: Hashable) -> _KeyRecord:
+    def _record_of(self, key: _PlanKey) -> _KeyRecord:
         if key not in self._keys and len(self._keys) >= self.max_plans:
+            constants = ", ".join(f"batch{path}" for path in varying_constants(key[0], [other[0] for other in self._keys]))
+            advice = f"make a tensor of {constants}, whose Python value changes" if constants else "pad batches to few shapes"
             raise PlanStormError(
                 f"step {self.num_steps}: {key} would be plan key {len(self._keys) + 1}, and max_plans={self.max_plans}; "
-                "pad batches to few shapes, and keep step numbers out of plan_key()"
+                f"{advice}, and keep step numbers out of plan_key()"
             )
         return self._keys.setdefault(key, _KeyRecord(audits=Audits(self.audit_every)))
 

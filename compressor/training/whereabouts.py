@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import torch
@@ -11,6 +12,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 _sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr")  # noqa: B009 - not declared in its stubs
+
+
+class _Running(local):
+    """The modules that run, from the outermost; other threads, which may run models of their own, have their own list."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
 
 
 class Whereabouts:
@@ -22,7 +30,7 @@ class Whereabouts:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name or "root" for name, module in model.named_modules()}
-        self._stack: list[str] = []
+        self._running = _Running()
         self._makers: dict[int, str] = {}
 
     def __call__(self, backward: bool) -> str:
@@ -37,7 +45,8 @@ class Whereabouts:
         if backward:
             node: Any = torch._C._current_autograd_node()
             return "" if node is None else self._makers.get(node._sequence_nr(), "")
-        name = self._stack[-1] if self._stack else ""
+        stack = self._running.stack
+        name = stack[-1] if stack else ""
         # A node gets its number just before its operator is dispatched.
         self._makers[_sequence_number() - 1] = name
         return name
@@ -51,10 +60,11 @@ class Whereabouts:
         """
 
         def enter(module: nn.Module, args: Any) -> None:
-            self._stack.append(self._names.get(module, type(module).__name__))
+            self._running.stack.append(self._names.get(module, type(module).__name__))
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
-            self._stack.pop()
+            if self._running.stack:  # empty where another thread was inside a module when the watch began
+                self._running.stack.pop()
 
         handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         try:
@@ -62,4 +72,4 @@ class Whereabouts:
         finally:
             for handle in handles:
                 handle.remove()
-            self._stack.clear()
+            self._running = _Running()

@@ -140,7 +140,7 @@ MUTANTS: Sequence[Mutant] = (
         "what the step leaves behind is not looked for",
         "kept_activation",
         "plan:_watch",
-        "check_escapes(step, recorder, result[1])",
+        "check_escapes(step, recorder, kept, result[1])",
         "pass",
     ),
     _tape(

@@ -128,9 +128,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "gradients_none",
         "zero_grad(set_to_none=True) between steps",
         stage(before=at(6, lambda t: t.step.optimizer.zero_grad(set_to_none=True))),
-        PointerDriftError,
-        "grad:first.weight: it " + _DRIFT,
-        "pytorch/torchtitan#4659",
+        source="pytorch/torchtitan#4659",
     ),
     Hazard(
         "gradients_new",

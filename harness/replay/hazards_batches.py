@@ -215,7 +215,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "which belongs to the caller",
         "pytorch/pytorch#89145",
     ),
-    Hazard("other_order", "the same keys in another order", stage(), source=_NOTES, batches=_other_order),
+    Hazard("other_order", "the same keys in another order", stage(), source=_NOTES, batches=_other_order, steps=14),
     Hazard("constant_number", "a Python number in the batch", stage(loss_fn=_weighted), source=_NOTES, batches=_with_number),
     Hazard(
         "changing_number",

@@ -181,8 +181,8 @@ HAZARDS: tuple[Hazard, ...] = (
         "number_of_layers",
         "fewer layers in some steps",
         stage(_layer_drop, prepare=_counted, before=_set_calls),
-        GuardDriftError,
-        "module model was calls=",
+        SignatureDriftError,
+        "no step of the warm-up reached",
         "huggingface/transformers: layerdrop",
     ),
     Hazard(

@@ -229,3 +229,37 @@ def test_a_batch_norm_without_momentum_counts_in_a_tensor(batches):
     trainer.fit(batches, 12)
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(mine[f"buffer:norm.{name}"], getattr(stock.norm, name))
+
+
+class Recurrent(nn.Module):
+    """Carries its state from step to step in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last, self.h = nn.GRUCell(8, 8), nn.Linear(8, 4), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.cell(x, self.h)
+        self.h = h.detach()
+        return self.last(h)
+
+
+def test_a_state_that_the_next_step_reads_goes_on(batches) -> None:
+    torch.manual_seed(3)
+    plain = Recurrent()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = []
+    for number in range(12):
+        optimizer.zero_grad()
+        loss = classify(plain, batches(number))
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    refused = Recurrent()
+    code = _code(TrainStep(refused, classify, torch.optim.SGD(refused.parameters(), lr=0.1)), EscapedTensorError, batches)
+    torch.manual_seed(3)
+    names = {"torch": torch, "model": Recurrent(), "loss_fn": classify}
+    exec(code, names)
+    model: Any = names["model"]
+    trainer = Trainer(TrainStep(model, names["loss_with_state"], torch.optim.SGD(model.parameters(), lr=0.1)), "replay")
+    assert trainer.fit(batches, 12) == expected

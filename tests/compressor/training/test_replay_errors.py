@@ -126,10 +126,6 @@ def _assign_data(trainer):
     trainer.step.model.last.weight.data = trainer.step.model.last.weight.data.clone()
 
 
-def _drop_gradients(trainer):
-    trainer.step.optimizer.zero_grad(set_to_none=True)
-
-
 def _reload_optimizer(trainer):
     trainer.step.optimizer.load_state_dict(trainer.step.optimizer.state_dict())
 
@@ -149,7 +145,6 @@ def _betas(trainer):
 BETWEEN_STEPS = {
     "replaced parameter": (_replace_parameter, PointerDriftError, "param:last.weight: it lies elsewhere"),
     "assigned data": (_assign_data, PointerDriftError, "param:last.weight"),
-    "gradients None": (_drop_gradients, PointerDriftError, "grad:first.weight: it lies elsewhere"),
     "optimizer state loaded": (_reload_optimizer, PointerDriftError, "opt.exp_avg:first.weight|group0.lr"),
     "hook": (_add_hook, GuardDriftError, r"module first was hooks=\(absent\)"),
     "eval": (lambda trainer: trainer.step.model.drop.eval(), GuardDriftError, "module drop was training=True and is now False"),

@@ -1,0 +1,201 @@
+"""All modes against the loop that everybody writes: `zero_grad()` to None, forward, backward, clipping, update; bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.functional import cross_entropy
+
+from compressor.errors import BindError, EscapedTensorError, PlanStormError, UserInputError
+from compressor.training import Trainer, TrainStep, adamw, sgd
+
+MODES = ("eager", "capture", "replay")
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "captured adamw": lambda params: adamw(params, lr=1e-2, weight_decay=0.1),
+    "captured sgd": lambda params: sgd(params, lr=0.1, weight_decay=0.1),
+    "stock adamw": lambda params: optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+    "stock sgd": lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+class Heads(nn.Module):
+    """Two heads on one trunk, of which a batch asks for one, and a layer that nobody asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b, self.unused = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, head: str = "a") -> Tensor:
+        return getattr(self, head)(torch.relu(self.trunk(x)))
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch["x"], batch.get("head", "a")), batch["y"])
+
+
+def batch_at(number: int) -> dict[str, Any]:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(number))
+    return {"x": x, "y": (x.sum(1) > 0).long()}
+
+
+def ordinary(model: nn.Module, optimizer: optim.Optimizer, loss_fn: Any, batch: Any) -> Tensor:
+    optimizer.zero_grad()
+    loss = loss_fn(model, batch)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return loss.detach()
+
+
+def trained(mode: str, make: Any, batches: Any, between: Any = None, loss_fn: Any = classify) -> list[Any]:
+    torch.manual_seed(0)
+    model = Heads()
+    optimizer = make(model.parameters())
+    trainer = None if mode == "ordinary" else Trainer(TrainStep(model, loss_fn, optimizer, clip_norm=0.5), mode)
+    seen: list[Any] = []
+    for number in range(24):
+        if between is not None:
+            between(number, SimpleNamespace(model=model, optimizer=optimizer, forget=trainer.forget_plans if trainer else lambda: None))
+        batch = batches(number)
+        loss = ordinary(model, optimizer, loss_fn, batch) if trainer is None else trainer.train_step(batch)
+        seen.append([loss.item(), *(p.detach().clone() for p in model.parameters())])
+    assert mode != "replay" or trainer.plans
+    return seen
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return all(
+        a == b if isinstance(a, float) else torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def freeze(number: int, at: SimpleNamespace) -> None:
+    if number in (8, 16):
+        at.model.trunk.requires_grad_(number == 16)
+        at.forget()
+
+
+def drop_gradients(number: int, at: SimpleNamespace) -> None:
+    at.optimizer.zero_grad()
+
+
+def unfreeze_late(number: int, at: SimpleNamespace) -> None:
+    if number in (0, 8):
+        at.model.a.requires_grad_(number == 8)
+        at.forget()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("batches", "between"),
+    [
+        (batch_at, None),
+        (lambda number: {**batch_at(number), "head": "ab"[number % 3 == 0]}, None),
+        (batch_at, freeze),
+        (batch_at, unfreeze_late),
+        (batch_at, drop_gradients),
+    ],
+    ids=["unused layer", "heads in turns", "freeze and thaw", "thaw", "zero_grad between steps"],
+)
+def test_what_the_loss_does_not_reach_stays(make: Any, batches: Any, between: Any) -> None:
+    expected = trained("ordinary", make, batches, between)
+    for mode in MODES:
+        assert same(trained(mode, make, batches, between), expected), mode
+
+
+def order(number: int) -> dict[str, Any]:
+    batch = batch_at(number)
+    return batch if number % 2 else dict(reversed(batch.items()))
+
+
+def twins(number: int) -> dict[str, Any]:
+    batch = batch_at(number)
+    return {**batch, "z": batch["x"] if number % 2 else batch["x"].clone()}
+
+
+@pytest.mark.parametrize(
+    ("batches", "factor"),
+    [(order, lambda batch: 1.0 + (next(iter(batch)) == "x")), (twins, lambda batch: 1.0 + (batch["x"] is batch["z"]))],
+    ids=["order of the keys", "one tensor under two names"],
+)
+def test_a_batch_is_more_than_its_tensors(batches: Any, factor: Any) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return classify(model, batch) * factor(batch)
+
+    make = OPTIMIZERS["stock adamw"]
+    expected = trained("ordinary", make, batches, loss_fn=loss_fn)
+    assert same(trained("replay", make, batches, loss_fn=loss_fn), expected)
+
+
+def weighted(number: int) -> dict[str, Any]:
+    batch = batch_at(number)
+    batch["x"].weight = 2.0
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "text"),
+    [
+        (weighted, BindError, "carries the attribute 'weight'"),
+        (lambda number: {"x": nn.Parameter(batch_at(number)["x"], requires_grad=False)}, BindError, "give its .detach()"),
+        (lambda number: {**batch_at(number), "scale": float(number)}, PlanStormError, r"make a tensor of batch\['scale'\]"),
+    ],
+)
+def test_what_a_buffer_would_not_have_is_refused(batches: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        trained("replay", OPTIMIZERS["stock sgd"], batches)
+
+
+def test_autocast_around_the_trainer_is_refused() -> None:
+    model = Heads()
+    trainer = Trainer(TrainStep(model, classify, optim.SGD(model.parameters())))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserInputError, match=r"autocast=torch.bfloat16"):
+        trainer.train_step(batch_at(0))
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    with pytest.raises(UserInputError, match="has no gradient"):
+        trained("replay", OPTIMIZERS["stock sgd"], batch_at, loss_fn=lambda model, batch: classify(model, batch).detach())
+
+
+def test_a_refused_step_has_written_to_no_tensor_of_somebody_else() -> None:
+    total, model = torch.zeros(()), Heads()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        loss = classify(model, batch)
+        total.add_(loss.detach())
+        return loss
+
+    trainer = Trainer(TrainStep(model, loss_fn, optim.SGD(model.parameters())), "replay")
+    for number in range(2):
+        trainer.train_step(batch_at(number))
+    before = total.item()
+    with pytest.raises(EscapedTensorError, match="writes to a tensor"):
+        trainer.train_step(batch_at(2))
+    assert total.item() == before
+
+
+def test_another_thread_may_run_a_model_while_a_step_is_recorded() -> None:
+    other, stop, failed = Heads(), threading.Event(), []
+
+    def run() -> None:
+        try:
+            while not stop.is_set():
+                other(batch_at(0)["x"])
+        except IndexError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        trained("capture", OPTIMIZERS["stock sgd"], batch_at)
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed
