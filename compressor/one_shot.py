@@ -24,6 +24,7 @@ from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.audit import check_values
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoint import MAX_SHARD_BYTES, save_checkpoint
+from compressor.model.class_readers import class_notes
 from compressor.model.disk_room import check_room
 from compressor.model.experts import UnfusedModel, unfused_experts
 from compressor.model.experts_format import reader_notes
@@ -295,7 +296,7 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
         check_readable(schemes, state.model, kv[0] if kv else None)
     if not place.may_be_done:
         check_room(state.model, schemes, place.output_dir, place.run_dir)
-    for note in reader_notes(state.model, schemes):
+    for note in (*reader_notes(state.model, schemes), *class_notes(state.model, schemes)):
         state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later
         if to_disk:
             warnings.warn(note, UserWarning, stacklevel=4)

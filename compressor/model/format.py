@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from compressor.errors import SchemeError
+from compressor.model.class_readers import check_tied_config
 from compressor.model.experts_format import fused_modules
 from compressor.model.folder import some
 from compressor.model.targets import matches
@@ -181,11 +182,11 @@ def _needs_dequantize(modules: Mapping[str, QuantizationScheme], dtype: torch.dt
         return False
     if _has_packed_zero_points(schemes[0]):
         return True
-    odd = _unpacks_to_bfloat16(schemes[0], dtype) or any(_hides_weight(modules[name]) for name in embeddings)
+    odd = _unpacks_to_bfloat16(schemes[0], dtype) or any(hides_weight(modules[name]) for name in embeddings)
     return odd and schemes[0].input_activations is None
 
 
-def _hides_weight(scheme: QuantizationScheme) -> bool:
+def hides_weight(scheme: QuantizationScheme) -> bool:
     """Whether the format has no tensor of the name `weight`."""
     return scheme.compression_format.endswith("pack-quantized")
 
@@ -225,8 +226,11 @@ def check_readable(
 
     Raises:
         SchemeError: columns regrouped by activation, asymmetric packed weights beside another scheme, fp4 or MX formats in a model that
-            does not compute in bfloat16 and that cannot be unpacked at once, or layers that it has no quantized form for.
+            does not compute in bfloat16 and that cannot be unpacked at once, layers that it has no quantized form for, or a tied head that
+            is not equal to its embedding.
     """
+    if model is not None:
+        check_tied_config(model, schemes)
     dtype = dtype or (torch.bfloat16 if model is None else _float_dtype(model, schemes))
     embeddings = [] if model is None else _of_kind(model, schemes, nn.Embedding | QuantizedEmbedding)
     at_once = _needs_dequantize(schemes, dtype, embeddings)
@@ -238,7 +242,7 @@ def check_readable(
         f"transformers unpacks this format to bfloat16, and the model computes in {dtype}; load it with dtype='bfloat16', or quantize all "
         "modules by one such scheme without inputs": [] if at_once else [n for n, s in schemes.items() if _unpacks_to_bfloat16(s, dtype)],
         "transformers reads packed embeddings only where all modules have one scheme without inputs; give all one scheme, or ignore "
-        "these": [] if at_once else [name for name in embeddings if _hides_weight(schemes[name])],
+        "these": [] if at_once else [name for name in embeddings if hides_weight(schemes[name])],
         "transformers has no quantized form of Conv1D; ignore these, or keep the model in memory (no output_dir), from where "
         "save_checkpoint writes it for load_compressed": _conv1ds(model, schemes),
         "transformers unpacks these weights while it loads, and then leaves keys and values as they are; leave kv_cache_scheme out, or use "
@@ -247,6 +251,19 @@ def check_readable(
     for reason, names in faults.items():
         if names:
             raise SchemeError(f"{some(names)}: {reason}")
+
+
+def unpacked_at_once(schemes: Mapping[str, QuantizationScheme], model: nn.Module) -> bool:
+    """Tell whether transformers unpacks all weights while it loads a checkpoint.
+
+    Args:
+        schemes: dotted name of every module that is to be quantized, to its scheme.
+        model: the model, compressed or not yet.
+
+    Returns:
+        Whether config.json will ask for that.
+    """
+    return _needs_dequantize(schemes, _float_dtype(model, schemes), _of_kind(model, schemes, nn.Embedding | QuantizedEmbedding))
 
 
 def _float_dtype(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> torch.dtype:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, PrivateAttr, field_validator
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compressor.errors import CalibrationError, NumericsError, TargetError
 from compressor.lifecycle import State
+from compressor.model.targets import matches
 from compressor.modifiers.inputs import real_tokens
 from compressor.nn.kv_cache import (
     PARTS,
@@ -37,6 +38,9 @@ class KVCacheTargets(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
+
+    if TYPE_CHECKING:
+        ignore: list[str]
 
     kv_cache_scheme: QuantizationArgs | None = None
 
@@ -65,7 +69,7 @@ class KVCacheTargets(BaseModel):
 
         Raises:
             TargetError: no attention module keeps keys and values in a cache, the model has an encoder and a decoder, or they are quantized
-                already.
+                already, or `ignore` names attention modules and nothing else.
             SchemeError: one scale per head was asked of a module that does not say how many it has.
         """
         if self.kv_cache_scheme is None:
@@ -79,6 +83,13 @@ class KVCacheTargets(BaseModel):
         taken = next((name for name, module in found.items() if kv_args(module) is not None), None)
         if taken is not None:
             raise TargetError(f"{where}: keys and values of {taken} are quantized already; leave it out")
+        for pattern in self.ignore:
+            meant = {name for name, module in model.named_modules() if matches(name, module, pattern)}
+            if meant and meant <= found.keys():
+                raise TargetError(
+                    f"{where}: ignore {pattern!r} names attention, but keys and values are quantized in all attention modules or in none "
+                    "(ignore leaves out weights); take it out of ignore"
+                )
         if self.kv_cache_scheme.strategy == "attn_head":
             for name, module in found.items():
                 num_kv_heads(module, name)

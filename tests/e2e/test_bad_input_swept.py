@@ -153,7 +153,7 @@ def ones(value: float = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 DATA: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a link to itself": (lambda folder: (folder / "x.jsonl").symlink_to(folder / "x.jsonl") or folder / "x.jsonl", "a link to none"),
-    "a folder": (lambda folder: (folder / "x.jsonl").mkdir() or folder / "x.jsonl", "no such file"),
+    "a folder": (lambda folder: (folder / "x.jsonl").mkdir() or folder / "x.jsonl", "this is no file"),
     "a name that no disk takes": (lambda folder: folder / ("x" * 400 + ".jsonl"), "no such file"),
     "a name of the hub": (lambda folder: "wikitext", "wikitext"),
     "no bytes": (raw("x.safetensors", b""), "no readable safetensors"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor import load_compressed, oneshot
-from compressor.errors import ModelError, SchemeError
+from compressor.errors import ModelError, SchemeError, TargetError
 from compressor.model.checkpoint import save_checkpoint
 from compressor.model.load import quiet_transformers
 from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
@@ -164,6 +165,52 @@ def test_the_calibrated_scale_is_that_of_the_keys_without_padding(make_model):
     assert torch.allclose(found, values.abs().max() / 127.5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "preset", "noted"), [
+    ("Falcon", "W4A16", True), ("Falcon", "W4A16_ASYM", False), ("Mamba", "W4A16", True), ("Llama", "W4A16", False)
+])  # fmt: skip
+def test_a_class_that_cannot_read_its_own_checkpoint_is_said_before_the_run(kind, preset, noted, token_ids, tmp_path):
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, vocab_size=128
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        result = oneshot(model, recipe=recipe(preset, ignore=["lm_head", "re:.*(x_proj|dt_proj)"][: 2 if kind == "Mamba" else 1]),
+                         output_dir=tmp_path / "out")  # fmt: skip
+    said = [note for note in result.report.notes if "transformers does not load quantized layers" in note]
+    assert bool(said) is noted
+    assert bool([one for one in caught if "does not load quantized layers" in str(one.message)]) is noted
+    ids = token_ids % 128
+    assert torch.equal(logits(load_compressed(tmp_path / "out"), ids), logits(model, ids))
+    if noted:
+        with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+            transformers_logits(tmp_path / "out", ids)
+    else:
+        assert torch.equal(transformers_logits(tmp_path / "out", ids), logits(model, ids))
+
+
+def test_a_head_that_the_config_calls_tied_and_that_differs_is_not_quantized(make_model, token_ids, tmp_path):
+    model = make_model("llama")
+    model.config.tie_word_embeddings = True  # as transformers loads a folder that says so and holds two weights that differ
+    for ignore, targets in (([], ("Linear",)), (["lm_head"], ("Linear", "Embedding"))):
+        with pytest.raises(SchemeError, match=r"(lm_head|model\.embed_tokens): config\.json says that head and embedding are tied"):
+            oneshot(model, recipe=recipe("W4A16", targets, ignore=ignore), output_dir=tmp_path / "out")
+    oneshot(model, recipe=recipe("W4A16"), output_dir=tmp_path / "out")
+    assert torch.equal(transformers_logits(tmp_path / "out", token_ids), logits(model, token_ids))
+
+
+def test_ignore_leaves_out_weights_and_never_single_caches(make_model):
+    scheme = {"strategy": "tensor", "dynamic": True}
+    for pattern in ("model.layers.0.self_attn", "LlamaAttention", "re:.*self_attn$"):
+        with pytest.raises(TargetError, match="in all attention modules or in none"):
+            oneshot(make_model("llama"), recipe=recipe("W4A16", ignore=["lm_head", pattern], kv_cache_scheme=scheme))
+    result = oneshot(make_model("llama"), recipe=recipe("W4A16", ignore=["lm_head", "re:.*layers.0.*"], kv_cache_scheme=scheme))
+    assert any("keys and values of 2 attention modules" in note for note in result.report.notes)
+
+
 def test_kv_cache_schemes_that_cannot_work_are_refused_by_name(make_model, tmp_path):
     with pytest.raises(ValueError, match="kv_cache_scheme: strategy='channel'"):
         oneshot(make_model("llama"), recipe=recipe(None, kv_cache_scheme={"strategy": "channel"}))
@@ -271,6 +318,8 @@ def test_damaged_folders_are_refused(damage, make_model, tmp_path):
             "cannot be used here .*num_bits|cannot be used",
         ),
         ({"kv_cache_scheme": {"strategy": "nothing"}}, "cannot be used here"),
+        ({"config_groups": {"group_0": {"targets": ["re:("], "weights": {"num_bits": 4, "group_size": 128}}}}, "cannot be used here"),
+        ({"ignore": [3]}, "cannot be used here"),
         ({"config_groups": {"group_0": {"targets": ["re:x"], "weights": {"num_bits": 4, "group_size": 128}}}}, "no group of the"),
     ],
 )
