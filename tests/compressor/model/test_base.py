@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from compressor import oneshot, train
@@ -154,11 +155,29 @@ def test_a_modifier_that_says_nothing_saves_nothing(says: str, kind: type[Carele
     assert not out.exists()
 
 
-def test_a_hook_of_somebody_else_that_writes_is_found(tmp_path: Path) -> None:
-    model = stack()
-    model[1].register_forward_hook(rescale)
+def test_what_a_hook_of_somebody_else_writes_is_taken_back_or_found(tmp_path: Path) -> None:
+    """What writes always is seen by planning and taken back; what writes later is found before saving."""
+
+    def run(hook: Callable[[nn.Module, Any, Any], None], out: Path) -> Any:
+        model = stack()
+        model[1].register_forward_hook(hook)
+        oneshot(model, recipe=Eager(name="0", says="claim"), dataset=torch.ones(2, 4, dtype=torch.int64), output_dir=out)
+        return model
+
+    calls = 0
+
+    def late(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            rescale(module, args, output)
+
+    before = stack()[1].weight
+    assert torch.equal(run(rescale, tmp_path / "always")[1].weight, before)
+    assert torch.equal(load_file(tmp_path / "always" / "model.safetensors")["1.weight"], before)
     with pytest.raises(CheckpointError, match=r"^1\.weight: "):
-        oneshot(model, recipe=Eager(name="0", says="claim"), dataset=torch.ones(2, 4, dtype=torch.int64), output_dir=tmp_path / "out")
+        run(late, tmp_path / "late")
+    assert not (tmp_path / "late").exists()
 
 
 @pytest.mark.parametrize("frozen", [True, False])
