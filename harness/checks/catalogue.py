@@ -73,6 +73,19 @@ class Broken(AssertionError):
         self.findings = tuple(findings)
 
 
+class SideEffectError(AssertionError):
+    """A call of the subject changed something beside its result, whatever the check was about.
+
+    Attributes:
+        cause: what was changed; checks that met the same are told once.
+    """
+
+    def __init__(self, message: str, cause: str) -> None:
+        """Say what was changed by which call."""
+        super().__init__(message)
+        self.cause = f"changed: {cause}"
+
+
 class NothingToCheckError(Exception):
     """The check has nothing to look at in this subject; the message says why."""
 
@@ -136,16 +149,22 @@ class Check:
         missing = sorted(self.needs - frozenset(subject.tags))
         if missing:
             return self.claim.skipped(f"the subject does not promise {missing[0]!r}")
+        from harness.checks.watched import watched
+        from harness.lifecycle.process_state import process_kept
+
         try:
-            summary = self.function(subject, look)
+            with process_kept():
+                summary = self.function(watched(subject), look)
         except NothingToCheckError as reason:
             return self.claim.skipped(str(reason))
         except Broken as broken:
             text = str(broken)
             return self.claim.record(Outcome.FAIL, text, findings=[text, *broken.findings])
+        except SideEffectError as effect:
+            return self.claim.record(Outcome.FAIL, str(effect), evidence={"causes": [effect.cause]}, findings=[str(effect)])
         except Exception as error:  # noqa: BLE001 - a subject may raise anything; that it did is the finding
             text = f"the check could not be completed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            return self.claim.record(Outcome.FAIL, text, findings=[text])
+            return self.claim.record(Outcome.FAIL, text, evidence={"causes": [text]}, findings=[text])
         return self.claim.record(Outcome.PASS, summary)
 
 

@@ -8,7 +8,11 @@ Shapes: R rows (out features), C columns (in features), G groups, N tokens. Code
 
 What a method may meet beyond the ordinary stands in its protocol. Unless it says otherwise: tensors of every dtype that the subject takes,
 one row or one column wide, subnormal and near the largest number, of zeros only, or of a constant; of any memory layout; with 1,000
-columns or 130 rows. Nothing that is handed in may be changed.
+columns or 130 rows.
+
+A call may change nothing beside its result: nothing that is handed in (a transform changes the weights of its model, and nothing else of
+it), nothing that an earlier call has returned, and nothing of the process. Numbers are drawn from a generator of one's own; only the making
+of modules may draw from the global ones. A second call gives what the first one gave.
 """
 
 from __future__ import annotations
@@ -59,8 +63,9 @@ class Quantizer(Protocol):
         tags: what it promises: odd, zero, half_even, homogeneous, local, covers, refuses_nonfinite, per_token.
         code_values: all code values in rising order, float64 [K].
         dtypes: dtypes of the weights that it takes.
-        scale_rule: how a scale follows from the largest |w| or from the range of its unit; a key of harness.checks.nearest.RULES, or
-            None where it is searched.
+        scale_rule: how a scale follows from the largest |w| or from the range of its unit; a key of harness.checks.nearest.RULES
+            ("max_code": largest |w| over the last code, "half_range": over half of the codes' range, "range": largest less smallest value,
+            0 among them, over that range, "mx", "nvfp4"), or None where it is searched.
         stored_scale: dtype in which scales are stored; None: that of the weight.
         column_multiple: columns must be a multiple of this.
     """
@@ -160,7 +165,7 @@ class Solver(Protocol):
         tags: what it promises: act_order, rows_apart, half_even, fixed_scales, searches_scales.
         code_values: all code values in rising order, float64 [K].
         group_size: columns that share a scale; None for whole rows.
-        damp_frac: share of the mean diagonal that it adds to the diagonal.
+        damp_frac: share of the mean diagonal, of the columns that are not dead, that it adds to the diagonal.
         dead_value: what the weights of a column that is always zero become; None: they are rounded as they are.
     """
 

@@ -14,6 +14,21 @@ from harness.checks.nearest import at_tie, nearest, units
 from harness.checks.protocols import Quantized, Quantizer
 
 
+@register(None, "dequantizes", "The values are (code - zero point) * scale, over the global scale: 4 u", kind="quantizer")
+def dequantizes(subject: Quantizer, look: Look) -> str:
+    """Compute the values of the codes in float64: a turned sign or a neighbour's scale is told here, and not by what it does to weights."""
+
+    def examined(weight: Tensor) -> None:
+        found = examine(subject, weight)
+        exact = (found.codes - found.zero) * found.scale
+        info = torch.finfo(found.quantized.scale.dtype)
+        limit = 4 * info.eps * (found.codes.abs() + found.zero.abs()) * found.scale.abs() + info.tiny
+        values = found.values.to(torch.float64)
+        refuse((values - exact).abs() > limit, "a value is not (code - zero point) * scale", value=values, exact=exact)
+
+    return each_weight(subject, look, examined)
+
+
 @register(
     15,
     "nearest_codes",
@@ -34,7 +49,26 @@ def nearest_codes(subject: Quantizer, look: Look) -> str:
         wrong = (found.codes != expected) & ~(excused & one_step)
         refuse(wrong, "a code is not the nearest one", code=found.codes, nearest=expected, position=positions)
 
-    return each_weight(subject, look, examined)
+    seen = each_weight(subject, look, examined)
+    return f"{seen}, {_beside_middles(subject)}"
+
+
+def _beside_middles(subject: Quantizer) -> str:
+    """Plant values a little beside every middle of two codes, where a threshold that was rounded shows; no tie, and no rounding error."""
+    grid = subject.code_values
+    middles = (grid[1:] + grid[:-1]) / 2
+    columns = -(-len(middles) // subject.column_multiple) * subject.column_multiple
+    like = power_scales(subject, columns, 1.0)
+    offset = 0.0 if like.zero_point is None else float(like.zero_point.flatten()[0])
+    for share in (-(2.0**-19), 2.0**-19):
+        exact = middles.repeat(-(-columns // len(middles)))[:columns] - offset
+        values = (exact * (1 + share)).to(torch.float32)[None].repeat(2, 1)
+        positions = values.to(torch.float64) + offset
+        excused = at_tie(positions, grid, eps_of(torch.float32), torch.maximum(positions.abs(), values.abs().to(torch.float64)))
+        codes, expected = subject.encode(values, like).to(torch.float64), nearest(positions, grid)
+        text = "beside the middle of two codes: a code is not the nearest one"
+        refuse((codes != expected) & ~excused, text, code=codes, nearest=expected, position=positions)
+    return f"and beside {len(middles)} middles"
 
 
 @register(5, "zero", "0 becomes 0 exactly", kind="quantizer", needs=("zero",))

@@ -139,9 +139,9 @@ def scales_fit(subject: Solver, look: Look) -> str:
 
 @register(30, "batched", "Batched modules == one by one, bitwise", kind="solver")
 def batched(subject: Solver, look: Look) -> str:
-    """Solve three weights of one input together and apart."""
+    """Solve weights of one input together and apart, two of one shape among them."""
     one = problems(subject)[0]
-    weights = [one.weight, one.weight[:5] * 3, one.weight[7:8] * -0.1]
+    weights = [one.weight, one.weight.flip(0) * -0.3, one.weight[:5] * 3, one.weight[7:8] * -0.1]
     together = subject.solve(weights, one.hessian)
     if len(together) != len(weights):
         raise Broken(f"{len(together)} solutions for {len(weights)} weights")

@@ -81,7 +81,7 @@ class Golden:
         inputs: Mapping[str, Any] | None = None,
         recipe: Any = None,
         seed: int | None = None,
-        reason: str = "",
+        reason: str | None = None,
         decoys: Mapping[str, Tensor] | None = None,
         device: str | None = None,
     ) -> None:
@@ -115,14 +115,14 @@ class Golden:
             seed=seed,
             platform=current_platform(device or _one_device(name, tensors)),
             others=as_tensors(name, decoys) if decoys else {},
-            reason=reason,
+            reason=reason or "",
         )
         answer = self._answer(asked)
         answer, writes = self._decide(asked, answer)
         if writes:
-            self._record(name, answer, self._save(asked, answer, reason))
+            self._record(name, answer, self._save(asked, answer, asked.reason))
             return
-        kept = self._keep(asked, answer, reason)
+        kept = self._keep(asked, answer, asked.reason)
         self._record(name, answer, None)
         if not answer.ok:
             raise GoldenMismatch(self._message(name, answer) + kept)
@@ -139,7 +139,7 @@ class Golden:
 
         Raises:
             GoldenMismatch: they are not stored yet, and --golden-update was not given.
-            GoldenError: the store cannot be read.
+            GoldenError: the store cannot be read, or make() gives no tensors by name.
         """
         __tracebackhide__ = True
         entry = self._store.find(name)
@@ -151,7 +151,10 @@ class Golden:
         if not self.settings.update:
             self._record(name, answer, None, kind="inputs")
             raise GoldenMismatch(self._message(name, answer))
-        held = as_tensors(name, make())
+        made = make()
+        if not isinstance(made, Mapping):
+            raise GoldenError(f"inputs {name!r}: make() gave a {type(made).__name__}, not tensors by name; return {{'x': ...}}")
+        held = as_tensors(name, made)
         asked = Question(name, held, TierMap.of(None), None, {}, None, None, platform)
         self._record(name, answer, self._save(asked, answer, "stored inputs"), kind="inputs")
         return held

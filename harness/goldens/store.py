@@ -247,6 +247,10 @@ def _unexplained(asked: Question, entry: GoldenEntry | None) -> Answer | None:
 
 def _empty(tensors: Mapping[str, Tensor]) -> Answer | None:
     """A tensor of nothing but zeros or NaN is what comes out where nothing was computed. Integer zeros may be codes or zero points."""
+    if not any(tensor.numel() for tensor in tensors.values()):
+        return Answer(
+            GoldenVerdict.VACUOUS, f"{next(iter(tensors))}: holds no value at all, so only a shape is kept; give outputs with values"
+        )
     for name, tensor in tensors.items():
         if tensor.numel() and tensor.dtype in _WITH_NAN and bool(tensor.to(torch.float64).isnan().all()):
             return Answer(GoldenVerdict.VACUOUS, f"{name}: is nothing but NaN, which no golden may hold; see what made it")

@@ -61,14 +61,25 @@ class LifecycleCheck:
         except NothingToCheckError as reason:
             return self.claim.skipped(str(reason))
         except Violation as violation:
-            evidence = {"causes": sorted(violation.causes)}
-            return self.claim.record(Outcome.FAIL, str(violation), evidence=evidence, findings=[str(violation), *_example(violation)])
+            return self._failed(violation)
         except TimeLimitError:
             raise
         except BaseException as error:  # noqa: BLE001 - a subject may break anything, and call sys.exit(); what it did is the finding
+            if (inner := _violation_in(error)) is not None:
+                return self._failed(inner)
             text = f"the check could not be completed: {describe(error)}"
             return self.claim.record(Outcome.FAIL, text, evidence={"causes": [describe(error)]}, findings=[text])
         return self.claim.record(Outcome.PASS, summary)
+
+    def _failed(self, violation: Violation) -> CheckRecord:
+        evidence = {"causes": sorted(violation.causes)}
+        return self.claim.record(Outcome.FAIL, str(violation), evidence=evidence, findings=[str(violation), *_example(violation)])
+
+
+def _violation_in(error: BaseException) -> Violation | None:
+    """What a state machine saw that saw something else, or nothing, when it went the same way again: the subject keeps state outside."""
+    found = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return next((one for one in found if isinstance(one, Violation)), None)
 
 
 def _example(violation: Violation) -> list[str]:

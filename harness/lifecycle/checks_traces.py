@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from compressor.errors import CheckpointError
-from compressor.lifecycle import Modifier, Session
+from compressor.lifecycle import Session
 from compressor.model.base import check_unclaimed, contents
 from harness.lifecycle.catalogue import register
 from harness.lifecycle.checked_run import CheckedRun
@@ -23,7 +23,7 @@ from harness.lifecycle.judge import Outcome, Violation, describe
 from harness.lifecycle.recording import Act, PlannedError, Recorder, record
 from harness.lifecycle.snapshot import Snapshot, num_hooks
 from harness.lifecycle.strategies import Setup
-from harness.lifecycle.subject import NothingToCheckError, Subject
+from harness.lifecycle.subject import NothingToCheckError, Subject, frozen_class_values
 from harness.lifecycle.terms import ANSWERING
 from harness.lifecycle.witness import Witness
 
@@ -162,9 +162,9 @@ def surroundings(subject: Subject) -> str:
             module.register_forward_hook(_look)
             module.register_forward_hook(_look_again)
         run = subject.open(model=model)
-        start = Snapshot(model, {**run.shared(), "class": class_values(subject.template)})
+        start = Snapshot(model, {**run.shared(), "class": subject.class_values})
         subject.live(subject.check(run), run)
-        end = Snapshot(model, {**run.shared(), "class": class_values(subject.template)})
+        end = Snapshot(model, {**run.shared(), "class": frozen_class_values(subject.template)})
         _compare(subject, start, end)
     return "a model in training mode and one in evaluation mode"
 
@@ -175,18 +175,6 @@ def _look(*args: object) -> None:
 
 def _look_again(*args: object) -> None:
     """Another one."""
-
-
-def class_values(modifier: Modifier) -> dict[str, object]:
-    """Return the plain data in the classes of a modifier: what a run changes there, every other run sees."""
-    own = [cls for cls in type(modifier).__mro__ if issubclass(cls, Modifier) and cls is not Modifier]
-    plain = (list, dict, set, bool, int, float, str, torch.Tensor)
-    return {
-        f"{cls.__qualname__}.{name}": value
-        for cls in own
-        for name, value in vars(cls).items()
-        if isinstance(value, plain) and not name.startswith("__")
-    }
 
 
 def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -22,7 +20,7 @@ from harness.lifecycle.judge import Violation, describe
 from harness.lifecycle.probes import masked_batch
 from harness.lifecycle.random_state import random_numbers_kept, torch_states
 from harness.lifecycle.snapshot import Difference, Snapshot, freeze
-from harness.lifecycle.subject import Batch, Subject, call, move_random_numbers
+from harness.lifecycle.subject import Batch, Subject, begin_random_numbers, call
 from harness.lifecycle.witness import Witness
 
 # A hook may wait for its second call, or for its fifth: these many batches, in evaluation and in training mode.
@@ -124,7 +122,7 @@ class _Watch:
         self._callers.clear()
         gradients: list[Any] = []
         with sleep, _kept(model, case.training), random_numbers_kept(), torch.set_grad_enabled(self._subject.trains):
-            _begin_random_numbers()
+            begin_random_numbers()
             before = Snapshot(model)
             output = witness.run(lambda: call(model, batch))
             after = Snapshot(model)
@@ -185,14 +183,6 @@ def _callers_hooks(called: list[nn.Module]) -> tuple[Callable[..., None], ...]:
             called.append(module)
 
     return first, second
-
-
-def _begin_random_numbers() -> None:
-    """One and the same place for every forward, and no beginning of a seed's numbers."""
-    random.seed(1)
-    numpy.random.seed(1)
-    torch.manual_seed(1)
-    move_random_numbers()
 
 
 def _gradients(model: nn.Module, output: object) -> list[object]:

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--settings", metavar="JSON", type=_settings, default={}, help='settings for a class, such as \'{"scheme": "W4A16"}\''
     )
     parser.add_argument("--profile", choices=tuple(PROFILES), default="pr", help="how long the state machine looks (default: pr)")
-    parser.add_argument("--check", action="append", metavar="NAME", help="run only this check; may be given several times")
+    parser.add_argument(
+        "--check", action="append", metavar="NAME", help="run only this check, by name or number; may be given several times"
+    )
     parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="a contract tag of the modifier, such as in_place")
     parser.add_argument("--time-limit", metavar="S", type=_seconds, help="seconds that one call may take before it hangs (default: 20)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of the table")

@@ -17,6 +17,7 @@ REMEDIES = {
     "settings": "fields are settings, which a recipe writes; keep state under a private name, as self._seen",
     "rng": "draw from a torch.Generator of your own, or declare 'random'",
     "attribute": "take it back when the calibration ends, or declare 'annotates'",
+    "class": "keep state on the object, under a private name, as self._seen",
     "hooks": "make hooks with self.register_hook, which takes them away again",
 }
 

@@ -139,9 +139,13 @@ def failures(outcome: Outcome, entries: Sequence[Entry]) -> str:
     parts = []
     for entry in entries:
         if entry.seen.modifier in outcome.culprits and (entry.error is not None or entry.seen.event is None):
-            end = f"raised {describe(entry.error)}" if entry.error is not None else f"returned {entry.deed.answer!r}"
+            end = f"raised {describe(entry.error)}" if entry.error is not None else f"returned {_answer(entry.deed.answer)}"
             parts.append(f"{show(entry.seen)} {end}")
     return " and ".join(parts) or "a failure"
+
+
+def _answer(answer: object) -> str:
+    return str(answer) if isinstance(answer, bool) else f"{answer!r}, where True is due, or False"
 
 
 def failures_in(entries: Sequence[Entry]) -> list[str]:

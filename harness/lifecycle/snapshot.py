@@ -36,11 +36,12 @@ HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 _OWN = {*HOOKS, "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
 _OWN |= {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_backward_pre_hooks"}
 # Where torch keeps its functions: what is put there in the place of one changes every model of the process.
-_SHARED = {
+SHARED = {
     "torch": torch,
     "torch.nn": nn,
     "torch.nn.functional": nn.functional,
@@ -159,9 +160,9 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, extra: Mapping[str, object] | None = None) -> None:
-        self.items: dict[tuple[str, str], object] = dict(_surroundings())
+        self.items: dict[tuple[str, str], object] = dict(surroundings())
         for name, module in model.named_modules(remove_duplicate=False):
-            self.items.update(_module_items(name, module))
+            self.items.update(module_items(name, module))
         for cls in {cls for module in model.modules() for cls in type(module).__mro__ if issubclass(cls, nn.Module)}:
             self.items["class", cls.__qualname__] = Namespace(cls)
         for kind, thing in (extra or {}).items():
@@ -169,10 +170,17 @@ class Snapshot:
             self.items.update({(kind, str(name)): freeze(part) for name, part in parts.items()})
 
     @classmethod
+    def of_surroundings(cls) -> Snapshot:
+        """Return what is true around any model, and cheap enough to look at beside every call."""
+        taken = cls.__new__(cls)
+        taken.items = dict(surroundings())
+        return taken
+
+    @classmethod
     def of_process(cls) -> Snapshot:
         """Return what is true of the process apart from any model; looked at before and after a run, not at every call."""
         taken = cls(nn.Module())
-        taken.items = {("process", name): Functions(owner) for name, owner in _SHARED.items()}
+        taken.items = {("process", name): Functions(owner) for name, owner in SHARED.items()}
         taken.items["process", "environment"] = dict(os.environ)
         taken.items["process", "working directory"] = Path.cwd()
         taken.items["process", "garbage collection"] = gc.isenabled()
@@ -212,7 +220,7 @@ def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = ()) -
     Returns:
         Plain data, copies of tensors and identities.
     """
-    if isinstance(value, _PLAIN):
+    if isinstance(value, (*_PLAIN, Bits, Same)):  # plain, or frozen already
         return value
     if isinstance(value, float):
         return repr(value)  # NaN equals itself here
@@ -233,12 +241,23 @@ def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = ()) -
 
 
 def num_hooks(model: nn.Module) -> int:
-    """Return how many hooks of any kind lie on a model's modules, and on all modules of the process."""
+    """Return how many hooks of any kind lie on a model's modules and tensors, and on all modules of the process."""
     own = sum(len(module.__dict__.get(kind) or ()) for module in model.modules() for kind in HOOKS)
+    tensors = (*model.parameters(), *model.buffers())
+    own += sum(len(getattr(tensor, kind, None) or ()) for tensor in tensors for kind in _TENSOR_HOOKS)
     return own + sum(len(getattr(torch_module, kind)) for kind in _GLOBAL_HOOKS)
 
 
-def _module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
+def module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
+    """Find all that a module holds itself: flags, hooks, attributes and tensors.
+
+    Args:
+        name: of the module in its model.
+        module: its children are not looked into.
+
+    Yields:
+        Kind and place, and what stands there.
+    """
     yield ("module", name), Same(module)
     yield ("attribute", f"{name}.__class__".lstrip(".")), Same(type(module))
     yield ("training", name), module.training
@@ -254,9 +273,17 @@ def _module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str
         if tensor is not None:
             yield ("requires_grad", where), tensor.requires_grad
             yield ("grad", where), None if tensor.grad is None else Bits(tensor.grad)
+            for kind in _TENSOR_HOOKS:
+                if hooks := getattr(tensor, kind, None):
+                    yield ("hooks", f"{where}.{kind}"), [Same(hook) for hook in hooks.values()]
 
 
-def _surroundings() -> Iterator[tuple[tuple[str, str], object]]:
+def surroundings() -> Iterator[tuple[tuple[str, str], object]]:
+    """Find what any code of the process shares: random numbers, settings of torch, hooks of every module, threads.
+
+    Yields:
+        Kind and place, and what stands there.
+    """
     yield ("rng", "torch"), Bits(torch.get_rng_state())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         yield ("rng", "cuda"), [Bits(state) for state in torch.cuda.get_rng_state_all()]

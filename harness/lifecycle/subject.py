@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from harness.lifecycle.limits import Stopwatch
 from harness.lifecycle.oracle_session import SessionModel
 from harness.lifecycle.probes import Probe, TinyModel, tiny_batches
 from harness.lifecycle.recording import Acts
+from harness.lifecycle.snapshot import freeze
 from harness.lifecycle.strategies import Setup
 from harness.lifecycle.terms import BATCH_EVENTS, Settings
 from harness.profiles import PROFILES, Profile
@@ -49,6 +51,7 @@ class Subject:
         stopwatch: restarted at every new run.
         latest: the run that was opened last, for the report of one that hangs.
         make: makes a fresh modifier, where a class was given; else the template is copied.
+        class_values: what the modifier's classes and their modules held before the first run.
     """
 
     template: Modifier
@@ -62,6 +65,11 @@ class Subject:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     latest: CompressorRun | None = None
     make: Callable[[], Modifier] | None = None
+    class_values: Mapping[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look at what the classes hold before the first run."""
+        self.class_values = frozen_class_values(self.template)
 
     @property
     def label(self) -> str:
@@ -193,6 +201,27 @@ def move_random_numbers() -> None:
     torch.rand(1)
     random.random()
     numpy.random.random()
+
+
+def frozen_class_values(modifier: Modifier) -> dict[str, object]:
+    """Freeze the plain data in the classes of a modifier and in their modules: what a run changes there, every other run sees."""
+    own = [cls for cls in type(modifier).__mro__ if issubclass(cls, Modifier) and cls is not Modifier]
+    plain = (list, dict, set, bool, int, float, str, Tensor)
+    places = {cls.__qualname__: vars(cls) for cls in own} | {cls.__module__: vars(sys.modules[cls.__module__]) for cls in own}
+    return {
+        f"{place}.{name}": freeze(value)
+        for place, names in places.items()
+        for name, value in names.items()
+        if isinstance(value, plain) and not name.startswith("__")
+    }
+
+
+def begin_random_numbers() -> None:
+    """Bring every global generator to one and the same place, which is no beginning of a seed's numbers."""
+    random.seed(1)
+    numpy.random.seed(1)
+    torch.manual_seed(1)
+    move_random_numbers()
 
 
 def _parts(model: nn.Module) -> list[tuple[str, ...]]:

@@ -63,7 +63,8 @@ def find_subject(path: str, settings: Mapping[str, Any]) -> object:
     try:
         return found(**settings)
     except ValueError as error:
-        raise UserInputError(f"{path}: these settings do not fit ({error}); correct them") from error
+        text = _first(error) if isinstance(error, ValidationError) else str(error)
+        raise UserInputError(f"{path}: these settings do not fit ({text}); correct them") from error
 
 
 def make_template(modifier: object) -> Modifier:

@@ -19,7 +19,7 @@ from harness.lifecycle import checks_hooks, checks_machine, checks_order, checks
 from harness.lifecycle.catalogue import CHECKS, LifecycleCheck
 from harness.lifecycle.limits import Stopwatch, TimeLimitError, run_limited
 from harness.lifecycle.probes import TinyModel, tiny_batches
-from harness.lifecycle.random_state import random_numbers_kept
+from harness.lifecycle.process_state import process_kept
 from harness.lifecycle.report import USABLE, VerifyReport
 from harness.lifecycle.subject import Batch, Subject
 from harness.lifecycle.template import UnusableError, make_template, read_tags
@@ -41,7 +41,7 @@ def verify(
     tags: Iterable[str] = (),
     refusals: Iterable[type[Exception]] = (),
     expected_failures: Mapping[str, str] | None = None,
-    checks: Collection[str] | None = None,
+    checks: Collection[str | int] | None = None,
     profile: str | None = None,
     time_limit: float = TIME_LIMIT,
     session_class: type[Session] = Session,
@@ -55,7 +55,7 @@ def verify(
         tags: contract tags, on top of those in the class attribute `contract_tags`.
         refusals: exceptions with which the modifier's own code may turn down what it is asked; those of this library are always allowed.
         expected_failures: reason by name of a check that fails today; one that passes all the same is a failure.
-        checks: names of the checks to run; by default all.
+        checks: names or numbers of the checks to run; by default all.
         profile: dev, pr or nightly; by default that of --harness-profile, else pr, which repeats exactly.
         time_limit: seconds that one call of the lifecycle may take before it counts as hanging.
         session_class: the session to drive it with.
@@ -98,7 +98,7 @@ def verify(
         stopwatch,
         make=modifier if isinstance(modifier, type) else None,
     )
-    with random_numbers_kept():
+    with process_kept(subject.model.modules()):
         records = _run_all(chosen, subject, time_limit)
     usable = _USABLE.record(Outcome.PASS, f"{type(template).__qualname__} of {type(template).__module__}")
     return VerifyReport(label_of(template), spent.name, (usable, *(_expect(record, reasons) for record in records)))
@@ -112,11 +112,17 @@ def _run_all(chosen: Sequence[LifecycleCheck], subject: Subject, time_limit: flo
             records.append(check.claim.skipped(f"the run has ended: {hanging}"))
             continue
         try:
-            records.append(run_limited(partial(check.run, subject), subject.stopwatch, time_limit, subject.running))
+            records.append(run_limited(partial(_run_alone, check, subject), subject.stopwatch, time_limit, subject.running))
         except TimeLimitError as reason:
             hanging = str(reason)
             records.append(check.claim.record(Outcome.FAIL, hanging, limit=f"{time_limit:g} s", findings=[hanging]))
     return records
+
+
+def _run_alone(check: LifecycleCheck, subject: Subject) -> CheckRecord:
+    """Run a check so that the next one meets the process as this one has met it."""
+    with process_kept(subject.model.modules()):
+        return check.run(subject)
 
 
 def _expect(record: CheckRecord, reasons: Mapping[str, str]) -> CheckRecord:
@@ -135,8 +141,8 @@ def _unusable(reason: BaseException) -> CheckRecord:
     return _USABLE.record(Outcome.FAIL if is_fault else Outcome.INCONCLUSIVE, text, findings=[text])
 
 
-def chosen_checks(names: Iterable[str] | None) -> list[LifecycleCheck]:
-    """Return checks by their names, all for None, in the order in which they run.
+def chosen_checks(names: Iterable[str | int] | None) -> list[LifecycleCheck]:
+    """Return checks by their names or numbers, all for None, in the order in which they run.
 
     Args:
         names: of checks.
@@ -145,13 +151,14 @@ def chosen_checks(names: Iterable[str] | None) -> list[LifecycleCheck]:
         The checks.
 
     Raises:
-        UserInputError: a name that no check has.
+        UserInputError: a name or number that no check has.
     """
-    wanted = list(CHECKS) if names is None else list(names)
-    unknown = [name for name in wanted if name not in CHECKS and name != USABLE]
+    numbers = {str(check.number) for check in CHECKS.values() if check.number is not None}
+    wanted = list(CHECKS) if names is None else [str(name) for name in names]
+    unknown = [name for name in wanted if name not in CHECKS and name not in numbers and name != USABLE]
     if unknown:
         raise UserInputError(f"verify: there is no check {unknown[0]!r}; {suggest(unknown[0], CHECKS)}")
-    return sorted((check for name, check in CHECKS.items() if name in wanted), key=lambda check: check.place)
+    return sorted((check for name, check in CHECKS.items() if name in wanted or str(check.number) in wanted), key=lambda check: check.place)
 
 
 def label_of(modifier: object) -> str:

@@ -56,6 +56,13 @@ class WrongEncoder(OurQuantizer):
         return self._change(super().encode(values, like), values.float() / scale)
 
 
+class NeighboursScale(OurQuantizer):
+    """Gives each group the values of the group beside it."""
+
+    def dequantize(self, quantized: Quantized) -> Tensor:
+        return super().dequantize(replace(quantized, scale=quantized.scale.roll(1, 1)))
+
+
 class StrideBlind(OurQuantizer):
     """Reads the memory of a weight as if it lay row by row."""
 
@@ -166,6 +173,7 @@ class Misreading(OurSolver):
 PLANTED: dict[str, Any] = {
     "quantizer.zero_points_in_range": Wrong(ASYM, lambda _, w, found: replace(found, zero_point=found.zero_point + 0.25)),  # type: ignore[operator]
     "quantizer.covers": Wrong(INT4, lambda self, w, found: _rescaled(self, w, found, found.scale / 2)),
+    "quantizer.dequantizes": NeighboursScale(INT4),
     "quantizer.half_step": Wrong(INT4, lambda _, w, found: replace(found, scale=found.scale.roll(1, 1))),
     "quantizer.homogeneous": Wrong(INT4, lambda self, w, found: _rescaled(self, w, found, found.scale.clamp(min=1e-2))),
     "quantizer.local": Wrong(INT4, lambda self, w, found: _rescaled(self, w, found, torch.maximum(found.scale, found.scale.roll(1, 1)))),

@@ -172,6 +172,14 @@ class SmallestKept(SparseGPT):
         return blocks.scatter(1, blocks.abs().argsort(dim=1, stable=True, descending=True)[:, :2], 0.0).reshape(weight.shape)
 
 
+class ForgetsTheSign(Pattern):
+    """Sorts the weights themselves, and so drops the most negative ones."""
+
+    def prune(self, weight, hessian):
+        blocks = weight.reshape(-1, 4)
+        return blocks.scatter(1, blocks.argsort(dim=1, stable=True)[:, :2], 0.0).reshape(weight.shape)
+
+
 class Nothing(SparseGPT):
     """Prunes everything: no mask is wrong, and nothing is left."""
 
@@ -181,7 +189,7 @@ class Nothing(SparseGPT):
 
 PLANTS = [
     (Threshold, 37), (AcrossRows, 37), (Nothing, 37), (Ragged, 37), (LosesZeros, 38), (OffByOne, 39), (GlobalThreshold, 39), (InPlace, 37),
-    (Rescales, "sparsifier.kept_weights"), (WrongSign, 40), (SmallestKept, 40), (Nothing, 40),
+    (Rescales, "sparsifier.kept_weights"), (ForgetsTheSign, "sparsifier.beats_random"), (WrongSign, 40), (SmallestKept, 40), (Nothing, 40),
 ]  # fmt: skip
 
 

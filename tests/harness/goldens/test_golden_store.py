@@ -204,6 +204,13 @@ def test_tiers_by_tensor_and_ties_read_from_the_golden(shelf) -> None:
         shelf.check("codes", golden, tier={"cods": T1(1)})
 
 
+def test_a_golden_without_a_value_and_a_reason_of_none(shelf) -> None:
+    assert shelf.check("x", torch.empty(0, 4))["verdict"] == "limit is vacuous"
+    shelf.golden("new").check("y", torch.arange(4.0), reason=None)
+    with pytest.raises(GoldenError, match="not tensors by name"):
+        shelf.golden("new").inputs("in", lambda: torch.ones(2))
+
+
 def test_stored_inputs_are_made_once_and_then_read(shelf) -> None:
     calls = []
 

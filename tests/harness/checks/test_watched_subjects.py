@@ -1,0 +1,224 @@
+"""What a call does beside its result, and what it keeps for the next one, is told once, whatever the check is about."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harness
+from compressor.numerics import QuantizationArgs, QuantizationScheme
+from harness.checks.adapters_ours import OurQuantizer, OurSolver
+from harness.checks.adapters_ours_runtime import OurLayer, OurObserver, OurPacker
+from harness.checks.protocols import Quantized, Solved
+from harness.checks.sparsity_subject import Pruner
+from harness.checks.transforms_subject import InPlaceTransform
+
+INT4 = QuantizationArgs(num_bits=4, group_size=16)
+SCHEME = QuantizationScheme(targets=["Linear"], weights=INT4)
+
+
+class Draws(OurQuantizer):
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        random.random()
+        return super().encode(values, like)
+
+
+class WritesBack(OurQuantizer):
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        return values.copy_(super().encode(values, like))
+
+
+class OneBuffer(OurPacker):
+    held: dict[Any, Tensor] = {}  # noqa: RUF012
+
+    def pack(self, codes: Tensor) -> Tensor:
+        words = super().pack(codes)
+        return self.held.setdefault(tuple(words.shape), words.clone()).copy_(words)
+
+
+class Clips(OurObserver):
+    def observe(self, batches: Sequence[Tensor]) -> Quantized:
+        return super().observe([batch.clamp_(-0.1, 0.1) for batch in batches])
+
+
+class Seeds(OurSolver):
+    def hessian(self, batches: Sequence[Tensor]) -> Tensor:
+        torch.manual_seed(0)
+        return super().hessian(batches)
+
+
+class OneScale(OurSolver):
+    """Gives weights of one shape the scales of the first of them."""
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        found = super().solve(weights[:1], hessian, block_size, like)
+        for weight in weights[1:]:
+            kept = found[0].quantized if weight.shape == weights[0].shape else None
+            found += super().solve([weight], hessian, block_size, kept)
+        return found
+
+
+class HooksTheFloatLayer(OurLayer):
+    def build(self, linear: nn.Linear) -> nn.Module:
+        linear.register_forward_hook(lambda *args: None)
+        return super().build(linear)
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+
+class Drawing(Around):
+    def forward(self, x: Tensor) -> Any:
+        torch.rand(1)
+        return self.inner(x)
+
+
+class Drifting(Around):
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.inner(x) * (1 + 1e-3 * (self.calls > 5))
+
+
+class Unpacked(OurLayer):
+    """Its weight is unpacked once, and no state dict is read after that."""
+
+    def build(self, linear: nn.Linear) -> nn.Module:
+        layer: Any = super().build(linear)
+        layer.register_forward_hook(lambda module, args, out: module.__dict__.setdefault("kept", OurLayer.weight(self, module)))
+        return layer
+
+    def weight(self, layer: nn.Module) -> Tensor:
+        return layer.__dict__.get("kept", super().weight(layer))
+
+
+def _wrapped(around: type[Around]) -> OurLayer:
+    class Wraps(OurLayer):
+        def build(self, linear: nn.Linear) -> nn.Module:
+            return around(super().build(linear))
+
+        def weight(self, layer: Any) -> Tensor:
+            return super().weight(layer.inner)
+
+        def expected_input(self, layer: Any, x: Tensor) -> Tensor:
+            return super().expected_input(layer.inner, x)
+
+    return Wraps(SCHEME)
+
+
+def _half(weight: Tensor, hessian: Tensor) -> Tensor:
+    return weight.scatter(1, weight.abs().argsort(dim=1, stable=True)[:, : weight.shape[1] // 2], 0.0)
+
+
+def _draws(weight: Tensor, hessian: Tensor) -> Tensor:
+    torch.randperm(3)
+    return _half(weight, hessian)
+
+
+def _fold(model: Any, batches: Sequence[Tensor]) -> None:
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(layer.self_attn, name).weight.mul_(layer.input_layernorm.weight)
+        layer.input_layernorm.weight.fill_(1)
+
+
+def _trains(model: Any, batches: Sequence[Tensor]) -> None:
+    _fold(model, batches)
+    model.train()
+
+
+def _freezes(model: Any, batches: Sequence[Tensor]) -> None:
+    _fold(model, batches)
+    model.requires_grad_(False)
+
+
+def _empties(model: Any, batches: Sequence[Tensor]) -> None:
+    _fold(model, batches)
+    batches[0].zero_()
+
+
+def _transform(function: Any) -> InPlaceTransform:
+    return InPlaceTransform(function, ["*.input_layernorm.weight"], architectures=["llama"])
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a quantizer draws": (Draws(INT4), "encode() has changed something of the process: random"),
+    "encode writes into values": (WritesBack(INT4), "encode() has changed the values that it was given"),
+    "words in one buffer": (OneBuffer(4), "pack() has changed what pack() returned before"),
+    "an observer clips": (Clips(QuantizationArgs(strategy="tensor")), "observe() has changed the batches that it was given"),
+    "a solver seeds": (Seeds(INT4), "hessian() has changed something of the process: torch"),
+    "a solver keeps scales": (OneScale(INT4), "weight 1 of 4: other scales or codes than alone"),
+    "a hook on the float layer": (HooksTheFloatLayer(SCHEME), "build() has changed the linear that it was given: _forward_hooks"),
+    "a layer draws": (_wrapped(Drawing), "the forward has changed something of the process: torch"),
+    "a layer drifts": (_wrapped(Drifting), "a later forward gives another output than the first one"),
+    "a layer keeps its weight": (Unpacked(SCHEME), "from a state dict: the weight is another one"),
+    "a pruner draws": (Pruner(_draws), "prune() has changed something of the process: torch"),
+    "a transform leaves training mode": (_transform(_trains), "apply() has changed the model that it was given: lm_head: training"),
+    "a transform freezes": (_transform(_freezes), "requires_grad changed: True -> False"),
+    "a transform empties its batches": (_transform(_empties), "apply() has changed the batches that it was given"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_it_is_told_and_told_once(name: str) -> None:
+    subject, says = WRONG[name]
+    report = harness.check(subject, draws=False)
+    told = [group[0].summary for group in report.causes()]
+    assert sum(says in text for text in told) == 1, report.to_text()
+    assert not [text for text in told if "could not be completed" in text], told
+
+
+def test_an_error_of_the_subject_is_told_once() -> None:
+    report = harness.check(InPlaceTransform(_fold, ["*"], architectures=["llama_9"]))
+    assert len(report.causes()) == 1 and report.to_text().count("no architecture of the zoo") == 2
+
+
+def test_what_is_right_stays_right() -> None:
+    for subject in (Pruner(_half), _transform(_fold)):
+        assert harness.check(subject, draws=False).passed
+
+
+class Nf4(OurQuantizer):
+    """A table of 16 values, whose thresholds were rounded to half precision, as kernels hold them."""
+
+    TABLE = (-1.0, -0.69619280, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.07958030, 0.16093020,
+             0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1.0)  # fmt: skip
+    name, tags, scale_rule, column_multiple = "nf4", frozenset({"zero", "local"}), "max_code", 1
+    code_values = torch.tensor(TABLE, dtype=torch.float32).double()
+    dtypes, stored_scale = (torch.float32,), None
+    threshold_dtype = torch.float64
+
+    def __init__(self) -> None:
+        """It has no settings."""
+
+    def unit(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return 1, shape[1]
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        scale = weight.abs().amax(1, keepdim=True)
+        like = Quantized(weight, torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale))
+        return Quantized(self.encode(weight, like), like.scale)
+
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        middles = ((self.code_values[1:] + self.code_values[:-1]) / 2).to(self.threshold_dtype).double()
+        return self.code_values[torch.searchsorted(middles, values.double() / like.scale.double())].float()
+
+    def dequantize(self, quantized: Quantized) -> Tensor:
+        return quantized.codes * quantized.scale
+
+
+def test_thresholds_are_held_in_more_than_half_precision() -> None:
+    exact, rounded = Nf4(), Nf4()
+    rounded.threshold_dtype = torch.float16
+    records = [harness.check(one, checks=["quantizer.nearest_codes"], draws=False).records[0] for one in (exact, rounded)]
+    assert records[0].outcome == "pass", records[0].summary
+    assert "beside the middle of two codes" in records[1].summary
