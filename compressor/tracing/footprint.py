@@ -2,7 +2,8 @@
 
 Looked at are all modules: their attributes (with `training`, hooks and the tables of parameters and buffers), the lists, dicts, sets and
 objects that these hold, the attributes of the modules' classes, every tensor among all that, generators, and the random states of the
-process. Not looked at: what no module holds, iterators, objects of libraries in C, and whatever lies beyond `_MAX_OBJECTS`.
+process. Not looked at: what no module holds, iterators, objects of libraries in C, and whatever lies beyond 100,000 objects
+and 100 a module.
 
 The bytes of a small model are copied. Of a larger one a tensor is copied when torch is about to write to it for the first time; a
 checksum tells at the end of what was written past torch, which is then an error.
@@ -32,7 +33,8 @@ from compressor.tracing.isolation import TorchState
 from compressor.tracing.write_watch import WriteWatch
 
 COPIED_BYTES = 256 << 20  # models up to this size are copied whole
-_MAX_OBJECTS = 100_000
+_MAX_OBJECTS = 100_000  # besides
+_OBJECTS_A_MODULE = 100  # a Linear has about fifteen: experts by the ten thousand are looked at in whole
 _LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size)
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 _OPAQUE = (*_SCRIPTED, logging.Logger, FunctionType, MethodType, BuiltinFunctionType, ModuleType, ReferenceType)
@@ -234,7 +236,8 @@ class _Walk:
         self._seen: set[int] = set()
         self._queue: list[Any] = [*_GLOBAL_HOOKS, model]
         self._held: list[Any] = []  # so that no identity is used twice
-        while self._queue and len(self._seen) < _MAX_OBJECTS:
+        limit = _MAX_OBJECTS + _OBJECTS_A_MODULE * sum(1 for _ in model.modules())
+        while self._queue and len(self._seen) < limit:
             self._visit(self._queue.pop())
 
     def _visit(self, value: Any) -> None:

@@ -315,3 +315,12 @@ def test_a_flag_of_one_sample_is_not_that_of_the_next(engine: Engine) -> None:
     assert everything(model) == before
     assert not outputs or all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
     assert outputs or engine != "graph"
+
+
+def test_experts_by_the_thousand_are_looked_at_in_whole() -> None:
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(6000))
+    before = [layer.weight.item() for layer in model]
+    with footprint.Footprint(model), torch.no_grad():
+        for layer in model:
+            layer.weight.add_(1)
+    assert [layer.weight.item() for layer in model] == before
