@@ -7,10 +7,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from pydantic import ValidationError
-
 from compressor.arguments import suggest
-from compressor.errors import UserInputError
+from compressor.errors import RecipeError, UserInputError
 from compressor.lifecycle import Modifier
 from harness.lifecycle.limits import TimeLimitError
 from harness.named import find_named
@@ -63,8 +61,7 @@ def find_subject(path: str, settings: Mapping[str, Any]) -> object:
     try:
         return found(**settings)
     except ValueError as error:
-        text = _first(error) if isinstance(error, ValidationError) else str(error)
-        raise UserInputError(f"{path}: these settings do not fit ({text}); correct them") from error
+        raise UserInputError(f"{path}: these settings do not fit ({error}); correct them") from error
 
 
 def make_template(modifier: object) -> Modifier:
@@ -106,9 +103,9 @@ def _make(cls: type[Modifier]) -> Modifier:
     name = cls.__qualname__
     try:
         return cls()
-    except ValidationError as error:
+    except RecipeError as error:
         advice = f"give an object, such as {name}(...), or settings"
-        raise UnusableError(f"{name}() cannot be made without arguments: {_first(error)}; {advice}", is_fault=False) from error
+        raise UnusableError(f"{name}() cannot be made without arguments: {error}; {advice}", is_fault=False) from error
     except TimeLimitError:
         raise
     except BaseException as error:
@@ -140,9 +137,3 @@ def read_tags(modifier: Modifier, given: Iterable[str]) -> frozenset[str]:
     if unknown:
         raise UserInputError(f"{type(modifier).__name__}: there is no contract tag {unknown[0]!r}; {suggest(unknown[0], TAGS)}")
     return frozenset(own) | given
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else str(first["msg"])

@@ -384,7 +384,7 @@ class HangsWhenMade(Willing):
         (Modifier, Verdict.REGRESSION, "abstract; define on_initialize"),
         (CannotBeMade, Verdict.REGRESSION, "OSError: no such file"),
         (HangsWhenMade, Verdict.REGRESSION, "longer than"),
-        (NeedsArguments, Verdict.INCONCLUSIVE, "scheme: Field required"),
+        (NeedsArguments, Verdict.INCONCLUSIVE, "'scheme' is required"),
         (NeedsPositionals, Verdict.INCONCLUSIVE, "'scheme'"),
         (GPTQModifier, Verdict.INCONCLUSIVE, "scheme"),
     ],
