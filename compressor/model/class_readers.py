@@ -1,15 +1,18 @@
-"""Classes of transformers that cannot read a compressed checkpoint of theirs, whatever its scheme: known before the run."""
+"""Models whose class in transformers cannot read a checkpoint of theirs, whatever its scheme: known before the run."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from compressor.errors import SchemeError
+from compressor.errors import ModelError, SchemeError
+from compressor.model.folder import some
 from compressor.nn import QuantizedLayer
+from compressor.nn.experts import UnfusedExperts
 from compressor.numerics.scheme import QuantizationScheme
 
 
@@ -30,14 +33,11 @@ def class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> 
     from transformers import PreTrainedModel
 
     from compressor.model.format import hides_weight, unpacked_at_once
-    from compressor.model.load import quiet_transformers
 
     if not isinstance(model, PreTrainedModel) or unpacked_at_once(schemes, model):
         return []
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            twin = type(model)(copy.deepcopy(model.config))
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, ImportError):
+    twin = _twin(model)
+    if twin is None:
         return []
     there = dict(twin.named_modules())
     for name, scheme in schemes.items():
@@ -54,6 +54,57 @@ def class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> 
         except (RuntimeError, NotImplementedError):  # asks for values, which are not here
             continue
     return []
+
+
+def check_class_builds(model: nn.Module) -> None:
+    """Refuse a model in memory that is built otherwise than its class builds it from its config, for nobody could load its checkpoint.
+
+    A layer taken out, a wrapped projection or an added bias stands in no config.json: `from_pretrained` fills what it misses with random
+    numbers, leaves out what it does not know, and warns at most.
+
+    Args:
+        model: compressed or not. Of what is no model of transformers, or cannot be built from its config, nothing is known.
+
+    Raises:
+        ModelError: names the weights that differ.
+    """
+    twin = _twin(model)
+    if twin is None:
+        return
+    experts = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, UnfusedExperts))
+    layers = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, QuantizedLayer))
+    own, built = _shapes(model, experts, layers), _shapes(twin, experts, layers)
+    odd = sorted(key for key in own.keys() | built.keys() if own.get(key) != built.get(key))
+    if odd:
+        raise ModelError(
+            f"{type(model).__name__}: {some(odd)}: {len(odd)} weights are not those that the class builds from its config, and whoever "
+            "loads the checkpoint would find other layers there; make config and model agree (removed layers: num_hidden_layers; adapters: "
+            "merge them first), or keep the model in memory (no output_dir)"
+        )
+
+
+def _twin(model: nn.Module) -> Any:
+    """A model of the same class and config without bytes; None where there is no such."""
+    from transformers import PreTrainedModel
+
+    from compressor.model.load import quiet_transformers
+
+    if not isinstance(model, PreTrainedModel):
+        return None
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            return type(model)(copy.deepcopy(model.config))
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, ImportError):
+        return None
+
+
+def _shapes(model: nn.Module, experts: tuple[str, ...], layers: tuple[str, ...]) -> dict[str, torch.Size]:
+    """Shapes of the parameters, less those of taken apart experts and those of quantized layers other than biases."""
+    return {
+        name: parameter.shape
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not name.startswith(experts) and (name.endswith(".bias") or not name.startswith(layers))
+    }
 
 
 def check_tied_config(model: nn.Module, names: Collection[str]) -> None:

@@ -81,7 +81,7 @@ def load_compressed(
         for name, attention in attention_modules(model).items():
             attach_kv_quantizer(attention, kv_cache_scheme, name=name, empty=True)
     _place_layers(model, tensors, schemes, folder)
-    _fill(model, tensors, split, folder)
+    _fill(model, tensors, split, folder, config)
     _read_generation_config(model, folder)
     set_matmul(model, matmul)
     attach_save(model, _record(folder))
@@ -188,7 +188,7 @@ def _is_meant(module: nn.Module, names: tuple[str, ...], target: str) -> bool:
     return any(matches(name, module, target) for name in names) or (target == "Linear" and is_conv1d(module))
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tensor], folder: Path) -> None:
+def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tensor], folder: Path, config: Mapping[str, Any]) -> None:
     """Give the model its tensors; all of them, each of the right shape. Changes the model and empties `tensors`."""
     state = model.state_dict()
     found = {key: tensors.pop(stored) for key, stored in _stored_keys(model, state).items() if stored in tensors}
@@ -199,7 +199,11 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tens
     missing = [key for key in state if key not in found and ties.get(key) not in found]
     for fault, names in (("missing", missing), ("of another shape or dtype than config.json says", wrong), ("left over", list(tensors))):
         if names:
-            raise ModelError(f"{folder}: {len(names)} tensors are {fault} ({some(names)}); restore the folder")
+            named = config.get("architectures")
+            said = f" (config.json says model_class={named[0]!r})" if isinstance(named, list) and named else ""
+            raise ModelError(
+                f"{folder}: {len(names)} tensors are {fault} ({some(names)}); restore the folder, or name the class they belong to{said}"
+            )
     model.load_state_dict(found, strict=False, assign=True)
     if any(key not in found for key in ties):
         model.tie_weights()  # type: ignore[operator]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from compressor.errors import SchemeError
-from compressor.model.class_readers import check_tied_config
+from compressor.model.class_readers import check_class_builds, check_tied_config
 from compressor.model.experts_format import fused_modules
 from compressor.model.folder import some
 from compressor.model.targets import matches
@@ -228,8 +228,10 @@ def check_readable(
         SchemeError: columns regrouped by activation, asymmetric packed weights beside another scheme, fp4 or MX formats in a model that
             does not compute in bfloat16 and that cannot be unpacked at once, layers that it has no quantized form for, or a tied head that
             is not equal to its embedding.
+        ModelError: the model is built otherwise than its config says.
     """
     if model is not None:
+        check_class_builds(model)
         check_tied_config(model, schemes)
     dtype = dtype or (torch.bfloat16 if model is None else _float_dtype(model, schemes))
     embeddings = [] if model is None else _of_kind(model, schemes, nn.Embedding | QuantizedEmbedding)

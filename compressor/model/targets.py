@@ -31,7 +31,7 @@ def resolve_targets(model: nn.Module, targets: Sequence[str], ignore: Sequence[s
 
     Raises:
         TargetError: a pattern matches no module or is no regular expression (all of them are named, with the nearest names), or every
-            matched module is ignored.
+            matched module is ignored, or `ignore` names a module whose parts are targets and stay so.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -49,7 +49,29 @@ def resolve_targets(model: nn.Module, targets: Sequence[str], ignore: Sequence[s
             f"ignore: {_quoted(left_out)} leaves none of the {len(wanted_ids)} modules that targets {_quoted(wanted)} match; "
             "ignore fewer or target more"
         )
+    _check_parts(named, left_out, wanted_ids, found)
     return found
+
+
+def _check_parts(
+    named: list[tuple[str, nn.Module]], left_out: dict[str, list[nn.Module]], wanted_ids: set[int], found: dict[str, nn.Module]
+) -> None:
+    """Refuse to ignore a module whose parts are targets: a pattern means the modules that it matches, not what lies inside of them."""
+    for pattern, modules in left_out.items():
+        ids = {id(module) for module in modules}
+        if ids & wanted_ids:
+            continue
+        outer = next((name for name, module in named if id(module) in ids and any(part.startswith(f"{name}.") for part in found)), None)
+        if outer is not None:
+            part = next(part for part in found if part.startswith(f"{outer}."))
+            meant = f"re:{outer.replace('.', '[.]')}[.]"
+            if pattern.startswith(_REGEX_PREFIX) and pattern.endswith("$"):
+                meant = f"{pattern.removesuffix('$')}[.]"
+            more = "" if len(ids) == 1 else f" (it names {len(ids)} modules: so for each, or by one expression)"
+            raise TargetError(
+                f"model: ignore {pattern!r} names {outer}, which is no target, and leaves what lies inside of it, such as {part}, to be "
+                f"changed; write {meant!r} to ignore all of it{more}"
+            )
 
 
 def matches(name: str, module: nn.Module, pattern: str) -> bool:

@@ -45,8 +45,8 @@ class SchemeModifier(SchemeTargets, Modifier):
 
     def on_initialize(self, state: State) -> bool:
         """Resolve targets against the model; all that cannot work is an error here, before any data is read."""
-        self._schemes = self.resolve(state.model)
         self._attention = self.kv_targets(state.model)
+        self._schemes = self.resolve(state.model)
         state.claim([*self._schemes, *self._attention], self.label)
         self._pending = {name: state.model.get_submodule(name) for name in self._schemes}
         self._input_observers, self._handles_of, self._num_fallbacks, self._global_scales = {}, {}, 0, {}

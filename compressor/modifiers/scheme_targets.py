@@ -15,6 +15,7 @@ from torch import nn
 from compressor.errors import SchemeError, TargetError
 from compressor.lifecycle import PlannedModule
 from compressor.model.experts import check_no_unknown_experts
+from compressor.model.folder import some
 from compressor.model.linear_check import check_linear_forwards
 from compressor.model.targets import check_patterns, matches, resolve_targets
 from compressor.modifiers.foreign_settings import own_settings
@@ -188,8 +189,8 @@ class SchemeTargets(KVCacheTargets):
         Returns:
             One entry per linear layer, in the order of the model.
         """
-        schemes = self.resolve(model)
         self.kv_targets(model)
+        schemes = self.resolve(model)
         shown = {name: module for name, module in model.named_modules() if name in schemes or isinstance(module, nn.Linear)}
         return [self._planned(name, module, schemes.get(name)) for name, module in shown.items()]
 
@@ -229,6 +230,13 @@ def _check_kinds(modules: dict[str, nn.Module], modifier: str, *, embeddings: bo
     if others:
         listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
         raise TargetError(f"{modifier}: targets that are no linear layers: {listed}; name linear layers or add these to ignore")
+    computed = [name for name, module in modules.items() if "weight" not in module._parameters]
+    if computed:
+        raise TargetError(
+            f"{modifier}: {some(computed)}: the weight is computed from other parameters (weight norm, a mask, a parametrization), not "
+            "kept; bake it in first (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), or add these to "
+            "ignore"
+        )
 
 
 def _check_groups(schemes: dict[str, QuantizationScheme], modules: dict[str, nn.Module]) -> None:

@@ -20,7 +20,7 @@ import torch
 from compressor import __version__
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
-from compressor.model.load import load_model, resolve_device
+from compressor.model.load import LoadedModel, load_model, resolve_device
 from compressor.progress import Progress, SilentProgress
 from harness.validation.acceptance import check_accepted, check_loads
 from harness.validation.files import check_files
@@ -128,7 +128,7 @@ def validate(
     policy, progress = policy or Policy(), progress or SilentProgress()
     torch_device = resolve_device(device)
     subject = read_subject(Path(base), Path(compressed), trained=trained)
-    base_model = load_model(subject.base.folder, device="cpu")
+    base_model = _base_model(subject)
     data = _load_data(subject, dataset, base_model.tokenizer, max_seq_length, num_samples)
     batches = _token_batches(data, base_model.model)
     base_hashes = file_hashes(subject.base.folder)
@@ -147,6 +147,21 @@ def validate(
     provenance = {**_provenance(subject, base_hashes, dataset, data, seed), "trained": trained}
     run = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - clock, 2), **_machine(torch_device)}
     return ValidationReport(decide(records), tuple(records), policy, tuple(modules), quality, scores, provenance, run)
+
+
+def _base_model(subject: Subject) -> LoadedModel:
+    """Load the base; of a class that predicts no next token say so, in place of advice that has no place here."""
+    folder = subject.base.folder
+    try:
+        return load_model(folder, device="cpu")
+    except ModelError as error:
+        named = subject.base_config.get("architectures")
+        if isinstance(named, list) and named and not str(named[0]).endswith(("ForCausalLM", "LMHeadModel")):
+            raise ModelError(
+                f"{folder}: config.json says {named[0]}, and as a causal language model it does not load; validate compares predictions of "
+                "the next token, so give a causal language model"
+            ) from error
+        raise
 
 
 def _load_data(subject: Subject, dataset: Any, tokenizer: Any, max_seq_length: int | None, num_samples: int) -> CalibrationData:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from compressor import load_compressed, oneshot
 from compressor.errors import ModelError, SchemeError, TargetError
@@ -331,3 +332,80 @@ def test_configs_that_say_something_else_are_refused(change, message, make_model
     path.write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
         load_compressed(tmp_path / "out")
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.base(x)
+
+
+def _wrap(model) -> None:
+    model.model.layers[0].self_attn.q_proj = _Wrapped(model.model.layers[0].self_attn.q_proj)
+
+
+def _cut(model) -> None:
+    model.model.layers = model.model.layers[:1]
+
+
+def _bias(model) -> None:
+    model.model.layers[0].mlp.down_proj.bias = nn.Parameter(torch.ones(128))
+
+
+def _two_layers():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
+    ).eval()
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    (_wrap, "q_proj.base.weight"), (_cut, "layers.1.input_layernorm.weight"), (_bias, "down_proj.bias")
+])  # fmt: skip
+def test_a_model_built_otherwise_than_its_config_is_not_saved_but_may_stay_in_memory(change, named, tmp_path):
+    model = _two_layers()
+    change(model)
+    with pytest.raises(ModelError, match=f"{named}.* not those that the class builds"):
+        oneshot(model, recipe=recipe("W4A16"), output_dir=tmp_path / "out")
+    result = oneshot(model, recipe=recipe("W4A16"))
+    for save in (model.save_pretrained, result.save):
+        with pytest.raises(ModelError, match="not those that the class builds"):
+            save(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_follows_the_change_is_saved(token_ids, tmp_path):
+    model = _two_layers()
+    _cut(model)
+    model.config.num_hidden_layers = 1
+    model.config.layer_types = None
+    model.resize_token_embeddings(130, mean_resizing=False)
+    oneshot(model, recipe=recipe("W4A16"), output_dir=tmp_path / "out")
+    assert torch.equal(transformers_logits(tmp_path / "out", token_ids % 128), logits(model, token_ids % 128))
+
+
+@pytest.mark.parametrize("compute", [
+    lambda layer: nn.utils.parametrizations.weight_norm(layer), lambda layer: prune.l1_unstructured(layer, "weight", 0.5)
+])  # fmt: skip
+def test_a_weight_that_is_computed_from_others_is_refused_by_name(compute):
+    model = _two_layers()
+    compute(model.model.layers[1].mlp.up_proj)
+    with pytest.raises(TargetError, match=r"layers\.1\.mlp\.up_proj: the weight is computed"):
+        oneshot(model, recipe=recipe("W4A16"))
+    oneshot(model, recipe=recipe("W4A16", ignore=["lm_head", "re:.*up_proj"]))
+
+
+def test_a_checkpoint_of_another_class_is_answered_with_that_class(tmp_path):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
+    oneshot(BertForSequenceClassification(config).eval(), recipe=recipe("W8A16", ignore=["classifier"]), output_dir=tmp_path / "out")
+    with pytest.raises(ModelError, match="model_class='BertForSequenceClassification'"):
+        load_compressed(tmp_path / "out")
+    assert load_compressed(tmp_path / "out", model_class="BertForSequenceClassification").num_labels == 2

@@ -95,3 +95,14 @@ def test_a_module_with_two_names_comes_once_and_answers_to_both():
     model.alias = model.lm_head
     assert list(resolve_targets(model, ["alias"])) == ["lm_head"]
     assert list(resolve_targets(model, ["Linear"], ["alias"])) == _LINEARS[:-1]
+
+
+@pytest.mark.parametrize(("pattern", "advice"), [
+    ("layers.0", "re:layers[.]0[.]"), ("_Block", "re:layers[.]0[.]"), ("re:layers.[0-9]$", "re:layers.[0-9][.]")
+])  # fmt: skip
+def test_to_ignore_a_module_whose_parts_stay_targets_is_an_error_and_its_advice_works(pattern, advice):
+    with pytest.raises(TargetError, match=r"such as layers\.0\.up_proj, to be changed") as caught:
+        resolve_targets(_Model(), ["Linear"], [pattern])
+    assert f"write {advice!r} to" in str(caught.value)
+    assert "layers.0.up_proj" not in resolve_targets(_Model(), ["Linear"], [advice])
+    assert list(resolve_targets(_Model(), ["Linear"], [pattern, "re:.*proj"])) == ["lm_head"]  # its parts are ignored as well

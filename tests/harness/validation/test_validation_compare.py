@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compressor.errors import CheckpointError, DatasetError, OutputError
+from compressor.errors import CheckpointError, DatasetError, ModelError, OutputError
 from harness.validation import report as report_module
 from harness.validation.compare import validate
 from harness.validation.policy import Policy, SqnrLimits
@@ -190,3 +190,14 @@ def test_names_from_outside_cannot_break_the_page(workspace, pristine, report, t
         provenance=report.provenance | {"compression": {hostile: hostile}},
     )
     assert "<script" not in write_report(spoiled, tmp_path / "out").read_text()
+
+
+def test_a_base_that_predicts_no_next_token_is_refused_with_what_validate_takes(tmp_path):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    for name in ("base", "compressed"):
+        BertForSequenceClassification(config).save_pretrained(tmp_path / name)
+    with pytest.raises(ModelError, match=r"BertForSequenceClassification, .* give a causal language model") as caught:
+        validate(tmp_path / "base", tmp_path / "compressed", [])
+    assert "name the class" not in str(caught.value)  # validate takes none
