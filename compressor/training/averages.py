@@ -39,7 +39,7 @@ class WeightAverages:
         for one in given:
             if not 0 < one < 1:
                 raise UserInputError(f"WeightAverages: decay={one} is not between 0 and 1; give for example 0.999")
-        self.warmup = warmup
+        self.warmup, self._applied = warmup, False
         self._weights = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
         device = next((weight.device for weight in self._weights.values()), torch.device("cpu"))
         self.decays = {one: torch.tensor(one, dtype=torch.float64, device=device) for one in given}
@@ -95,6 +95,18 @@ class WeightAverages:
         for name, average in self.weights(decay).items():
             self._weights[name].copy_(average)
 
+    def refuse_applied(self, where: str) -> None:
+        """Refuse what takes the model's values for its weights while averages stand in their place.
+
+        Args:
+            where: what is refused.
+
+        Raises:
+            UserInputError: a block of `applied` is open.
+        """
+        if self._applied:
+            raise UserInputError(f"{where}: averages stand in the place of the weights, in a block of applied(); end the block first")
+
     @contextmanager
     def applied(self, decay: float | None = None) -> Iterator[None]:
         """Put averages into the model while the block runs; storages stay where they are, so that plans stay valid.
@@ -104,12 +116,18 @@ class WeightAverages:
 
         Yields:
             Nothing.
+
+        Raises:
+            UserInputError: they are there already.
         """
+        self.refuse_applied("applied()")
         kept = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self.copy_into_model(decay)
+        self._applied = True
         try:
             yield
         finally:
+            self._applied = False
             with torch.no_grad():
                 for name, weight in self._weights.items():
                     weight.copy_(kept[name])

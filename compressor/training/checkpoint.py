@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,7 +28,7 @@ from compressor.training.step import TrainStep
 from compressor.training.trainer import Trainer
 
 _PLAIN = (bool, int, float, str, type(None))
-_FORMAT = "training-state-3"
+_FORMAT = "training-state-4"
 
 
 def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
@@ -40,9 +41,14 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
 
     Returns:
         The path.
+
+    Raises:
+        UserInputError: averages stand in the model.
     """
     path = Path(path)
     step = trainer.step
+    if step.averages is not None:
+        step.averages.refuse_applied("save_training")
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in step.tensors().items()}
     tensors |= {f"rng:{number}": state for number, state in enumerate(rng_states(step.device))}
     numbers = {f"{number}.{key}": value for number, key, value in _host_state(trainer)}
@@ -51,6 +57,7 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
         "num_steps": trainer.num_steps,
         "python_rng": random.getstate(),
         "optimizer": type(step.optimizer).__name__,
+        "modifiers": _modifiers(step),
         "host_state": numbers,
         "optimizer_state": _python_state(step),
         "optimizer_attributes": _plain_attributes(step.optimizer),
@@ -75,7 +82,7 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
         The notes that were stored with it.
 
     Raises:
-        ResumeError: the file is missing, damaged or of another model, optimizer or format, or the trainer has made steps already.
+        ResumeError: the file is missing, damaged, of another model, optimizer, recipe or format, or the trainer has made steps already.
     """
     if trainer.num_steps:
         raise ResumeError(f"{path}: the trainer has made {trainer.num_steps} steps already; resume with a new one")
@@ -84,6 +91,8 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
         raise ResumeError(
             f"{path}: it was stored with {record['optimizer']}, not with {type(trainer.step.optimizer).__name__}; use the same"
         )
+    if record["modifiers"] != _modifiers(trainer.step):
+        raise ResumeError(f"{path}: {_other_modifiers(record['modifiers'], _modifiers(trainer.step))}; use the recipe that was stored")
     rng = [stored.pop(name) for name in sorted(name for name in stored if name.startswith("rng:"))]
     if len(rng) != len(rng_states(trainer.step.device)):
         raise ResumeError(f"{path}: it was stored on another kind of device; resume on the kind it was stored on")
@@ -110,6 +119,24 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     version, state, gauss = record["python_rng"]
     random.setstate((version, tuple(state), gauss))
     return dict(record["notes"])
+
+
+def _modifiers(step: TrainStep) -> list[dict[str, Any]]:
+    """List the modifiers with their settings, in types of JSON."""
+    return [{"type": type(m).__name__, **(m.model_dump(mode="json") if isinstance(m, BaseModel) else {})} for m in step.modifiers]
+
+
+def _other_modifiers(stored: list[dict[str, Any]], given: list[dict[str, Any]]) -> str:
+    """Say what differs first between two lists of modifiers."""
+    types = [", ".join(one["type"] for one in some) or "no modifiers" for some in (stored, given)]
+    if types[0] != types[1]:
+        return f"it was stored with {types[0]}, not with {types[1]}"
+    return next(
+        f"{one['type']} was stored with {key}={one.get(key)!r}, not with {other.get(key)!r}"
+        for one, other in zip(stored, given, strict=True)
+        for key in {**one, **other}
+        if one.get(key) != other.get(key)
+    )
 
 
 def _host_state(trainer: Trainer) -> list[tuple[int, str, Any]]:

@@ -100,10 +100,16 @@ def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
     yield "default dtype", torch.get_default_dtype()
     yield "matmul precision", torch.get_float32_matmul_precision()
     yield "grad mode", torch.is_grad_enabled()
+    yield "anomaly detection", looks_for_nan()
     yield "attention kernels and mkldnn", backends()
     yield "step settings", (Same(step.loss_fn), step.accumulate, step.clip_norm, step.autocast, Same(step.averages))
     yield "parts of the step", (Same(step.model), Same(step.optimizer), Same(step.session))
     yield "global hooks", tuple(Same(hook) for table in GLOBAL_HOOKS for hook in table.values())
+
+
+def looks_for_nan() -> bool:
+    """Say whether torch reads every gradient on the host, which no replay would."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 def backends() -> tuple[bool, ...]:

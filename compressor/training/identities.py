@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.training.facts import backends
+from compressor.training.facts import backends, looks_for_nan
 from compressor.training.held import (
     BOOKS,
     GLOBAL_HOOKS,
@@ -102,6 +102,7 @@ class Identities:
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
             torch.is_grad_enabled(),
+            looks_for_nan(),
             backends(),
             *(bytes(some) if isinstance(some, bytearray) else some.tobytes() for some in self._arrays),
         ]

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftError, ReplayError, SignatureDriftError
+from compressor.errors import EscapedTensorError, GuardDriftError, HostReadError, PointerDriftError, ReplayError, SignatureDriftError
 from compressor.training.batch import Batch, InputBuffers
 from compressor.training.engine import Captured, Engine
 from compressor.training.escapes import check_escapes, kept_tensors
-from compressor.training.facts import difference, host_facts
+from compressor.training.facts import difference, host_facts, looks_for_nan
 from compressor.training.held import guarded_tensors, own_generators
 from compressor.training.host_watch import refuse_iterators, watching_host
 from compressor.training.identities import Identities
@@ -61,9 +61,12 @@ class Plan:
         if now != self._addresses:
             name = next(name for name in {**self._addresses, **now} if now.get(name) != self._addresses.get(name))
             what = "is gone" if name not in now else "is new" if name not in self._addresses else "lies elsewhere"
+            advice = (
+                "end a backward pass of your own with optimizer.zero_grad()" if name.startswith("grad:") else "update in place with copy_"
+            )
             raise PointerDriftError(
                 f"{name}: it {what} since the capture of {len(self.captured.ops)} ops, and a replay writes to the old storage; "
-                "update in place with copy_, or call Trainer.forget_plans()"
+                f"{advice}, or call Trainer.forget_plans()"
             )
         changed = difference(self._facts, host_facts(self.step))
         if changed is not None:
@@ -153,7 +156,7 @@ def _watch(step: TrainStep, buffers: InputBuffers, run: Callable[[Recorder], tup
     tensors, facts, kept = step.tensors(), host_facts(step), kept_tensors(step)
     whereabouts = Whereabouts(step.model)
     roles = {**{f"in:{path}": tensor for path, tensor in buffers.tensors.items()}, **tensors, **step.ranks.buckets}
-    recorder = Recorder(roles, step.device, whereabouts, groups=step.ranks.groups)
+    recorder = Recorder(roles, step.device, whereabouts, groups=step.ranks.groups, lasting=step.lasting)
 
     def mark(phase: str) -> None:
         recorder.phase = phase
@@ -183,6 +186,11 @@ def refuse_early(step: TrainStep) -> None:
         ReplayError: by its named subclasses, what cannot be captured.
     """
     _refuse_compiled(step.model)
+    if looks_for_nan():
+        raise HostReadError(
+            "torch.autograd.set_detect_anomaly is on: it looks for NaN on the host at every operator of the backward pass, which a replay "
+            "would not; switch it off, or use mode='eager'"
+        )
     step.ranks.refuse(step.device)
     refuse_iterators(step)
 

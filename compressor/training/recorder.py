@@ -18,7 +18,7 @@ from compressor.training.digests import content_digest, rng_digest
 from compressor.training.host_tensors import host_hazard
 from compressor.training.operators import ALLOCATIONS, Extent, Kind, Record, spell_place, written_arguments
 from compressor.training.remedies import for_other_models
-from compressor.training.storages import Storages
+from compressor.training.storages import Lasting, Storages
 from compressor.training.uncompiled import uncompiled
 
 _HOST_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
@@ -39,6 +39,7 @@ class Recorder(TorchDispatchMode):
         see: called with each operator as it has run, and with the tensors that it wrote; for tools that look at values.
         groups: names of process groups whose ranks run this step together, and wait in its collectives; with any, a step that is refused is
             run to its end.
+        lasting: names of tensors that earlier recordings have met outside, such as a teacher's, whose values may change between steps.
 
     Attributes:
         ops: the operators so far.
@@ -53,6 +54,7 @@ class Recorder(TorchDispatchMode):
         where: Callable[[bool], str] = lambda backward: "",
         see: Callable[[Record, list[Tensor]], None] | None = None,
         groups: frozenset[str] = frozenset(),
+        lasting: Lasting | None = None,
     ) -> None:
         super().__init__()
         self.ops: list[Record] = []
@@ -65,6 +67,7 @@ class Recorder(TorchDispatchMode):
         for name, tensor in roles.items():
             self._names.setdefault(tensor.untyped_storage()._cdata, name)
         self._outside: list[torch.UntypedStorage] = []  # a storage that is gone could give its identity to another
+        self._lasting = Lasting() if lasting is None else lasting
         self.storages = Storages()
         self._aliases: dict[Extent, Tensor] = {}
         self._device, self._watches_rng = device, device.type == "cpu"
@@ -254,8 +257,11 @@ class Recorder(TorchDispatchMode):
         if name is None:
             if made:
                 return f"%{self.storages.add(storage)}"
-            values = content_digest(tensor)[:8] if tensor.device.type == "cpu" else f"{tensor.device.type}{len(self._outside)}"
-            name = f"outside:{values}"
+            name = self._lasting.name(storage)
+            if name is None:
+                values = content_digest(tensor)[:8] if tensor.device.type == "cpu" else f"{tensor.device.type}{len(self._outside)}"
+                name = f"outside:{values}"
+                self._lasting.add(storage, name)
             self._names[storage._cdata] = name
             self._outside.append(storage)
         return name
@@ -306,6 +312,6 @@ def _short(dtype: torch.dtype) -> str:
 
 def _untracked(place: str) -> str:
     return (
-        f"{place}: a random generator was moved by something that is no operator (manual_seed, set_rng_state, checkpointing); "
-        "draw outside the step"
+        f"{place}: a random generator was moved by something that is no operator (manual_seed, set_rng_state, checkpointing, "
+        "another thread); draw outside the step"
     )

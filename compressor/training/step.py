@@ -27,6 +27,7 @@ from compressor.lifecycle import Event, EventType, Modifier, Session
 from compressor.training.averages import WeightAverages
 from compressor.training.batch import Batch
 from compressor.training.ranks import Ranks
+from compressor.training.storages import Lasting
 
 PHASES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 LossFunction = Callable[[nn.Module, Batch], Tensor]
@@ -64,6 +65,7 @@ class TrainStep:
     Attributes:
         update_is_captured: the optimizer's update is part of what a capture holds.
         skipped: parameters of the optimizer that the last step's backward pass did not reach; the update leaves them alone.
+        lasting: names of the tensors that recordings of the step met outside of it.
 
     Raises:
         UserInputError: a setting out of range, or nothing to train.
@@ -94,6 +96,7 @@ class TrainStep:
                 "so take another optimizer"
             )
         self.ranks = Ranks(model)
+        self.lasting = Lasting()
         self.update_is_captured = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         self.mark: Callable[[str], None] = _ignore
         self.trained: list[nn.Parameter] = []

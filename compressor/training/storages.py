@@ -6,6 +6,28 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
+class Lasting:
+    """Names of storages that steps meet and have not made, held weakly: one that lives on keeps its name when its values change."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    def name(self, storage: torch.UntypedStorage) -> str | None:
+        """Return the name of a storage, or None where no step has met it."""
+        return self._names[storage._cdata][1] if storage._cdata in self._names else None
+
+    def add(self, storage: torch.UntypedStorage, name: str) -> None:
+        """Take in a storage that is new, and forget those that are gone.
+
+        Args:
+            storage: the storage.
+            name: its name.
+        """
+        for key in [key for key, (reference, _) in self._names.items() if reference.expired()]:
+            del self._names[key]
+        self._names[storage._cdata] = StorageWeakRef(storage), name
+
+
 class Storages:
     """Numbers storages in the order they are met, and follows their lives.
 

@@ -6,6 +6,7 @@ one proves the plan, and all later ones replay it. Every call of `train_step` pe
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ from compressor.training.snapshot import Snapshot
 from compressor.training.step import TrainStep
 
 T = TypeVar("T")
+# A recording follows what all threads share: random generators, hooks of all modules, the arena. So the threads of a process take turns.
+_TURN = threading.RLock()
 Mode = Literal["eager", "capture", "replay"]
 _PlanKey = tuple[BatchKey, Hashable]
 
@@ -132,8 +135,15 @@ class Trainer:
 
         Raises:
             ReplayError: the step cannot be captured or replayed; the step's tensors are as before the call.
-            UserInputError: the loss is no scalar that leads to a gradient, or torch.autocast is on around the trainer.
+            UserInputError: the loss is no scalar that leads to a gradient, torch.autocast is on around the trainer, or averages stand in
+                the model.
         """
+        with _TURN:
+            return self._step(batch, audited)
+
+    def _step(self, batch: Batch, audited: bool) -> Tensor:
+        if self.step.averages is not None:
+            self.step.averages.refuse_applied("Trainer.train_step")
         session = self.step.session
         if session is not None and session.last is not EventType.BATCH_START:  # a step that was refused may be tried again
             session.send(EventType.BATCH_START)
@@ -197,16 +207,8 @@ class Trainer:
         Raises:
             UserInputError: no batch was given, or not one weight for each.
         """
-        flags = [(module, module.training) for module in self.step.model.modules()]
-        states = rng_states(self.step.device)
-        self.step.model.eval()
-        try:
-            with torch.no_grad(), self.step.ranks.apart():
-                losses = [self.step.loss_of(batch).double() for batch in batches]
-        finally:
-            for module, training in flags:
-                module.training = training
-            set_rng_states(states, self.step.device)
+        with _TURN:
+            losses = self._evaluated(batches)
         if not losses:
             raise UserInputError("evaluate: no batch was given; give at least one")
         if weights is None:
@@ -215,6 +217,18 @@ class Trainer:
             raise UserInputError(f"evaluate: {len(weights)} weights were given for {len(losses)} batches; give one for each")
         shares = torch.tensor(weights, dtype=torch.float64, device=losses[0].device)
         return ((torch.stack(losses) * shares).sum() / shares.sum()).item()
+
+    def _evaluated(self, batches: Iterable[Batch]) -> list[Tensor]:
+        flags = [(module, module.training) for module in self.step.model.modules()]
+        states = rng_states(self.step.device)
+        self.step.model.eval()
+        try:
+            with torch.no_grad(), self.step.ranks.apart():
+                return [self.step.loss_of(batch).double() for batch in batches]
+        finally:
+            for module, training in flags:
+                module.training = training
+            set_rng_states(states, self.step.device)
 
     def _planned(self, batch: Batch, audited: bool) -> Tensor:
         found: list[_KeyRecord] = []
@@ -295,7 +309,11 @@ class Trainer:
     def _record_of(self, key: _PlanKey) -> _KeyRecord:
         if key not in self._keys and len(self._keys) >= self.max_plans:
             constants = ", ".join(f"batch{path}" for path in varying_constants(key[0], [other[0] for other in self._keys]))
-            advice = f"make a tensor of {constants}, whose Python value changes" if constants else "pad batches to few shapes"
+            advice = (
+                f"make a tensor of {constants}, whose Python value changes, or leave out what the step does not read"
+                if constants
+                else "pad batches to few shapes"
+            )
             raise PlanStormError(
                 f"step {self.num_steps}: {key} would be plan key {len(self._keys) + 1}, and max_plans={self.max_plans}; "
                 f"{advice}, and keep step numbers out of plan_key()"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, cross_entropy
 
-from compressor.errors import EscapedTensorError, GuardDriftError, ReplayError, SignatureDriftError
+from compressor.errors import EscapedTensorError, GuardDriftError, ReplayError
 from compressor.training import Trainer, TrainStep
 from harness.replay.hazard_parts import Net, at, classify, default_optimizer, stage
 from harness.replay.hazards import Hazard
@@ -243,9 +243,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "closure_every_step",
         "the same tensor is written in place before every step",
         functools.partial(_closure_in_place, 0),
-        SignatureDriftError,
-        "neither parameter, buffer",
-        "pytorch/pytorch#106802",
+        source="pytorch/pytorch#106802",
     ),
     Hazard(
         "closure_in_place",

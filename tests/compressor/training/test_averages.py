@@ -74,6 +74,22 @@ def test_weights_come_back_even_where_the_block_fails(new_trainer, cases, batche
     assert before.differences(Snapshot.take(trainer.step)) == []
 
 
+def test_averages_that_stand_in_the_model_are_neither_trained_nor_stored(new_trainer, cases, batches, tmp_path):
+    trainer = averaged(new_trainer, cases, "replay", decay=(0.9, 0.5))
+    trainer.fit(batches, 6)
+    before = Snapshot.take(trainer.step)
+    with trainer.step.averages.applied(0.5):
+        for wrong in (
+            lambda: trainer.train_step(batches(6)),
+            lambda: save_training(trainer, tmp_path / "state"),
+            lambda: trainer.step.averages.applied(0.9).__enter__(),
+        ):
+            with pytest.raises(UserInputError, match="averages stand in the place of the weights"):
+                wrong()
+    assert before.differences(Snapshot.take(trainer.step)) == [] and not (tmp_path / "state").exists()
+    trainer.train_step(batches(6))
+
+
 def test_averages_and_their_decays_are_stored(new_trainer, cases, batches, tmp_path):
     settings = {"decay": (0.9, 0.5), "warmup": True}
     whole = averaged(new_trainer, cases, "replay", **settings)

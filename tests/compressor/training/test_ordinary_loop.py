@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.functional import cross_entropy
 
-from compressor.errors import BindError, EscapedTensorError, PlanStormError, UserInputError
+from compressor.errors import (
+    BindError,
+    EscapedTensorError,
+    GuardDriftError,
+    HostReadError,
+    PlanStormError,
+    PointerDriftError,
+    UserInputError,
+)
 from compressor.training import Trainer, TrainStep, adamw, sgd
 
 MODES = ("eager", "capture", "replay")
@@ -199,3 +207,99 @@ def test_another_thread_may_run_a_model_while_a_step_is_recorded() -> None:
         stop.set()
         thread.join()
     assert not failed
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.saved_tensors[0], None
+
+
+def with_teacher() -> tuple[Any, Any]:
+    teacher = nn.Linear(8, 4)
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = teacher(batch["x"])
+        return classify(model, batch) + (model(batch["x"]) - target).square().mean()
+
+    def follow(number: int, at: SimpleNamespace) -> None:
+        with torch.no_grad():
+            teacher.weight.lerp_(at.model.a.weight[:, :8], 0.1)
+
+    return loss_fn, follow
+
+
+def with_factor() -> tuple[Any, Any]:
+    factor = torch.tensor(0.0)
+    return (lambda model, batch: classify(model, batch) * factor), (lambda number, at: factor.fill_(1 + number / 10))
+
+
+def with_factor_behind() -> tuple[Any, Any]:
+    factor = torch.tensor(0.0)
+    return (lambda model, batch: Scale.apply(classify(model, batch), factor)), (lambda number, at: factor.fill_(1 + number / 10))
+
+
+@pytest.mark.parametrize("make", [with_teacher, with_factor, with_factor_behind])
+def test_what_lies_outside_may_change_between_any_two_steps(make: Any) -> None:
+    def run(mode: str) -> list[Any]:
+        torch.manual_seed(1)
+        loss_fn, between = make()
+        return trained(mode, OPTIMIZERS["stock adamw"], batch_at, between, loss_fn)
+
+    expected = run("ordinary")
+    for mode in MODES:
+        assert same(run(mode), expected), mode
+
+
+def test_trainers_in_two_threads_take_turns() -> None:
+    def train(seed: int, mode: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5 * (seed == 0)), nn.Linear(8, 4))
+        optimizer = OPTIMIZERS["stock adamw"](model.parameters())
+        trainer = Trainer(TrainStep(model, lambda model, batch: cross_entropy(model(batch["x"]), batch["y"]), optimizer), mode)
+        start.wait()
+        trainer.fit(batch_at, 30, each=lambda number, loss: trainer.evaluate([batch_at(99)]))
+        return [p.detach() for p in model.parameters()]
+
+    start, done = threading.Barrier(1), {}
+    expected = train(1, "eager")
+    start = threading.Barrier(2)
+    threads = [threading.Thread(target=lambda seed=seed: done.update({seed: train(seed, "replay")})) for seed in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == [0, 1]  # none was refused
+    assert [p.shape for p in done[1]] == [p.shape for p in expected]
+
+
+def look_for_nan(number: int, at: SimpleNamespace) -> None:
+    torch.autograd.set_detect_anomaly(number >= 9)
+
+
+def own_backward(number: int, at: SimpleNamespace) -> None:
+    if number == 9:
+        at.optimizer.zero_grad()
+        classify(at.model, batch_at(50)).backward()
+
+
+@pytest.mark.parametrize(
+    ("between", "error", "text"),
+    [
+        (look_for_nan, GuardDriftError, "anomaly detection was False and is now True"),
+        (lambda number, at: torch.autograd.set_detect_anomaly(True), HostReadError, "set_detect_anomaly is on"),
+        (own_backward, PointerDriftError, "end a backward pass of your own with optimizer.zero_grad()"),
+    ],
+)
+def test_what_others_do_between_steps_is_refused_in_its_own_words(between: Any, error: Any, text: str) -> None:
+    try:
+        with pytest.raises(error, match=text):
+            trained("replay", OPTIMIZERS["stock sgd"], batch_at, between)
+    finally:
+        torch.autograd.set_detect_anomaly(False)

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
+from compressor import Session, State
 from compressor.errors import ResumeError
-from compressor.training import Snapshot, load_training, save_training
+from compressor.training import Snapshot, Trainer, TrainStep, load_training, save_training
 
 SETTINGS = {"ema": True, "schedule": True, "clip_norm": 1.0}
 
@@ -98,3 +99,24 @@ def test_a_damaged_state_is_refused_and_notes_come_back(new_trainer, cases, tmp_
     path.write_bytes(content)
     with pytest.raises(ResumeError, match="does not hold what was written"):
         load_training(new_trainer(case, "eager"), path)
+
+
+def test_a_state_goes_to_the_modifiers_that_it_came_from(scaled_trainer, batches, tmp_path):
+    trainer = scaled_trainer("replay")
+    trainer.fit(batches, 10)
+    path = save_training(trainer, tmp_path / "state")
+    modifier = type(trainer.step.modifiers[0])
+    for modifiers, match in (
+        (None, "was stored with ScalingModifier, not with no modifiers"),
+        ([modifier(start=8, end=16), modifier(start=9)], "not with ScalingModifier, ScalingModifier"),
+        ([modifier(start=8, end=17)], "ScalingModifier was stored with end=16.0, not with 17.0"),
+    ):
+        step = scaled_trainer("replay").step
+        session = None if modifiers is None else Session(State(step.model), modifiers)
+        if session is not None:
+            session.initialize()
+        other = Trainer(TrainStep(step.model, step.loss_fn, step.optimizer, session))
+        before = Snapshot.take(other.step)
+        with pytest.raises(ResumeError, match=match):
+            load_training(other, path)
+        assert before.differences(Snapshot.take(other.step)) == []
