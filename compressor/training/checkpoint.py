@@ -122,8 +122,16 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
 
 
 def _modifiers(step: TrainStep) -> list[dict[str, Any]]:
-    """List the modifiers with their settings, in types of JSON."""
-    return [{"type": type(m).__name__, **(m.model_dump(mode="json") if isinstance(m, BaseModel) else {})} for m in step.modifiers]
+    """List the modifiers with their settings, as JSON gives them back; of a value that JSON does not have the type stands for it."""
+    settings = ({} if not isinstance(m, BaseModel) else m.model_dump(mode="json", fallback=_type_name) for m in step.modifiers)
+    result: list[dict[str, Any]] = json.loads(
+        json.dumps([{"type": _type_name(m), **some} for m, some in zip(step.modifiers, settings, strict=True)])
+    )
+    return result
+
+
+def _type_name(value: object) -> str:
+    return type(value).__name__
 
 
 def _other_modifiers(stored: list[dict[str, Any]], given: list[dict[str, Any]]) -> str:
