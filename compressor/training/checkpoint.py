@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -123,10 +122,8 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
 
 def _modifiers(step: TrainStep) -> list[dict[str, Any]]:
     """List the modifiers with their settings, as JSON gives them back; of a value that JSON does not have the type stands for it."""
-    settings = ({} if not isinstance(m, BaseModel) else m.model_dump(mode="json", fallback=_type_name) for m in step.modifiers)
-    result: list[dict[str, Any]] = json.loads(
-        json.dumps([{"type": _type_name(m), **some} for m, some in zip(step.modifiers, settings, strict=True)])
-    )
+    settings = [{"type": _type_name(m), **m.model_dump(mode="json", fallback=_type_name)} for m in step.modifiers]
+    result: list[dict[str, Any]] = json.loads(json.dumps(settings))
     return result
 
 
