@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from compressor.errors import OutputError
@@ -15,7 +16,7 @@ def check_output_file(path: Path, *suffixes: str) -> None:
         *suffixes: endings that the name may have, such as `.json`.
 
     Raises:
-        OutputError: another ending, a folder of that name, or no folder to put it into.
+        OutputError: another ending, a folder of that name, or no folder to put it into, or one that takes no file.
     """
     if path.suffix not in suffixes:
         kinds = " or ".join(suffixes)
@@ -24,3 +25,7 @@ def check_output_file(path: Path, *suffixes: str) -> None:
         raise OutputError(f"{path}: it is a folder; name a file")
     if not path.parent.is_dir():
         raise OutputError(f"{path}: there is no folder {path.parent}; make it first")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:  # rights alone do not say it: of mounts that are read only, and for those who may do anything
+        raise OutputError(f"{path}: {path.parent} takes no file ({error.strerror or error}); choose another folder") from error

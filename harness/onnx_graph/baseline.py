@@ -6,6 +6,7 @@ its content, a fingerprint of the matrix in the orientation in which it is used,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from harness.onnx_graph.projections import Projection, fingerprint
 
 if TYPE_CHECKING:
     from torch import nn
+
+_MATRIX = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +150,10 @@ def _has(block: Block, role: str, mark: str) -> bool:
 
 
 def _module_names(module: nn.Module | None) -> dict[str, str]:
-    """Fingerprint to dotted name, for every module with a weight of rank 2; a weight that two modules share has no name of its own."""
+    """Fingerprint to dotted name, for modules with a weight of rank 2 and other parameters of that rank.
+
+    A weight that two modules share has no name of its own.
+    """
     if module is None:
         return {}
     from transformers.pytorch_utils import Conv1D
@@ -155,11 +161,22 @@ def _module_names(module: nn.Module | None) -> dict[str, str]:
     names: dict[str, str] = {}
     for name, part in module.named_modules():
         weight = getattr(part, "weight", None)
-        if weight is not None and getattr(weight, "ndim", 0) == 2:
-            matrix = weight.detach().float().cpu().numpy()
+        if weight is not None and _is_matrix(weight):
+            matrix = weight.detach().float().cpu().reshape(weight.shape[:2]).numpy()
             mark = fingerprint(matrix if isinstance(part, Conv1D) else np.ascontiguousarray(matrix.T))
             names[mark] = f"{names[mark]} or {name}" if mark in names else name
+    for name, parameter in module.named_parameters():  # used by its module in the one orientation or the other
+        if _is_matrix(parameter) and name.rpartition(".")[2] != "weight":
+            matrix = parameter.detach().float().cpu().reshape(parameter.shape[:2]).numpy()
+            for one in (matrix, np.ascontiguousarray(matrix.T)):
+                names.setdefault(fingerprint(one), name)
     return names
+
+
+def _is_matrix(weight: Any) -> bool:
+    """Whether a weight has rank 2, as that of a convolution over single places has."""
+    shape = tuple(getattr(weight, "shape", ()))
+    return len(shape) >= _MATRIX and math.prod(shape) == math.prod(shape[:_MATRIX])
 
 
 def _name_in_graph(projection: Projection) -> str:

@@ -32,6 +32,7 @@ from harness.spelling import did_you_mean, plain_text
 
 EXPORTERS = ("dynamo", "torchscript")
 DEFAULT_OPSET = 18
+_EXPERTS = "_experts_implementation_internal"
 Dynamic = Mapping[str, Mapping[int, str]]
 """Input to axis to the name of its size."""
 
@@ -108,15 +109,14 @@ def export(
         raise UserInputError(f"export: there is no opset {opset}; choose from 1 to {onnx.defs.onnx_opset_version()}")
     _check_dynamic(dynamic or {}, inputs)
     training = module.training
-    with tempfile.TemporaryDirectory() as folder, _quiet(), torch.no_grad():
+    with tempfile.TemporaryDirectory() as folder, _quiet(), torch.no_grad(), _experts_that_export(module):
         path = Path(folder) / "model.onnx"
+        wrapped = _ByName(module.eval(), list(inputs))
         try:
-            _EXPORTERS[exporter](_ByName(module.eval(), list(inputs)), dict(inputs), path, opset, dynamic or {})
+            _EXPORTERS[exporter](wrapped, dict(inputs), path, opset, dynamic or {})
             onnx.checker.check_model(str(path), full_check=True)
         except Exception as error:  # exporters raise what they like; the graph is then missing, which is never a pass
-            raise ExportFailure(
-                f"{exporter}: {type(module).__name__} cannot be exported: {_cause(error)}; try the other exporter"
-            ) from error
+            raise _blame(exporter, wrapped, inputs, error) from error
         finally:
             module.train(training)
         model = read_proto(path)
@@ -258,6 +258,30 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _experts_that_export(module: nn.Module) -> Iterator[None]:
+    """Let the experts of transformers multiply in batches: no exporter knows grouped products, and loops freeze the routing."""
+    configs = {id(one): one for part in module.modules() if getattr(one := getattr(part, "config", None), _EXPERTS, None) is not None}
+    before = {key: getattr(config, _EXPERTS) for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            setattr(config, _EXPERTS, "batched_mm")
+        yield
+    finally:
+        for key, config in configs.items():
+            setattr(config, _EXPERTS, before[key])
+
+
+def _blame(exporter: str, wrapped: _ByName, inputs: Mapping[str, torch.Tensor], error: BaseException) -> ExportFailure:
+    """Blame the exporter, unless the forward fails without one: then it fails in the other, too."""
+    what = f"{exporter}: {type(wrapped.module).__name__} cannot be exported"
+    try:
+        wrapped(*inputs.values())
+    except Exception as own:  # the forward is the user's, and raises what it likes
+        raise ExportFailure(f"{what}, for it fails on these inputs by itself: {_cause(own)}; give inputs that it takes") from own
+    return ExportFailure(f"{what}: {_cause(error)}; try the other exporter")
 
 
 def _cause(error: BaseException) -> str:

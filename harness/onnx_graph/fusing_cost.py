@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from compressor.errors import UserInputError
+from compressor.model.atomic_file import whole_file
 from compressor.numerics import QuantizationArgs, fake_quantize
 from compressor.numerics.observers import weight_qparams
 from harness.onnx_graph.baseline import take_baseline
@@ -118,7 +119,8 @@ def draw_costs(rows: list[RoleCost], path: Path, title: str) -> None:
     axes.set_title(title)
     axes.legend(ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    with whole_file(path) as partial:
+        figure.savefig(partial, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _rounded(matrix: np.ndarray, args: QuantizationArgs) -> np.ndarray:

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx.inliner import inline_local_functions
 
 from compressor.errors import UserInputError
+from harness.onnx_graph.order import check_order
 
 DATA_INPUTS: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(
@@ -56,7 +57,7 @@ def load_graph(source: Any) -> ir.Model:
         The model as onnx_ir; a ModelProto that was given is not modified.
 
     Raises:
-        UserInputError: not an ONNX file, truncated, external data missing, or empty.
+        UserInputError: not an ONNX file, truncated, external data missing, empty, or out of order.
     """
     if isinstance(source, ir.Model):
         return source
@@ -67,6 +68,7 @@ def load_graph(source: Any) -> ir.Model:
         proto = _dense(proto)
     if proto.functions:
         proto = inline_local_functions(proto)
+    check_order(proto)
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as error:

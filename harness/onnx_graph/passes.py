@@ -189,6 +189,8 @@ def resolve_skips(names: Sequence[str], backends: Sequence[str] | None = None) -
     Raises:
         UserInputError: a name that no optimizer knows, with the nearest one; or no name at all.
     """
+    if isinstance(names, str):
+        raise UserInputError(f"skip: {names!r} is one text; give a list of names: {[name.strip() for name in names.split(',')]}")
     if not names:
         raise UserInputError("skip: no pass was named; name at least one, `fuse_qkv` for example")
     lists = [effective_passes(backend) for backend in backends or installed_backends()]

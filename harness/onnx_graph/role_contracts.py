@@ -264,7 +264,8 @@ def _what(pair: Pair, was: RoleWeight, now: Projection, sqnr: float) -> str:
     if expected.T.shape == now.matrix_IO.shape and np.array_equal(expected.T, now.matrix_IO):
         return "the same weight transposed"
     if expected.shape == now.matrix_IO.shape and (factor := _factor(expected, now.matrix_IO)) is not None:
-        return f"the same weight times {factor:.6g}"
+        scaled = f"{factor:.6g}"
+        return f"the same weight times {scaled}" if scaled != "1" else f"nearly the same weight, {sqnr:.1f} dB from its own"
     if now.shape[0] == expected.shape[0] and now.shape[1] > expected.shape[1]:
         return f"several projections packed into [{now.shape[0]}, {now.shape[1]}]"
     return f"another weight, {sqnr:.1f} dB from its own"

@@ -125,9 +125,11 @@ class RoundTrip:
             The row; a failure of exporter or optimizer is NOT_ANALYSED in it.
 
         Raises:
-            UserInputError: an unknown exporter, optimizer or pass.
+            UserInputError: an unknown exporter, optimizer or pass, or no contract.
         """
         find_optimizer(optimizer)
+        if not isinstance(contract, Contract):
+            raise UserInputError(f"round trip: {contract!r} is no contract; give an object of one, SeparateQKV() for example")
         try:
             exported = self.exported(exporter)
             optimized = run_optimizer(exported.model, optimizer, skip)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from compressor.errors import UserInputError
+from compressor.errors import CheckpointError, UserInputError
+from compressor.model.atomic_file import whole_file
 from harness.onnx_graph.calls import Calls
 from harness.onnx_graph.child_processes import Channel
 from harness.onnx_graph.limits import OUT_OF_REACH
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{OUT_OF_REACH}; exit codes: 0 the command ended well and every call was forced, 2 it failed, or a call is not known"
     parser.add_argument("--skip", required=True, metavar="PASSES", help="passes to leave out, with commas between: fuse_qkv,fuse_attention")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the recorded calls there, a .json file")
+    parser.set_defaults(refuse=parser.error)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments, after two dashes")
 
 
@@ -44,12 +46,13 @@ def run(args: argparse.Namespace) -> int:
         otherwise 2. Never 1: no contract is asked.
 
     Raises:
-        UserInputError: no command, one that cannot be run, a file that is no .json, or a pass that no optimizer knows.
+        SystemExit: no command.
+        UserInputError: one that cannot be run, a file that is no .json, or a pass that no optimizer knows.
         HarnessError: this system does not let a command be watched.
     """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise UserInputError("run: no command was given; put it after two dashes: harness onnx run --skip fuse_qkv -- python deploy.py")
+        args.refuse("no command was given; put it after two dashes: harness onnx run --skip fuse_qkv -- python deploy.py")
     if shutil.which(command[0]) is None:
         raise UserInputError(
             f"run: {command[0]!r} is no command that can be run; give its path, make it executable, or start it with `python`"
@@ -58,14 +61,17 @@ def run(args: argparse.Namespace) -> int:
         check_output_file(args.json, ".json")
     skips = resolve_skips([name.strip() for name in args.skip.split(",") if name.strip()])
     ended, calls = _run(command, skips)
+    code = _conclude(command, ended, calls, skips)
     if args.json is not None:
-        from compressor.model.atomic_file import whole_file
-
         found = {"calls": [call.to_dict() for call in calls], "unseen": [asdict(one) for one in ended.unseen]}
         report = {"command": command, "exit_code": ended.code, "skips": skips} | found
-        with whole_file(args.json) as partial:
-            partial.write_text(json.dumps(report, indent=1, sort_keys=True), encoding="utf-8")
-    return _conclude(command, ended, calls, skips)
+        try:
+            with whole_file(args.json) as partial:
+                partial.write_text(json.dumps(report, indent=1, sort_keys=True), encoding="utf-8")
+        except CheckpointError as error:  # the command has run: to say that nothing was would be untrue
+            print(f"harness onnx run: {error}", file=sys.stderr)
+            return 2
+    return code
 
 
 def _run(command: Sequence[str], skips: dict[str, tuple[str, ...]]) -> tuple[Ended, Calls]:

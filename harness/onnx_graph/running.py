@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from harness.spelling import plain_text
 _DEFAULT_DIMENSION = 2
 _DEFAULT_LENGTH = 7
 _DROPOUT_INPUTS = 3
+_MOST_ELEMENTS = 2**28
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,8 @@ def _draw(value: onnx.ValueInfoProto, draw: np.random.Generator, limit: int | No
     if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
         raise UserInputError(f"input {value.name}: it is no tensor of known rank, so no example can be drawn; pass inputs")
     shape = [_size(dimension, axis, sizes) for axis, dimension in enumerate(kind.shape.dim)]
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise UserInputError(f"input {value.name}: {shape} are too many elements to draw; give the graph sizes that it is run with")
     dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
     array: Any
     if "mask" in value.name or dtype == np.bool_:
@@ -173,7 +177,7 @@ def _draw(value: onnx.ValueInfoProto, draw: np.random.Generator, limit: int | No
 
 
 def _size(dimension: Any, axis: int, sizes: dict[str, int]) -> int:
-    if dimension.HasField("dim_value"):
+    if dimension.HasField("dim_value") and dimension.dim_value >= 0:  # -1 is how some exporters say: open
         return int(dimension.dim_value)
     default = _DEFAULT_DIMENSION if axis == 0 else _DEFAULT_LENGTH
     return sizes.setdefault(dimension.dim_param, default) if dimension.dim_param else default

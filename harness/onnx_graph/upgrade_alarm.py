@@ -108,10 +108,9 @@ def read_records(path: Path) -> Records:
         return {}
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
-        for releases in records.values():
-            for record in releases.values():
-                tuple(record["effective"]), str(record["sha256"])
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        if not _is_record(records):
+            raise ValueError("optimizers, their releases, and the passes in force are expected")
+    except (ValueError, OSError) as error:
         raise UserInputError(
             f"{path}: this is no record of passes ({error}); restore it, or remove it and accept the lists again"
         ) from error
@@ -146,6 +145,13 @@ def check_passes(records: Records, backend: str, contract: Contract, skips: Sequ
     reordered = bool(before) and not added and not removed
     trials = tuple(_try(name, backend, contract, [skip for skip in skips if skip in passes.known]) for name in small_zoo())
     return Alarm(passes, "new release" if record is None else "changed", compared, added, removed, reordered, trials)
+
+
+def _is_record(records: Any) -> bool:
+    if not isinstance(records, dict) or not all(isinstance(releases, dict) for releases in records.values()):
+        return False
+    entries = [record for releases in records.values() for record in releases.values()]
+    return all(isinstance(one, dict) and isinstance(one.get("effective"), list) and isinstance(one.get("sha256"), str) for one in entries)
 
 
 def accept(path: Path, alarms: Sequence[Alarm]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +12,20 @@ import onnx
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
+from compressor.errors import CheckpointError, UserInputError
 from harness.cli import main
-from harness.onnx_graph import limits, unread
+from harness.onnx_graph import limits, run_command, unread
 from harness.onnx_graph.census import census
 from harness.onnx_graph.command import ACTIONS
 from harness.onnx_graph.export import ExportFailure, export
 from harness.onnx_graph.forced_skips import forced_skips
 from harness.onnx_graph.node_contracts import NumericEqual
 from harness.onnx_graph.output_row import output_row
+from harness.onnx_graph.role_contracts import SeparateQKV
+from harness.onnx_graph.roundtrip import onnx_roundtrip
+from harness.onnx_graph.running import POLICIES, example_inputs, run_graph
 from harness.spelling import did_you_mean, plain_text
 
 BAD = {
@@ -80,7 +87,9 @@ def test_a_report_is_replaced_and_an_optimizer_named_twice_runs_once(tmp_path: P
 
 class _Fails(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("\x1b[31mred\x1b[0m alert\nand more")
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            raise RuntimeError("\x1b[31mred\x1b[0m alert\nand more")
+        return x
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
@@ -88,6 +97,145 @@ def test_what_an_exporter_wraps_in_colours_and_step_counts_comes_out_plain(expor
     with pytest.raises(ExportFailure) as caught:
         export(_Fails(), {"x": torch.ones(2)}, exporter=exporter)
     assert f"{exporter}: _Fails cannot be exported: RuntimeError: red alert; try" in str(caught.value)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_forward_that_fails_by_itself_is_not_sent_to_the_other_exporter(exporter: str) -> None:
+    with pytest.raises(ExportFailure, match=r"for it fails on these inputs by itself: RuntimeError: .*; give inputs"):
+        export(nn.Linear(3, 3), {"input": torch.ones(2, 4)}, exporter=exporter)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_experts_are_exported_and_route_other_tokens_as_the_model_does(exporter: str) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=8)).eval()
+    model.set_experts_implementation("grouped_mm")
+    inputs = {"input_ids": torch.full((1, 6), 7), "attention_mask": torch.ones(1, 6, dtype=torch.int64)}
+    graph = export(model, inputs, exporter=exporter).model
+    assert model.config._experts_implementation == "grouped_mm"
+    other = inputs | {"input_ids": torch.arange(6)[None] * 8}
+    with torch.no_grad():
+        expected = model(**other).logits.numpy()
+    found = run_graph(graph, {name: tensor.numpy() for name, tensor in other.items()}, POLICIES["golden"])[0]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def _exchanged(graph: onnx.GraphProto) -> None:
+    nodes = list(graph.node)
+    del graph.node[:]
+    graph.node.extend(reversed(nodes))
+
+
+def _in_a_circle(graph: onnx.GraphProto) -> None:
+    graph.node[0].input[0] = graph.node[-1].output[0]
+
+
+def _undefined(graph: onnx.GraphProto) -> None:
+    graph.node[3].input[0] = "nirvana"
+
+
+def _no_output(graph: onnx.GraphProto) -> None:
+    del graph.node[-1].output[:]
+
+
+def _other_output(graph: onnx.GraphProto) -> None:
+    graph.output[0].name = "nirvana"
+
+
+def _inside(graph: onnx.GraphProto) -> None:
+    branch = onnx.helper.make_graph([onnx.helper.make_node("Abs", ["nirvana"], ["inner"])], "branch", [], [])
+    branch.output.append(onnx.helper.make_tensor_value_info("inner", 1, None))
+    flag = onnx.numpy_helper.from_array(np.array(True), "flag")
+    graph.initializer.append(flag)
+    graph.node.insert(0, onnx.helper.make_node("If", ["flag"], ["chosen"], then_branch=branch, else_branch=branch))
+
+
+DISORDER: Mapping[Callable[[onnx.GraphProto], None], str] = {
+    _exchanged: "computed later: its nodes are out of order, or run in a circle; sort them",
+    _in_a_circle: "computed later",
+    _undefined: "uses 'nirvana', which nothing computes",
+    _no_output: "has no output",
+    _other_output: "its output is 'nirvana', which nothing computes",
+    _inside: "Abs inner uses 'nirvana', which nothing computes",
+}
+
+
+@pytest.mark.parametrize("damage", DISORDER)
+@pytest.mark.parametrize("verb", ["census {}", "check a.onnx {}", "explain {}", "fusing-cost {}", "roundtrip {} --optimizer ort-basic"])
+@pytest.mark.usefixtures("_place")
+def test_a_graph_out_of_order_is_refused_in_one_line(
+    damage: Callable[[onnx.GraphProto], None], verb: str, attention_graph: onnx.ModelProto, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = onnx.ModelProto()
+    broken.CopyFrom(attention_graph)
+    damage(broken.graph)
+    Path("broken.onnx").write_bytes(broken.SerializeToString())
+    assert main(["onnx", *verb.format("broken.onnx").split()]) == 2
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err + printed.out
+    if "roundtrip" not in verb:  # there the optimizer speaks first
+        assert DISORDER[damage] in printed.err and printed.err.count("\n") == 1
+
+
+def test_operators_without_a_version_are_refused(attention_graph: onnx.ModelProto) -> None:
+    bare = onnx.ModelProto()
+    bare.CopyFrom(attention_graph)
+    del bare.opset_import[:]
+    with pytest.raises(UserInputError, match="opset_import is empty"):
+        census(bare)
+
+
+def test_sizes_that_nobody_can_draw_are_refused_and_minus_one_is_open(attention_graph: onnx.ModelProto) -> None:
+    graph = onnx.ModelProto()
+    graph.CopyFrom(attention_graph)
+    size = graph.graph.input[0].type.tensor_type.shape.dim[0]
+    size.dim_value = -1
+    assert next(iter(example_inputs(graph).values())).shape[0] == 2
+    size.dim_value = 10**12
+    with pytest.raises(UserInputError, match="are too many elements to draw"):
+        example_inputs(graph)
+
+
+def test_what_is_no_contract_and_no_list_is_refused(attention_graph: onnx.ModelProto) -> None:
+    trip = onnx_roundtrip(attention_graph)
+    with pytest.raises(UserInputError, match="'separate-qkv' is no contract; give an object of one"):
+        trip.assert_holds("separate-qkv")  # type: ignore[arg-type]
+    with pytest.raises(UserInputError, match=r"is one text; give a list of names: \['fuse_qkv', 'fuse_attention'\]"):
+        trip.assert_holds(SeparateQKV(), skip="fuse_qkv, fuse_attention")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks for a folder that takes no file, whoever asks")
+@pytest.mark.parametrize("verb", ["fusing-cost a.onnx --figure {}.svg", "run --skip fuse_qkv --json {}.json -- true", "export dir {}.onnx"])
+@pytest.mark.usefixtures("_place")
+def test_a_folder_that_takes_no_file_is_known_before_the_work(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["onnx", *verb.format("/proc/out").split()]) == 2
+    assert "/proc takes no file" in capsys.readouterr().err
+
+
+def test_a_record_of_calls_that_cannot_be_written_does_not_deny_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "calls.json"
+    monkeypatch.setattr(run_command, "whole_file", _full)
+    assert main(["onnx", "run", "--skip", "fuse_qkv", "--json", str(target), "--", "true"]) == 2
+    said = capsys.readouterr().err
+    assert f"{target}: cannot be written" in said and "nothing was run" not in said
+
+
+@contextlib.contextmanager
+def _full(target: Path) -> Iterator[Path]:
+    yield target
+    raise CheckpointError(f"{target}: cannot be written (No space left on device); make room or repair the disk")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"ort": 1}', '{"ort": {"1": 2}}', '{"ort": {"1": {"effective": 3}}}'])
+@pytest.mark.usefixtures("_place")
+def test_what_is_no_record_of_passes_is_said_in_our_words(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("passes.json").write_text(text, encoding="utf-8")
+    assert main(["onnx", "passes", "--golden", "passes.json"]) == 2
+    said = capsys.readouterr().err
+    assert "passes.json: this is no record of passes (" in said and "object" not in said
 
 
 def test_an_opset_and_an_axis_that_do_not_exist_are_refused() -> None:

@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
+from torch import nn
 
 from harness.onnx_graph.baseline import packed_in, take_baseline
 from harness.onnx_graph.census import census
 from harness.onnx_graph.constants import Constants
 from harness.onnx_graph.contracts import Holding
+from harness.onnx_graph.export import EXPORTERS, export
 from harness.onnx_graph.graph import GraphView, load_graph
 from harness.onnx_graph.optimizers import optimize
 from harness.onnx_graph.projections import find_projection
@@ -85,3 +88,52 @@ def test_each_role_is_found_in_a_packed_weight_the_last_one_too(attention_graph:
     block = census(optimize(attention_graph, "onnxsim")).blocks[0]
     places = [packed_in(one.projection.matrix_IO, block).partition(" of ")[0] for one in take_baseline(attention_graph).of_block(0)]
     assert places == ["columns 0:32", "columns 32:64", "columns 64:96"]
+
+
+def test_one_step_of_one_weight_is_not_called_the_same_weight(attention_graph: onnx.ModelProto) -> None:
+    near = onnx.ModelProto()
+    near.CopyFrom(attention_graph)
+    tensor = next(one for one in near.graph.initializer if one.name == "wk")
+    weight = numpy_helper.to_array(tensor).copy()
+    weight[0, 0] = np.nextafter(weight[0, 0], np.float32(9))
+    tensor.CopyFrom(numpy_helper.from_array(weight, "wk"))
+    result = RoleWeights().check(attention_graph, near)
+    assert result.holding is Holding.VIOLATED and "nearly the same weight" in result.message
+
+
+class _Places(nn.Module):
+    """Projections that are convolutions over single places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Conv1d(16, 16, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.query(x).transpose(1, 2) @ self.key(x)
+        return self.value(x) @ scores.softmax(-1).transpose(1, 2)
+
+
+class _Bare(nn.Module):
+    """Projections that are parameters, as in `nn.MultiheadAttention(kdim=, vdim=)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2, kdim=12, vdim=10, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.inner(x, x[..., :12], x[..., :10], need_weights=False)[0]
+        return mixed
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (_Places(), ["query", "key", "value"]),
+        (_Bare(), ["inner.q_proj_weight", "inner.k_proj_weight", "inner.v_proj_weight"]),
+    ],
+    ids=["convolutions", "parameters"],
+)
+def test_roles_have_the_names_of_the_module(module: nn.Module, names: list[str], exporter: str) -> None:
+    graph = export(module, {"x": torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0))}, exporter=exporter).model
+    assert [one.module for one in take_baseline(graph, module).of_block(0)] == names

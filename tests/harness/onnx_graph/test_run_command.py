@@ -47,10 +47,16 @@ def test_a_command_that_calls_no_optimizer_or_fails_is_not_a_pass(
     ("arguments", "message"),
     [
         (["--skip", "fuse_qvk", "--", "true"], "did you mean 'fuse_qkv'"),
-        (["--skip", "fuse_qkv"], "no command was given"),
         (["--skip", "fuse_qkv", "--", "no-such-command"], "'no-such-command' is no command that can be run"),
     ],
 )
 def test_bad_input_is_exit_code_2_with_the_reason(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["onnx", "run", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--skip", "fuse_qkv"], ["--skip", "fuse_qkv", "--"]])
+def test_a_missing_command_is_a_wrong_argument(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["onnx", "run", *arguments])
+    assert caught.value.code == 3 and "no command was given" in capsys.readouterr().err
