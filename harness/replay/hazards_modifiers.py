@@ -9,7 +9,7 @@ import torch
 from pydantic import PrivateAttr
 from torch import Tensor
 
-from compressor.errors import EscapedTensorError, GuardDriftError, PlanStormError, SignatureDriftError
+from compressor.errors import EscapedTensorError, GuardDriftError, PlanStormError
 from compressor.lifecycle import Event, EventType, Modifier, Session, State
 from compressor.training import TrainStep
 from harness.replay.hazard_parts import Net, classify, default_optimizer
@@ -196,9 +196,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "unnamed_data",
         "the same without training_tensors()",
         _with(lambda: _UnnamedScales(start=0)),
-        SignatureDriftError,
-        "neither parameter, buffer",
-        "README, Training: modifiers",
+        source="README, Training: modifiers",
     ),
     Hazard(
         "number_of_modifier",
