@@ -26,6 +26,7 @@ from torch import nn
 from compressor.errors import HarnessError, UserInputError
 from compressor.model.load import load_model
 from compressor.model.sample_batches import Modality, sample_batches
+from harness.onnx_graph.frozen import difference
 from harness.onnx_graph.graph import read_proto
 from harness.onnx_graph.passes import native_output
 from harness.spelling import did_you_mean, plain_text
@@ -99,7 +100,7 @@ def export(
     Raises:
         UserInputError: no such exporter, no inputs, a dynamic size of an input or axis that does not exist, or an opset that onnx does not
             know.
-        ExportFailure: the exporter raised, or what it made is no valid graph.
+        ExportFailure: the exporter raised, what it made is no valid graph, or torchscript froze in it what the inputs decide.
     """
     if exporter not in _EXPORTERS:
         raise UserInputError(f"export: there is no exporter {exporter!r}; choose from {', '.join(EXPORTERS)}")
@@ -117,9 +118,16 @@ def export(
             onnx.checker.check_model(str(path), full_check=True)
         except Exception as error:  # exporters raise what they like; the graph is then missing, which is never a pass
             raise _blame(exporter, wrapped, inputs, error) from error
+        else:
+            model = read_proto(path)
+            frozen = difference(model, wrapped, inputs) if exporter == "torchscript" else ""  # dynamo refuses what the inputs decide
         finally:
             module.train(training)
-        model = read_proto(path)
+    if frozen:
+        raise ExportFailure(
+            f"{exporter}: {type(module).__name__} cannot be exported: on other inputs the graph gives {frozen}; this exporter records one "
+            "run, and what the inputs decide (a branch, the rows of an expert) is frozen in it; try the other exporter"
+        )
     return Exported(model, module, {name: tensor.detach().cpu().numpy() for name, tensor in inputs.items()}, exporter)
 
 

@@ -105,6 +105,31 @@ def test_a_forward_that_fails_by_itself_is_not_sent_to_the_other_exporter(export
         export(nn.Linear(3, 3), {"input": torch.ones(2, 4)}, exporter=exporter)
 
 
+class _Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plus, self.minus = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen: torch.Tensor = self.plus(x) if x.sum() > 0 else self.minus(x)
+        return chosen
+
+
+class _Rows(nn.Module):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(ids.shape)
+        for value in ids.unique().tolist():
+            total = total + torch.where(ids == value, float(value), 0.0)
+        return total
+
+
+@pytest.mark.parametrize("module", [_Branch(), _Rows()])
+def test_what_torchscript_freezes_is_found(module: nn.Module) -> None:
+    inputs = {"x": torch.ones(2, 3)} if isinstance(module, _Branch) else {"ids": torch.tensor([[0, 90, 7], [7, 0, 90]])}
+    with pytest.raises(ExportFailure, match=r"torchscript: .* on other inputs the graph gives .* dB .* is frozen in it"):
+        export(module, inputs, exporter="torchscript")
+
+
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_experts_are_exported_and_route_other_tokens_as_the_model_does(exporter: str) -> None:
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
