@@ -24,7 +24,7 @@ from compressor.errors import CheckpointError, OutputError
 from compressor.model.atomic_folder import check_output_dir, whole_or_nothing
 from compressor.model.audit import audit_qparams
 from compressor.model.experts_format import kept_fused, with_expert_settings, with_fused_floats
-from compressor.model.folder import one_line, some
+from compressor.model.folder import one_line, read_json, some
 from compressor.model.format import config_of, stored_keys, stored_names, unquantized_linears
 from compressor.model.load import quiet_transformers
 from compressor.model.tensor_digests import tensor_digests
@@ -67,7 +67,8 @@ def save_checkpoint(
         tokenizer: saved if `source_dir` holds no tokenizer.
         source_dir: folder the model came from; its tokenizer files are copied byte for byte.
         schemes: name of every quantized layer in the model to its scheme; may be empty.
-        record: what compression.json is to say, beside a digest of every tensor (`tensors`); JSON types. None writes none.
+        record: what compression.json is to say, beside the `quantization_config` and a digest of every tensor (`tensors`); JSON types. None
+            writes none, where config.json says the schemes.
         max_shard_bytes: above this the weights are split over several files with an index; a number, or text such as "5GB".
         token: part of the name of the temporary folder; None for a random one.
         beside_others: the folder may hold other files, such as a tokenizer, but none that are written.
@@ -86,17 +87,17 @@ def save_checkpoint(
     state = _state(model)
     transformers_model = as_pretrained(model)
     described = config_of(model, schemes) if transformers_model is None else None
-    if described is not None:
-        record = {**(record or {}), "quantization_config": described}
-    _to_json(record or {})  # refused before anything is written
+    _to_json({**(record or {}), "quantization_config": described})  # refused before anything is written
     with whole_or_nothing(target, num_bytes=_num_bytes(state), token=token, beside_others=beside_others) as folder:
         if transformers_model is None:
             _write_module(folder, state, max_shard_bytes)
         else:
             _write_pretrained(folder, transformers_model, with_fused_floats(model, state), schemes, max_shard_bytes)
             _write_tokenizer(folder, transformers_model, tokenizer, None if source_dir is None else Path(source_dir))
-        if record is not None:
-            (folder / RECORD_FILE).write_text(_to_json({**record, "tensors": tensor_digests(folder)}), encoding="utf-8")
+            described = read_json(folder / "config.json").get("quantization_config")
+        if record is not None or (transformers_model is None and described is not None):
+            written = {**(record or {}), "quantization_config": described, "tensors": tensor_digests(folder)}
+            (folder / RECORD_FILE).write_text(_to_json(written), encoding="utf-8")
     return target
 
 

@@ -121,15 +121,20 @@ def save_decompressed(model: nn.Module, output_dir: str | Path, max_shard_size: 
 
 
 def attach_save(model: nn.Module, record: Mapping[str, Any] | None) -> None:
-    """Give a compressed model a `save_pretrained` that writes what it is. Changes the model; one without `save_pretrained` gets none.
+    """Give a compressed model, and each model inside it, a `save_pretrained` that writes what it is. Changes them; none gets a new method.
 
     Args:
         model: compressed.
-        record: what compression.json is to say; None writes none.
+        record: what compression.json is to say of it as a whole; None writes none.
     """
-    has_one = callable(getattr(model, "save_pretrained", None))
-    if has_one and (as_pretrained(model) is not None or any(isinstance(module, QuantizedLayer) for module in model.modules())):
-        vars(model)[_NAME] = SavePretrained(model, record)
+    for part in model.modules():
+        is_whole = part is model and as_pretrained(part) is not None  # one without compressed layers may be sparse
+        if callable(getattr(part, _NAME, None)) and (is_whole or _is_compressed(part)):
+            vars(part)[_NAME] = SavePretrained(part, record if part is model else None)
+
+
+def _is_compressed(model: nn.Module) -> bool:
+    return any(isinstance(module, QuantizedLayer) for module in model.modules()) or kv_scheme_of(model) is not None
 
 
 class SavePretrained:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from compressor.errors import ResumeError
-from compressor.model.folder import one_line
+from compressor.errors import ModelError, ResumeError
+from compressor.model.folder import one_line, read_json
 
 
 def tensor_digests(folder: Path) -> dict[str, str]:
@@ -42,15 +42,18 @@ def check_written(folder: Path, record: Mapping[str, Any]) -> None:
         record: its compression.json.
 
     Raises:
-        ResumeError: a tensor is missing or has other bytes than `tensors` says, or a file cannot be read.
+        ResumeError: a tensor is missing or has other bytes than `tensors` says, config.json names other schemes, or a file cannot be read.
     """
     noted = record.get("tensors")
     try:
         found = tensor_digests(folder)
+        config = read_json(folder / "config.json") if (folder / "config.json").is_file() else record
         changed = "the record of its tensors" if not isinstance(noted, Mapping) else next(
             (name for name in sorted(found.keys() | noted.keys()) if found.get(name) != noted.get(name)), None
         )  # fmt: skip
-    except (OSError, SafetensorError) as error:
+        if changed is None and config.get("quantization_config") != record.get("quantization_config"):
+            changed = "the quantization_config of config.json"
+    except (OSError, SafetensorError, ModelError) as error:
         changed = f"a file ({one_line(error)})"
     if changed is not None:
         raise ResumeError(f"{folder}: holds the result of this run, but {changed} is not what was written; remove the folder to run again")

@@ -27,7 +27,7 @@ from harness.validation.files import check_files
 from harness.validation.inspection import ModuleInspection, inspect_modules
 from harness.validation.policy import Policy
 from harness.validation.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
-from harness.validation.record import check_digests, check_record, file_hashes, read_record
+from harness.validation.record import check_digests, check_quantization_config, check_record, file_hashes, read_record
 from harness.validation.scoring import Scores, TokenBatch, model_logits, score_models
 from harness.validation.sparsity import check_sparsity
 from harness.validation.subject import Subject, read_subject
@@ -132,8 +132,9 @@ def validate(
     data = _load_data(subject, dataset, base_model.tokenizer, max_seq_length, num_samples)
     batches = _token_batches(data, base_model.model)
     base_hashes = file_hashes(subject.base.folder)
-    records = [*check_files(subject), *check_record(subject.compressed.folder, base_hashes, data.sha256), check_digests(subject.compressed)]
-    records.append(check_accepted(subject))
+    folder = subject.compressed.folder
+    records = [*check_files(subject), *check_record(folder, base_hashes, data.sha256), check_digests(subject.compressed)]
+    records += [check_quantization_config(folder, subject.config), check_accepted(subject)]
     loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)
     modules = inspect_modules(subject, loaded, progress=progress)
     records += [loads, *check_weights(subject, modules, policy), check_sparsity(subject)]

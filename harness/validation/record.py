@@ -16,6 +16,7 @@ from harness.verdict import CheckRecord, Claim, Outcome
 BASE = Claim("record.base", "compression.json was written for this base")
 DATA = Claim("record.data", "The data of the validation is not the calibration data")
 DIGESTS = Claim("record.tensors", "Every tensor is, bit for bit, the one that compression.json says was written, and there is no other")
+CONFIG = Claim("record.config", "quantization_config is, key by key, the one that compression.json says was written")
 RECORD_FILE = "compression.json"
 
 _DIGEST = re.compile(r"[A-Z0-9_]+\[[0-9,]*\] [0-9a-f]{64}")
@@ -53,6 +54,34 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
+
+
+def check_quantization_config(folder: Path, config: Mapping[str, Any] | None) -> CheckRecord:
+    """Hold the quantization_config of config.json against the one that was written; no tensor tells whether inputs were quantized.
+
+    Args:
+        folder: the compressed checkpoint.
+        config: its config.json, None where it cannot be read.
+    Returns:
+        The record: keys that differ. A record that names no quantization_config cannot tell.
+    """
+    record = read_record(folder)
+    if record is None:
+        return CONFIG.skipped(f"there is no {RECORD_FILE} that can be read; what leaves no tensor (dynamic inputs) is taken on trust")
+    if "quantization_config" not in record:
+        why = f"{RECORD_FILE} names no quantization_config, so nothing says what was written; compress again"
+        return CONFIG.record(Outcome.INCONCLUSIVE, why)
+    noted, found = _leaves(record["quantization_config"]), _leaves((config or {}).get("quantization_config"))
+    keys = sorted(key for key in noted.keys() | found.keys() if noted.get(key) != found.get(key))
+    findings = [f"{key or 'quantization_config'}: is {found.get(key, 'absent')}, was written as {noted.get(key, 'absent')}" for key in keys]
+    return CONFIG.found(findings, f"{len(noted)} entries as written", noun="differing entry")
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, str]:
+    """Flatten JSON: dotted path to value as text."""
+    if isinstance(value, Mapping) and value:
+        return {key: text for name, inner in value.items() for key, text in _leaves(inner, f"{path}.{name}" if path else name).items()}
+    return {path: json.dumps(value)}
 
 
 def check_digests(compressed: Checkpoint) -> CheckRecord:

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compressor import oneshot
+from compressor.errors import ResumeError
 from harness.validation.inspection import inspect_modules
 from harness.validation.policy import Policy
-from harness.validation.record import check_digests
+from harness.validation.record import check_digests, check_quantization_config
 from harness.validation.subject import read_subject
 from harness.validation.weights import check_weights
 from harness.verdict import CheckRecord
@@ -236,3 +237,41 @@ def test_every_digest_is_of_the_bytes_in_the_file_and_equal_runs_give_equal_ones
     recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "W4A16"}}}}
     oneshot(llama_dir, recipe=recipe, dataset=tokens_file, output_dir=tmp_path / "again")
     assert (tmp_path / "again" / "compression.json").read_bytes() == (sound("W4A16") / "compression.json").read_bytes()
+
+
+DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "inputs": (lambda c: c["config_groups"]["group_0"].update(input_activations=DYNAMIC), "config_groups.group_0.input_activations: is"),
+    "the format": (lambda c: c.update(format="naive-quantized"), 'format: is "naive-quantized", was written as "pack-quantized"'),
+    "keys and values": (lambda c: c.update(kv_cache_scheme={**DYNAMIC, "strategy": "tensor"}), "kv_cache_scheme"),
+    "a key taken out": (lambda c: c.pop("ignore"), "ignore: is absent, was written as"),
+}
+
+
+@pytest.mark.parametrize("edit", CONFIGS)
+def test_an_edited_quantization_config_is_named_and_no_finished_run(
+    edit: str, sound: Callable[..., Path], llama_dir: Path, tokens_file: Path, tmp_path: Path
+) -> None:
+    change, said = CONFIGS[edit]
+    shutil.copytree(sound("W4A16"), tmp_path / "bad")
+    path = tmp_path / "bad" / "config.json"
+    config = json.loads(path.read_text())
+    assert check_quantization_config(path.parent, config).outcome == "pass"
+    change(config["quantization_config"])
+    path.write_text(json.dumps(config))
+    found = check_quantization_config(path.parent, config)
+    assert found.outcome == "fail" and any(finding.startswith(said) for finding in found.findings), found.findings
+    recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "W4A16"}}}}
+    with pytest.raises(ResumeError, match=r"the quantization_config of config\.json is not what was written"):
+        oneshot(llama_dir, recipe=recipe, dataset=tokens_file, output_dir=path.parent, resume=True)
+
+
+@pytest.mark.parametrize("change", [lambda record: record.pop("quantization_config"), None])
+def test_what_says_nothing_of_the_quantization_config_lets_nothing_pass(
+    change: Callable[[dict[str, Any]], Any] | None, sound: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copytree(sound("W4A16"), tmp_path / "bad")
+    path = tmp_path / "bad" / "compression.json"
+    record = json.loads(path.read_text())
+    path.unlink() if change is None else (change(record), path.write_text(json.dumps(record)))
+    assert check_quantization_config(path.parent, {}).outcome == ("skip" if change is None else "inconclusive")

@@ -198,6 +198,34 @@ class OwnSaver(nn.Sequential):
         Path(folder).mkdir()
 
 
+@pytest.mark.parametrize("case", ["gptq", "int8 inputs", "keys and values alone", "tied embeddings", "experts"])
+def test_a_model_inside_the_compressed_one_saves_what_it_is(case: str, tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    make, recipe = CASES[case]
+    model = oneshot(make(), recipe=recipe, dataset=IDS).model
+    model.model.save_pretrained(tmp_path / "in")
+    wanted = model.model(input_ids=IDS).last_hidden_state
+    for found in (AutoModel.from_pretrained(tmp_path / "in"), load_compressed(tmp_path / "in", model_class="AutoModel", device="cpu")):
+        assert torch.equal(found(input_ids=IDS).last_hidden_state, wanted)
+    assert not (tmp_path / "in" / "compression.json").exists()
+
+
+def test_models_inside_one_that_cannot_be_saved_can(tmp_path: Path) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = llama(), llama()
+
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            return self.second(input_ids=self.first(input_ids=input_ids).logits.argmax(-1))
+
+    pair = oneshot(Pair(), recipe=quantize(scheme="W8A16", targets=["re:first.*proj"], ignore=[]), dataset=IDS).model
+    assert "save_pretrained" in vars(pair.first) and "save_pretrained" not in vars(pair) | vars(pair.second)
+    pair.first.save_pretrained(tmp_path / "first")
+    assert torch.equal(reloaded(tmp_path / "first"), logits(pair.first))
+
+
 def test_a_save_pretrained_that_knows_no_codes_is_refused(tmp_path: Path) -> None:
     model = OwnSaver(nn.Linear(128, 8))
     result = oneshot(model, recipe=quantize(scheme="W8A16", targets=["0"], ignore=[]))
