@@ -6,6 +6,7 @@ What a value means (whether a folder exists, whether an engine has that name) is
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -20,11 +21,11 @@ Check = Callable[[Any], bool]
 
 
 def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _flag(value: Any) -> bool:
@@ -130,6 +131,39 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> N
             raise UserInputError(f"{name}: {text if len(text) <= 60 else text[:57] + '...'} was given, where {words} belongs; correct it")
 
 
+def plain_number(value: Any) -> Any:
+    """Return a number of numpy, and the like, as one of Python, which JSON can hold.
+
+    Args:
+        value: anything.
+
+    Returns:
+        An int for a whole number, a float for another real one; what is no number, or one of Python already, as it is.
+    """
+    if isinstance(value, bool | int | float) and type(value).__module__ == "builtins":
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def check_no_autocast(function: Callable[..., Any]) -> None:
+    """Refuse to run under torch.autocast, which would compute forwards, Hessians and errors in another dtype, without a word.
+
+    Args:
+        function: that was called, for the error.
+
+    Raises:
+        UserInputError: it is on, for any kind of device.
+    """
+    kind = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
+    if kind is not None:
+        raise UserInputError(
+            f"{function.__name__}: torch.autocast({kind!r}, {torch.get_autocast_dtype(kind)}) is on around the call, and would compute "
+            "forwards and statistics in another dtype than the model's; call it outside, and cast the model if that is meant"
+        )
+
+
 def suggest(given: str, choices: Iterable[str]) -> str:
     """Return advice for a word that is not among the choices.
 
@@ -138,9 +172,9 @@ def suggest(given: str, choices: Iterable[str]) -> str:
         choices: what would be valid.
 
     Returns:
-        `did you mean 'x'?`, or the list of choices where none is near.
+        `did you mean 'x'?`, the list of choices where none is near, or to leave it out where there is no choice.
     """
     choices = list(choices)
     by_lower = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(given.lower(), by_lower, n=1)
-    return f"did you mean '{by_lower[near[0]]}'?" if near else f"choose from {', '.join(choices) or '(nothing)'}"
+    return f"did you mean '{by_lower[near[0]]}'?" if near else f"choose from {', '.join(choices)}" if choices else "leave it out"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor import trace_command, train_command
+from compressor.command_numbers import positive, whole
 from compressor.errors import AlreadyDoneError, CompressorError
 from compressor.standard_output import with_output
 
@@ -74,26 +75,19 @@ def _notes(error: BaseException) -> str:
     return "; ".join(getattr(error, "__notes__", []))
 
 
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
-
-
-def _key_value(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
+def _key_value(text: str) -> str:
+    key, separator, _ = text.partition("=")
     if not separator or not key:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return key, value
+    return text
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint (config.json, *.safetensors)")
     parser.add_argument("--recipe", required=True, metavar="R", help="recipe: a YAML or JSON file, or its text")
     _recipe_arg_argument(parser)
-    parser.add_argument("--num-calibration-samples", type=_positive, default=512, metavar="N", help="sequences to calibrate with (512)")
-    parser.add_argument("--max-seq-length", type=_positive, metavar="T", help="tokens of each sequence (what the model takes, up to 2048)")
+    parser.add_argument("--num-calibration-samples", type=positive, default=512, metavar="N", help="sequences to calibrate with (512)")
+    parser.add_argument("--max-seq-length", type=positive, metavar="T", help="tokens of each sequence (what the model takes, up to 2048)")
     parser.add_argument("--pipeline", choices=("data_free", "basic", "sequential"), help="default: what the modifiers need")
     parser.add_argument("--sequential-targets", nargs="+", metavar="P", help="layers calibrated one after another (default: inferred)")
     parser.add_argument("--model-class", metavar="C", help="transformers class to load with (AutoModelForCausalLM)")
@@ -104,7 +98,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 def _size_arguments(parser: argparse.ArgumentParser) -> None:
     """What memory and time depend on, in a run and in the plan of one."""
     parser.add_argument("--engine", choices=("auto", "graph", "suspend"), default="auto", help="how layers are followed one by one (auto)")
-    parser.add_argument("--batch-size", type=_positive, metavar="B", help="sequences in one forward (equally long ones, up to 2048 tokens)")
+    parser.add_argument("--batch-size", type=positive, metavar="B", help="sequences in one forward (equally long ones, up to 2048 tokens)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (auto)")
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="dtype to load in (the checkpoint's own)"
@@ -118,7 +112,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _tracing_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-variants", type=_positive, default=8, metavar="N", help="recorded graphs at most (8)")
+    parser.add_argument("--max-variants", type=positive, default=8, metavar="N", help="recorded graphs at most (8)")
     parser.add_argument("--leaf", action="append", default=[], metavar="MODULE:FUNCTION", help="function recorded as one node")
     parser.add_argument(
         "--verify", choices=("off", "first", "all"), default="first", help="batches on which the graph is held against the model (first)"
@@ -139,7 +133,7 @@ def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on where an earlier run of the same command stopped")
     parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the dataset that holds the text (text)")
     parser.add_argument("--shuffle", action="store_true", help="choose calibration sequences at random by --seed, not the first ones")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of everything random (0)")
+    parser.add_argument("--seed", type=whole, default=0, metavar="S", help="seed of everything random (0)")
     parser.add_argument("--quiet", action="store_true", help="show no progress bars")
 
 
@@ -171,7 +165,7 @@ def _oneshot(args: argparse.Namespace) -> OneshotResult:
     return oneshot(
         args.model,
         recipe=args.recipe,
-        recipe_args=dict(args.recipe_arg),
+        recipe_args=args.recipe_arg,
         dataset=args.dataset,
         output_dir=args.output_dir,
         run_dir=args.run_dir,
@@ -231,7 +225,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     made = plan(
         args.model,
         recipe=args.recipe,
-        recipe_args=dict(args.recipe_arg),
+        recipe_args=args.recipe_arg,
         num_calibration_samples=args.num_calibration_samples,
         max_seq_length=args.max_seq_length,
         batch_size=args.batch_size,
@@ -283,11 +277,11 @@ def _run_recipe(args: argparse.Namespace) -> int:
     if args.recipe_verb == "schema":
         print(json.dumps(recipe_schema(), indent=1, sort_keys=True))
         return EXIT_OK
-    print(load_recipe(args.recipe, args=dict(args.recipe_arg)).dump(), end="")
+    print(load_recipe(args.recipe, args=args.recipe_arg).dump(), end="")
     if args.model is not None:
         from compressor.planning import plan
 
-        _print_plan(plan(args.model, recipe=args.recipe, recipe_args=dict(args.recipe_arg)))
+        _print_plan(plan(args.model, recipe=args.recipe, recipe_args=args.recipe_arg))
     return EXIT_OK
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from compressor.arguments import check_arguments
+from compressor.arguments import check_arguments, check_no_autocast, plain_number
 from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
@@ -151,7 +152,7 @@ def oneshot(
         activation_device_memory: the same of a GPU, which is filled first; by default two fifths of what is free.
         offload_dir: folder for activations that fit in neither; without one that is an error.
         device: `auto`, `cpu`, `cuda`, `cuda:1`; a model in memory stays where it is.
-        dtype: `auto` keeps the checkpoint's own.
+        dtype: `auto` keeps the checkpoint's own; a model in memory keeps its own.
         model_class: transformers class to load with; by default AutoModelForCausalLM.
         trust_remote_code_model: run Python code that lies in the model's folder.
         seed: of everything random.
@@ -168,6 +169,9 @@ def oneshot(
         AlreadyDoneError: `resume` of a run whose checkpoint is there already.
     """
     check_arguments(oneshot, locals())
+    check_no_autocast(oneshot)
+    counts = (num_calibration_samples, max_seq_length, batch_size, max_variants, seed)
+    num_calibration_samples, max_seq_length, batch_size, max_variants, seed = map(plain_number, counts)
     bars: Progress = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
     clock = _Clock()
     settings = SequentialSettings(
@@ -185,6 +189,8 @@ def oneshot(
     parsed = load_recipe(recipe, args=recipe_args, run_type="oneshot")
     tokenizer = resolve_tokenizer(tokenizer, trust_remote_code_model)
     chosen = _choose(pipeline, parsed, settings, dataset)
+    if isinstance(dataset, DataLoader) and batch_size is not None:
+        raise DatasetError(f"batch_size: {batch_size} was given, but a DataLoader has its own; set it there, or leave it out")
     loaded = load_model(
         model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
     )

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
+from compressor.command_numbers import positive
 
 HELP = "Show how a model would be followed layer by layer: subgraphs, what crosses between them, guards; config.json alone is enough."
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modality", choices=("text", "vision", "audio"), help="what the random batches hold (what the model reads first)")
     parser.add_argument("--dataset", metavar="D", help="real inputs: as for oneshot, or .safetensors with the forward's arguments by name")
     parser.add_argument("--engine", choices=("auto", "graph", "suspend"), default="auto", help="how layers are followed one by one (auto)")
-    parser.add_argument("--targets-per-subgraph", type=_positive, default=1, metavar="N", help="layers that share a subgraph (1)")
-    parser.add_argument("--max-variants", type=_positive, default=8, metavar="N", help="recorded graphs at most (8)")
+    parser.add_argument("--targets-per-subgraph", type=positive, default=1, metavar="N", help="layers that share a subgraph (1)")
+    parser.add_argument("--max-variants", type=positive, default=8, metavar="N", help="recorded graphs at most (8)")
     parser.add_argument("--leaf", action="append", default=[], metavar="MODULE:FUNCTION", help="function recorded as one node")
     parser.add_argument(
         "--verify", choices=("off", "first", "all"), default="first", help="batches on which the graph is held against the model (first)"

@@ -8,25 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compressor.command_numbers import count, positive, whole
 from compressor.errors import AlreadyDoneError
 
 if TYPE_CHECKING:
     from compressor.training_run import TrainResult
 
 HELP = "Train a causal language model, with a recipe that prunes or quantizes it meanwhile, and save the checkpoint."
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,20 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the dataset that holds the text (text)")
-    parser.add_argument("--max-seq-length", type=_positive, metavar="T", help="tokens of each block (what the model takes, up to 2048)")
+    parser.add_argument("--max-seq-length", type=positive, metavar="T", help="tokens of each block (what the model takes, up to 2048)")
     parser.add_argument("--no-shuffle", action="store_true", help="take blocks in the order of the data, not in one drawn for each epoch")
     parser.add_argument("--eval-dataset", metavar="D", help="held-out data; its loss is measured before and after the run")
-    parser.add_argument("--eval-every", type=_positive, metavar="N", help="measure it after every N steps, too")
+    parser.add_argument("--eval-every", type=positive, metavar="N", help="measure it after every N steps, too")
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=_positive, metavar="N", help="length of the run; start, end and update in the recipe count steps")
+    length.add_argument("--steps", type=positive, metavar="N", help="length of the run; start, end and update in the recipe count steps")
     length.add_argument("--epochs", type=float, metavar="E", help="length in passes over the data (1); the recipe then counts epochs")
-    parser.add_argument("--batch-size", type=_positive, default=8, metavar="B", help="blocks in a micro-batch (8)")
-    parser.add_argument("--accumulate", type=_positive, default=1, metavar="A", help="micro-batches in a step (1)")
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="B", help="blocks in a micro-batch (8)")
+    parser.add_argument("--accumulate", type=positive, default=1, metavar="A", help="micro-batches in a step (1)")
     parser.add_argument("--learning-rate", type=float, default=2e-5, metavar="LR", help="peak of AdamW; a cosine leads from it to 0 (2e-5)")
-    parser.add_argument("--warmup-steps", type=_count, default=0, metavar="W", help="steps that lead up to the peak (0)")
+    parser.add_argument("--warmup-steps", type=count, default=0, metavar="W", help="steps that lead up to the peak (0)")
     parser.add_argument("--weight-decay", type=float, default=0.0, metavar="WD", help="decay of matrices; norms and biases have none (0)")
     parser.add_argument("--clip-norm", type=float, default=1.0, metavar="C", help="largest norm of all gradients; 0 clips nothing (1)")
     parser.add_argument("--autocast", choices=("off", "bf16"), default="off", help="dtype of the forward's products (off)")
@@ -77,15 +65,15 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
         default="replay",
         help="how a step runs, with the same bits: captured once and repeated, as it is, or recorded every time (replay)",
     )
-    parser.add_argument("--check-every", type=_positive, default=1, metavar="N", help="check the guards at every Nth replay (1)")
+    parser.add_argument("--check-every", type=positive, default=1, metavar="N", help="check the guards at every Nth replay (1)")
     parser.add_argument(
         "--audit-every",
-        type=_count,
+        type=count,
         metavar="N",
         help="run every Nth step eagerly, too, and compare; 0: none (1, 2, 4, ... 64 steps after a proof, then in 3 %% of the time): "
         "what the guards see is refused at once; anything else that Python reads is found by the audit, at most 1,000 steps later",
     )
-    parser.add_argument("--save-every", type=_count, metavar="N", help="keep a state after every N steps; 0: never (a tenth of the run)")
+    parser.add_argument("--save-every", type=count, metavar="N", help="keep a state after every N steps; 0: never (a tenth of the run)")
     parser.add_argument("--run-dir", metavar="R", help="folder that keeps the last two states until the end (O.partial-run)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest state of an earlier run of the same command")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (auto)")
@@ -97,7 +85,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-class", metavar="C", help="transformers class to load with (AutoModelForCausalLM)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that lies in the model's folder")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of everything random (0)")
+    parser.add_argument("--seed", type=whole, default=0, metavar="S", help="seed of everything random (0)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
     parser.add_argument("--quiet", action="store_true", help="show no progress bars")
 
@@ -132,7 +120,7 @@ def _train(args: argparse.Namespace) -> TrainResult:
     return train(
         args.model,
         recipe=args.recipe,
-        recipe_args=dict(args.recipe_arg),
+        recipe_args=args.recipe_arg,
         dataset=args.dataset,
         output_dir=args.output_dir,
         run_dir=args.run_dir,

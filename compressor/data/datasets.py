@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, take_token_mask
 from compressor.data.encode import Tokens, encode_row
-from compressor.data.rows import read_rows
+from compressor.data.rows import TEXT_COLUMN, read_rows
 from compressor.errors import DatasetError
 
 DEFAULT_MAX_SEQ_LENGTH = 2048
@@ -84,6 +84,8 @@ def load_dataset_source(
     if isinstance(source, DataLoader):
         if shuffle:
             raise DatasetError("dataset: a DataLoader decides its own order; set shuffle in the loader, not here")
+        if text_column != TEXT_COLUMN:
+            raise DatasetError(f"text_column: {text_column!r} was given, but a DataLoader gives batches as they are; leave it out")
         return _from_loader(source, num_calibration_samples, length if max_seq_length is not None else max_positions)
     rows: list[Tokens] = []
     num_dropped = 0

@@ -19,6 +19,7 @@ from compressor.errors import DatasetError
 
 T = TypeVar("T")
 
+TEXT_COLUMN = "text"  # unless the user names another
 MASKS = ("attention_mask", "loss_mask")  # columns beside input_ids: what is padding, and which tokens statistics may count (0: not)
 
 
@@ -45,8 +46,10 @@ def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None) -> Ite
         An iterator; it raises DatasetError at the first row that cannot be used.
 
     Raises:
-        DatasetError: the source is missing or of an unknown kind.
+        DatasetError: the source is missing or of an unknown kind, or has no columns, though one was named.
     """
+    if text_column != TEXT_COLUMN and not _has_columns(source):
+        raise DatasetError(f"text_column: {text_column!r} was given, but this data has no columns that are named; leave it out")
     if isinstance(source, str | Path):
         return _read_file(Path(source), text_column, shuffle_seed)
     if isinstance(source, Tensor):
@@ -59,6 +62,12 @@ def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None) -> Ite
         f"dataset: a {type(source).__name__} is no source of calibration data; give a file (.jsonl, .txt, .parquet, .safetensors), "
         "a Hugging Face Dataset, a list of texts or token tensors, or a DataLoader"
     )
+
+
+def _has_columns(source: Any) -> bool:
+    if isinstance(source, str | Path):
+        return Path(source).suffix.lower() not in (".txt", ".safetensors")
+    return not isinstance(source, Tensor | list | tuple) or any(isinstance(item, Mapping) for item in source)
 
 
 def _arranged(items: Iterable[T], seed: int | None) -> Iterable[T]:
@@ -193,6 +202,12 @@ def _list_rows(items: list[Any] | tuple[Any, ...], text_column: str, seed: int |
 
 def _wanted_columns(columns: list[str], where: str, text_column: str) -> list[str]:
     """Return the columns to read: token ids before text, text before conversations."""
+    first = next((name for name in ("input_ids", text_column, "messages") if name in columns), text_column)
+    if text_column not in (TEXT_COLUMN, first):
+        raise DatasetError(
+            f"{where}: the column {text_column!r} was named (text_column), and {first!r} would be read in its place; "
+            "leave text_column out, or correct it, or give data without the other column"
+        )
     if "input_ids" in columns:
         return [name for name in ("input_ids", *MASKS) if name in columns]
     for name in (text_column, "messages"):
@@ -202,7 +217,7 @@ def _wanted_columns(columns: list[str], where: str, text_column: str) -> list[st
             return [name]
     raise DatasetError(
         f"{where}: none of the columns {sorted(map(str, columns))} is {text_column!r}, 'input_ids' or 'messages'; "
-        "name the column that holds the text (text_column)"
+        "name the column that holds the text (text_column), or call that of token ids input_ids"
     )
 
 

@@ -67,6 +67,8 @@ def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath, nam
     if isinstance(cause, Exception):
         problem, _, advice = str(cause).removeprefix(f"{name}: ").rpartition("; ")
         return (problem, advice) if problem else (advice, "correct it")
+    if details["type"] in ("int_parsing_size", "int_from_float"):
+        return f"{details['input']!r} was given, where a whole number belongs", "correct it"
     given = repr(details["input"])
     advice = "eval is not supported, write ${name} for an argument" if given.startswith("'eval(") else "correct it"
     message = details["msg"]

@@ -67,7 +67,7 @@ def load_model(
     """Load a model and its tokenizer, or take a model that is in memory as it is.
 
     Args:
-        source: folder in the layout of transformers, or a module; of a module nothing is changed, so the other arguments do not apply.
+        source: folder in the layout of transformers, or a module; of a module nothing is changed, so dtype and class are left out.
         dtype: "auto" (the files' own), or one of bfloat16, float16, float32, float64.
         device: "auto" (the first GPU, else the CPU) or a device of torch.
         trust_remote_code: run Python files of the folder, where its config asks for them.
@@ -78,10 +78,10 @@ def load_model(
 
     Raises:
         ModelError: the folder is missing, incomplete or damaged, lacks weights that the class needs, is quantized already, or the
-            model in memory is.
+            model in memory is; or dtype or class was given for a model in memory.
     """
     if isinstance(source, nn.Module):
-        check_in_memory(source)
+        check_in_memory(source, dtype=dtype, model_class=model_class)
         return LoadedModel(source, tokenizer=None, source_dir=None, from_memory=True)
     folder = Path(source)
     torch_device, torch_dtype = resolve_device(device), resolve_dtype(dtype)
@@ -178,16 +178,22 @@ def resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return _DTYPES[name]
 
 
-def check_in_memory(model: nn.Module) -> None:
-    """Refuse a model in memory that must not be compressed; it is not changed.
+def check_in_memory(model: nn.Module, *, dtype: str | torch.dtype = "auto", model_class: str | type | None = None) -> None:
+    """Refuse a model in memory that must not be compressed, and settings that only a folder has a use for; it is not changed.
 
     Args:
         model: any module.
+        dtype: as the user gave it.
+        model_class: as the user gave it.
 
     Raises:
-        ModelError: it is quantized, carries adapters, or has parameters without values.
+        ModelError: it is quantized, carries adapters, or has parameters without values; or a setting would not be read.
     """
     where = type(model).__name__
+    if dtype != "auto":
+        raise ModelError(f"dtype: {str(dtype)!r} was given for a model in memory, which stays as it is; cast it first, or leave dtype out")
+    if model_class is not None:
+        raise ModelError(f"model_class: {model_class!r} was given for a model in memory, which has its class; leave model_class out")
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_dict"):
         check_not_quantized(config.to_dict(), where)

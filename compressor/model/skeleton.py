@@ -27,7 +27,7 @@ def load_skeleton(source: str | Path | nn.Module, *, trust_remote_code: bool = F
         ModelError: no folder, no usable config, or the model is quantized already.
     """
     if isinstance(source, nn.Module):
-        check_in_memory(source)
+        check_in_memory(source, model_class=model_class)
         return source
     folder = Path(source)
     check_not_quantized(read_config(folder), str(folder))

@@ -65,6 +65,8 @@ def stand_in(
         ModelError: no folder, no usable config, a quantized model, or weights that cannot be read.
     """
     if isinstance(source, nn.Module):
+        if model_class is not None:
+            raise ModelError(f"model_class: {model_class!r} was given for a model in memory, which has its class; leave model_class out")
         return StandIn(source, "its own weights")
     folder = Path(source)
     chosen = model_class or _named_class(read_config(folder))

@@ -136,6 +136,13 @@ class MagnitudePruningModifier(PruningModifier):
         return self.final_sparsity
 
     @property
+    def why_fewer(self) -> str:
+        """Why less is zero at the end than was wanted, and what to do."""
+        if self.end is not None and self._sparsity < self.final_sparsity:
+            return f"the run was over before end={self.end:g}: give a smaller end, or a longer run"
+        return super().why_fewer
+
+    @property
     def sparsity(self) -> float:
         """The share of zeros that the present masks were made for."""
         return self._sparsity

@@ -101,8 +101,7 @@ class PruningModifier(Modifier):
             wanted += num_zeros(self.wanted_sparsity, weight.numel())
         if zeros < wanted:
             state.report.notes.append(
-                f"{self.label}: {zeros / total:.1%} of the weights are zero at the end, not {self.wanted_sparsity:.1%}; what came after it "
-                "changed them: set leave_enabled, or keep the zeros with a ConstantPruningModifier"
+                f"{self.label}: {zeros / total:.1%} of the weights are zero at the end, not {self.wanted_sparsity:.1%}; {self.why_fewer}"
             )
         self._pruned, self._active = {}, False
         return True
@@ -154,6 +153,11 @@ class PruningModifier(Modifier):
     def wanted_sparsity(self) -> float:
         """The share of zeros that a finished run should have; 0 where it is whatever was found."""
         return 0.0
+
+    @property
+    def why_fewer(self) -> str:
+        """Why less is zero at the end than was wanted, and what to do."""
+        return "what came after it changed them: set leave_enabled, or keep the zeros with a ConstantPruningModifier"
 
     def scheme_label(self) -> str:
         """Return in words what targeted modules get."""

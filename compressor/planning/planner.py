@@ -16,12 +16,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from compressor.arguments import check_arguments
+from compressor.arguments import check_arguments, check_no_autocast, plain_number
 from compressor.data.datasets import chosen_length
 from compressor.lifecycle import Modifier, PlannedModule, State
 from compressor.model.experts import unfused_experts
 from compressor.model.experts_stages import expert_targets
-from compressor.model.load import resolve_device, resolve_dtype
+from compressor.model.load import check_in_memory, resolve_device, resolve_dtype
 from compressor.model.skeleton import load_skeleton
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import choose_pipeline
@@ -121,11 +121,14 @@ def plan(
         UserInputError: whatever `oneshot` would refuse of recipe and model.
     """
     check_arguments(plan, locals())
+    check_no_autocast(plan)
+    num_calibration_samples, max_seq_length, batch_size = map(plain_number, (num_calibration_samples, max_seq_length, batch_size))
     granted = None if activation_memory is None else parse_bytes(activation_memory, "activation_memory")
     parsed = load_recipe(recipe, args=recipe_args)
     chosen = choose_pipeline(parsed.modifiers, pipeline)
     skeleton = load_skeleton(model, trust_remote_code=trust_remote_code_model, model_class=model_class)
     if isinstance(model, nn.Module):
+        check_in_memory(model, dtype=dtype)
         skeleton = _without_values(model)
     elif dtype != "auto":
         skeleton = skeleton.to(resolve_dtype(dtype))

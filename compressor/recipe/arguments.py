@@ -60,8 +60,10 @@ def named_values(args: Mapping[str, Any] | Sequence[str] | None) -> dict[str, An
     found: dict[str, Any] = {}
     for text in [args] if isinstance(args, str) else args:
         name, separator, value = text.partition("=")
-        if not separator or not name or name in found:
-            raise RecipeError(f"recipe_args: {text!r} is not name=value, or its name stands twice; give each name once")
+        if not separator or not name:
+            raise RecipeError(f"recipe_args: {text!r} is not name=value; write it so")
+        if name in found:
+            raise RecipeError(f"recipe_args: {name!r} was given twice, as {found[name]!r} and as {value!r}; give each name once")
         found[name] = value
     return found
 

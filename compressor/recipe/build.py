@@ -75,7 +75,8 @@ class Builder:
             raise self._error((), f"{_show(data)} is no recipe; give a mapping of stages or a list of modifiers")
         unused = sorted(set(self._given) - self._used)
         if unused:
-            raise self._error((), f"the argument {unused[0]!r} is not used by the recipe; {suggest(unused[0], sorted(self._used))}")
+            none = "" if self._used else ", which holds no ${name}"
+            raise self._error((), f"the argument {unused[0]!r} is not used by the recipe{none}; {suggest(unused[0], sorted(self._used))}")
         if not self._num_modifiers:
             raise self._error((), "it holds no modifier, so nothing would be done; add one below name_stage: name_modifiers:")
         return tuple(stages)

@@ -65,6 +65,7 @@ class Loop:
         self._trainer, self._order, self._held_out, self._num_steps = trainer, order, held_out, num_steps
         self._settings, self._states, self._shows = settings, states, shows
         self._interrupt = Interrupt()
+        self._told = False
         self._save_every = settings.save_interval(num_steps)
         notes = states.load_newest(trainer, num_steps) or {}
         self.losses: list[float] = list(notes.get("losses", []))
@@ -85,6 +86,10 @@ class Loop:
                 if not trainer.num_steps:
                     self._evaluate()
                 trainer.fit(self._order, self._num_steps, each=self._after)
+            except NumericsError as error:
+                if not self._told:  # a modifier met the weights first
+                    self._check_weights(trainer.num_steps + 1, error)
+                raise
             except (MemoryError, RuntimeError) as error:
                 if isinstance(error, ReplayError):
                     if trainer.agreed_steps is not None:
@@ -128,9 +133,12 @@ class Loop:
         """After each step."""
         value, done = loss.item(), number + 1
         if not math.isfinite(value):
+            self._told = True
             raise NumericsError(self._no_number(done, value))
         self.losses.append(value)
         is_last = done == self._num_steps
+        if is_last:  # before an evaluation, a quantizer or a modifier meets them
+            self._check_weights(done)
         if is_last or (self._settings.eval_every and done % self._settings.eval_every == 0):
             self._evaluate()
         is_due = bool(self._save_every) and (is_last or done % self._save_every == 0)
@@ -143,10 +151,15 @@ class Loop:
 
     def _save(self, done: int) -> None:
         """Keep the state, unless what it holds is of no use."""
+        self._check_weights(done)
+        self._states.save(self._trainer, {"losses": self.losses, "evaluations": self.evaluations})
+
+    def _check_weights(self, done: int, cause: BaseException | None = None) -> None:
+        """Refuse weights that have diverged, though the loss does not show it yet."""
         broken = next((name for name, p in self._trainer.step.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
         if broken is not None:
-            raise NumericsError(f"step {done}: {broken} holds NaN or infinity, though the loss is a number; {self._remedy()}")
-        self._states.save(self._trainer, {"losses": self.losses, "evaluations": self.evaluations})
+            self._told = True
+            raise NumericsError(f"step {done}: {broken} holds NaN or infinity, though the loss is a number; {self._remedy()}") from cause
 
     def _no_number(self, done: int, value: float) -> str:
         if done == 1:
@@ -155,8 +168,9 @@ class Loop:
 
     def _remedy(self) -> str:
         start_over = f", remove {self._states.path} and start over" if self._states.path is not None else ""
+        decay = f", a smaller weight_decay (it was {self._settings.weight_decay:g})" if self._settings.weight_decay else ""
         return (
-            f"give a smaller learning_rate (it was {self._settings.learning_rate:g}), a longer warm-up (warmup_steps) or a smaller "
+            f"give a smaller learning_rate (it was {self._settings.learning_rate:g}){decay}, a longer warm-up (warmup_steps) or a smaller "
             f"clip_norm{start_over}"
         )
 

@@ -98,8 +98,13 @@ class TrainingRun:
     def load(self, model: str | Path | nn.Module, tokenizer: Any, device: str, model_class: str | None, trust: bool) -> None:
         """Load the model and identify it before anything is done to it."""
         chosen = resolve_device(device)
+        is_default = isinstance(model, nn.Module) and self.settings.dtype == TrainSettings.dtype  # which says nothing of such a model
         self.loaded: LoadedModel = load_model(
-            model, dtype=self.settings.dtype, device=chosen, trust_remote_code=trust, model_class=model_class
+            model,
+            dtype="auto" if is_default else self.settings.dtype,
+            device=chosen,
+            trust_remote_code=trust,
+            model_class=model_class,
         )
         self.tokenizer = tokenizer or self.loaded.tokenizer
         self.own_tokenizer = tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from compressor.arguments import check_arguments
+from compressor.arguments import check_arguments, check_no_autocast, plain_number
 from compressor.errors import UserInputError
 from compressor.model.load import resolve_tokenizer
 from compressor.progress import Progress
@@ -98,7 +98,7 @@ def train(
             proof, then in 3 % of the time. What the guards see is refused at once; anything else that Python reads is found by the audit,
             at most 1,000 steps later.
         device: `auto`, `cpu`, `cuda`, `cuda:1`; a model in memory stays where it is.
-        dtype: of the weights while they are trained; a model in memory keeps its own.
+        dtype: of the weights while they are trained; a model in memory keeps its own, so that another than float32 is refused for one.
         save_dtype: of the weights in the checkpoint; `auto`: as in the checkpoint that was loaded.
         model_class: transformers class to load with; by default AutoModelForCausalLM.
         trust_remote_code_model: run Python code that lies in the model's folder.
@@ -118,6 +118,7 @@ def train(
         KeyboardInterrupt: ctrl-C; the state after the last whole step is kept, and a note says how to go on.
     """
     check_arguments(train, locals())
+    check_no_autocast(train)
     settings = TrainSettings(
         steps=steps,
         epochs=epochs,
@@ -147,7 +148,7 @@ def train(
     place = check_place(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
     parsed = None if recipe is None else load_recipe(recipe, args=recipe_args, run_type="train")
     text, modifiers = (None, ()) if parsed is None else (parsed.dump(), tuple(parsed.modifiers))
-    run = TrainingRun(settings, place, text, modifiers, seed, progress)
+    run = TrainingRun(settings, place, text, modifiers, plain_number(seed), progress)
     run.load(model, resolve_tokenizer(tokenizer, trust_remote_code_model), device, model_class, trust_remote_code_model)
-    run.read(dataset, eval_dataset, max_seq_length, text_column)
+    run.read(dataset, eval_dataset, plain_number(max_seq_length), text_column)
     return run.train()

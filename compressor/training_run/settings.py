@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from compressor.arguments import plain_number
 from compressor.data import TokenBlocks
 from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier
@@ -68,7 +69,10 @@ class TrainSettings:
     save_every: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every rule."""
+        """Check every rule, after numbers of numpy have become numbers."""
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
+        object.__setattr__(self, "ema", tuple(map(plain_number, self.ema)))
         for name, holds, words in _RULES:
             value = getattr(self, name)
             if not holds(value):

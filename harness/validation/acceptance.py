@@ -44,10 +44,25 @@ def check_accepted(subject: Subject) -> CheckRecord:
             findings.append(f"quantization_status is {config.get('quantization_status')!r}: loaders take the weights for uncompressed")
     except LOADER_ERRORS as error:
         findings.append(first_line(error))
+    findings += _contradictions(config, subject.compressed)
     schemes = sorted({group.scheme.label for group in subject.readable_modules.values() if group.scheme})
     return ACCEPTED.found(
         findings, "; ".join(schemes) or "keys and values only", evidence={"schemes": schemes, "version": str(config.get("version"))}
     )
+
+
+def _contradictions(config: Mapping[str, Any], compressed: Checkpoint) -> list[str]:
+    """Entries that no loader reads twice, and that the groups or the tensors belie."""
+    groups = config.get("config_groups")
+    formats = {group.get("format") for group in groups.values() if isinstance(group, Mapping)} if isinstance(groups, Mapping) else set()
+    findings = []
+    if len(formats) == 1 and (only := formats.pop()) and config.get("format") not in (None, "mixed-precision", only):
+        findings.append(f"format is {config.get('format')!r}, and every group says {only!r}")
+    sparsity = config.get("sparsity_config")
+    sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+    if sparse not in (None, "dense") and not any(name.endswith((".bitmask", ".compressed")) for name in compressed.entries):
+        findings.append(f"sparsity_config says {sparse!r}, and no tensor is stored so")
+    return findings
 
 
 def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[CheckRecord, torch.nn.Module | None]:

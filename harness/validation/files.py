@@ -82,7 +82,17 @@ def _normalized(folder: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     config: dict[str, Any] = json.loads(AutoConfig.from_pretrained(folder, local_files_only=True).to_json_string(use_diff=False))
-    return config
+    return {key: _meaning(value, config.get("dtype")) for key, value in config.items()}
+
+
+def _meaning(value: Any, dtype: Any) -> Any:
+    """What a config inside a config says of itself: neither who wrote it, nor the dtype of the whole, which loading fills in."""
+    if isinstance(value, list):
+        return [_meaning(part, dtype) for part in value]
+    if not isinstance(value, dict):
+        return value
+    told = {key: part for key, part in value.items() if key not in _VOLATILE_KEYS and not (key == "dtype" and part in (None, dtype))}
+    return {key: _meaning(part, dtype) for key, part in told.items()}
 
 
 def _differing_keys(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -41,12 +41,15 @@ def check_weights(subject: Subject, inspections: Sequence[ModuleInspection], pol
     Returns:
         One record per check.
     """
+    kept = _kv_problems(subject)
     if not subject.modules:
+        if kept:
+            return [QPARAMS.found(kept, ""), *(claim.skipped("no weight is quantized") for claim in (DECODED, CHANGED, SQNR, SCALES, ROWS))]
         why = "no weight is quantized" + (", see files.tensors" if subject.quantizes_weights else "")
         return [claim.skipped(why) for claim in (QPARAMS, DECODED, CHANGED, SQNR, SCALES, ROWS)]
     unread = [f"{name}: {group.reason}" for name, group in subject.modules.items() if group.scheme is None]
     records = [
-        _qparams_record(inspections),
+        _qparams_record(inspections, kept),
         _decoded_record(inspections),
         _changed_record(inspections),
         *_nearness_records(subject, inspections, policy),
@@ -70,8 +73,19 @@ def _with_unread(record: CheckRecord, unread: list[str]) -> CheckRecord:
     return claim.record(Outcome.INCONCLUSIVE, summary, limit=record.limit, evidence=record.evidence, findings=[*unread, *record.findings])
 
 
-def _qparams_record(inspections: Sequence[ModuleInspection]) -> CheckRecord:
-    findings = [f"{module.name}: {problem}" for module in inspections for problem in module.problems]
+def _kv_problems(subject: Subject) -> list[str]:
+    """Say which scales of keys and values cannot be."""
+    names = [name for name in subject.compressed.entries if name.endswith(("k_scale", "v_scale")) and name not in subject.base.entries]
+    scales = {name: subject.compressed.tensor(name).double() for name in names}
+    return [
+        f"{name}: is not finite and above 0 everywhere"
+        for name, scale in scales.items()
+        if not bool((scale.isfinite() & (scale > 0)).all())
+    ]
+
+
+def _qparams_record(inspections: Sequence[ModuleInspection], kept: Sequence[str]) -> CheckRecord:
+    findings = [*kept] + [f"{module.name}: {problem}" for module in inspections for problem in module.problems]
     worst = max(inspections, key=lambda module: module.clipped_frac, default=None)
     evidence: dict[str, Any] = {"modules": len(inspections), "weights": sum(module.num_weights for module in inspections)}
     if worst is not None:

@@ -368,7 +368,7 @@ def test_a_tokenizer_may_be_a_path_and_arguments_a_list(llama_dir: Path, tmp_pat
     for folder, words in ((tmp_path, "holds none"), (tmp_path / "nowhere", "is not a folder")):
         with pytest.raises(ModelError, match=words):
             oneshot(llama_dir, recipe=quantize(), dataset=["a b c"], tokenizer=folder)
-    with pytest.raises(RecipeError, match="stands twice"):
+    with pytest.raises(RecipeError, match="given twice"):
         oneshot(llama_dir, recipe=recipe, recipe_args=["name=W8A8", "name=FP8"], dataset=["a b c"])
 
 

@@ -160,7 +160,7 @@ def test_another_version_or_machine_is_refused(unfinished: Unfinished, monkeypat
 
 def test_what_changes_no_result_may_change(unfinished: Unfinished, whole: dict[str, str]) -> None:
     (unfinished.model / "README.md").write_text("new")
-    result = unfinished.resume(verify="off", text_column="other", device="cpu")
+    result = unfinished.resume(verify="off", device="cpu")
     assert result.resumed == "resumed after stage 2 of 4"
     assert digest(unfinished.out) == whole
     assert next(iter(result.report.modules)) == "model.layers.0.self_attn.q_proj"

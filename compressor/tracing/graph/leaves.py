@@ -76,7 +76,9 @@ def resolve_leaf(given: str | Callable[..., Any]) -> LeafFunction:
         TracingError: there is none, or it cannot be replaced where it stands.
     """
     path = given if isinstance(given, str) else f"{getattr(given, '__module__', '?')}:{getattr(given, '__qualname__', '?')}"
-    module_name, _, qualified = path.partition(":")
+    module_name, colon, qualified = path.partition(":")
+    if not (module_name and colon and qualified):
+        raise TracingError(f"leaves: {path!r} is no package.module:function; write it so, with a colon before the function")
     outer, _, name = qualified.rpartition(".")
     try:
         module = importlib.import_module(module_name)

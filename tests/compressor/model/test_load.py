@@ -182,7 +182,7 @@ def test_the_automatic_device_exists():
 def test_a_model_in_memory_is_taken_as_it_is(make_model):
     for model in (nn.Sequential(nn.Linear(2, 2)), make_model().train()):
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        loaded = load_model(model, dtype="float16", device="cpu")
+        loaded = load_model(model, device="cpu")
         assert loaded.model is model and loaded.from_memory and loaded.tokenizer is None and loaded.source_dir is None
         assert model.training
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -73,7 +73,7 @@ def test_a_hopeless_name_is_answered_with_all_of_them() -> None:
 def test_suggestions() -> None:
     assert suggest("blok_size", ["block_size", "x"]) == "did you mean 'block_size'?"
     assert suggest("q", ["a", "b"]) == "choose from a, b"
-    assert suggest("q", []) == "choose from (nothing)"
+    assert suggest("q", []) == "leave it out"
 
 
 def test_a_registered_class_is_found_by_its_name() -> None:
