@@ -169,16 +169,13 @@ def oneshot(
         AlreadyDoneError: `resume` of a run whose checkpoint is there already.
     """
     check_arguments(oneshot, locals())
-    check_no_autocast(oneshot)
-    counts = (num_calibration_samples, max_seq_length, batch_size, max_variants, seed)
-    num_calibration_samples, max_seq_length, batch_size, max_variants, seed = map(plain_number, counts)
     bars: Progress = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
     clock = _Clock()
     settings = SequentialSettings(
         targets=sequential_targets,
         propagate_error=propagate_error,
         engine=engine,
-        max_variants=max_variants,
+        max_variants=plain_number(max_variants),
         leaves=tuple(leaves),
         verify=verify,
         activation_memory=activation_memory,
@@ -188,16 +185,16 @@ def oneshot(
     place = check_places(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
     parsed = load_recipe(recipe, args=recipe_args, run_type="oneshot")
     tokenizer = resolve_tokenizer(tokenizer, trust_remote_code_model)
-    chosen = _choose(pipeline, parsed, settings, dataset)
-    if isinstance(dataset, DataLoader) and batch_size is not None:
-        raise DatasetError(f"batch_size: {batch_size} was given, but a DataLoader has its own; set it there, or leave it out")
+    chosen = _choose(pipeline, parsed, settings, dataset, batch_size)
     loaded = load_model(
         model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
     )
     base = base_hashes(loaded.source_dir)
     identity = model_identity(loaded, base, tokenizer)  # before anything is done to it
     clock.lap("load")
-    state = State(model=loaded.model, device=_run_device(loaded, device), seed=seed, report=Report(), keep_originals=loaded.from_memory)
+    state = State(
+        model=loaded.model, device=_run_device(loaded, device), seed=plain_number(seed), report=Report(), keep_originals=loaded.from_memory
+    )
     with ExitStack() as held:
         with (
             torch.random.fork_rng(),
@@ -222,13 +219,13 @@ def oneshot(
                 check_vocabulary(data, loaded.model)
             clock.lap("data")
             choices = {"pipeline": chosen, "dtype": dtype, "model_class": model_class, "calibrate_all_experts": calibrate_all_experts}
-            run = run_fingerprint(identity, parsed.dump(), data, seed, choices, settings, state.device)
+            run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, settings, state.device)
             journal = held.enter_context(place.open(run, session.modifiers))
             run_pipeline(chosen, session, data, progress=bars, settings=settings, journal=journal)
             session.finalize()
             _check_changes(state, parsed, untouched)
         clock.lap("compress")
-        record = run_record(parsed.dump(), base, data, state.report, choices, seed, run)
+        record = run_record(parsed.dump(), base, data, state.report, choices, state.seed, run)
         folder = None if output_dir is None else _save(loaded, tokenizer, output_dir, record, journal.token)
         clock.lap("save")
         journal.finish()
@@ -259,8 +256,11 @@ def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) ->
         raise RecipeError(f"recipe: {names} left every tensor of the model as it was; give modifiers that change something in oneshot")
 
 
-def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any) -> str:
+def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any, batch_size: int | None) -> str:
     """Choose the pipeline; refuse one without the data that it needs, and settings that it does not use."""
+    check_no_autocast(oneshot)
+    if isinstance(dataset, DataLoader) and batch_size is not None:
+        raise DatasetError(f"batch_size: {batch_size} was given, but a DataLoader has its own; set it there, or leave it out")
     for modifier in recipe.modifiers:
         if modifier.flags != Flags():
             raise RecipeError(f"{modifier.label}: it was used in an earlier run, and remembers it; make a new one")
