@@ -192,9 +192,7 @@ def oneshot(
     base = base_hashes(loaded.source_dir)
     identity = model_identity(loaded, base, tokenizer)  # before anything is done to it
     clock.lap("load")
-    state = State(
-        model=loaded.model, device=_run_device(loaded, device), seed=plain_number(seed), report=Report(), keep_originals=loaded.from_memory
-    )
+    state = State(loaded.model, _run_device(loaded, device), plain_number(seed), Report(), keep_originals=loaded.from_memory)
     with ExitStack() as held:
         with (
             torch.random.fork_rng(),
@@ -213,7 +211,7 @@ def oneshot(
                     batch_size=batch_size,
                     text_column=text_column,
                     shuffle=shuffle_calibration_samples,
-                    seed=seed,
+                    seed=state.seed,
                     max_positions=_max_positions(loaded.model),
                 )
                 check_vocabulary(data, loaded.model)
