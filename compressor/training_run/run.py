@@ -144,9 +144,8 @@ def train(
     if eval_every is not None and eval_dataset is None:
         raise UserInputError(f"eval_every: {eval_every} was given without eval_dataset; give data to evaluate on, or leave it out")
     if recipe is None and recipe_args:
-        raise UserInputError(
-            f"recipe_args: {', '.join(text.partition('=')[0] for text in recipe_args)} were given without a recipe; give one, or leave them out"
-        )
+        names = ", ".join(text.partition("=")[0] for text in recipe_args)
+        raise UserInputError(f"recipe_args: {names} were given without a recipe; give one, or leave them out")
     place = check_place(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
     parsed = None if recipe is None else load_recipe(recipe, args=recipe_args, run_type="train")
     text, modifiers = (None, ()) if parsed is None else (parsed.dump(), tuple(parsed.modifiers))

@@ -70,10 +70,21 @@ def test_training_and_plans_refuse_them_too(llama_dir: Path) -> None:
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
 def test_numbers_of_numpy_are_numbers(kind: Any, llama_dir: Path, tmp_path: Path) -> None:
-    numbers = {"num_calibration_samples": 3, "max_seq_length": 8, "batch_size": 2, "max_variants": 4, "seed": 3}
+    numbers = {
+        "num_calibration_samples": 3,
+        "max_seq_length": 8,
+        "batch_size": 2,
+        "max_variants": 4,
+        "seed": 3,
+        "shuffle_calibration_samples": True,
+    }
     records = [
         oneshot(
-            llama_dir, recipe=quantize(), dataset=IDS, output_dir=tmp_path / str(of), **{key: of(value) for key, value in numbers.items()}
+            llama_dir,
+            recipe=quantize(),
+            dataset=IDS,
+            output_dir=tmp_path / str(of),
+            **{key: value if value is True else of(value) for key, value in numbers.items()},
         )
         for of in (int, kind)
     ]
