@@ -166,7 +166,8 @@ class BlockPool:
                 return place
         if self._scratch is not None:
             return "disk"
-        budgets = " and ".join(f"{self._budget[place]:,} bytes of {place} memory" for place in dict.fromkeys(places) if self._budget[place])
+        words = {"device": "GPU memory" if self._is_cuda else "main memory", "host": "main memory"}
+        budgets = " and ".join(f"{self._budget[place]:,} bytes of {words[place]}" for place in dict.fromkeys(places) if self._budget[place])
         raise CalibrationError(
             f"activation_memory: {label} needs {num_bytes:,} bytes more than its budget ({budgets or 'none'}) holds; raise "
             "activation_memory, name an offload_dir for the rest, or take fewer or shorter samples"

@@ -70,7 +70,7 @@ def test_by_default_three_quarters_of_free_memory_are_granted(monkeypatch: pytes
     monkeypatch.setattr(offload, "free_bytes", lambda device: 100_000)
     with open_store(nn.Linear(2, 2), CPU) as store:
         store.put(0, {"x": torch.zeros(75_000, dtype=torch.uint8)})
-        with pytest.raises(RuntimeError, match="75,000 bytes of device memory"):
+        with pytest.raises(RuntimeError, match="75,000 bytes of main memory"):
             store.put(1, {"x": torch.ones(5_000, dtype=torch.uint8)})
 
 
