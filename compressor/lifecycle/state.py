@@ -14,6 +14,15 @@ from compressor.errors import TargetError, UserInputError
 
 Detail = float | int | str
 
+# Where torch keeps forward hooks, and what it was told of each.
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
 
 @dataclass(frozen=True)
 class ModuleRecord:
@@ -165,7 +174,7 @@ class State:
         return bring_back
 
     def replace_module(self, name: str, new: nn.Module) -> None:
-        """Put `new` in the place of a module of the model; it takes over the training flag. Changes the model.
+        """Put `new` in the place of a module of the model; it takes over the training flag and the forward hooks. Changes the model.
 
         Args:
             name: dotted name of the module that goes.
@@ -181,6 +190,10 @@ class State:
         if old is self.model:
             raise TargetError("the model: it cannot be replaced inside itself; give the dotted name of a module below it")
         new.train(old.training)
+        if all(module is not old for module in new.modules()):
+            for table in _HOOK_TABLES:  # one table for both, which the handles of its hooks know
+                getattr(old, table).update(getattr(new, table))
+                setattr(new, table, getattr(old, table))
         _set_module(self.model, name, new)
         self.touch([name])
         if self.keep_originals:

@@ -209,5 +209,5 @@ class Tallying(Stacked):
 
 @pytest.mark.parametrize("engine", ["auto", "graph"])
 def test_state_that_all_samples_write_to_is_refused(engine: Any) -> None:
-    with pytest.raises(TracingError, match=r'tally: forward writes to it in place, and all samples share it.*pipeline="basic"'):
+    with pytest.raises(TracingError, match=r'tally: every forward writes to it, and all samples share it.*pipeline="basic"'):
         trace(build(Tallying), toy_batches(), engine=engine)
