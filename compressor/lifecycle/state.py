@@ -11,17 +11,9 @@ import torch
 from torch import nn
 
 from compressor.errors import TargetError, UserInputError
+from compressor.lifecycle.hooks import hand_over_hooks
 
 Detail = float | int | str
-
-# Where torch keeps forward hooks, and what it was told of each.
-_HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
 
 
 @dataclass(frozen=True)
@@ -190,10 +182,7 @@ class State:
         if old is self.model:
             raise TargetError("the model: it cannot be replaced inside itself; give the dotted name of a module below it")
         new.train(old.training)
-        if all(module is not old for module in new.modules()):
-            for table in _HOOK_TABLES:  # one table for both, which the handles of its hooks know
-                getattr(old, table).update(getattr(new, table))
-                setattr(new, table, getattr(old, table))
+        hand_over_hooks(old, new)
         _set_module(self.model, name, new)
         self.touch([name])
         if self.keep_originals:
