@@ -42,11 +42,13 @@ def round_to_nearest(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs
     largest = float(weight_RC.abs().max()) if weight_RC.numel() else 0.0
     if largest == 0:
         return RoundedWeight(codes_RC, 0.0)
-    if 1e-15 < largest < 1e15:
-        largest = 1.0  # else the squares would leave float32
-    weight = weight_RC.float() / largest
-    error = dequantize(codes_RC, qparams, args).float() / largest - weight
-    return RoundedWeight(codes_RC, float(error.square().sum()) / float(weight.square().sum()))
+    unit = 1.0 if 1e-15 < largest < 1e15 else largest  # beyond, the squares would leave float32
+
+    def measured(values: Tensor) -> Tensor:
+        return values.float() if unit == 1.0 else values.float() / unit
+
+    error = measured(dequantize(codes_RC, qparams, args)) - measured(weight_RC)
+    return RoundedWeight(codes_RC, float(error.square().sum()) / float(measured(weight_RC).square().sum()))
 
 
 def nearest_codes(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs, *, checked: bool = True) -> Tensor:
