@@ -40,7 +40,7 @@ _OF_MODIFIERS: WeakSet[Callable[..., Any]] = WeakSet()
 def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
     """Let a module that takes the place of another run the forward hooks of the model's author. Changes the tables of both.
 
-    Hooks of modifiers stay with the old one. Where it carries none, both modules share their tables, so that the author's handles, which
+    Hooks of modifiers stay with the old one. Where neither carries such hooks, both modules share their tables, so that the author's handles, which
     know the table of the old one, take a hook off both.
 
     Args:
@@ -52,9 +52,10 @@ def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
     owned = {
         key for table in _TABLES for key, hook in getattr(old, table).items() if isinstance(hook, FunctionType) and hook in _OF_MODIFIERS
     }
+    apart = bool(owned) or any(getattr(new, table) for table in _TABLES)  # handles of hooks that the new one has know its own tables
     for table in (*_TABLES, *_TOLD):
         kept, own = getattr(old, table), getattr(new, table)
-        if owned:
+        if apart:
             own.update({key: value for key, value in kept.items() if key not in owned})
         else:
             kept.update(own)
