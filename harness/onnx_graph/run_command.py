@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from compressor.errors import CheckpointError, UserInputError
-from compressor.model.atomic_file import whole_file
 from harness.onnx_graph.calls import Calls
 from harness.onnx_graph.child_processes import Channel
 from harness.onnx_graph.limits import OUT_OF_REACH
@@ -63,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     ended, calls = _run(command, skips)
     code = _conclude(command, ended, calls, skips)
     if args.json is not None:
+        from compressor.model.atomic_file import whole_file  # brings torch, which help and mistakes do without
+
         found = {"calls": [call.to_dict() for call in calls], "unseen": [asdict(one) for one in ended.unseen]}
         report = {"command": command, "exit_code": ended.code, "skips": skips} | found
         try:
