@@ -16,6 +16,7 @@ from torch import nn
 from compressor.data.collate import Batch
 from compressor.tracing.calls import CallRouter
 from compressor.tracing.isolation import TorchState
+from compressor.tracing.observe import copied_batch
 from compressor.tracing.sample import Sample
 
 
@@ -29,7 +30,7 @@ class Replays:
         device: torch.device | None,
         quiet: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Keep the batches.
+        """Copy the batches, because a forward may write to what it is given.
 
         Args:
             router: of the run.
@@ -38,7 +39,7 @@ class Replays:
             quiet: context in which hooks sleep.
         """
         self._router, self._device, self._quiet = router, device, quiet
-        self._batches = list(batches)
+        self._batches = [copied_batch(batch) for batch in batches]
         self._start = TorchState.current(foreign=router.foreign)
 
     def begin(self) -> None:
@@ -60,8 +61,8 @@ class Replays:
         values = self._router.values
         before = values.view()
         values.undo({})
-        foreign = self._router.foreign
-        sample = Sample(model, self._batches[index], index, self._device, values, foreign, replays=target, start=self._start)
+        batch, foreign = copied_batch(self._batches[index]), self._router.foreign
+        sample = Sample(model, batch, index, self._device, values, foreign, replays=target, start=self._start)
         try:
             with sample.hush:
                 sample.hush.enter_context(self._quiet())
