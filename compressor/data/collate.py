@@ -7,13 +7,13 @@ and gives the same bits, as a plain forward of its tokens.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compressor.data.layouts import dense_parts, shape_of
+from compressor.data.layouts import dense_parts, has_memory, shape_of
 from compressor.errors import DatasetError
 
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
@@ -196,6 +196,60 @@ def batch_to(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, tuple):
         return tuple(tensor.to(device) for tensor in batch)
     return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+@torch.no_grad()
+def copied_batch(batch: Batch) -> Batch:
+    """Copy a batch, because a forward may write to what it is given.
+
+    Args:
+        batch: not modified.
+
+    Returns:
+        A batch of clones; values that are one tensor, or look at the same memory, do so in the copy. What is no tensor is not copied.
+    """
+    values: Iterable[Any] = batch if isinstance(batch, tuple) else batch.values()  # of a trace, they may be other things than tensors
+    tensors: dict[int, Tensor] = {id(value): value for value in values if isinstance(value, Tensor)}
+    copies = {key: tensor.clone() for key, tensor in tensors.items()}
+    for group in _overlapping({key: tensor for key, tensor in tensors.items() if type(tensor) is Tensor and has_memory(tensor)}):
+        copies |= _copied_together(group)
+    if isinstance(batch, tuple):
+        return tuple(copies.get(id(value), value) for value in batch)
+    return {name: copies.get(id(value), value) for name, value in batch.items()}
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte in its storage, and the one behind its last."""
+    first = int(tensor.storage_offset())
+    last = first + sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), (last + 1 if tensor.numel() else first) * tensor.element_size()
+
+
+def _overlapping(tensors: Mapping[int, Tensor]) -> list[dict[int, Tensor]]:
+    """Find tensors that look at the same bytes. Others may lie in one storage, too, far apart: rows of a mapped file."""
+    groups: list[dict[int, Tensor]] = []
+    reached = (-1, 0)  # storage and byte
+    for storage, start, stop, key in sorted((one.untyped_storage()._cdata, *_span(one), key) for key, one in tensors.items()):
+        if storage != reached[0] or start >= reached[1]:
+            groups.append({})
+            reached = (storage, stop)
+        groups[-1][key] = tensors[key]
+        reached = (storage, max(reached[1], stop))
+    return [group for group in groups if len(group) > 1]
+
+
+def _copied_together(group: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Copy the bytes that some tensors look at, once."""
+    first, spans = next(iter(group.values())), [_span(one) for one in group.values()]
+    start = min(span[0] for span in spans) // 16 * 16  # all dtypes stay aligned
+    size = max(span[1] for span in spans) - start
+    data = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage(), start, (size,), (1,)).clone()
+    made = {}
+    for key, one in group.items():
+        offset = int(one.storage_offset()) - start // one.element_size()
+        empty = torch.empty(0, dtype=one.dtype, device=one.device)
+        made[key] = empty.set_(data.untyped_storage(), offset, one.size(), one.stride())
+    return made
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:

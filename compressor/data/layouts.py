@@ -62,6 +62,8 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     Returns:
         The tensor itself, what a nested one holds, or indices and values.
     """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # torch.func hides a batch or a derivative in it
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     if tensor.is_nested:
         return tuple(tensor.unbind())
     if tensor.layout is torch.sparse_coo:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, Literal
+from weakref import WeakSet
 
 from pydantic import BaseModel, PrivateAttr
 from torch import nn
@@ -29,6 +30,36 @@ HOOK_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "full_backward_pre": (),
     }
 )
+
+# Where torch keeps forward hooks, and what it was told of each.
+_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+_TOLD = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+_OF_MODIFIERS: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Let a module that takes the place of another run the forward hooks of the model's author. Changes the tables of both.
+
+    Hooks of modifiers stay with the old one. Where neither carries such hooks, both modules share their tables, so that the author's handles, which
+    know the table of the old one, take a hook off both.
+
+    Args:
+        old: the module that goes.
+        new: the module that comes; one that holds the old one leaves it its hooks.
+    """
+    if any(module is old for module in new.modules()):
+        return
+    owned = {
+        key for table in _TABLES for key, hook in getattr(old, table).items() if isinstance(hook, FunctionType) and hook in _OF_MODIFIERS
+    }
+    apart = bool(owned) or any(getattr(new, table) for table in _TABLES)  # handles of hooks that the new one has know its own tables
+    for table in (*_TABLES, *_TOLD):
+        kept, own = getattr(old, table), getattr(new, table)
+        if apart:
+            own.update({key: value for key, value in kept.items() if key not in owned})
+        else:
+            kept.update(own)
+            setattr(new, table, kept)
 
 
 class HooksMixin(BaseModel):
@@ -72,6 +103,7 @@ class HooksMixin(BaseModel):
         def call_unless_disabled(*args: Any, **kwargs: Any) -> Any:
             return None if self._num_disabled else fn(*args, **kwargs)
 
+        _OF_MODIFIERS.add(call_unless_disabled)
         register = getattr(module, f"register_{kind}_hook")
         handle: RemovableHandle = register(call_unless_disabled, **{option: given[option] for option in HOOK_OPTIONS[kind]})
         self._hook_handles[handle] = (module, kind)

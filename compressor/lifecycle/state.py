@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from compressor.errors import TargetError, UserInputError
+from compressor.lifecycle.hooks import hand_over_hooks
 
 Detail = float | int | str
 
@@ -165,7 +166,7 @@ class State:
         return bring_back
 
     def replace_module(self, name: str, new: nn.Module) -> None:
-        """Put `new` in the place of a module of the model; it takes over the training flag. Changes the model.
+        """Put `new` in the place of a module of the model; it takes over the training flag and the forward hooks. Changes the model.
 
         Args:
             name: dotted name of the module that goes.
@@ -181,6 +182,7 @@ class State:
         if old is self.model:
             raise TargetError("the model: it cannot be replaced inside itself; give the dotted name of a module below it")
         new.train(old.training)
+        hand_over_hooks(old, new)
         _set_module(self.model, name, new)
         self.touch([name])
         if self.keep_originals:

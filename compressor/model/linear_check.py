@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,34 @@ from compressor.errors import TargetError
 from compressor.model.folder import some
 
 _TOLERANCE = 0.05  # relative; coarse, because a forward that does something else is off by far more
+
+
+def check_fast_paths(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse layers whose weights torch reads past them: its fast path through a transformer layer, which only inference takes.
+
+    Args:
+        model: not modified.
+        names: dotted names of the targets.
+
+    Raises:
+        TargetError: names them, and says what to do.
+    """
+    if not torch.backends.mha.get_fastpath_enabled():
+        return
+    found = [name for name in names if _is_read_past(model.get_submodule(name.rpartition(".")[0]))]
+    if found:
+        raise TargetError(
+            f"{some(found)}: nn.TransformerEncoderLayer reads the weights of {len(found)} targets past them where it may take torch's fast "
+            "path, and a quantized layer has no such weight; call torch.backends.mha.set_fastpath_enabled(False), here and where the "
+            "compressed model runs, or ignore them"
+        )
+
+
+def _is_read_past(parent: nn.Module) -> bool:
+    if not isinstance(parent, nn.TransformerEncoderLayer):
+        return False
+    attention: Any = parent.self_attn
+    return bool(attention.batch_first and parent.activation_relu_or_gelu)
 
 
 def check_linear_forwards(modules: Mapping[str, nn.Module]) -> None:

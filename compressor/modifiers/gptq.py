@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator
-from torch import Tensor, nn
+from torch import Tensor
 
 from compressor.algorithms.costs import Cost, gptq_cost
 from compressor.algorithms.gptq import ActOrder, Solver, quantize_gptq
@@ -134,9 +134,8 @@ class GPTQModifier(SchemeModifier):
         return self.solver == "r_form" if self.scale_search is None else self.scale_search
 
     def _accumulating(self, state: State, name: str) -> InputHook:
-        def accumulate(module: nn.Module, args: tuple[Any, ...]) -> None:
-            del module
-            self._hessians.observe(name, args[0], mask_of_input(state, name))
+        def accumulate(x: Tensor) -> None:
+            self._hessians.observe(name, x, mask_of_input(state, name))
 
         return accumulate
 

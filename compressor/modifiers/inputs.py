@@ -7,11 +7,11 @@ forward. A module that stops doing so is an error, never a silent mixture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, NumericsError
@@ -19,14 +19,37 @@ from compressor.lifecycle import State
 from compressor.nn.experts import expert_rows
 from compressor.numerics import Observer, QParams, check_qparams
 
-InputHook = Callable[[nn.Module, tuple[Any, ...]], None]
+InputHook = Callable[[Tensor], None]
+
+
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Tensor:
+    """Find what a layer is handed, in a form that can be read.
+
+    Args:
+        args: positional arguments of the call.
+        kwargs: named ones.
+        name: dotted module name, for errors only.
+
+    Returns:
+        The very tensor, of any layout but a sparse one, which is filled up.
+
+    Raises:
+        CalibrationError: it is one of the tensors in which torch.func hides a batch or a derivative.
+    """
+    x: Tensor = args[0] if args else next(iter(kwargs.values()))
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise CalibrationError(
+            f"{name}: is called inside a transform of torch.func (vmap, grad, jvp), where its inputs cannot be read; ignore it, or call it "
+            "on whole batches"
+        )
+    return x if x.layout in (torch.strided, torch.jagged) else x.to_dense()
 
 
 def real_tokens(x: Tensor, token_mask: Tensor | None, name: str) -> Tensor:
     """Return the inputs of real tokens, [N, C], without padding.
 
     Args:
-        x: [batch, seq, C] or [batch * seq, C].
+        x: [batch, seq, C] or [batch * seq, C], or nested [seq_i, C].
         token_mask: [batch, seq] bool, True at real tokens; None when all are real.
         name: dotted module name, for errors only.
 
@@ -36,6 +59,8 @@ def real_tokens(x: Tensor, token_mask: Tensor | None, name: str) -> Tensor:
     Raises:
         CalibrationError: the mask does not fit, so that padding would enter the statistics.
     """
+    if x.is_nested:
+        return torch.cat(_nested_sequences(x, token_mask, name))
     if token_mask is None or bool(token_mask.all()):
         return x.reshape(-1, x.shape[-1])
     if x.shape[:-1] == token_mask.shape:
@@ -55,7 +80,7 @@ def token_sequences(x: Tensor, token_mask: Tensor | None, name: str) -> list[Ten
     first layer, and from there a tenth of the codes of the last.
 
     Args:
-        x: [batch, seq, C] or [batch * seq, C].
+        x: [batch, seq, C] or [batch * seq, C], or nested [seq_i, C].
         token_mask: [batch, seq] bool, True at real tokens; None when all are real.
         name: dotted module name, for errors only.
 
@@ -65,6 +90,8 @@ def token_sequences(x: Tensor, token_mask: Tensor | None, name: str) -> list[Ten
     Raises:
         CalibrationError: the mask does not fit, so that padding would enter the statistics.
     """
+    if x.is_nested:
+        return _nested_sequences(x, token_mask, name)
     if token_mask is not None and x.dim() == 2 and x.shape[0] == token_mask.numel():
         x = x.view(*token_mask.shape, -1)
     if x.dim() != 3:
@@ -74,6 +101,17 @@ def token_sequences(x: Tensor, token_mask: Tensor | None, name: str) -> list[Ten
     if x.shape[:-1] != token_mask.shape:
         return [real_tokens(x, token_mask, name)]
     return [real_tokens(row, mask, name) for row, mask in zip(x, token_mask, strict=True)]
+
+
+def _nested_sequences(x: Tensor, token_mask: Tensor | None, name: str) -> list[Tensor]:
+    """Nested tensors hold sequences without their padding: they must be as long as the mask says."""
+    rows = [row.reshape(-1, row.shape[-1]) for row in x.unbind()]
+    if token_mask is not None and [len(row) for row in rows] != token_mask.sum(1).tolist():
+        raise CalibrationError(
+            f"{name}: a nested input of {[len(row) for row in rows]} tokens does not line up with a padded batch of "
+            f"{token_mask.sum(1).tolist()} tokens; use batch_size=1, which needs no padding, and no loss_mask"
+        )
+    return rows
 
 
 def mask_of_input(state: State, name: str) -> Tensor | None:
@@ -102,7 +140,7 @@ def mask_of_input(state: State, name: str) -> Tensor | None:
 
 
 def observing(observer: Observer, state: State, name: str) -> InputHook:
-    """Return a forward pre-hook that feeds an observer with the inputs of real tokens.
+    """Return what feeds an observer with the inputs of real tokens.
 
     Args:
         observer: of the input's range; every forward updates it.
@@ -113,9 +151,8 @@ def observing(observer: Observer, state: State, name: str) -> InputHook:
         The hook.
     """
 
-    def observe(module: nn.Module, args: tuple[Any, ...]) -> None:
-        del module
-        tokens = real_tokens(args[0].detach(), mask_of_input(state, name), name)
+    def observe(x: Tensor) -> None:
+        tokens = real_tokens(x.detach(), mask_of_input(state, name), name)
         if tokens.numel() > 0:  # an expert that no token of this batch was sent to
             observer.update(tokens)
 
@@ -219,7 +256,7 @@ class InputHessians:
     def _add(self, name: str, x: Tensor, token_mask: Tensor | None, known: Hessian | None) -> None:
         hessian = known
         if hessian is None:
-            hessian = self._of[name] = Hessian(x.shape[-1], x.device)
+            hessian = self._of[name] = Hessian(x.size(-1), x.device)
             self._members[id(hessian)] = [name]
         for tokens_NC in token_sequences(x, token_mask, name):
             hessian.add(tokens_NC)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from pydantic import Field, PrivateAttr
@@ -15,7 +16,7 @@ from compressor.errors import CalibrationError
 from compressor.lifecycle import Event, FinishedStage, Modifier, ModuleRecord, State
 from compressor.lifecycle.resume import StageValue
 from compressor.modifiers.fused import shared_global_scales
-from compressor.modifiers.inputs import InputHook, observing, static_input_qparams
+from compressor.modifiers.inputs import InputHook, input_of, observing, static_input_qparams
 from compressor.modifiers.scheme_targets import SchemeTargets
 from compressor.nn import from_buffers, replacement, weight_of
 from compressor.numerics import Observer, QParams, QuantizationScheme, check_qparams, make_observer
@@ -148,13 +149,18 @@ class SchemeModifier(SchemeTargets, Modifier):
         self._global_scales |= shared_global_scales(missing, self._schemes)
 
     def watch(self, name: str, hook: InputHook) -> None:
-        """Call `hook` before each forward of a targeted module, until the module is compressed.
+        """Show `hook` what a targeted module is handed in each forward, until the module is compressed.
 
         Args:
             name: dotted module name.
-            hook: as torch's forward pre-hook; it sees the positional arguments.
+            hook: takes the input.
         """
-        self._handles_of.setdefault(name, []).append(self.register_hook(self._pending[name], hook, "forward_pre"))
+
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            del module
+            hook(input_of(args, kwargs, name))
+
+        self._handles_of.setdefault(name, []).append(self.register_hook(self._pending[name], look, "forward_pre", with_kwargs=True))
 
     def place(
         self, state: State, name: str, codes_RC: Tensor, qparams: QParams, record: ModuleRecord, g_idx_C: Tensor | None = None

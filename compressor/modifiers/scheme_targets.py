@@ -16,7 +16,7 @@ from compressor.errors import SchemeError, TargetError
 from compressor.lifecycle import PlannedModule
 from compressor.model.experts import check_no_unknown_experts
 from compressor.model.folder import some
-from compressor.model.linear_check import check_linear_forwards
+from compressor.model.linear_check import check_fast_paths, check_linear_forwards
 from compressor.model.targets import check_patterns, matches, resolve_targets
 from compressor.modifiers.foreign_settings import own_settings
 from compressor.modifiers.kv_cache import KVCacheTargets
@@ -173,6 +173,7 @@ class SchemeTargets(KVCacheTargets):
                 found[name], modules[name] = scheme, module
         _check_kinds(modules, type(self).__name__, embeddings=self.takes_embeddings)
         check_linear_forwards(modules)
+        check_fast_paths(model, modules)
         _check_groups(found, modules)
         for name, module in modules.items():
             check_fit(module, found[name], name)

@@ -10,6 +10,7 @@ from_buffers   the buffers of an equal layer -> layer
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,9 @@ def weight_of(module: nn.Module) -> Tensor:
     Returns:
         The weight, one row per output; a view (for Conv1D of the transpose).
     """
-    weight = module.get_parameter("weight")
-    return weight.t() if is_conv1d(module) else weight
+    weight: Any = module.weight  # a parameter, or computed
+    found: Tensor = weight.t() if is_conv1d(module) else weight
+    return found
 
 
 def replacement(

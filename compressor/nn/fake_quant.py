@@ -141,20 +141,21 @@ class FakeQuantizedLinear(FakeQuantizedLayer):
             self._extremes = self.weight.new_zeros(1), self.weight.new_zeros(1)
             self.observing = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Multiply [..., C] with the fake-quantized weight.
 
         Args:
-            x: floating point, [..., C].
+            input: floating point, [..., C].
 
         Returns:
             [..., R].
         """
         args = self.scheme.input_activations
-        if args is not None and x.numel() > 0:
-            qparams = self._input_qparams(x.detach(), args)
-            x = straight_through(x, lambda values: (fake_quantize(values, qparams, args), inside_range(values, qparams, args)))
-        return nn.functional.linear(x, self.fake_weight(), self.bias)
+        if args is not None and input.numel() > 0:
+            qparams = self._input_qparams(input.detach(), args)
+            x = straight_through(input, lambda values: (fake_quantize(values, qparams, args), inside_range(values, qparams, args)))
+            return nn.functional.linear(x, self.fake_weight(), self.bias)
+        return nn.functional.linear(input, self.fake_weight(), self.bias)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """See FakeQuantizedLayer."""
@@ -197,16 +198,16 @@ class FakeQuantizedEmbedding(FakeQuantizedLayer):
         super().__init__(module, scheme, name, global_scale)
         self.num_embeddings, self.embedding_dim, self.padding_idx = module.num_embeddings, module.embedding_dim, module.padding_idx
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Look rows up.
 
         Args:
-            ids: integers, any shape.
+            input: ids, integers, any shape.
 
         Returns:
             [..., C].
         """
-        return nn.functional.embedding(ids, self.fake_weight(), self.padding_idx)
+        return nn.functional.embedding(input, self.fake_weight(), self.padding_idx)
 
 
 def fake_quantized(module: nn.Module, scheme: QuantizationScheme, name: str, global_scale: Tensor | None = None) -> FakeQuantizedLayer:

@@ -79,11 +79,11 @@ class QuantizedEmbedding(QuantizedLayer):
         """Return the class that stores the format of a scheme."""
         return _LAYERS[scheme.compression_format]
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Look rows up and dequantize them, as many as there are ids.
 
         Args:
-            ids: integers from 0 to num_embeddings - 1, any shape.
+            input: ids, integers from 0 to num_embeddings - 1, any shape.
 
         Returns:
             [..., C].
@@ -91,16 +91,16 @@ class QuantizedEmbedding(QuantizedLayer):
         Raises:
             SchemeError: ids are not integers.
         """
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise SchemeError(f"{self.where}: ids of {ids.dtype} were given to an embedding; give int64 or int32")
+        if input.is_floating_point() or input.is_complex() or input.dtype == torch.bool:
+            raise SchemeError(f"{self.where}: ids of {input.dtype} were given to an embedding; give int64 or int32")
         if self._materialized is not None:
-            return nn.functional.embedding(ids, self._materialized)
-        rows_N = ids.reshape(-1)
+            return nn.functional.embedding(input, self._materialized)
+        rows_N = input.reshape(-1)
         qparams = self.weight_qparams()
         if self.weight_args.strategy != "tensor":
             qparams = qparams.map(lambda part: _rows(part, rows_N))
         values = dequantize(self.codes_of_rows(rows_N), qparams, self.weight_args, g_idx=getattr(self, "weight_g_idx", None))
-        return values.to(self.dtype).reshape(*ids.shape, self.embedding_dim)
+        return values.to(self.dtype).reshape(*input.shape, self.embedding_dim)
 
     def codes_of_rows(self, rows_N: Tensor) -> Tensor:
         """Return the codes of some rows, [N, C]."""

@@ -122,25 +122,26 @@ class QuantizedLinear(QuantizedLayer):
         num_tokens = x.numel() // max(1, self.in_features)
         return product_path(inputs.storage_dtype, x.device, num_tokens, run_width(self.in_features, inputs, weights), self.out_features)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Multiply [..., C] with the weight; the input is quantized first where the scheme says so.
 
         Args:
-            x: floating point, [..., C].
+            input: floating point, [..., C].
 
         Returns:
             [..., R].
 
         Raises:
-            SchemeError: x is not floating point, or has other columns or another dtype than the layer.
-            NumericsError: x holds NaN or infinity, for which there is no code ("native" only; "reference" passes NaN on, as transformers).
+            SchemeError: input is not floating point, or has other columns or another dtype than the layer.
+            NumericsError: it holds NaN or infinity, for which there is no code ("native" only; "reference" passes NaN on, as transformers).
         """
-        self._check_input(x)
-        if x.numel() > 0 and self.matmul_path(x) != "dequantized":
-            return self._multiply_codes(x)
+        if input.is_nested and input.layout is torch.strided:  # has no shape, and few operators
+            return torch.nested.as_nested_tensor([self.forward(row) for row in input.unbind()])
+        self._check_input(input)
+        if input.numel() > 0 and self.matmul_path(input) != "dequantized":
+            return self._multiply_codes(input)
         args = self.scheme.input_activations
-        if args is not None and x.numel() > 0:
-            x = fake_quantize(x, self._input_qparams(x, args), args)
+        x = input if args is None or input.numel() == 0 else fake_quantize(input, self._input_qparams(input, args), args)
         if x.dtype != self.dtype and not torch.is_autocast_enabled(x.device.type):
             raise SchemeError(f"{self.where}: an input of {x.dtype} meets a layer that computes in {self.dtype}; move one with .to(dtype)")
         return nn.functional.linear(x, self.dequantized_weight(), self.bias)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
-from compressor.data import CalibrationData, batch_to
+from compressor.data import Batch, CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session
 from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
 from compressor.pipelines.journal import NoJournal
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.progress import Progress
+from compressor.tracing.graph.refusal import Unrepeatable
 from compressor.tracing.observe import changed_by_forward, plain_forward
 from compressor.tracing.traces import Traces
 
@@ -44,6 +47,16 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
             for index, batch in enumerate(data.batches):
                 set_token_mask(state, data, index)
                 with torch.no_grad(), traces.forwards():
-                    plain_forward(state.model, batch_to(batch, state.device))
+                    _forward(session, batch_to(batch, state.device))
                 traces.undo()
                 task.advance()
+
+
+def _forward(session: Session, batch: Batch) -> None:
+    """Run a forward under hooks; what a hook raises is not called the model's."""
+    try:
+        plain_forward(session.state.model, batch)
+    except Unrepeatable as error:
+        with session.hooks_disabled():
+            plain_forward(session.state.model, batch)
+        raise cast("Exception", error.__cause__) from None

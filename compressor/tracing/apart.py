@@ -16,8 +16,9 @@ from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
+from compressor.tracing.graph.refusal import one_line
 from compressor.tracing.isolation import TorchState
-from compressor.tracing.observe import copied_batch, plain_forwards
+from compressor.tracing.observe import plain_forwards
 from compressor.tracing.order import Trail
 from compressor.tracing.picking import facts_of, other_content, pick
 from compressor.tracing.proof import Comparison, Difference
@@ -50,21 +51,29 @@ def check_apart(
         TracingError: the forwards notice each other.
     """
     here = [batch if device is None else batch_to(batch, device) for batch in batches]
-    parameters = [(module, name, value) for module in model.modules() for name, value in module._parameters.items()]
+    before = _parameters(model)
     state = TorchState.current(foreign=True)
     try:
         expected, kept = plain_forwards(model, targets.keys(), here, returning)
         comparison = _Turns(expected, targets)
-        copies = [copied_batch(batch) for batch in here]
-        run = SuspendedRun(model, targets, copies, on_sample=comparison.begin, keep_outputs=True, trails=trails)
+        run = SuspendedRun(model, targets, here, on_sample=comparison.begin, keep_outputs=True, trails=trails)
         with returning():
             comparison.follow(run, targets.keys(), model)
-            swapped = [name for module, name, value in parameters if module._parameters.get(name) is not value]
+            after = _parameters(model)
+            swapped = [place[1] for place, value in before.items() if after.get(place) is not value]
     finally:
         state.restore()
     if swapped:
         raise TracingError(_message(f"its parameter {swapped[0]} stays swapped"))
     return kept
+
+
+def _parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
 
 
 class _Turns(Comparison):
@@ -74,7 +83,7 @@ class _Turns(Comparison):
         return TracingError(_message(difference.what))
 
     def raised(self, error: Exception, sample: int) -> TracingError:
-        return TracingError(_message(f"one of them raised {type(error).__name__}: {error}"))
+        return TracingError(_message(f"one of them raised {one_line(error)}"))
 
 
 def _message(what: str) -> str:

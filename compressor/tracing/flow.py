@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.data.collate import Batch, call_model
+from compressor.data.collate import Batch, call_model, copied_batch
 from compressor.data.layouts import has_memory, num_bytes, shape_of
 from compressor.tracing.isolation import TorchState
-from compressor.tracing.observe import copied_batch
 from compressor.tracing.records import Stage
 
 _MAX_DEPTH = 4  # of containers in the arguments of a target

@@ -213,7 +213,7 @@ class Footprint:
     def _now(self, name: str) -> object:
         owner, _, key = name.rpartition(".")
         try:
-            return self._model.get_submodule(owner)._parameters.get(key)
+            return dict(self._model.get_submodule(owner)._parameters.items()).get(key)  # of TorchScript it is no dict
         except AttributeError:  # the module was taken out
             return None
 

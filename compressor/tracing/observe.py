@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compressor.data.collate import Batch, call_model
+from compressor.data.collate import Batch, call_model, copied_batch
 from compressor.data.layouts import kind_of
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, TracingError
 from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.planner import without_traces
-from compressor.tracing.graph.refusal import Unrepeatable
+from compressor.tracing.graph.refusal import Unrepeatable, one_line
 from compressor.tracing.isolation import TorchState, foreign_random
 from compressor.tracing.order import Trail
 from compressor.tracing.out_of_memory import is_out_of_memory
@@ -28,6 +29,7 @@ from compressor.tracing.proof import Seen, observe
 from compressor.tracing.records import Stage
 
 _UNUSUAL_SEED = 3_141_592_653
+_NO_PAUSE = 'where a forward cannot pause; use pipeline="basic" or other sequential targets'
 
 
 def stages_of(model: nn.Module, trail: Trail) -> tuple[Stage, ...]:
@@ -78,10 +80,16 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
 def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[str, ...]:
     """Run one plain forward and list the calls of targets."""
     calls: list[str] = []
+    strays: list[str] = []
+    thread = threading.get_ident()
     weights = ForeignWeights(model, cut.targets, pauses=True)
 
     def enter(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise Unrepeatable(f"{name}: is called inside a transform of torch.func (vmap, grad, jvp), {_NO_PAUSE}")
+            if threading.get_ident() != thread:
+                strays.append(name)
             calls.append(name)
             weights.look(None, args, kwargs)
             weights.enter(name)
@@ -97,6 +105,8 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[str, ...]:
             hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
         plain_forward(model, batch)
+    if strays:
+        raise TracingError(f"{strays[0]}: is called from a thread of its own, {_NO_PAUSE}")
     weights.check()
     return tuple(calls)
 
@@ -132,7 +142,7 @@ def plain_forward(model: nn.Module, batch: Batch) -> Any:
         if isinstance(error, CompressorError) or is_out_of_memory(error):
             raise
         raise Unrepeatable(
-            f"forward: the model itself raises {type(error).__name__}: {error}{_ids_beyond(model, batch)}; give batches that it can run "
+            f"forward: the model itself raises {one_line(error)}{_ids_beyond(model, batch)}; give batches that it can run "
             f"({describe(batch)})"
         ) from error
 
@@ -229,21 +239,3 @@ def describe(batch: Batch) -> str:
 
 def _kind(value: Any) -> str:
     return kind_of(value) if isinstance(value, Tensor) else type(value).__name__
-
-
-def copied_batch(batch: Batch) -> Batch:
-    """Copy a batch, because a forward may write to what it is given.
-
-    Args:
-        batch: not modified.
-
-    Returns:
-        A batch of clones.
-    """
-    if isinstance(batch, tuple):
-        return tuple(_copied(value) for value in batch)
-    return {name: _copied(value) for name, value in batch.items()}
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -326,7 +326,8 @@ class Plan:
                 raise Unrepeatable(written_in_place(odd[0])) from error
             if self._asked != "auto" or isinstance(error, Unrepeatable):
                 raise
-            raise TracingError(f"{error} ({self.why})") from error
+            refused = self.why.rsplit("; ", 1)[0]  # what it advises has been done
+            raise TracingError(f"{error} ({refused})") from error
         self.stages = stages_of(self.model, trails[0])
         return trails
 
@@ -408,7 +409,8 @@ def trace(
     batches = as_batches(batches)
     if targets_per_stage != 1 and (engine == "suspend" or targets_per_stage < 1):
         raise TracingError(
-            f"targets_per_stage: {targets_per_stage} is not possible with engine={engine!r}; give 1, or take the graph engine"
+            f"targets_per_stage (--targets-per-subgraph): {targets_per_stage} is not possible with engine={engine!r}; give 1, or take the "
+            "graph engine"
         )
     check_model(model)
     cut = partition(model, targets)

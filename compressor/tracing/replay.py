@@ -16,7 +16,6 @@ from torch import nn
 from compressor.data.collate import Batch
 from compressor.tracing.calls import CallRouter
 from compressor.tracing.isolation import TorchState
-from compressor.tracing.observe import copied_batch
 from compressor.tracing.sample import Sample
 
 
@@ -30,7 +29,7 @@ class Replays:
         device: torch.device | None,
         quiet: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Copy the batches, because a forward may write to what it is given.
+        """Keep the batches.
 
         Args:
             router: of the run.
@@ -39,7 +38,7 @@ class Replays:
             quiet: context in which hooks sleep.
         """
         self._router, self._device, self._quiet = router, device, quiet
-        self._batches = [copied_batch(batch) for batch in batches]
+        self._batches = list(batches)
         self._start = TorchState.current(foreign=router.foreign)
 
     def begin(self) -> None:
@@ -61,8 +60,8 @@ class Replays:
         values = self._router.values
         before = values.view()
         values.undo({})
-        batch, foreign = copied_batch(self._batches[index]), self._router.foreign
-        sample = Sample(model, batch, index, self._device, values, foreign, replays=target, start=self._start)
+        foreign = self._router.foreign
+        sample = Sample(model, self._batches[index], index, self._device, values, foreign, replays=target, start=self._start)
         try:
             with sample.hush:
                 sample.hush.enter_context(self._quiet())

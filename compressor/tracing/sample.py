@@ -12,7 +12,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
 
-from compressor.data.collate import Batch, batch_to, call_model
+from compressor.data.collate import Batch, batch_to, call_model, copied_batch
 from compressor.tracing.isolation import ModuleValues, TorchState, View
 
 
@@ -46,7 +46,7 @@ class Sample(greenlet):
 
         Args:
             model: the model.
-            batch: not copied.
+            batch: not modified; copied when the forward starts.
             index: number of the batch.
             device: of the model; None leaves the batch where it is.
             values: what forwards set on modules.
@@ -75,7 +75,7 @@ class Sample(greenlet):
         batch, self._batch = self._batch, None
         assert batch is not None
         with torch.no_grad():
-            return call_model(self._model, batch if self._device is None else batch_to(batch, self._device))
+            return call_model(self._model, copied_batch(batch if self._device is None else batch_to(batch, self._device)))
 
     def advance(self, propagate: bool) -> None:
         """Run on to the next pause, or to the end. Called from outside.

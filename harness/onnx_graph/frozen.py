@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import torch
 
+from compressor.errors import HarnessError
 from harness.onnx_graph.running import POLICIES, run_graph
 from harness.onnx_graph.similarity import sqnr_db
 
@@ -25,10 +26,8 @@ def difference(model: onnx.ModelProto, forward: Callable[..., torch.Tensor], inp
         num_draws: of other inputs.
 
     Returns:
-        What differs; empty where nothing does, or where the module does not take such inputs or does not repeat itself.
-
-    Raises:
-        HarnessError: onnxruntime cannot run the graph on inputs that the module takes.
+        What differs, or that the graph does not run; empty where nothing does, and where the module does not take such inputs or does
+        not repeat itself.
     """
     for seed in range(num_draws):
         other = {name: _another(tensor, seed) for name, tensor in inputs.items()}
@@ -38,7 +37,10 @@ def difference(model: onnx.ModelProto, forward: Callable[..., torch.Tensor], inp
             return ""  # counts of image tokens, for example, that drawn ids do not keep
         if not np.array_equal(expected, again) or not np.isfinite(expected).all():
             return ""
-        found = run_graph(model, {name: tensor.detach().cpu().numpy() for name, tensor in other.items()}, POLICIES["golden"])[0]
+        try:
+            found = run_graph(model, {name: tensor.detach().cpu().numpy() for name, tensor in other.items()}, POLICIES["golden"])[0]
+        except HarnessError as error:
+            return f"no output ({error})"
         if found.shape != expected.shape:
             return f"shape {list(found.shape)}, not {list(expected.shape)}"
         if (noise := sqnr_db(expected, found)) < _MIN_SQNR_DB:

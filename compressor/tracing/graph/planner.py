@@ -25,7 +25,7 @@ from compressor.tracing.graph.nodes import GuardFailure
 from compressor.tracing.graph.patches import noting_values
 from compressor.tracing.graph.program import Program, Segment, signature_of
 from compressor.tracing.graph.record import copy_batch, named_inputs, record
-from compressor.tracing.graph.refusal import Frame, Refusal, SwallowedTarget
+from compressor.tracing.graph.refusal import Frame, Refusal, SwallowedTarget, one_line
 from compressor.tracing.isolation import ModuleValues, RandomState
 from compressor.tracing.out_of_memory import is_out_of_memory
 from compressor.tracing.records import Leaf
@@ -164,7 +164,7 @@ class GraphPlanner:
         except Exception as error:  # the recorded operations do not fit this batch, which has not been run for real yet
             if is_out_of_memory(error):
                 raise
-            raise GuardFailure(f"{getattr(error, '__notes__', ['graph'])[-1]}: {type(error).__name__}: {error}") from error
+            raise GuardFailure(f"{getattr(error, '__notes__', ['graph'])[-1]}: {one_line(error)}") from error
 
     def _absorb(self, failure: GuardFailure, variant: Variant) -> bool:
         """Make the function around a failing guard a leaf."""

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import is_tensor, nn
 
-from compressor.data.collate import Batch, call_model
+from compressor.data.collate import Batch, call_model, copied_batch
 from compressor.errors import TracingError
 from compressor.tracing.graph.leaves import LeafFunction
 from compressor.tracing.graph.patches import recording
 from compressor.tracing.graph.program import Program, build_program, signature_of
 from compressor.tracing.graph.recorder import Recorder
-from compressor.tracing.graph.refusal import Refusal, current_frames
+from compressor.tracing.graph.refusal import Refusal, current_frames, one_line
 from compressor.tracing.isolation import ModuleValues, RandomState
 from compressor.tracing.out_of_memory import is_out_of_memory
 
@@ -64,8 +64,7 @@ def _run(model: nn.Module, batch: Batch) -> Any:
         if is_out_of_memory(error):
             raise
         # Whatever the forward cannot do with symbolic numbers; a plain forward tells whether the model is to blame.
-        message = f"forward: {type(error).__name__} while it was recorded: {error}"
-        raise Refusal(f'{message}; use engine="suspend"', current_frames()) from error
+        raise Refusal(f'forward: while it was recorded, {one_line(error)}; use engine="suspend"', current_frames()) from error
 
 
 def _bind_inputs(recorder: Recorder, batch: Batch) -> Batch:
@@ -81,20 +80,24 @@ def _bind_inputs(recorder: Recorder, batch: Batch) -> Batch:
 
 
 def copy_batch(batch: Batch) -> Batch:
-    """Copy a batch, because a forward may write to what it is given.
+    """Copy a batch for a graph, in which every input has a node of its own.
 
     Args:
         batch: not modified.
 
     Returns:
-        A copy.
+        A copy; a tensor that stands in two places becomes two that look at one memory.
     """
+    seen: set[int] = set()
 
-    def copied(item: Any) -> Any:  # what is no tensor is part of the signature
-        return item.clone() if is_tensor(item) else item
+    def apart(item: Any) -> Any:
+        if not is_tensor(item) or id(item) not in seen:
+            seen.add(id(item))
+            return item
+        return item.detach()
 
-    with torch.no_grad():
-        return {name: copied(item) for name, item in batch.items()} if isinstance(batch, dict) else tuple(map(copied, batch))
+    copied = copied_batch(batch)
+    return {name: apart(item) for name, item in copied.items()} if isinstance(copied, dict) else tuple(map(apart, copied))
 
 
 def named_inputs(batch: Batch) -> dict[str, Any]:

@@ -237,7 +237,7 @@ class Recorder(Numbers, TorchFunctionMode):
         if id(module) in self.targets and self.targets[id(module)] != owner:
             raise SwallowedTarget(
                 f"{current_place()}: {self.targets[id(module)]} is a sequential target and is called inside {owner}, which is one node; "
-                "do not make it a leaf, or choose other sequential targets",
+                'choose other sequential targets, or pipeline="basic"; if the leaf is yours, do not make it one',
                 self._leaf,
             )
         self.calls.append((name, owner if owner in self.targets.values() else None, len(self.graph.nodes)))

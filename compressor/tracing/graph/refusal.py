@@ -15,6 +15,7 @@ from compressor.tracing.records import short_file
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
+_MOST_SAID = 300  # characters of a foreign message
 _OUTERMOST = (str(Path(__file__).with_name("record.py")), "_run")  # the frame that calls the model
 
 
@@ -62,6 +63,19 @@ class SwallowedTarget(Refusal):
         """Keep the name of the function beside the message."""
         super().__init__(message)
         self.leaf = leaf
+
+
+def one_line(error: BaseException) -> str:
+    """Say what somebody else's exception says, which may be a page.
+
+    Args:
+        error: any exception.
+
+    Returns:
+        Its class and the beginning of its message, in one line.
+    """
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + ' ...'}"
 
 
 def _model_frames() -> Iterator[FrameType]:

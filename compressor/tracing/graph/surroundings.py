@@ -80,7 +80,7 @@ class Surroundings:
 
 
 def written_in_place(name: str) -> str:
-    """Say what is wrong with a tensor that every forward writes to.
+    """Say what is wrong with a tensor that every forward rewrites.
 
     Args:
         name: of a parameter or buffer.
@@ -88,7 +88,10 @@ def written_in_place(name: str) -> str:
     Returns:
         The message.
     """
-    return f'{name}: forward writes to it in place, and all samples share it; put a new tensor in its place, or use pipeline="basic"'
+    return (
+        f"{name}: every forward writes to it, and all samples share it; keep what changes in a buffer or attribute, and put a new tensor "
+        'there (self.name = ...) instead of writing to it, or use pipeline="basic"'
+    )
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

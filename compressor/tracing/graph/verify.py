@@ -12,6 +12,7 @@ from torch import fx, nn
 from compressor.data.collate import Batch
 from compressor.errors import TracingError
 from compressor.tracing.graph.program import Program
+from compressor.tracing.graph.refusal import one_line
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.observe import plain_forwards
 from compressor.tracing.proof import Comparison, Difference, Seen
@@ -99,7 +100,7 @@ class _GraphComparison(Comparison):
     def raised(self, error: Exception, sample: int) -> TracingError:
         name, _, place = getattr(error, "__notes__", ["the recorded graph, "])[-1].rpartition(", ")
         return Mismatch(
-            f"{place or 'forward'}: verify: batch {self._cases[sample].sample}: {type(error).__name__}: {error} ({name}), which the plain "
+            f"{place or 'forward'}: verify: batch {self._cases[sample].sample}: {one_line(error)} ({name}), which the plain "
             f"model does not raise; {_REMEDY}"
         )
 

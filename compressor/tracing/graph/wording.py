@@ -12,6 +12,7 @@ from torch import fx
 from compressor.tracing.graph.nodes import Constant
 
 _MAX_DEPTH = 8
+_READABLE = 140  # characters
 _SYMBOLS = {
     "eq": "==",
     "ne": "!=",
@@ -67,6 +68,7 @@ class Wording:
             names: name of a placeholder to what the model's author calls it, where that is something else.
         """
         self._names = names
+        self._depth = _MAX_DEPTH
 
     def claim(self, value: Any, expected: Any) -> str | None:
         """Write what a guard demands.
@@ -78,6 +80,14 @@ class Wording:
         Returns:
             Such as `input_ids.shape[1] > 1`; None for what is true of every batch that can come here.
         """
+        text = self._claim(value, expected)
+        for self._depth in range(_MAX_DEPTH - 1, 1, -1):  # dots for what lies deep, until it can be read
+            shorter = None if text is None or len(text) <= _READABLE else self._claim(value, expected)
+            text = shorter or text
+        self._depth = _MAX_DEPTH
+        return text
+
+    def _claim(self, value: Any, expected: Any) -> str | None:
         compared = self._comparison(value)
         if compared is not None and isinstance(expected, bool):
             left, symbol, right = compared
@@ -113,7 +123,7 @@ class Wording:
             return re.sub(r"_\d+$", "", value.target.__name__)
         if value.op == "call_module":
             return f"{'the model' if value.target == '_root' else value.target}(...)"
-        return "..." if depth > _MAX_DEPTH else self._call(value, depth)
+        return "..." if depth > self._depth else self._call(value, depth)
 
     def _call(self, node: fx.Node, depth: int) -> str:
         name = _name(node)
@@ -141,7 +151,7 @@ class Wording:
 
     def _binary(self, symbol: str, left: str, right: str) -> str:
         """Write an operation; a difference between equals, and a sum with nothing, need no saying."""
-        if symbol == "-" and left == right:
+        if symbol == "-" and left == right and "..." not in left.replace("(...)", ""):
             return "0"
         if symbol in "+-" and right == "0":
             return left

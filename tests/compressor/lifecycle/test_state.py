@@ -27,6 +27,26 @@ def test_replace_module_puts_the_new_one_in_place_and_keeps_the_training_flag() 
     assert state.originals == {}
 
 
+def test_hooks_go_to_the_new_module_with_their_handles_and_come_back_with_the_old_one() -> None:
+    state = State(nested(), keep_originals=True)
+    old, new = state.model.get_submodule("1"), nn.Linear(2, 2)
+    handle = old.register_forward_hook(lambda module, args, kwargs, output: output + len(kwargs), with_kwargs=True)
+    state.replace_module("1", new)
+    assert torch.equal(new(input=torch.zeros(1, 2)), nn.functional.linear(torch.zeros(1, 2), new.weight, new.bias) + 1)
+    state.restore_originals()
+    assert len(old._forward_hooks) == 1
+    handle.remove()
+    assert not (old._forward_hooks or new._forward_hooks or new._forward_hooks_with_kwargs)
+
+
+def test_a_module_around_the_old_one_leaves_it_its_hooks() -> None:
+    state = State(nested())
+    old = state.model.get_submodule("1")
+    old.register_forward_hook(lambda module, args, output: output * 2)
+    state.replace_module("1", nn.Sequential(old))
+    assert not state.model.get_submodule("1")._forward_hooks
+
+
 def test_originals_come_back_all_of_them_even_below_a_replaced_parent() -> None:
     state = State(nested(), keep_originals=True)
     before = dict(state.model.named_modules())
