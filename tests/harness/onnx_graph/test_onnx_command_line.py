@@ -15,8 +15,9 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from compressor.errors import CheckpointError, UserInputError
+from compressor.model import atomic_file
 from harness.cli import main
-from harness.onnx_graph import limits, run_command, unread
+from harness.onnx_graph import limits, unread
 from harness.onnx_graph.census import census
 from harness.onnx_graph.command import ACTIONS
 from harness.onnx_graph.export import ExportFailure, export
@@ -248,7 +249,7 @@ def test_a_record_of_calls_that_cannot_be_written_does_not_deny_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "calls.json"
-    monkeypatch.setattr(run_command, "whole_file", _full)
+    monkeypatch.setattr(atomic_file, "whole_file", _full)
     assert main(["onnx", "run", "--skip", "fuse_qkv", "--json", str(target), "--", "true"]) == 2
     said = capsys.readouterr().err
     assert f"{target}: cannot be written" in said and "nothing was run" not in said
