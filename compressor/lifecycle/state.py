@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -102,6 +103,7 @@ class State:
         swapped: names of the originals that are kept in any case, see `swap_module`.
         claims: which modifier will change which module, by dotted name; so that no two change the same.
         touched: names of modules that modifiers change as well, but not for themselves alone.
+        phases: which modifier holds which tensor from when to when, by the tensor's id; see `hold`.
 
     Raises:
         UserInputError: no generator takes the seed.
@@ -117,6 +119,7 @@ class State:
     swapped: set[str] = field(default_factory=set)
     claims: dict[str, str] = field(default_factory=dict)
     touched: set[str] = field(default_factory=set)
+    phases: dict[int, list[tuple[float, float, str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse a seed that no generator takes."""
@@ -149,6 +152,33 @@ class State:
         """
         self.touched.update(names)
 
+    def hold(self, tensors: Mapping[str, torch.Tensor], modifier: str, start: float, end: float) -> None:
+        """Note that a modifier decides alone what becomes of tensors, from `start` to `end`; others may before and after.
+
+        Args:
+            tensors: name to tensor; one of several names is the same tensor.
+            modifier: label of the modifier.
+            start: index at which it begins.
+            end: index before which it is over; math.inf where it is not.
+
+        Raises:
+            TargetError: another modifier holds one of them at that time; nothing is noted.
+        """
+        taken = [
+            (name, *phase)
+            for name, tensor in tensors.items()
+            for phase in self.phases.get(id(tensor), ())
+            if start < phase[1] and phase[0] < end
+        ]
+        if taken:
+            name, begins, ends, other = taken[0]
+            raise TargetError(
+                f"{modifier}: {name}, one of {len(taken)}, is set to zero by {other} at the same time ({_span(start, end)} and "
+                f"{_span(begins, ends)}); make their targets disjoint, leave one out, or let one begin where the other is over"
+            )
+        for tensor in tensors.values():
+            self.phases.setdefault(id(tensor), []).append((start, end, modifier))
+
     def remember(self) -> Callable[[], None]:
         """Note what is claimed and reported now, for a call that may fail as a whole.
 
@@ -157,11 +187,11 @@ class State:
         """
         report = self.report
         claims, modules, fallbacks, notes = dict(self.claims), dict(report.modules), list(report.fallbacks), list(report.notes)
-        touched = set(self.touched)
+        touched, phases = set(self.touched), {key: list(held) for key, held in self.phases.items()}
 
         def bring_back() -> None:
             self.claims, report.modules, report.fallbacks, report.notes = claims, modules, fallbacks, notes
-            self.touched = touched
+            self.touched, self.phases = touched, phases
 
         return bring_back
 
@@ -220,6 +250,12 @@ class State:
         for name in reversed(tuple(self.originals)):
             _set_module(self.model, name, self.originals.pop(name))
         self.swapped.clear()
+
+
+def _span(start: float, end: float) -> str:
+    if math.isinf(start):
+        return "the whole run"
+    return f"from {start:g} on" if math.isinf(end) else f"{start:g} to {end:g}"
 
 
 def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Self
@@ -129,6 +130,13 @@ class MagnitudePruningModifier(PruningModifier):
             if self.start is None and value:
                 raise RecipeError(f"{name}={value} is for training, which needs a start; give start and end, or leave {name} out")
         return self
+
+    @property
+    def phase(self) -> tuple[float, float]:
+        """From `start` to `end`, or on to the end of the training where the zeros are to stay; without a start, the whole run."""
+        if self.start is None or self.end is None:
+            return -math.inf, math.inf
+        return self.start, math.inf if self.leave_enabled else self.end
 
     @property
     def wanted_sparsity(self) -> float:

@@ -65,6 +65,7 @@ class PruningModifier(Modifier):
     def on_initialize(self, state: State) -> bool:
         """Find the weights; nothing is changed yet."""
         self._modules = self.prunable(state.model)
+        self.hold_weights(state)
         state.touch(self._modules)
         self._pruned, self._active, self._worked, self._removed = {}, False, False, {}
         return True
@@ -149,6 +150,21 @@ class PruningModifier(Modifier):
             planned.append(PlannedModule(name, type(self).__name__, self.scheme_label(), None, details))
         return planned
 
+    def hold_weights(self, state: State) -> None:
+        """Note in the state when this modifier decides which weights are zero, so that no other does then.
+
+        Args:
+            state: of the session, or of a plan.
+        """
+        if self.phase is not None:
+            weights = {name: module.get_parameter("weight") for name, module in self.prunable(state.model).items()}
+            state.hold(weights, self.label, *self.phase)
+
+    @property
+    def phase(self) -> tuple[float, float] | None:
+        """From when to when this modifier decides which weights are zero; None where it keeps zeros that it finds, which disturbs no other."""
+        return None
+
     @property
     def wanted_sparsity(self) -> float:
         """The share of zeros that a finished run should have; 0 where it is whatever was found."""
@@ -203,6 +219,8 @@ class PruningModifier(Modifier):
         if known is None:
             removed = self._removed.get(name)
             known = ModuleRecord(name, type(self).__name__, self.scheme_label(), 0.0 if removed is None else float(removed))
+        elif self.phase is not None and known.modifier == type(self).__name__:  # at another time, else it would have been refused
+            known = dataclasses.replace(known, scheme=f"{known.scheme}, {self.scheme_label()}")
         state.report.modules[name] = dataclasses.replace(known, details={**known.details, "sparsity": sparsity})
 
 

@@ -46,6 +46,12 @@ class _Resolving(Protocol):
         """Decide which module gets which scheme."""
 
 
+@runtime_checkable
+class _Holding(Protocol):
+    def hold_weights(self, state: State) -> None:
+        """Note when it alone decides what becomes of weights."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The resolved recipe: modules that change, linear layers that stay and why, and the cost.
@@ -155,6 +161,8 @@ def _targets(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[dict[s
     for modifier in modifiers:
         modules = modifier.plan(skeleton)
         schemes = modifier.resolve(skeleton) if isinstance(modifier, _Resolving) else {}
+        if isinstance(modifier, _Holding):
+            modifier.hold_weights(state)
         if schemes:  # a weight is quantized once; pruned it may be, too
             state.claim([module.name for module in modules if module.reason is None], modifier.label)
         for module in modules:

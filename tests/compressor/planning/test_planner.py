@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.cli import main
-from compressor.errors import UserInputError
+from compressor.errors import TargetError, UserInputError
 from compressor.planning import Plan, plan, planner
 from compressor.planning.speed import Speed, measure_speed
 
@@ -173,5 +173,7 @@ def test_a_weight_may_be_pruned_and_quantized_and_the_plan_says_both() -> None:
         schemes = {module.name: module.scheme for module in made.modules}
         assert all("2:4, 50% zeros" in scheme and "int8 channel" in scheme for scheme in schemes.values()) and set(schemes) == {"0", "1"}
         assert made.modules[0].details["bytes_after"] < made.modules[0].details["bytes_before"]
+    with pytest.raises(TargetError, match="0, one of 2, is set to zero by"):
+        plan(model, recipe={f"{stage}_stage": {"a_modifiers": pruner} for stage in "ab"})
     alone = plan(model, recipe={"a_stage": {"a_modifiers": pruner}})
     assert [module.details["bytes_after"] for module in alone.modules] == [32 * 8 * 4, 8 * 4 * 4]

@@ -207,6 +207,46 @@ def test_a_mask_that_the_step_forgets_to_apply_is_seen(cases, new_trainer, monke
     assert sum(int(mask.sum()) for mask in zeros(trainer).values()) < num_zeros(modifier.sparsity, 16 * 8 + 4 * 16)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({}, {}, "the whole run and the whole run"),
+        (TIMES, {"start": 20, "end": 30}, "20 to 30 and 12 to 40"),
+        ({**TIMES, "leave_enabled": True}, {"start": 40, "end": 50}, "40 to 50 and from 12 on"),
+        ({"start": 40, "end": 50, "leave_enabled": True}, TIMES, None),
+        ({"targets": ["first"]}, {"targets": ["last"]}, None),
+    ],
+)
+def test_two_pruners_share_no_weight_at_one_time(cases, new_trainer, first, second, said):
+    modifiers = [MagnitudePruningModifier(final_sparsity=share, **times) for share, times in ((0.5, first), (0.25, second))]
+    if said is None:
+        make(cases, new_trainer, "mlp", "eager", modifiers)
+        return
+    with pytest.raises(TargetError, match=rf"MagnitudePruningModifier.*: first, one of 2, .*{said}.*begin where the other is over"):
+        make(cases, new_trainer, "mlp", "eager", modifiers)
+
+
+def test_one_pruner_takes_up_where_another_is_over(cases, new_trainer):
+    later = MagnitudePruningModifier(init_sparsity=0.25, final_sparsity=0.5, start=10, end=20, leave_enabled=True)
+    trainer = make(cases, new_trainer, "mlp", "replay", [MagnitudePruningModifier(final_sparsity=0.25, start=2, end=10), later])
+    shares = []
+    for step in range(25):
+        trainer.train_step(cases["mlp"].batch_at(step))
+        shares.append(float(zeros(trainer)["first"].float().mean()))
+    assert shares[8:11] == [pytest.approx(0.25, abs=0.01)] * 3 and shares[-1] == 0.5
+    trainer.step.session.finalize()
+    assert trainer.step.session.state.report.modules["first"].scheme == "unstructured, 25% zeros, unstructured, 50% zeros"
+
+
+def test_a_pruned_weight_under_two_names_is_one_weight():
+    tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    session = Session(State(tied), [MagnitudePruningModifier(final_sparsity=0.5, targets=[name]) for name in ("0", "1")])
+    with pytest.raises(TargetError, match="is set to zero by"):
+        session.initialize()
+    assert session.state.phases == {}
+
+
 def test_before_the_first_batch_and_after_an_abort_nothing_of_the_model_has_changed(cases, new_trainer):
     trainer = make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=0.5, start=0, end=9)])
     assert not any(bool(mask.any()) for mask in zeros(trainer).values())
