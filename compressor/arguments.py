@@ -147,20 +147,26 @@ def plain_number(value: Any) -> Any:
     return float(value) if isinstance(value, numbers.Real) else value
 
 
-def check_no_autocast(function: Callable[..., Any]) -> None:
-    """Refuse to run under torch.autocast, which would compute forwards, Hessians and errors in another dtype, without a word.
+def check_dtypes_around(function: Callable[..., Any]) -> None:
+    """Refuse to run under torch.autocast or another default dtype: forwards would compute otherwise than where the result is loaded.
 
     Args:
         function: that was called, for the error.
 
     Raises:
-        UserInputError: it is on, for any kind of device.
+        UserInputError: autocast is on, for any kind of device, or torch.set_default_dtype() was called.
     """
     kind = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
     if kind is not None:
         raise UserInputError(
             f"{function.__name__}: torch.autocast({kind!r}, {torch.get_autocast_dtype(kind)}) is on around the call, and would compute "
             "forwards and statistics in another dtype than the model's; call it outside, and cast the model if that is meant"
+        )
+    if torch.get_default_dtype() != torch.float32:
+        raise UserInputError(
+            f"{function.__name__}: torch.set_default_dtype({torch.get_default_dtype()}) is in force, and what a forward makes would "
+            "have another dtype than where the result is loaded; call torch.set_default_dtype(torch.float32) first, and cast the model if "
+            "that is meant"
         )
 
 

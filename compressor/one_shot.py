@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from compressor.arguments import check_arguments, check_no_autocast, plain_number
+from compressor.arguments import check_arguments, check_dtypes_around, plain_number
 from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
@@ -256,7 +256,7 @@ def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) ->
 
 def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any, batch_size: int | None) -> str:
     """Choose the pipeline; refuse one without the data that it needs, and settings that it does not use."""
-    check_no_autocast(oneshot)
+    check_dtypes_around(oneshot)
     if isinstance(dataset, DataLoader) and batch_size is not None:
         raise DatasetError(f"batch_size: {batch_size} was given, but a DataLoader has its own; set it there, or leave it out")
     for modifier in recipe.modifiers:

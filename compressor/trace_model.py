@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compressor.arguments import check_arguments, check_no_autocast
+from compressor.arguments import check_arguments, check_dtypes_around
 from compressor.data import load_dataset_source
 from compressor.errors import DatasetError, ModelError, TargetError, TracingError
 from compressor.lifecycle import State
@@ -189,7 +189,7 @@ def trace_model(
         TracingError: the engine cannot follow the model.
     """
     check_arguments(trace_model, locals())
-    check_no_autocast(trace_model)
+    check_dtypes_around(trace_model)
     stood = stand_in(model, model_class=model_class, trust_remote_code=trust_remote_code_model)
     with calibration_mode(State(model=stood.model)), Footprint(stood.model):
         given = _real_batches(stood, dataset, modality) if dataset is not None else sample_batches(stood.model, modality)

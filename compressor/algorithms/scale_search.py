@@ -54,7 +54,7 @@ def search_scales(weight_RC: Tensor, damped_CC: Tensor, qparams: QParams, args: 
         NumericsError: a block of the damped Hessian is not positive definite.
     """
     largest, smallest = SEARCHED_MULTIPLES[args.num_bits]
-    multiples_P = torch.linspace(largest, smallest, NUM_CANDIDATES, device=weight_RC.device)
+    multiples_P = torch.linspace(largest, smallest, NUM_CANDIDATES, dtype=torch.float32, device=weight_RC.device)
     scale_RG = qparams.scale.clone()
     size = weight_RC.shape[1] // scale_RG.shape[1]
     for group in range(scale_RG.shape[1]):

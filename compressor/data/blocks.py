@@ -192,7 +192,7 @@ def _ended(row: Row, tokens: Tokens, tokenizer: Any) -> Tokens:
     end = getattr(tokenizer, "eos_token_id", None)
     if row.kind == "input_ids" or not isinstance(end, int) or not len(tokens.ids) or int(tokens.ids[-1]) == end:
         return tokens
-    return Tokens(torch.cat([tokens.ids, torch.tensor([end])]), tokens.counted)
+    return Tokens(torch.cat([tokens.ids, torch.tensor([end], dtype=torch.int64)]), tokens.counted)
 
 
 def _counted(tokens: Tokens) -> Tensor:

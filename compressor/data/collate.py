@@ -44,7 +44,7 @@ def collate(
     groups = _equally_long(rows) if batch_size is None else [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
     for group in groups:
         input_ids = nn.utils.rnn.pad_sequence(list(group), batch_first=True, padding_value=pad_id)
-        lengths = torch.tensor([len(row) for row in group])
+        lengths = torch.tensor([len(row) for row in group], dtype=torch.int64)
         mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
         batches.append({"input_ids": input_ids} if bool(mask.all()) else {"input_ids": input_ids, "attention_mask": mask.long()})
         masks.append(_counting(mask, [next(counts) for _ in group]))

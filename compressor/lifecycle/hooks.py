@@ -40,8 +40,8 @@ _OF_MODIFIERS: WeakSet[Callable[..., Any]] = WeakSet()
 def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
     """Let a module that takes the place of another run the forward hooks of the model's author. Changes the tables of both.
 
-    Hooks of modifiers stay with the old one. Where neither carries such hooks, both modules share their tables, so that the author's handles, which
-    know the table of the old one, take a hook off both.
+    Hooks of modifiers stay with the old one. Where neither carries such hooks, both modules share their tables, so that the author's
+    handles, which know the table of the old one, take a hook off both.
 
     Args:
         old: the module that goes.

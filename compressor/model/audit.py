@@ -140,7 +140,7 @@ def _check_input(name: str, layer: QuantizedLayer) -> None:
         return
     buffers = dict(layer.named_buffers())
     if args.has_global_scale:
-        check_qparams(QParams(torch.ones(1), None, buffers["input_global_scale"]), f"{name}.input", args)
+        check_qparams(QParams(torch.ones(1, dtype=torch.float32), None, buffers["input_global_scale"]), f"{name}.input", args)
         return
     check_qparams(QParams(buffers["input_scale"], buffers.get("input_zero_point")), f"{name}.input", args)
 

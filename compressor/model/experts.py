@@ -262,7 +262,7 @@ def _probe(fused: nn.Module, apart: UnfusedExperts) -> tuple[Tensor, Tensor, Ten
     slots = min(2, num_experts)
     num_tokens = max(4, 2 * num_experts // slots)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(num_tokens, layer.in_features, generator=generator)
+    hidden = torch.randn(num_tokens, layer.in_features, generator=generator, dtype=torch.float32)
     index = torch.arange(num_tokens * slots).reshape(num_tokens, slots) % num_experts
-    shares = torch.rand(num_tokens, slots, generator=generator)
+    shares = torch.rand(num_tokens, slots, generator=generator, dtype=torch.float32)
     return hidden.to(weight.device, weight.dtype), index.to(weight.device), shares.to(weight.device, weight.dtype)

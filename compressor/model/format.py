@@ -114,7 +114,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     """In which the quantized layers compute, or the model where it has none."""
     layer = next((module for module in model.modules() if isinstance(module, QuantizedLayer)), None)
     found: Any = layer.dtype if layer is not None else getattr(model, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.get_default_dtype()
+    return found if isinstance(found, torch.dtype) else torch.float32
 
 
 def unquantized_linears(model: nn.Module) -> list[str]:
@@ -163,7 +163,7 @@ def stored_keys(model: nn.Module, keys: Sequence[str]) -> dict[str, str]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    markers = {key: torch.empty(0) for key in keys}
+    markers = {key: torch.empty(0, dtype=torch.float32) for key in keys}
     key_of = {id(marker): key for key, marker in markers.items()}
     stored = {key_of[id(marker)]: on_disk for on_disk, marker in revert_weight_conversion(model, markers).items() if id(marker) in key_of}
     return {key: stored.get(key, key) for key in keys}

@@ -66,7 +66,9 @@ def _is_linear(module: nn.Linear) -> bool:
     if type(module).forward is nn.Linear.forward:
         return True
     weight = module.weight
-    rows = torch.randn(2, module.in_features, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    rows = torch.randn(2, module.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
+        weight.device, weight.dtype
+    )
     try:
         given: object = type(module).forward(module, rows)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):

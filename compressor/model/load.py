@@ -132,7 +132,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-        torch.empty(1, device=resolved).fill_(0).sum().item()
+        torch.empty(1, dtype=torch.float32, device=resolved).fill_(0).sum().item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ModelError(f"device: {str(device)!r} cannot be used here ({one_line(error)}); use auto, cpu or cuda") from error
     return resolved

@@ -64,7 +64,7 @@ class _Maker:
         self.dtype = parameter.dtype
 
     def normal(self, *size: int) -> Tensor:
-        return torch.randn(*size, generator=self.generator).to(self.dtype)
+        return torch.randn(*size, generator=self.generator, dtype=torch.float32).to(self.dtype)
 
     def takes(self, name: str) -> bool:
         return name in self.arguments
@@ -195,7 +195,7 @@ def _image_inputs(maker: _Maker, rows: int) -> tuple[dict[str, Tensor], int | No
     if maker.takes("qformer_input_ids"):
         images["qformer_input_ids"] = torch.ones(rows, 6, dtype=torch.int64)
     if maker.takes("image_sizes") and getattr(getattr(maker.config, "vision_config", None), "model_type", "") == "pixtral":
-        images["image_sizes"] = torch.tensor([[height, width]] * rows)
+        images["image_sizes"] = torch.tensor([[height, width]] * rows, dtype=torch.int64)
     return images, None
 
 
@@ -204,7 +204,7 @@ def _grid(maker: _Maker, rows: int, channels: int, patch: int) -> tuple[dict[str
     merge = int(maker.setting("spatial_merge_size", default=2))
     values = channels * int(maker.setting("temporal_patch_size", default=1)) * patch**2
     side = 2 * merge
-    grid = torch.tensor([[1, side, side]] * rows)
+    grid = torch.tensor([[1, side, side]] * rows, dtype=torch.int64)
     return {"pixel_values": maker.normal(rows * side * side, values), "image_grid_thw": grid}, side * side // merge**2
 
 

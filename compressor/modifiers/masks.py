@@ -162,7 +162,7 @@ class PruningModifier(Modifier):
 
     @property
     def phase(self) -> tuple[float, float] | None:
-        """From when to when this modifier decides which weights are zero; None where it keeps zeros that it finds, which disturbs no other."""
+        """From when to when this modifier decides which weights are zero; None where it only keeps zeros, which disturbs no other."""
         return None
 
     @property

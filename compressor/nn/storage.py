@@ -67,7 +67,7 @@ class PackedWeight(QuantizedLayer):
         buffers = {
             "weight_packed": pack_int32(codes_RC, bits),
             "weight_scale": qparams.scale.clone(),
-            "weight_shape": torch.tensor([self._num_rows, self._num_columns], device=codes_RC.device),
+            "weight_shape": torch.tensor([self._num_rows, self._num_columns], dtype=torch.int64, device=codes_RC.device),
         }
         if qparams.zero_point is not None:
             single = self.weight_args.strategy == "tensor"

@@ -58,7 +58,7 @@ def unpack_fp4(packed: Tensor) -> Tensor:
 
 def _decoding(device: torch.device) -> Tensor:
     """Return the sixteen values by their nibble."""
-    positive = torch.tensor(FP4_VALUES, device=device)
+    positive = torch.tensor(FP4_VALUES, dtype=torch.float32, device=device)
     return torch.cat((positive, -positive)).to(torch.float8_e4m3fn)
 
 

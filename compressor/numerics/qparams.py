@@ -84,7 +84,7 @@ def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs
     """
     # Tensors without dimensions rather than python numbers: for ranges without dimensions they promote the zero point to float32, as in
     # compressed-tensors. Filled, not copied from the host, which a CUDA graph could not repeat.
-    low, high = (torch.full((), bound, device=min_vals.device) for bound in args.code_range)
+    low, high = (torch.full((), bound, dtype=torch.float32, device=min_vals.device) for bound in args.code_range)
     min_vals = torch.minimum(min_vals, torch.zeros_like(min_vals))
     max_vals = torch.maximum(max_vals, torch.zeros_like(max_vals))
     num_steps = (high - low).to(max_vals.dtype)

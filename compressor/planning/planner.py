@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from compressor.arguments import check_arguments, check_no_autocast, plain_number
+from compressor.arguments import check_arguments, check_dtypes_around, plain_number
 from compressor.data.datasets import chosen_length
 from compressor.lifecycle import Modifier, PlannedModule, State
 from compressor.model.experts import unfused_experts
@@ -127,7 +127,7 @@ def plan(
         UserInputError: whatever `oneshot` would refuse of recipe and model.
     """
     check_arguments(plan, locals())
-    check_no_autocast(plan)
+    check_dtypes_around(plan)
     num_calibration_samples, max_seq_length, batch_size = map(plain_number, (num_calibration_samples, max_seq_length, batch_size))
     granted = None if activation_memory is None else parse_bytes(activation_memory, "activation_memory")
     parsed = load_recipe(recipe, args=recipe_args)

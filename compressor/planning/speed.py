@@ -50,8 +50,8 @@ def measure_speed(device: torch.device, dtype: torch.dtype) -> Speed:
 def _solve(device: torch.device, rows: int) -> Callable[[], float]:
     args = preset_scheme("W4A16", ["Linear"]).weights
     assert args is not None
-    weight = torch.linspace(-1, 1, rows * _COLUMNS, device=device).view(rows, _COLUMNS)
-    hessian = torch.eye(_COLUMNS, device=device)
+    weight = torch.linspace(-1, 1, rows * _COLUMNS, dtype=torch.float32, device=device).view(rows, _COLUMNS)
+    hessian = torch.eye(_COLUMNS, dtype=torch.float32, device=device)
     return lambda: float(quantize_gptq([weight], hessian, args, scale_search=False)[0][0].loss)
 
 

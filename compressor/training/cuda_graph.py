@@ -100,7 +100,7 @@ class CudaGraphEngine:
         self._pool = torch.cuda.graph_pool_handle()
         graph = _new_graph(generators)
         graph.capture_begin(pool=self._pool, capture_error_mode=_ERROR_MODE)
-        torch.zeros(1, device=self.device)
+        torch.zeros(1, dtype=torch.float32, device=self.device)
         graph.capture_end()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from compressor.arguments import check_arguments, check_no_autocast, plain_number
+from compressor.arguments import check_arguments, check_dtypes_around, plain_number
 from compressor.errors import UserInputError
 from compressor.model.load import resolve_tokenizer
 from compressor.progress import Progress
@@ -118,7 +118,7 @@ def train(
         KeyboardInterrupt: ctrl-C; the state after the last whole step is kept, and a note says how to go on.
     """
     check_arguments(train, locals())
-    check_no_autocast(train)
+    check_dtypes_around(train)
     settings = TrainSettings(
         steps=steps,
         epochs=epochs,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from compressor import __version__
-from compressor.arguments import check_no_autocast, plain_number
+from compressor.arguments import check_dtypes_around, plain_number
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.load import LoadedModel, load_model, resolve_device
@@ -123,7 +123,7 @@ def validate(
         ModelError: a folder is missing, or the base cannot be used.
         DatasetError: the data cannot be used.
     """
-    check_no_autocast(validate)
+    check_dtypes_around(validate)
     num_samples, max_seq_length, seed = map(plain_number, (num_samples, max_seq_length, seed))
     if seed < 0:
         raise UserInputError(f"seed: {seed} was given, where a whole number of 0 or more belongs; correct it")

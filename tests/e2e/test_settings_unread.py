@@ -1,4 +1,4 @@
-"""A setting that nobody would read, a run inside torch.autocast: refused in words. Numbers of numpy are numbers."""
+"""A setting that nobody would read, a run inside torch.autocast or another default dtype: refused. Numbers of numpy are numbers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_numbers_of_numpy_are_numbers(kind: Any, llama_dir: Path, tmp_path: Path
             oneshot(llama_dir, recipe=quantize(), dataset=IDS, seed=value)  # type: ignore[arg-type]
 
 
-def test_autocast_around_a_run_is_refused(llama_dir: Path) -> None:
+def test_autocast_and_another_default_dtype_around_a_run_are_refused(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: tuple[Callable[[], Any], ...] = (
         lambda: oneshot(llama_dir, recipe=quantize(), dataset=IDS),
         lambda: train(llama_dir, dataset=IDS, steps=1),
@@ -114,6 +114,10 @@ def test_autocast_around_a_run_is_refused(llama_dir: Path) -> None:
     )
     for run in runs:
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserInputError, match=r"torch\.autocast\('cpu', torch\.bfloat16\) is on"):
+            run()
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    for run in runs:
+        with pytest.raises(UserInputError, match=r"torch\.set_default_dtype\(torch\.float64\) is in force"):
             run()
 
 

@@ -55,6 +55,17 @@ def test_files_and_functions_keep_their_budget(repo_root: Path) -> None:
     assert not long, "\n".join(long)
 
 
+def test_no_tensor_is_made_in_the_default_dtype(repo_root: Path) -> None:
+    made = ("zeros", "ones", "empty", "full", "eye", "rand", "randn", "linspace", "logspace", "tensor", "scalar_tensor")
+    found = []
+    for path in _sources(repo_root):
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        if path.relative_to(repo_root).parts[0] == "compressor":
+            bare = [call for call in calls if all(keyword.arg != "dtype" for keyword in call.keywords)]
+            found += [f"{path}:{call.lineno}" for call in bare if ast.unparse(call.func) in {f"torch.{name}" for name in made}]
+    assert not found, "\n".join(found)
+
+
 def test_top_level_holds_only_what_belongs_there(repo_root: Path) -> None:
     names = {path.relative_to(repo_root).parts[0] for path in _tracked(repo_root)}
     assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL

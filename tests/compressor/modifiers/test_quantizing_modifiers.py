@@ -256,6 +256,23 @@ def test_every_column_order_compresses_and_is_recorded(actorder: str | None) -> 
     assert ("weight_g_idx" in layer.state_dict()) == (actorder == "group")
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "modifier", [gptq(), QuantizationModifier(scheme="NVFP4"), QuantizationModifier(scheme="W8A8")], ids=["gptq", "NVFP4", "W8A8"]
+)
+def test_the_default_dtype_of_the_process_changes_no_byte(modifier: SchemeModifier, default: torch.dtype) -> None:
+    model, other, data = Block(), Block(), batches()
+    calibrate(model, modifier.model_copy(), data)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        calibrate(other, modifier.model_copy(), data)
+    finally:
+        torch.set_default_dtype(before)
+    for (key, tensor), (_, found) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        assert tensor.dtype == found.dtype and torch.equal(tensor.view(torch.uint8), found.view(torch.uint8)), key
+
+
 def test_both_solvers_agree() -> None:
     fast, reference = Block(), Block()
     calibrate(fast, gptq(scale_search=False), batches())
