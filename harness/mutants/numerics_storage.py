@@ -115,7 +115,7 @@ LAYER_MUTANTS: tuple[Mutant, ...] = (
     bug("bias_dropped_natively", "layers", "the bias is not added where codes are multiplied", _PRODUCT,
         Edit(_LINEAR + "_multiply_codes", "product if self.bias is None else product + self.bias.float()", "product")),
     bug("input_not_quantized", "layers", "the input is multiplied as it is", _PRODUCT,
-        Edit(_LINEAR + "forward", "x = fake_quantize(x, self._input_qparams(x, args), args)", "pass")),
+        Edit(_LINEAR + "forward", "fake_quantize(input, self._input_qparams(input, args), args)", "input")),
     bug("static_input_scale_ignored", "layers", "a static input takes the scale of each batch", _PRODUCT,
         Edit(_LINEAR + "_input_qparams", 'QParams(self.get_buffer("input_scale"), getattr(self, "input_zero_point", None))',
              "dynamic_qparams(x, args.model_copy(update={'dynamic': True}), None)")),
