@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,14 @@ def oneshot(
     place = check_places(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
     parsed = load_recipe(recipe, args=recipe_args, run_type="oneshot")
     tokenizer = resolve_tokenizer(tokenizer, trust_remote_code_model)
-    chosen = _choose(pipeline, parsed, settings, dataset, batch_size)
+    reading = {
+        "num_calibration_samples": num_calibration_samples,
+        "max_seq_length": max_seq_length,
+        "batch_size": batch_size,
+        "text_column": text_column,
+        "shuffle_calibration_samples": shuffle_calibration_samples,
+    }
+    chosen = _choose(pipeline, parsed, settings, dataset, reading)
     loaded = load_model(
         model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
     )
@@ -215,6 +223,8 @@ def oneshot(
                     max_positions=_max_positions(loaded.model),
                 )
                 check_vocabulary(data, loaded.model)
+            elif dataset is not None:
+                state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
             clock.lap("data")
             choices = {"pipeline": chosen, "dtype": dtype, "model_class": model_class, "calibrate_all_experts": calibrate_all_experts}
             run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, settings, state.device)
@@ -254,11 +264,11 @@ def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) ->
         raise RecipeError(f"recipe: {names} left every tensor of the model as it was; give modifiers that change something in oneshot")
 
 
-def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any, batch_size: int | None) -> str:
+def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any, reading: Mapping[str, Any]) -> str:
     """Choose the pipeline; refuse one without the data that it needs, and settings that it does not use."""
     check_dtypes_around(oneshot)
-    if isinstance(dataset, DataLoader) and batch_size is not None:
-        raise DatasetError(f"batch_size: {batch_size} was given, but a DataLoader has its own; set it there, or leave it out")
+    if isinstance(dataset, DataLoader) and reading["batch_size"] is not None:
+        raise DatasetError(f"batch_size: {reading['batch_size']} was given, but a DataLoader has its own; set it there, or leave it out")
     for modifier in recipe.modifiers:
         if modifier.flags != Flags():
             raise RecipeError(f"{modifier.label}: it was used in an earlier run, and remembers it; make a new one")
@@ -269,6 +279,10 @@ def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, 
     settings.refuse_without_use(chosen)
     if chosen != "data_free" and dataset is None:
         raise DatasetError(f"oneshot: no dataset was given, and the {chosen} pipeline needs one; pass dataset=")
+    usual = signature(oneshot).parameters
+    unread = next((name for name, value in reading.items() if value != usual[name].default), None) if dataset is None else None
+    if unread is not None:
+        raise DatasetError(f"{unread}: {reading[unread]!r} was given without a dataset to read, and no modifier needs one; leave it out")
     return chosen
 
 

@@ -29,7 +29,9 @@ class Verb:
 
 
 VERBS: Mapping[str, Verb] = {
-    "validate": Verb("prove a compressed checkpoint against its base: files, format, weights, behaviour", "harness.validation.command"),
+    "validate": Verb(
+        "prove a compressed causal language model against its base: files, format, weights, behaviour", "harness.validation.command"
+    ),
     "verify": Verb("hold a modifier against the lifecycle contract: checks 47 to 54 and a state machine", "harness.lifecycle.command"),
     "check": Verb("hold a quantizer, solver, layer, transform, pruner, run or checkpoint against the catalogue", "harness.checks.command"),
     "catalogue": Verb("list every check, with the public bugs that it would have caught", "harness.checks.catalogue_command"),

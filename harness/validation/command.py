@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the verb; changed.
     """
     parser.epilog = EPILOG
-    parser.add_argument("base", metavar="BASE", type=Path, help="folder of the model that was compressed")
+    parser.add_argument("base", metavar="BASE", type=Path, help="folder of the model that was compressed, a causal language model")
     parser.add_argument("compressed", metavar="COMPRESSED", type=Path, help="folder of the compressed checkpoint")
     parser.add_argument("--dataset", metavar="D", required=True, help="held-out data: .safetensors (input_ids), .jsonl, .txt, .parquet")
     parser.add_argument("--policy", metavar="P.yaml", type=Path, help="limits; what the file does not name keeps its default")

@@ -29,7 +29,7 @@ from harness.validation.inspection import ModuleInspection, inspect_modules
 from harness.validation.policy import Policy
 from harness.validation.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
 from harness.validation.record import check_digests, check_quantization_config, check_record, file_hashes, read_record
-from harness.validation.scoring import Scores, TokenBatch, model_logits, score_models
+from harness.validation.scoring import Scores, TokenBatch, model_logits, score_models, sees_ahead
 from harness.validation.sparsity import check_sparsity
 from harness.validation.subject import Subject, read_subject
 from harness.validation.weights import check_weights
@@ -37,6 +37,8 @@ from harness.verdict import EXIT_CODES, CheckRecord, Verdict, decide
 
 _LOGITS_AT_ONCE = 1 << 25
 """Elements of one batch of logits; both models' are in memory together."""
+
+_TAKES = "validate compares predictions of the next token, so give a causal language model"
 
 PACKAGES = ("compressed-tensors", "numpy", "safetensors", "torch", "transformers")
 
@@ -103,7 +105,7 @@ def validate(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> ValidationReport:
-    """Check a compressed checkpoint against its base, from the bytes of the files to the behaviour on held-out data.
+    """Check a compressed causal language model against its base, from the bytes of the files to the behaviour on held-out data.
 
     Args:
         base: folder of the base model.
@@ -120,7 +122,7 @@ def validate(
         The report; a bad checkpoint gives a verdict, not an exception.
     Raises:
         UserInputError: the seed is negative, or torch.autocast is on.
-        ModelError: a folder is missing, or the base cannot be used.
+        ModelError: a folder is missing, or the base cannot be used, because it is no causal language model for one.
         DatasetError: the data cannot be used.
     """
     check_dtypes_around(validate)
@@ -134,6 +136,8 @@ def validate(
     base_model = _base_model(subject)
     data = _load_data(subject, dataset, base_model.tokenizer, max_seq_length, num_samples)
     batches = _token_batches(data, base_model.model)
+    if sees_ahead(model_logits(base_model.model, torch_device), batches):
+        raise ModelError(f"{base}: what its predictions say of a token depends on later tokens; {_TAKES}")
     base_hashes = file_hashes(subject.base.folder)
     folder = subject.compressed.folder
     records = [*check_files(subject), *check_record(folder, base_hashes, data.sha256), check_digests(subject.compressed)]
@@ -155,16 +159,14 @@ def validate(
 
 def _base_model(subject: Subject) -> LoadedModel:
     """Load the base; of a class that predicts no next token say so, in place of advice that has no place here."""
-    folder = subject.base.folder
+    folder, named = subject.base.folder, subject.base_config.get("architectures")
+    if isinstance(named, list) and named and str(named[0]).endswith("ForMaskedLM"):  # transformers would load it as a causal one
+        raise ModelError(f"{folder}: config.json says {named[0]}, which fills masks; {_TAKES}")
     try:
         return load_model(folder, device="cpu")
     except ModelError as error:
-        named = subject.base_config.get("architectures")
         if isinstance(named, list) and named and not str(named[0]).endswith(("ForCausalLM", "LMHeadModel")):
-            raise ModelError(
-                f"{folder}: config.json says {named[0]}, and as a causal language model it does not load; validate compares predictions of "
-                "the next token, so give a causal language model"
-            ) from error
+            raise ModelError(f"{folder}: config.json says {named[0]}, and as a causal language model it does not load; {_TAKES}") from error
         raise
 
 

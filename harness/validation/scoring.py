@@ -25,6 +25,11 @@ LogitsFn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Token ids and attention mask [B, T] -> logits [B, T, V]."""
 
 
+_SEEN_AHEAD = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""How far, relative to the logits, later tokens may move a prediction; other dtypes: 2e-2. Experts' kernels round by number of tokens."""
+_TOKENS_AHEAD = 64
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """Token ids [B, T], int64, and which of them are real; None where all are."""
@@ -88,6 +93,27 @@ def score_models(base: LogitsFn, compressed: LogitsFn, batches: Sequence[TokenBa
     if not pieces:
         raise DatasetError("the data holds no sequence of two real tokens; nothing can be predicted from it")
     return Scores(TokenScores.concatenate(pieces), np.concatenate(sequences), TokenScores.concatenate(decoys or [_no_tokens()]))
+
+
+def sees_ahead(model: LogitsFn, batches: Sequence[TokenBatch]) -> bool:
+    """Tell whether predictions depend on tokens that come later, as those of encoders and masked language models do.
+
+    Args:
+        model: its logits.
+        batches: the data; the first sequence of two tokens is run twice, once with another second half.
+    Returns:
+        True where they do; such a model has read the token that it would have to predict.
+    """
+    rows = (row if batch.mask is None else row[batch.mask[at].bool()] for batch in batches for at, row in enumerate(batch.input_ids))
+    ids = next((row[None, :_TOKENS_AHEAD] for row in rows if len(row) > 1), None)
+    if ids is None:
+        return False
+    half, other = ids.shape[1] // 2, ids.clone()
+    other[:, half:] = (ids[:, half:] + 1) % (ids.max() + 1)
+    with torch.inference_mode():
+        first, second = (model(tokens, None)[:, :half] for tokens in (ids, other))
+    scale = (first.float() - first.float().mean(-1, keepdim=True)).norm()
+    return bool((first.float() - second.float()).norm() > _SEEN_AHEAD.get(first.dtype, 2e-2) * scale)
 
 
 def _scored_positions(batch: TokenBatch) -> torch.Tensor:

@@ -57,6 +57,18 @@ def test_a_setting_that_nobody_would_read_is_refused(name: str, llama_dir: Path)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"num_calibration_samples": 4}, {"max_seq_length": 8}, {"batch_size": 2}, {"text_column": "x"}, {"shuffle_calibration_samples": True}],
+)
+def test_settings_of_data_without_data_are_refused_and_unread_data_is_noted(given: dict[str, Any]) -> None:
+    recipe = json.dumps({"a_stage": {"a_modifiers": {"MagnitudePruningModifier": {"final_sparsity": 0.5}}}})
+    with pytest.raises(DatasetError, match=rf"{next(iter(given))}: .* was given without a dataset to read"):
+        oneshot(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe=recipe, **given)
+    result = oneshot(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe=recipe, dataset=IDS, **given)
+    assert result.report.notes == ["the dataset was not read, because the data_free pipeline ran"]
+
+
 def test_training_and_plans_refuse_them_too(llama_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype="bfloat16")
     for run, given in ((train, {"dataset": IDS, "steps": 1, "dtype": "float16"}), (plan, {"recipe": quantize(), "dtype": "float16"})):

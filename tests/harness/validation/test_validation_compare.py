@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from compressor.errors import CheckpointError, DatasetError, ModelError, OutputError
@@ -15,6 +16,7 @@ from harness.validation import report as report_module
 from harness.validation.compare import validate
 from harness.validation.policy import Policy, SqnrLimits
 from harness.validation.report import write_report
+from harness.validation.scoring import TokenBatch, model_logits, sees_ahead
 from harness.verdict import to_json
 
 LENIENT = Policy(max_perplexity_ratio=1.5, max_mean_kl=0.4, min_top1_agreement=0.6, max_accuracy_drop=0.2, allow_dequantize_load=True)
@@ -193,11 +195,28 @@ def test_names_from_outside_cannot_break_the_page(workspace, pristine, report, t
 
 
 def test_a_base_that_predicts_no_next_token_is_refused_with_what_validate_takes(tmp_path):
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    config = transformers.BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
     for name in ("base", "compressed"):
-        BertForSequenceClassification(config).save_pretrained(tmp_path / name)
+        transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / name)
     with pytest.raises(ModelError, match=r"BertForSequenceClassification, .* give a causal language model") as caught:
         validate(tmp_path / "base", tmp_path / "compressed", [])
     assert "name the class" not in str(caught.value)  # validate takes none
+
+
+@pytest.mark.parametrize(("name", "said"), [("BertForMaskedLM", "fills masks"), ("BertLMHeadModel", "depends on later tokens")])
+def test_a_base_that_reads_later_tokens_is_refused(name, said, tmp_path):
+    config = transformers.BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    for folder in ("base", "compressed"):
+        getattr(transformers, name)(config).save_pretrained(tmp_path / folder)
+    with pytest.raises(ModelError, match=rf"{said}; validate compares .* give a causal language model"):
+        validate(tmp_path / "base", tmp_path / "compressed", torch.arange(64).reshape(4, 16) % 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoders_of_all_kinds_see_nothing_ahead(dtype):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    ids = [TokenBatch(torch.arange(64).reshape(2, 32) % 31, torch.arange(32).expand(2, 32) > 3)]
+    for name, given in {"BertLMHeadModel": {"is_decoder": True}, "MixtralForCausalLM": {"num_key_value_heads": 2}}.items():
+        kind = getattr(transformers, name)
+        model = kind(kind.config_class(**sizes, **given)).to(dtype).eval()
+        assert not sees_ahead(model_logits(model, torch.device("cpu")), ids)
