@@ -8,12 +8,13 @@ import torch
 
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session
-from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
+from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask
 from compressor.pipelines.journal import NoJournal
 from compressor.pipelines.out_of_memory import memory_explained
+from compressor.pipelines.watched import watched_modules
 from compressor.progress import Progress
 from compressor.tracing.graph.refusal import Unrepeatable
-from compressor.tracing.observe import changed_by_forward, plain_forward
+from compressor.tracing.observe import changed_by_forwards, plain_forward
 from compressor.tracing.traces import Traces
 
 
@@ -41,8 +42,10 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
     """Run every batch on the model as it was loaded: what a forward leaves there is taken back after each."""
     state = session.state
     with calibration_mode(state), progress.task("calibrate", total=len(data.batches)) as task:
+        watched = watched_modules(session)
         with session.hooks_disabled():
-            stirred = changed_by_forward(state.model, batch_to(data.batches[0], state.device))
+            stirred, kept = changed_by_forwards(state.model, watched, [batch_to(batch, state.device) for batch in data.batches[:2]])
+        note_kept(state, kept)
         with Traces(state.model, stirred) as traces:
             for index, batch in enumerate(data.batches):
                 set_token_mask(state, data, index)

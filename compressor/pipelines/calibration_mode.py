@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,18 @@ def calibration_mode(state: State) -> Iterator[None]:
         for name, module in model.named_modules():  # by name: a module that has been replaced follows the one it replaced
             if name in training:
                 module.training = training[name]
+
+
+def note_kept(state: State, kept: Collection[str]) -> None:
+    """Say in the report that batches do not see what the model keeps of those before them.
+
+    Args:
+        state: of the session; changed.
+        kept: attributes of modules by which a batch would change what the next one gives.
+    """
+    if kept:
+        names = ", ".join(kept)
+        state.report.notes.append(f"{names} would pass from batch to batch; every batch starts with the state of the model")
 
 
 def set_token_mask(state: State, data: CalibrationData, index: int) -> None:

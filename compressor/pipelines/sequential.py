@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, TracingError
 from compressor.lifecycle import EventType, Session, State
-from compressor.pipelines.calibration_mode import calibration_mode, set_token_mask
+from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask
 from compressor.pipelines.journal import NoJournal
 from compressor.pipelines.offload import open_store
 from compressor.pipelines.out_of_memory import memory_explained
@@ -77,9 +77,7 @@ def _run_stages(
     with calibration_mode(state):
         with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
             plan = _trace(state, data, settings)
-        if plan.kept:
-            kept = ", ".join(plan.kept)
-            state.report.notes.append(f"{kept} would pass from batch to batch; every batch starts with the state of the model")
+        note_kept(state, plan.kept)
         cut = plan.partition
         total = len(data.batches) * (1 + 2 * len(cut.targets))
         with progress.task("calibrate", total=total) as task:

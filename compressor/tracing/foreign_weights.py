@@ -44,7 +44,9 @@ class ForeignWeights:
         self.inside: str | None = None
         self._pauses = pauses
         self._called: set[str] = set()
-        self._used: dict[str, tuple[set[str], str]] = {}  # name of a weight: its targets, and where it was used
+        self._used: dict[
+            str, tuple[set[str], str, bool]
+        ] = {}  # name of a weight: its targets, where it was used, whether after one of them
         holders: dict[int, set[str]] = {}  # module to the targets that it lies in
         for target, module in targets.items():
             for below in module.modules():
@@ -84,9 +86,10 @@ class ForeignWeights:
 
     def _note(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> None:
         targets = self._owners[id(tensor)]
-        is_over = not targets.isdisjoint(self._called) and not (self._pauses and self.inside is None)
+        is_late = not targets.isdisjoint(self._called)
+        is_over = is_late and not (self._pauses and self.inside is None)
         if not is_over and self.inside not in targets and (func is None or not _asks(func, args, tensor)):
-            self._used.setdefault(self._names[id(tensor)], (targets, str(current_place())))
+            self._used.setdefault(self._names[id(tensor)], (targets, str(current_place()), is_late))
 
     def check(self) -> None:
         """Refuse what was seen, now that it is known which targets the forward calls.
@@ -94,12 +97,15 @@ class ForeignWeights:
         Raises:
             Unrepeatable: a weight was used outside of its target.
         """
-        for name, (targets, place) in self._used.items():
+        for name, (targets, place, is_late) in self._used.items():
             called = sorted(targets & self._called)
             if called:
+                why = f"what is made of it would stay as it was before {called[0]} is compressed; use"
+                if is_late:
+                    why = f'a forward that pauses may still hold it as it was before {called[0]} is compressed; use engine="graph",'
                 raise Unrepeatable(
-                    f"{place}: {name} is used outside of {called[0]}, the sequential target that it belongs to, and what is made of it "
-                    f'would stay as it was before {called[0]} is compressed; use pipeline="basic" or other sequential targets'
+                    f"{place}: {name} is used outside of {called[0]}, the sequential target that it belongs to, and {why} "
+                    'pipeline="basic" or other sequential targets'
                 )
 
 

@@ -147,19 +147,22 @@ def plain_forward(model: nn.Module, batch: Batch) -> Any:
         ) from error
 
 
-def changed_by_forward(model: nn.Module, batch: Batch) -> Stirred:
-    """Run a plain forward and see what it changes.
+def changed_by_forwards(model: nn.Module, watched: Collection[str], batches: Sequence[Batch]) -> tuple[Stirred, tuple[str, ...]]:
+    """Run plain forwards and see what they change.
 
     Args:
         model: as it was afterwards.
-        batch: on the device of the model; not modified.
+        watched: dotted names of the modules whose inputs count.
+        batches: one or two, on the device of the model; not modified.
 
     Returns:
-        What it changed.
+        What the first one changed; and the attributes of modules by which it would change what the second one gives.
     """
     with Footprint(model) as footprint, torch.no_grad():
-        plain_forward(model, batch)
-    return footprint.stirred
+        with footprint.returning():
+            plain_forward(model, batches[0])
+        kept = plain_forwards(model, watched, batches, footprint.returning)[1] if footprint.stirred and len(batches) > 1 else ()
+    return footprint.stirred, kept
 
 
 def plain_forwards(

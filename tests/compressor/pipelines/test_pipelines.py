@@ -302,11 +302,12 @@ class Averaging(nn.Module):
         return x + self.mean
 
 
-def test_state_that_would_pass_from_batch_to_batch_is_noted() -> None:
+@pytest.mark.parametrize("name", ["basic", "sequential"])
+def test_state_that_would_pass_from_batch_to_batch_is_noted(name: str) -> None:
     data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(3, 2)))
     with Session(State(Averaging()), [Recorder()]) as session:
         session.initialize()
-        run_pipeline("sequential", session, data, progress=SilentProgress(), settings=SequentialSettings())
+        run_pipeline(name, session, data, progress=SilentProgress(), settings=SequentialSettings())
         session.finalize()
     assert session.state.report.notes == ["mean would pass from batch to batch; every batch starts with the state of the model"]
 

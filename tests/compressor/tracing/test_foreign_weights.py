@@ -220,6 +220,13 @@ def test_weights_outside_of_their_target_are_followed_or_refused(way: str, compr
                 check_stages(made(forward), engine, compress)
 
 
+def test_the_suspend_engine_says_of_an_earlier_weight_why_it_is_refused() -> None:
+    with pytest.raises(
+        TracingError, match=r"weight is used outside of layers.*a forward that pauses may still hold it .* engine=\"graph\""
+    ):
+        check_stages(made(WAYS["behind its own layer"][0]), "suspend", write)
+
+
 def test_the_error_names_line_weight_and_target() -> None:
     told = r"^test_foreign_weights.py:[0-9]+: layers.2.lin.weight is used outside of layers.2, the sequential target that it belongs to"
     with pytest.raises(TracingError, match=told):
