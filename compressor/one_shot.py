@@ -10,8 +10,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from inspect import signature
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compressor.arguments import check_arguments, check_dtypes_around, plain_number
-from compressor.data import check_vocabulary, load_dataset_source
+from compressor.data import CalibrationData, check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.audit import check_values
@@ -186,13 +185,7 @@ def oneshot(
     place = check_places(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
     parsed = load_recipe(recipe, args=recipe_args, run_type="oneshot")
     tokenizer = resolve_tokenizer(tokenizer, trust_remote_code_model)
-    reading = {
-        "num_calibration_samples": num_calibration_samples,
-        "max_seq_length": max_seq_length,
-        "batch_size": batch_size,
-        "text_column": text_column,
-        "shuffle_calibration_samples": shuffle_calibration_samples,
-    }
+    reading = _Reading(num_calibration_samples, max_seq_length, batch_size, text_column, shuffle_calibration_samples)
     chosen = _choose(pipeline, parsed, settings, dataset, reading)
     loaded = load_model(
         model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
@@ -209,21 +202,8 @@ def oneshot(
         ):
             untouched = _initialize(session, experts, calibrate_all_experts, place)
             settings = replace(settings, targets=expert_targets(loaded.model, state.claims, chosen, settings.targets))
-            data = None
-            if chosen != "data_free":
-                data = load_dataset_source(
-                    dataset,
-                    tokenizer=tokenizer or loaded.tokenizer,
-                    num_calibration_samples=num_calibration_samples,
-                    max_seq_length=max_seq_length,
-                    batch_size=batch_size,
-                    text_column=text_column,
-                    shuffle=shuffle_calibration_samples,
-                    seed=state.seed,
-                    max_positions=_max_positions(loaded.model),
-                )
-                check_vocabulary(data, loaded.model)
-            elif dataset is not None:
+            data = None if chosen == "data_free" else reading.load(dataset, loaded.model, tokenizer or loaded.tokenizer, state.seed)
+            if data is None and dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
             clock.lap("data")
             choices = {"pipeline": chosen, "dtype": dtype, "model_class": model_class, "calibrate_all_experts": calibrate_all_experts}
@@ -264,11 +244,11 @@ def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) ->
         raise RecipeError(f"recipe: {names} left every tensor of the model as it was; give modifiers that change something in oneshot")
 
 
-def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any, reading: Mapping[str, Any]) -> str:
+def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any, reading: _Reading) -> str:
     """Choose the pipeline; refuse one without the data that it needs, and settings that it does not use."""
     check_dtypes_around(oneshot)
-    if isinstance(dataset, DataLoader) and reading["batch_size"] is not None:
-        raise DatasetError(f"batch_size: {reading['batch_size']} was given, but a DataLoader has its own; set it there, or leave it out")
+    if isinstance(dataset, DataLoader) and reading.batch_size is not None:
+        raise DatasetError(f"batch_size: {reading.batch_size} was given, but a DataLoader has its own; set it there, or leave it out")
     for modifier in recipe.modifiers:
         if modifier.flags != Flags():
             raise RecipeError(f"{modifier.label}: it was used in an earlier run, and remembers it; make a new one")
@@ -279,10 +259,8 @@ def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, 
     settings.refuse_without_use(chosen)
     if chosen != "data_free" and dataset is None:
         raise DatasetError(f"oneshot: no dataset was given, and the {chosen} pipeline needs one; pass dataset=")
-    usual = signature(oneshot).parameters
-    unread = next((name for name, value in reading.items() if value != usual[name].default), None) if dataset is None else None
-    if unread is not None:
-        raise DatasetError(f"{unread}: {reading[unread]!r} was given without a dataset to read, and no modifier needs one; leave it out")
+    if dataset is None:
+        reading.refuse_without_use()
     return chosen
 
 
@@ -342,6 +320,39 @@ def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: d
         record=record,
         token=token,
     )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How a dataset is read: the arguments of `oneshot`, with their defaults."""
+
+    num_calibration_samples: int = 512
+    max_seq_length: int | None = None
+    batch_size: int | None = None
+    text_column: str = "text"
+    shuffle_calibration_samples: bool = False
+
+    def refuse_without_use(self) -> None:
+        """Refuse what was given although nothing is read."""
+        usual = asdict(_Reading())
+        for name, value in asdict(self).items():
+            if value != usual[name]:
+                raise DatasetError(f"{name}: {value!r} was given without a dataset to read, and no modifier needs one; leave it out")
+
+    def load(self, source: Any, model: nn.Module, tokenizer: Any, seed: int) -> CalibrationData:
+        data = load_dataset_source(
+            source,
+            tokenizer=tokenizer,
+            num_calibration_samples=self.num_calibration_samples,
+            max_seq_length=self.max_seq_length,
+            batch_size=self.batch_size,
+            text_column=self.text_column,
+            shuffle=self.shuffle_calibration_samples,
+            seed=seed,
+            max_positions=_max_positions(model),
+        )
+        check_vocabulary(data, model)
+        return data
 
 
 def _max_positions(model: nn.Module) -> int | None:
