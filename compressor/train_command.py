@@ -71,7 +71,8 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         metavar="N",
         help="run every Nth step eagerly, too, and compare; 0: none (1, 2, 4, ... 64 steps after a proof, then in 3 %% of the time): "
-        "what the guards see is refused at once; anything else that Python reads is found by the audit, at most 1,000 steps later",
+        "what the guards see is refused at once; anything else that Python reads is found by the audit, if it stays changed, "
+        "at most 1,000 steps later",
     )
     parser.add_argument("--save-every", type=count, metavar="N", help="keep a state after every N steps; 0: never (a tenth of the run)")
     parser.add_argument("--run-dir", metavar="R", help="folder that keeps the last two states until the end (O.partial-run)")

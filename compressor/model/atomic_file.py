@@ -63,7 +63,8 @@ def whole_file(target: Path) -> Iterator[Path]:
         with suppress(OSError):  # the error that is on its way says more
             remove(place)
         if isinstance(error, OSError | SafetensorError) and not isinstance(error, CheckpointError):
-            raise CheckpointError(f"{target}: cannot be written ({reason(error)}); make room or repair the disk") from error
+            advice = "make its folder first" if isinstance(error, FileNotFoundError) else "make room or repair the disk"
+            raise CheckpointError(f"{target}: cannot be written ({reason(error)}); {advice}") from error
         raise
 
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 MIN_GAP, MAX_GAP = 64, 1000
 SHARE = 0.03
-PROMISE = f"what the guards see is refused at once; anything else that Python reads is found by the audit, at most {MAX_GAP:,} steps later"
+PROMISE = (
+    "what the guards see is refused at once; anything else that Python reads is found by the audit, if it stays changed, "
+    f"at most {MAX_GAP:,} steps later"
+)
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 

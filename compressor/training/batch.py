@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from compressor.errors import BindError
 
 Batch = Any  # a dict, list or tuple, nested as deep as one likes; its leaves are tensors or Python constants
+_CONTAINERS = (dict, list, tuple)
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
@@ -36,6 +37,10 @@ def named_leaves(batch: Batch) -> dict[str, Any]:
         if isinstance(leaf, Tensor):
             if leaf.layout is not torch.strided:
                 raise BindError(f"batch{path}: a tensor of layout {leaf.layout} cannot be copied into a fixed buffer; make it dense")
+            if leaf.is_quantized:  # copied into another scale, it would be rounded anew
+                raise BindError(
+                    f"batch{path}: a quantized tensor brings its own scale, which a fixed buffer has not; give its dequantize()"
+                )
         elif not isinstance(leaf, _CONSTANTS):
             how = "give dict() of it" if isinstance(leaf, Mapping) else "convert it before the step"
             raise BindError(f"batch{path}: {type(leaf).__name__} is neither a tensor nor a constant; {how}")
@@ -43,11 +48,12 @@ def named_leaves(batch: Batch) -> dict[str, Any]:
 
 
 _Key = tuple[tuple[Hashable, ...], ...]
-BatchKey = tuple[_Key, tuple[str, ...]]
+BatchKey = tuple[_Key, tuple[str, ...], tuple[type, ...]]
 
 
 def batch_key(batch: Batch) -> BatchKey:
-    """Return what a plan must know of a batch: paths, shapes, strides, dtypes and devices of tensors, the constants, and their order.
+    """Return what a plan must know of a batch: paths, classes, shapes, strides, dtypes and devices of tensors, the constants, and their
+    order, and what holds them.
 
     Args:
         batch: a nested structure of tensors and constants.
@@ -62,7 +68,7 @@ def batch_key(batch: Batch) -> BatchKey:
     for path, leaf in leaves.items():
         if isinstance(leaf, Tensor):
             _refuse_more_than_values(path, leaf)
-    return _key_of(leaves), tuple(leaves)
+    return _key_of(leaves), tuple(leaves), tuple(_holders(batch)) if isinstance(batch, _CONTAINERS) else ()
 
 
 def varying_constants(key: BatchKey, others: Iterable[BatchKey]) -> list[str]:
@@ -75,7 +81,7 @@ def varying_constants(key: BatchKey, others: Iterable[BatchKey]) -> list[str]:
     Returns:
         Their paths.
     """
-    seen = {part for parts, _ in others for part in parts}
+    seen = {part for other in others for part in other[0]}
     return [str(part[0]) for part in key[0] if part[1] != "tensor" and part not in seen]
 
 
@@ -87,7 +93,10 @@ def _refuse_more_than_values(path: str, tensor: Tensor) -> None:
         )
     if isinstance(tensor, nn.Parameter):
         raise BindError(f"batch{path}: it is a parameter, which the buffer of a replay is not; give its .detach()")
-    own = [name for name in tensor.__dict__ if not name.startswith("_")] if type(tensor) is Tensor else []
+    kind = type(tensor)
+    if kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise BindError(f"batch{path}: {kind.__name__} keeps its values in its own way, which a buffer does not; give plain tensors")
+    own = [name for name in tensor.__dict__ if kind is not Tensor or not name.startswith("_")]
     if own:
         raise BindError(
             f"batch{path}: it carries the attribute '{own[0]}', which the buffer of a replay would not; give it with the batch, beside it"
@@ -97,11 +106,19 @@ def _refuse_more_than_values(path: str, tensor: Tensor) -> None:
 def _key_of(leaves: dict[str, Any]) -> _Key:
     first: dict[int, str] = {}  # one tensor in two places is another batch than two equal ones
     return tuple(
-        (path, "tensor", tuple(leaf.shape), leaf.dtype, leaf.device, _strides(leaf), _twin(first, path, leaf))
+        (path, "tensor", tuple(leaf.shape), leaf.dtype, leaf.device, type(leaf), _strides(leaf), _twin(first, path, leaf))
         if isinstance(leaf, Tensor)
         else (path, type(leaf).__name__, *_constant(leaf))
         for path, leaf in sorted(leaves.items())
     )
+
+
+def _holders(batch: Batch) -> Iterator[type]:
+    """Give the classes of a batch's containers: whether constants come as a list or as a tuple is a fact that code may ask for."""
+    yield type(batch)
+    for item in batch.values() if isinstance(batch, dict) else batch:
+        if isinstance(item, _CONTAINERS):
+            yield from _holders(item)
 
 
 def _twin(first: dict[int, str], path: str, leaf: Tensor) -> str | None:
@@ -147,23 +164,29 @@ class InputBuffers:
     """
 
     def __init__(self, batch: Batch) -> None:
-        self._key, _ = batch_key(batch)
+        self._key = batch_key(batch)[0]
         copies: dict[int, Tensor] = {}
+        self._classes: dict[int, type[Tensor]] = {}
         self._leaves = named_leaves(batch)
         for path, leaf in self._leaves.items():
             if isinstance(leaf, Tensor):
                 if id(leaf) not in copies:
-                    copies[id(leaf)] = leaf.detach().clone()
+                    copies[id(leaf)] = _plain(leaf).detach().clone()
+                    self._classes[id(copies[id(leaf)])] = type(leaf)
                 self._leaves[path] = copies[id(leaf)]
         self._structure = tree_flatten_with_path(batch)[1]
-        self.tensors = {path: leaf for path, leaf in named_leaves(self.batch).items() if isinstance(leaf, Tensor)}
+        self.tensors = {path: leaf for path, leaf in self._leaves.items() if isinstance(leaf, Tensor)}
 
     @property
     def batch(self) -> Batch:
         """The buffers as a batch; new aliases each time, so that what a step sets on them (`requires_grad`) does not stay."""
-        aliases = {id(leaf): leaf.detach() for leaf in self._leaves.values() if isinstance(leaf, Tensor)}
+        aliases = {id(leaf): self._alias(leaf) for leaf in self._leaves.values() if isinstance(leaf, Tensor)}
         leaves = {path: aliases.get(id(leaf), leaf) for path, leaf in self._leaves.items()}
         return tree_unflatten(list(leaves.values()), self._structure)
+
+    def _alias(self, leaf: Tensor) -> Tensor:
+        kind = self._classes[id(leaf)]
+        return leaf.detach() if kind is Tensor else leaf.detach().as_subclass(kind)
 
     def bind(self, batch: Batch) -> None:
         """Copy a batch in.
@@ -180,7 +203,7 @@ class InputBuffers:
             self._refuse(key)
         with torch.no_grad():
             for path, buffer in self.tensors.items():
-                buffer.copy_(source[path])
+                buffer.copy_(_plain(source[path]))
 
     def _refuse(self, key: _Key) -> None:
         given, expected = ({str(part[0]): part[1:] for part in some} for some in (key, self._key))
@@ -200,12 +223,21 @@ class InputBuffers:
             True when every tensor is equal.
         """
         source = named_leaves(batch)
-        return all(torch.equal(buffer, source[path]) for path, buffer in self.tensors.items())
+        return all(torch.equal(buffer, _plain(source[path])) for path, buffer in self.tensors.items())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The values without what a subclass makes of them."""
+    if type(tensor) is Tensor:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(Tensor)
 
 
 def _spell(part: Any) -> str:
     if part is None:
         return "nothing"
     if part[0] == "tensor":
-        return f"{str(part[2]).removeprefix('torch.')} {list(part[1])} on {part[3]}"
+        kind = "" if part[4] is Tensor else f"{part[4].__name__} of "
+        return f"{kind}{str(part[2]).removeprefix('torch.')} {list(part[1])} on {part[3]}"
     return f"{part[0]} {part[1]!r}"

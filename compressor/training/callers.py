@@ -14,6 +14,7 @@ _STEP = str(_OWN / "step.py")
 _ADVICE = "keep it a tensor (torch.where, a tensor lr, fused=True), or decide before the step"
 # Part of torch that reads, where several are on the way the innermost: what to do about it.
 _ADVICE_BY_PART = {
+    "optim": "keep settings of its groups Python numbers, and let only lr be a tensor",
     "distributions": "give the distribution validate_args=False, which is all that it reads for",
     "nn/modules/batchnorm.py": f"without a momentum it counts its batches; count in a tensor:{for_batch_norm()}",
     "nn/utils/rnn.py": "pad instead of packing, and mask what lies behind the end of a row",

@@ -91,7 +91,8 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 def _holder(recorder: Recorder, number: int) -> str:
     """Say who holds a storage, as well as can be seen from outside."""
-    for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:  # isinstance asks the thing, which may warn
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]  # isinstance asks the thing, which may warn
+    for tensor in tensors:
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError, ValueError):  # somebody's sparse, fake or lazy tensor, which has none
@@ -99,10 +100,10 @@ def _holder(recorder: Recorder, number: int) -> str:
         if recorder.storages.number(storage) != number:
             continue
         for owner in gc.get_referrers(tensor):
-            if isinstance(owner, dict):
-                key = next((key for key, value in owner.items() if value is tensor), None)
-                if isinstance(key, str):
-                    return f"'{key}' of an object"
-            if isinstance(owner, list | tuple | set):
+            held = owner if isinstance(owner, dict) else owner.__dict__ if type(owner).__dictoffset__ else {}
+            key = next((key for key, value in held.items() if value is tensor), None)
+            if isinstance(key, str):
+                return f"'{key}' of {'an object' if held is owner else f'an object of {type(owner).__name__}'}"
+            if isinstance(owner, list | tuple | set) and owner is not tensors:
                 return f"a {type(owner).__name__} of {len(owner)}"
     return "something beside the model and its loss"

@@ -74,14 +74,11 @@ def difference(before: Mapping[str, object], after: Mapping[str, object]) -> str
     """
     if before == after:
         return None
-    for name in {**before, **after}:
-        if name not in after:
-            return f"{name} is gone"
-        if name not in before:
-            return f"{name} is new"
-        if before[name] != after[name]:
+    for name in before:  # what has another value says more than what went or came with it
+        if name in after and before[name] != after[name]:
             return f"{name} was {_spell(before[name], after[name])}"
-    return None
+    name = next(name for name in {**before, **after} if name not in before or name not in after)
+    return f"{name} is {'gone' if name in before else 'new'}"
 
 
 def settings(step: TrainStep) -> Iterator[tuple[str, object]]:

@@ -8,8 +8,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from compressor.errors import EscapedTensorError, GuardDriftError, HostReadError, PointerDriftError, ReplayError, SignatureDriftError
-from compressor.training.batch import Batch, InputBuffers
+from compressor.errors import (
+    BindError,
+    EscapedTensorError,
+    GuardDriftError,
+    HostReadError,
+    PointerDriftError,
+    ReplayError,
+    SignatureDriftError,
+)
+from compressor.training.batch import Batch, InputBuffers, named_leaves
 from compressor.training.engine import Captured, Engine
 from compressor.training.escapes import check_escapes, kept_tensors
 from compressor.training.facts import difference, host_facts, looks_for_nan
@@ -39,6 +47,7 @@ class Plan:
 
     def __init__(self, step: TrainStep, batch: Batch, engine: Engine) -> None:
         self.step = step
+        _refuse_shared(step, batch)
         self.buffers = InputBuffers(batch)
         self.captured = record(step, self.buffers, engine)
         self.skipped = step.skipped
@@ -71,7 +80,7 @@ class Plan:
         changed = difference(self._facts, host_facts(self.step))
         if changed is not None:
             raise GuardDriftError(
-                f"{changed}, since the capture of {len(self.captured.ops)} ops; put it back, make a number that varies a tensor, "
+                f"{changed}, since the capture of {len(self.captured.ops)} ops; put it back, {_remedy(changed)}, "
                 "or call Trainer.forget_plans()"
             )
         self._identities = Identities(self.step)  # other objects of equal value
@@ -95,6 +104,21 @@ class Plan:
         skipped = set(self.skipped)
         others = {name for name, parameter in self.step.parameters().items() if parameter in skipped}
         return _addresses({n: t for n, t in tensors.items() if not (n.startswith("opt.") and n.partition(":")[2] in others)})
+
+
+def _remedy(changed: str) -> str:
+    """Say how a fact that varies may do so; of a captured update only the rate may be a tensor."""
+    is_setting = changed.startswith("optimizer group") and ": lr " not in changed and ": parameters " not in changed
+    return "leave fused=True and capturable=True out of the optimizer" if is_setting else "make a number that varies a tensor"
+
+
+def _refuse_shared(step: TrainStep, batch: Batch) -> None:
+    """Refuse a batch that lies in what the step writes while it reads it: a buffer of the replay keeps the values of before."""
+    written = {t.untyped_storage()._cdata: name for name, t in step.tensors().items() if not name.startswith("param:")}
+    for path, leaf in named_leaves(batch).items():
+        name = written.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+        if name is not None:
+            raise BindError(f"batch{path}: it shares its memory with {name}, which the step writes; give a clone()")
 
 
 def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:

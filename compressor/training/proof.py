@@ -19,7 +19,7 @@ from compressor.training.snapshot import Snapshot
 from compressor.training.step import TrainStep
 
 _WATCHED = (
-    "a compiled region, code that asks whether it is watched, "
+    "a compiled region, code that asks whether it is watched, something that moves on with each call (a counter, an iterator), "
     "or kernels that add in no fixed order (torch.use_deterministic_algorithms(True) forbids those)"
 )
 

@@ -65,6 +65,7 @@ def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str,
         elif not isinstance(root, FunctionType | partial):
             values = getattr(root, "__dict__", {})
             found += [(f"attribute '{key}' of {name}", partial(values.get, key)) for key in values]
+            found.append((f"class of {name}", partial(getattr, root, "__class__")))
             root = type(root).__call__ if callable(root) else None
         walk.functions.append((root, name))
     while walk.functions:
@@ -78,11 +79,11 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
         where = name or "the model"
         yield from ((f"attribute '{key}' of {where}", value) for key, value in module.__dict__.items() if _is_function(value))
         for table in HOOKS:
-            yield from ((f"a hook of {where}", hook) for hook in module.__dict__[table].values() if _is_function(hook))
+            yield from ((f"a hook of {where}", hook) for hook in module.__dict__[table].values() if _runs(hook))
     for name, parameter in step.parameters().items():
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         hooks = (*(parameter._backward_hooks or {}).values(), *(after or {}).values())
-        yield from ((f"a hook of {name}", hook) for hook in hooks if _is_function(hook))
+        yield from ((f"a hook of {name}", hook) for hook in hooks if _runs(hook))
     yield from _update_roots(step.optimizer) if step.update_is_captured else ()
     for number, modifier in enumerate(step.modifiers):  # one with a plan key speaks for itself, and so do those of this package
         if not isinstance(modifier, HasPlanKey) and not is_foreign(type(modifier).__module__):
@@ -93,7 +94,7 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
 
 def _update_roots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    yield from (("a hook of the optimizer", hook) for hook in hooks if _is_function(hook))
+    yield from (("a hook of the optimizer", hook) for hook in hooks if _runs(hook))
     if not is_foreign(type(optimizer).__module__):
         yield "step() of the optimizer", optimizer.step
 
@@ -142,6 +143,11 @@ def _is_function(value: object) -> bool:
     return isinstance(value, FunctionType | MethodType | partial)
 
 
+def _runs(value: object) -> bool:
+    """Say whether a hook is code of one's own: a function, or an object that is called like one."""
+    return _is_function(value) or not (isinstance(value, nn.Module) or is_foreign(type(value).__module__))
+
+
 def _reach(function: object, name: str, walk: _Walk) -> Iterator[tuple[str, Getter]]:
     if isinstance(function, MethodType):
         function = function.__func__
@@ -155,6 +161,9 @@ def _reach(function: object, name: str, walk: _Walk) -> Iterator[tuple[str, Gett
         walk.functions.append((function.__wrapped__, name))
     if is_foreign(_home(function)):
         return
+    for part in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
+        if getattr(function, part):
+            yield f"{part} of {name}", partial(getattr, function, part)
     said = _said_within(function)
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield from _found(f"variable '{variable}' that {name} closes over", partial(_content, cell), walk, said)
@@ -269,6 +278,7 @@ def _of_class(cls: type, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[st
 def _of_object(value: object, name: str, walk: _Walk, said: frozenset[str]) -> Iterator[tuple[str, Getter]]:
     """What code reads of a plain object: slots, the methods that it names, and the attributes of its class that these name."""
     cls = type(value)
+    yield f"class of {name}", partial(getattr, value, "__class__")
     for slot in (slot for base in cls.__mro__ for slot in _slots(base)):
         yield from _found(f"{name}.{slot}", partial(getattr, value, slot, None), walk, said)
     methods = [function for key in sorted({*said, "__call__"}) for function in _methods(cls, key)]

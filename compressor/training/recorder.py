@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -25,6 +26,7 @@ _HOST_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_n
 _STORAGE_CHANGES = frozenset(
     {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "inductor::resize_storage_bytes_"}
 )
+_OF_SHAPES = frozenset({"aten::is_same_size", "aten::_has_same_storage_numel"})  # a plan holds for one shape, so the answer stays
 _NOTHING = object()
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "b", "complex": "c"}
 
@@ -46,6 +48,8 @@ class Recorder(TorchDispatchMode):
         phase: the phase of the step, set from outside.
         storages: the storages that the step made.
     """
+
+    supports_higher_order_operators = True  # they come to `__torch_dispatch__`, to be refused in our words
 
     def __init__(
         self,
@@ -138,7 +142,13 @@ class Recorder(TorchDispatchMode):
         """Run one operator and write it down."""
         kwargs = kwargs or {}
         self.storages.sweep()
-        if self._refusal is not None or func._schema.name.startswith("profiler::"):
+        if isinstance(func, HigherOrderOperator):
+            place = spell_place(len(self.ops), self.phase, self._where(self.phase == "backward"), func)
+            raise ReplayError(
+                f"{place} runs functions of its own{caller()}, by values that a replay would not look at; write torch.where for a "
+                "torch.cond, a loop of fixed length for a loop of torch, or use mode='eager'"
+            )
+        if self._refusal is not None or func._schema.name in _OF_SHAPES or func._schema.name.startswith("profiler::"):
             return func(*args, **kwargs)
         try:
             return self._watch(func, args, kwargs)
@@ -215,7 +225,10 @@ class Recorder(TorchDispatchMode):
         if name in _HOST_READS:
             raise HostReadError(f"{place} reads a tensor on the host{caller()}, and the value would be frozen; {advice_on_reading()}")
         if name in _STORAGE_CHANGES:
-            raise ReplayError(f"{place} changes a storage, so that addresses would not hold; allocate once and write in place")
+            raise ReplayError(
+                f"{place} changes a storage{caller()}, so that addresses would not hold; allocate once and write in place, and copy with "
+                "clone(), not copy.deepcopy"
+            )
         if torch.Tag.dynamic_output_shape in func.tags and not (name == "aten::index" and not _has_mask(given[1:])):
             raise DynamicShapeError(f"{place} has an output whose shape depends on data{caller()}; use a mask or a fixed size instead")
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
@@ -236,8 +249,9 @@ class Recorder(TorchDispatchMode):
                 )
             if name.startswith("outside:"):
                 raise EscapedTensorError(
-                    f"{place} writes to a tensor of {list(tensor.shape)} that is no parameter, buffer, optimizer state or input; "
-                    f"register it as a buffer, let a modifier give it in training_tensors(), or write instead:{for_other_models()}"
+                    f"{place} writes to a tensor of {list(tensor.shape)} that is no parameter or buffer of the model, optimizer state or "
+                    "input; register it as a buffer of the model (a criterion that keeps state is one of its modules), let a modifier give "
+                    f"it in training_tensors(), or write instead:{for_other_models()}"
                 )
 
     def _outputs(self, func: Any, result: Any, place: str) -> list[Tensor]:
@@ -299,6 +313,11 @@ def _has_mask(given: Sequence[Any]) -> bool:
 
 def _refuse_layout(tensors: Sequence[Any], place: str) -> None:
     for tensor in tensors:
+        if tensor._is_zerotensor():
+            raise ReplayError(
+                f"{place} works on zeros without memory{caller()}, which forward-mode differentiation makes; "
+                "differentiate backwards (torch.func.vjp, jacrev, autograd.grad), or use mode='eager'"
+            )
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
             raise DynamicShapeError(f"{place} works on {kind}, whose size depends on data; use dense tensors (Embedding(sparse=False))")

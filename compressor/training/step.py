@@ -83,18 +83,15 @@ class TrainStep:
         autocast: torch.dtype | None = None,
         averages: WeightAverages | None = None,
     ) -> None:
+        _refuse_wrong_types(model, loss_fn, optimizer)
         if accumulate < 1:
             raise UserInputError(f"TrainStep: accumulate={accumulate} is not positive; give the number of micro-batches of a step")
         if clip_norm is not None and not clip_norm > 0:
             raise UserInputError(f"TrainStep: clip_norm={clip_norm} is not positive; give the largest norm, or None")
+        if autocast not in (None, torch.bfloat16, torch.float16):  # torch would go on without
+            raise UserInputError(f"TrainStep: autocast={autocast!r} is no dtype of torch.autocast; give torch.bfloat16, or None")
         self.model, self.loss_fn, self.optimizer, self.session = model, loss_fn, optimizer, session
         self.accumulate, self.clip_norm, self.autocast, self.averages = accumulate, clip_norm, autocast, averages
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise UserInputError(
-                f"TrainStep: {type(optimizer).__name__} calls the loss itself, in a closure, as often as it likes; a step has one loss, "
-                "so take another optimizer"
-            )
         self.ranks = Ranks(model)
         self.lasting = Lasting()
         self.update_is_captured = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
@@ -232,8 +229,8 @@ class TrainStep:
         with torch.autocast(self.device.type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
             loss = self.loss_fn(self.model, batch)
         given: object = loss
-        if not isinstance(given, Tensor) or given.dim():
-            what = f"a tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        if not isinstance(given, Tensor) or given.dim() or given.is_complex():
+            what = f"a {given.dtype} tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             raise UserInputError(f"loss_fn: it returned {what}, which is no scalar loss; return the mean over the batch")
         return loss
 
@@ -333,6 +330,26 @@ class TrainStep:
                 name = names[parameter]
                 state = self.optimizer.state.get(parameter, {})
                 yield from ((f"opt.{key}:{name}", value) for key, value in state.items() if isinstance(value, Tensor))
+
+
+def _refuse_wrong_types(model: object, loss_fn: object, optimizer: object) -> None:
+    """Refuse what is no part of a training step, and optimizers that no step can serve."""
+    if not isinstance(model, nn.Module):
+        raise UserInputError(f"TrainStep: model is of {type(model).__name__}; give a torch.nn.Module")
+    if not callable(loss_fn):
+        raise UserInputError(f"TrainStep: loss_fn is of {type(loss_fn).__name__}; give a function of model and batch")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserInputError(
+            f"TrainStep: optimizer is of {type(optimizer).__name__}; give one torch.optim.Optimizer, and each its own step"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserInputError(
+            f"TrainStep: {type(optimizer).__name__} calls the loss itself, in a closure, as often as it likes; a step has one loss, "
+            "so take another optimizer"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UserInputError("TrainStep: SparseAdam takes sparse gradients only, and those of a step are dense; take Adam or AdamW")
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -54,7 +54,8 @@ class _KeyRecord:
 class Trainer:
     """Runs a step over batches.
 
-    In replay, what the guards see is refused at once; anything else that Python reads is found by the audit, at most 1,000 steps later.
+    In replay, what the guards see is refused at once; anything else that Python reads is found by the audit, if it stays changed, at most
+    1,000 steps later.
 
     Args:
         step: the step.
@@ -173,7 +174,18 @@ class Trainer:
 
         Returns:
             The losses of the steps made here.
+
+        Raises:
+            UserInputError: `batch_at` cannot be called, or `num_steps` is no number of steps.
         """
+        if not callable(batch_at):
+            raise UserInputError(
+                f"fit: batch_at is of {type(batch_at).__name__}, which cannot be called; give a function from the number of a step to its "
+                "batch, such as batches.__getitem__ of a list"
+            )
+        given: object = num_steps
+        if not isinstance(given, int) or given < 0:
+            raise UserInputError(f"fit: num_steps={num_steps!r} is no number of steps; give a whole number of 0 or more")
         losses: list[float] = []
         with self._progress.task("train", max(num_steps, self.num_steps)) as task:
             if self.num_steps:

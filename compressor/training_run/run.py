@@ -95,8 +95,8 @@ def train(
             bits.
         check_every: the guards are checked at every so manieth replay.
         audit_every: a step is run eagerly, too, and compared, at every so manieth step; 0: never; None: 1, 2, 4, ... 64 steps after a
-            proof, then in 3 % of the time. What the guards see is refused at once; anything else that Python reads is found by the audit,
-            at most 1,000 steps later.
+            proof, then in 3 % of the time. What the guards see is refused at once; anything else that Python reads is found by the
+            audit, if it stays changed, at most 1,000 steps later.
         device: `auto`, `cpu`, `cuda`, `cuda:1`; a model in memory stays where it is.
         dtype: of the weights while they are trained; a model in memory keeps its own, so that another than float32 is refused for one.
         save_dtype: of the weights in the checkpoint; `auto`: as in the checkpoint that was loaded.

@@ -227,41 +227,6 @@ def _builtin() -> Kept:
     return lambda: getattr(builtins, name), lambda value: setattr(builtins, name, value)
 
 
-def _function_attribute() -> Kept:
-    def read() -> Any:
-        return read.factor  # type: ignore[attr-defined]
-
-    return read, lambda value: setattr(read, "factor", value)
-
-
-def _defaults() -> Kept:
-    def read(factor: Any = 1.0) -> Any:
-        return factor
-
-    return read, lambda value: setattr(read, "__defaults__", (value,))
-
-
-def _code() -> Kept:
-    def read() -> Any:
-        return 1.0
-
-    def other() -> Any:
-        return 2.0
-
-    return read, lambda value: setattr(read, "__code__", other.__code__) if value == 2.0 else None
-
-
-def _other_class() -> Kept:
-    class One:
-        factor = 1.0
-
-    class Two(One):
-        factor = 2.0
-
-    held = One()
-    return lambda: held.factor, lambda value: setattr(held, "__class__", Two) if value == 2.0 else None
-
-
 def _on_parameter() -> Subject:
     class Scaled(Net):
         def middle(self, h: Tensor) -> Tensor:
@@ -309,10 +274,6 @@ _AUDITED: tuple[Row, ...] = (
     ("decimal_context", "the precision of decimals", kept_in(_decimal_context)),
     ("collector_flags", "the flags of the garbage collector", kept_in(_collector)),
     ("builtin_name", "a name among the builtins", kept_in(_builtin)),
-    ("function_attribute", "an attribute of a function", kept_in(_function_attribute)),
-    ("function_defaults", "the defaults of a function", kept_in(_defaults)),
-    ("function_code", "the code of a function", kept_in(_code)),
-    ("object_class", "the class of an object", kept_in(_other_class)),
     ("parameter_attribute", "an attribute of a parameter", _on_parameter),
     ("tensor_data", "a tensor whose data are exchanged", kept_in(_tensor_moved)),
 )

@@ -219,9 +219,7 @@ HAZARDS: tuple[Hazard, ...] = (
         stage(_checkpointed(True)),
         source="pytorch/pytorch#162504",
     ),
-    Hazard(
-        "forward_mode", "forward-mode derivatives", stage(_forward_mode), HostReadError, "aten.is_same_size", "torch docs: forward-mode AD"
-    ),
+    Hazard("forward_mode", "forward-mode derivatives", stage(_forward_mode), source="torch docs: forward-mode AD"),
     Hazard("vmap", "vmap over rows", stage(_vmapped), source="torch docs: torch.func"),
     Hazard("weight_norm", "a parametrized weight", stage(prepare=_parametrized), source="torch docs: parametrizations"),
     Hazard(

@@ -280,6 +280,41 @@ def _in_comprehension() -> Kept:
     return lambda: sum(one for group in held.values() for one in group), lambda value: put(held["factors"], 0, value)
 
 
+def _function_attribute() -> Kept:
+    def read() -> Any:
+        return read.factor  # type: ignore[attr-defined]
+
+    return read, lambda value: setattr(read, "factor", value)
+
+
+def _defaults() -> Kept:
+    def read(factor: Any = 1.0) -> Any:
+        return factor
+
+    return read, lambda value: setattr(read, "__defaults__", (value,))
+
+
+def _code() -> Kept:
+    def read() -> Any:
+        return 1.0
+
+    def other() -> Any:
+        return 2.0
+
+    return read, lambda value: setattr(read, "__code__", other.__code__) if value == 2.0 else None
+
+
+def _other_class() -> Kept:
+    class One:
+        factor = 1.0
+
+    class Two(One):
+        factor = 2.0
+
+    held = One()
+    return lambda: held.factor, lambda value: setattr(held, "__class__", Two) if value == 2.0 else None
+
+
 _SEEN: tuple[Row, ...] = (
     ("class_list", "a list on the class of a module", _in_model(_class_list)),
     ("class_dict", "a dict in a dict on the class of a module", _in_model(_class_dict)),
@@ -310,6 +345,10 @@ _SEEN: tuple[Row, ...] = (
     ("partial_of_partial", "a dict bound by partial functions", kept_in(_partial)),
     ("generator_frame", "a list that a generator reads", kept_in(_generator_frame)),
     ("comprehension", "lists in a dict, in a comprehension", kept_in(_in_comprehension)),
+    ("function_attribute", "an attribute of a function", kept_in(_function_attribute)),
+    ("function_defaults", "the defaults of a function", kept_in(_defaults)),
+    ("function_code", "the code of a function", kept_in(_code)),
+    ("object_class", "the class of an object", kept_in(_other_class)),
 )
 _SOURCE = "README, Training: what the guards see"
 HAZARDS: tuple[Hazard, ...] = tuple(Hazard(name, what, stage, GuardDriftError, "since the capture", _SOURCE) for name, what, stage in _SEEN)

@@ -6,6 +6,7 @@ import array
 import collections
 import contextvars
 import functools
+import itertools
 import os
 import sys
 import types
@@ -21,7 +22,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 
-from compressor.errors import DynamicShapeError, GuardDriftError, ReplayError
+from compressor.errors import DynamicShapeError, GuardDriftError, ProofError, ReplayError
 from compressor.training import Trainer, TrainStep, adamw
 
 SETTINGS = types.ModuleType("settings_of_the_test")
@@ -168,6 +169,46 @@ def trainer(loss_fn: Callable[[nn.Module, Any], Tensor], model: nn.Module | None
     torch.manual_seed(0)
     model = nn.Linear(8, 4) if model is None else model
     return Trainer(TrainStep(model, loss_fn, adamw(model.parameters(), lr=1e-2)), "replay", audit_every=0)
+
+
+class Hook:
+    """A hook that is no function."""
+
+    scale = 1.0
+
+    def __call__(self, *given: Any) -> Any:
+        return given[-1] * self.scale
+
+
+@pytest.mark.parametrize("place", ["module", "parameter"])
+def test_a_hook_that_is_an_object_is_looked_into(place: str, batches: Callable[..., Any]) -> None:
+    run, hook = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"])), Hook()
+    run.step.model.register_forward_hook(hook) if place == "module" else run.step.model.weight.register_hook(hook)  # type: ignore[operator]
+    hook.scale = 1.0
+    run.fit(batches, 6)
+    hook.scale = 2.0
+    with pytest.raises(GuardDriftError, match="attribute 'scale' of a hook"):
+        run.train_step(batches(6))
+
+
+def test_a_hook_that_is_an_object_and_counts_is_refused_for_its_counter(batches: Callable[..., Any]) -> None:
+    class Counting(Hook):
+        def __call__(self, *given: Any) -> Any:
+            self.scale += 0.1
+            return super().__call__(*given)
+
+    run, hook = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"])), Counting()
+    hook.scale = 1.0
+    run.step.model.register_forward_hook(hook)
+    with pytest.raises(GuardDriftError, match="the step changes the host: attribute 'scale' of a hook"):
+        run.fit(batches, 6)
+
+
+def test_an_iterator_in_a_list_is_among_the_causes_that_a_message_names(batches: Callable[..., Any]) -> None:
+    held = [itertools.count(1)]
+    run = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]) * next(held[0]))
+    with pytest.raises(ProofError, match=r"something that moves on with each call \(a counter, an iterator\)"):
+        run.fit(batches, 6)
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)

@@ -218,9 +218,31 @@ def test_settings_out_of_range_are_refused(new_trainer, cases):
     ):
         with pytest.raises(UserInputError, match=match):
             Trainer(step, **settings)
-    for settings, match in (({"accumulate": 0}, "accumulate=0"), ({"clip_norm": 0.0}, "clip_norm=0.0")):
+    wrong = (
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0"),
+        ({"autocast": torch.float64}, "autocast=torch.float64 is no dtype of torch.autocast"),
+        ({"autocast": "bf16"}, "autocast='bf16' is no dtype"),
+    )
+    for settings, match in wrong:
         with pytest.raises(UserInputError, match=match):
             TrainStep(step.model, step.loss_fn, step.optimizer, **settings)
+    for parts, match in (
+        ((None, step.loss_fn, step.optimizer), "model is of NoneType"),
+        ((step.model, 1.0, step.optimizer), "loss_fn is of float"),
+        ((step.model, step.loss_fn, [step.optimizer]), "optimizer is of list"),
+    ):
+        with pytest.raises(UserInputError, match=match):
+            TrainStep(*parts)
+    for batches, num_steps, match in (
+        ([cases["mlp"].batch_at(0)], 1, "batch_at is of list, which cannot be called"),
+        (cases["mlp"].batch_at, 2.5, "num_steps=2.5 is no number of steps"),
+        (cases["mlp"].batch_at, -1, "num_steps=-1"),
+    ):
+        with pytest.raises(UserInputError, match=match):
+            Trainer(step, "eager").fit(batches, num_steps)
+    with pytest.raises(UserInputError, match=r"torch\.complex64 tensor of shape \[\], which is no scalar loss"):
+        TrainStep(step.model, lambda model, batch: model(batch).sum() * 1j, step.optimizer)(torch.zeros(4, 8))
     fused = torch.optim.SGD(step.model.parameters(), lr=0.1, fused=True)
     with pytest.raises(UserInputError, match=r"lr=0\.1 is a Python number"):
         Trainer(TrainStep(step.model, step.loss_fn, fused), schedule=lambda number: 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import weakref
 from typing import Any, ClassVar
@@ -72,6 +73,16 @@ def _replace_outside(module, h):
 
 OUTSIDE = [torch.ones(()), torch.ones(())]
 _FIRST = torch.zeros(4)
+_ENGINE = torch.quasirandom.SobolEngine(4)
+
+
+def _loop(module, h):
+    return h * torch.while_loop(lambda n, v: n < 2, lambda n, v: (n + 1, v * 0.5), (torch.tensor(0), torch.ones(4)))[1]
+
+
+def _forwards(module, h):
+    return h + torch.func.jvp(lambda v: module.inner.weight.sum() * v.sum(), (h.detach(),), (torch.ones_like(h),))[1]
+
 
 AT_CAPTURE = {
     "item": (
@@ -91,9 +102,14 @@ AT_CAPTURE = {
     "moved buffer": (_replace_outside, PointerDriftError, "buffer:scale: the step gives it another storage"),
     "write outside": (lambda m, h: h + _FIRST.add_(1), EscapedTensorError, r"aten.add_.Tensor writes to a tensor of \[4\]"),
     "counter": (_count, GuardDriftError, "the step changes the host: module model was calls="),
+    "deepcopy": (lambda m, h: h + copy.deepcopy(h.detach()), ReplayError, r"test_replay_errors|copy\.py.*not copy\.deepcopy"),
+    "loop of torch": (_loop, ReplayError, "while_loop runs functions of its own at test_replay_errors.py"),
+    "forward mode": (_forwards, ReplayError, "forward-mode differentiation makes; differentiate backwards"),
+    "kept by an object": (lambda m, h: h + _ENGINE.draw(len(h)), EscapedTensorError, "'quasi' of an object.*: it keeps a tensor"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("mode", ["capture", "replay"])
 @pytest.mark.parametrize("name", AT_CAPTURE)
 def test_what_cannot_be_captured_is_refused_by_name_and_undone(mlp_trainer, batches, name, mode):
@@ -149,7 +165,7 @@ BETWEEN_STEPS = {
     "hook": (_add_hook, GuardDriftError, r"module first was hooks=\(absent\)"),
     "eval": (lambda trainer: trainer.step.model.drop.eval(), GuardDriftError, "module drop was training=True and is now False"),
     "dropout": (_number, GuardDriftError, "module drop was p=0.3 and is now 0.1"),
-    "betas": (_betas, GuardDriftError, "optimizer group 0: betas was"),
+    "betas": (_betas, GuardDriftError, "optimizer group 0: betas was.*; put it back, leave fused=True and capturable=True out"),
     "frozen": (lambda trainer: trainer.step.model.first.weight.requires_grad_(False), GuardDriftError, "parameter first.weight"),
     "accumulate": (lambda trainer: setattr(trainer.step, "clip_norm", 1.0), GuardDriftError, "step settings"),
 }
@@ -430,13 +446,20 @@ def test_a_gradient_that_a_refused_step_made_is_gone(mlp_trainer, batches):
     assert trainer.step.model.last.weight.grad is None
 
 
+def _decayed(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=torch.tensor(lr), weight_decay=torch.tensor(0.1), fused=True)  # type: ignore[arg-type]
+
+
 def _normal(model: nn.Module, batch: Any) -> Tensor:
     return -torch.distributions.Normal(model(batch["x"]), 1.0, validate_args=True).log_prob(batch["y"][:, None].float()).mean()
 
 
 @pytest.mark.parametrize(
     ("loss_fn", "optimizer", "where", "advice"),
-    [(_normal, torch.optim.SGD, r"at test_replay_errors\.py:\d+", "validate_args=False")],
+    [
+        (_normal, torch.optim.SGD, r"at test_replay_errors\.py:\d+", "validate_args=False"),
+        (lambda model, batch: model(batch["x"]).square().mean(), _decayed, "at torch/optim/adam.py", "let only lr be a tensor"),
+    ],
 )
 def test_a_read_by_torch_itself_is_named_with_the_switch_that_helps(loss_fn: Any, optimizer: Any, where: str, advice: str) -> None:
     model = nn.Linear(8, 2)

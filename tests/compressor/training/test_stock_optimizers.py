@@ -140,6 +140,8 @@ def test_an_optimizer_that_promises_to_read_nothing_is_captured(cases, batches):
 def test_an_optimizer_that_calls_the_loss_itself_is_refused_by_name(cases):
     with pytest.raises(UserInputError, match=r"LBFGS calls the loss itself, in a closure.*take another optimizer"):
         _trainer(cases, optim.LBFGS, "eager")
+    with pytest.raises(UserInputError, match="SparseAdam takes sparse gradients only"):
+        _trainer(cases, optim.SparseAdam, "eager")
 
 
 class Listing(Lion):

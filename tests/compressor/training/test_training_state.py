@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compressor import Session, State
-from compressor.errors import ResumeError
+from compressor.errors import CheckpointError, ResumeError
 from compressor.training import Snapshot, Trainer, TrainStep, load_training, save_training
 
 SETTINGS = {"ema": True, "schedule": True, "clip_norm": 1.0}
@@ -99,6 +99,11 @@ def test_a_damaged_state_is_refused_and_notes_come_back(new_trainer, cases, tmp_
     path.write_bytes(content)
     with pytest.raises(ResumeError, match="does not hold what was written"):
         load_training(new_trainer(case, "eager"), path)
+
+
+def test_a_folder_that_is_not_there_is_to_be_made(new_trainer, cases, tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot be written .*; make its folder first"):
+        save_training(new_trainer(cases["mlp"], "eager"), tmp_path / "none" / "state")
 
 
 def test_a_state_goes_to_the_modifiers_that_it_came_from(scaled_trainer, batches, tmp_path):
