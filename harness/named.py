@@ -71,4 +71,6 @@ def _imported(given: str, name: str) -> ModuleType:
 
 def _names(module: ModuleType, base: type) -> list[str]:
     own = [name for name, cls in inspect.getmembers(module, inspect.isclass) if issubclass(cls, base) and cls.__module__ == module.__name__]
+    if base is object:  # objects of its classes, and lists of them
+        own += [name for name, one in vars(module).items() if type(one).__module__ == module.__name__ or isinstance(one, list | tuple)]
     return own or [name for name in vars(module) if not name.startswith("_")]

@@ -149,12 +149,23 @@ class Comparer:
         """
         return lambda names: self(frozenset(part for layer in names for part in layers[layer]))
 
+    def outside(self) -> float:
+        """Return how far the compressed model is from the base with all its parts: what differs there is no part of a module."""
+        everything = frozenset(self.pair.parts)
+        with swapped(self.pair, everything) as mixed:
+            inside = self._logits(mixed)
+        self._totals[everything], self.by_sequence[everything] = self._distance(inside, self._base)
+        return self._distance(self._logits(self.pair.compressed), inside)[0]
+
     def _compare(self, names: frozenset[str], instead: Mapping[str, nn.Module]) -> tuple[float, list[float]]:
         with swapped(self.pair, names, instead) as mixed:
             logits = self._logits(mixed)
+        return self._distance(logits, self._base)
+
+    def _distance(self, logits: Sequence[Tensor], bases: Sequence[Tensor]) -> tuple[float, list[float]]:
         terms = [
             MEASURES[self.measure](other.to(torch.float64), base.to(torch.float64), tokens)
-            for other, base, tokens in zip(logits, self._base, self.batches, strict=True)
+            for other, base, tokens in zip(logits, bases, self.batches, strict=True)
         ]
         above, below = (torch.cat([term[place].to(torch.float64) for term in terms]) for place in (0, 1))
         return _ratio(above.sum(), below.sum()), [_ratio(*each) for each in zip(above, below, strict=True)]

@@ -9,14 +9,20 @@ from typing import Any
 import torch
 
 from compressor.data import check_vocabulary, load_dataset_source
-from compressor.errors import DatasetError, UserInputError
+from compressor.errors import DatasetError, ModelError, UserInputError
+from compressor.model.folder import read_config, some
 from compressor.progress import Progress, SilentProgress
 from harness.bisect.blame import Blame, guilty_part, suspects, usual_sqnr, weight_sqnr, who_made
-from harness.bisect.difference import MEASURES, Comparer, Tokens, limit_from
+from harness.bisect.difference import MEASURES, Comparer, Tokens, limit_from, shown
 from harness.bisect.models import Pair, group_into_layers, load_pair
 from harness.bisect.report import BisectReport, GuiltyLayer
 from harness.bisect.reproduce import write_test
 from harness.bisect.search import Culprit, half_of, search
+
+_CHANCE = 1e-6
+"""Nats, or noise over signal: what kernels that sum in another order may make."""
+
+_OWN_KEYS = {"quantization_config", "transformers_version", "dtype", "torch_dtype", "_name_or_path"}
 
 
 def bisect(
@@ -48,7 +54,7 @@ def bisect(
         The report.
 
     Raises:
-        ModelError: a folder that cannot be used, or two architectures.
+        ModelError: a folder that cannot be used, two architectures, or models that differ outside of their modules.
         DatasetError: data that cannot be used.
         UserInputError: another measure.
     """
@@ -58,6 +64,7 @@ def bisect(
     batches = _batches(pair, dataset, num_samples, max_seq_length)
     compare = Comparer(pair, batches, measure, progress or SilentProgress())
     layers = group_into_layers(compare.run_base())
+    _check_rest(pair, compare, (Path(base), Path(compressed)))
     found = search(list(layers), compare.of_layers(layers), limit_from(limit, measure))
     sqnr = weight_sqnr(pair, pair.parts) if found.differs else {}
     guilty = tuple(_look_into(culprit, layers[culprit.name], compare, Path(compressed), sqnr) for culprit in found.culprits)
@@ -66,6 +73,20 @@ def bisect(
     num_sequences = sum(len(tokens.input_ids) for tokens in batches)
     return BisectReport(
         str(base), str(compressed), measure, len(pair.parts), len(layers), num_sequences, found, guilty, compare.num_passes, further, test
+    )
+
+
+def _check_rest(pair: Pair, compare: Comparer, folders: tuple[Path, Path]) -> None:
+    """Refuse two models that differ outside of their modules, which no search among modules can find."""
+    outside = abs(compare.outside())
+    if outside <= _CHANCE + abs(compare(frozenset(pair.parts))) / 10:
+        return
+    ours, theirs = (read_config(folder) for folder in folders)
+    keys = sorted(key for key in (ours.keys() | theirs.keys()) - _OWN_KEYS if ours.get(key) != theirs.get(key))
+    told = f"config.json differs in {some(keys)}" if keys else "what differs is in no module"
+    raise ModelError(
+        f"{folders[1]}: by itself it is {shown(outside, compare.measure)} ({compare.measure}) from the base with all its modules in place, "
+        f"so that no module can be blamed; {told}: make that equal, then search again"
     )
 
 

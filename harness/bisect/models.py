@@ -74,8 +74,16 @@ def load_pair(base: str | Path, compressed: str | Path, *, device: str = "auto")
         right = load_model(base, device=device).model
         if any(isinstance(module, UnfusedExperts) for module in suspect.modules()):
             unfuse_into(UnfusedModel(right), prove=False)
-    right.to(_dtype(suspect))
+    _give_dtype(right, _dtype(suspect))
     return Pair(right.eval(), suspect, load_tokenizer(base), tuple(differing_parts(right, suspect)), resolve_device(device))
+
+
+def _give_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let weights have another dtype; what is kept in a dtype of its own, and tables that are computed (rotary angles), stay."""
+    before = _dtype(model)
+    for module in model.modules():
+        for tensor in own_tensors(module).values() if before != dtype else ():
+            tensor.data = tensor.data.to(dtype) if tensor.dtype == before else tensor.data
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Checks of checkpoints: 55 to 60. What `harness validate` proves is asked there, and stands here under its number."""
+"""Checks of checkpoints: 55 to 60, and what `harness validate` asks without data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from harness.checks.artifact_subject import Artifact
 from harness.checks.catalogue import Broken, Look, NothingToCheckError, register
 from harness.tolerance import T0, T3, compare, vacuous_decoys
 from harness.validation.acceptance import check_accepted, check_loads
-from harness.validation.files import check_tokenizer
+from harness.validation.files import TOKENIZER, check_files, check_tokenizer
 from harness.validation.inspection import inspect_modules
 from harness.validation.policy import Policy
+from harness.validation.record import check_digests, check_quantization_config, check_record, file_hashes
 from harness.validation.scheme import WeightScheme
+from harness.validation.sparsity import check_sparsity
 from harness.validation.subject import Subject, read_subject
 from harness.validation.weights import DECODED, check_weights
 from harness.verdict import CheckRecord, Outcome
@@ -36,7 +38,7 @@ def _hold(record: CheckRecord) -> str:
 
 
 def _subject(artifact: Artifact) -> Subject:
-    subject = read_subject(Path(artifact.base), Path(artifact.folder))
+    subject = read_subject(Path(artifact.base), Path(artifact.folder), trained="trained" in artifact.tags)
     if subject.problems:
         raise Broken(subject.problems[0], subject.problems)
     return subject
@@ -116,9 +118,13 @@ def decoded(subject: Artifact, look: Look) -> str:
 def shards(subject: Artifact, look: Look) -> str:
     """Divide the shapes of the base's weights by groups and blocks."""
     del look
-    if subject.num_shards < 2:
+    if subject.num_shards < 1:
+        raise Broken(f"num_shards is {subject.num_shards}, where 1 or more belongs")
+    if subject.num_shards == 1:
         raise NothingToCheckError("the checkpoint is meant for one device")
     folders, said = _subject(subject), subject.uncuttable()
+    if unknown := sorted(name for name in said if f"{name}.weight" not in folders.base.entries):
+        raise Broken(f"the run names {unknown[0]!r} as what cannot be cut, and the base has no such module", unknown)
     found = {}
     for name, group in folders.readable_modules.items():
         assert group.scheme is not None
@@ -149,6 +155,21 @@ def tokenizer(subject: Artifact, look: Look) -> str:
     """Compare bytes."""
     del look
     return _hold(check_tokenizer(Path(subject.base), Path(subject.folder)))
+
+
+@register(None, "against_base", "Files, record and weights are what `harness validate` lets through without data", kind="artifact")
+def against_base(subject: Artifact, look: Look) -> str:
+    """Run its checks of bytes and values; those that cannot tell (rows that are too short) are named and do not count."""
+    del look
+    folders = _subject(subject)
+    records = [*check_files(folders), *check_record(folders.compressed.folder, file_hashes(folders.base.folder), "")]
+    records += [check_digests(folders.compressed), check_quantization_config(folders.compressed.folder, folders.config)]
+    records += [*check_weights(folders, inspect_modules(folders, None), Policy()), check_sparsity(folders)]
+    asked = [record for record in records if record.name not in (TOKENIZER.name, DECODED.name)]  # which have checks of their own
+    if failed := [record for record in asked if record.outcome is Outcome.FAIL]:
+        raise Broken(f"{failed[0].name}: {failed[0].summary}", [line for record in failed for line in record.findings])
+    told = [f"; {record.name} cannot tell: {record.summary}" for record in asked if record.outcome is Outcome.INCONCLUSIVE]
+    return f"{sum(record.outcome is Outcome.PASS for record in asked)} checks of harness validate{''.join(told)}"
 
 
 @register(60, "devices", "CPU against CUDA: equal codes and scales, loss within 0.5 %", kind="artifact")

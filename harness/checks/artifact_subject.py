@@ -16,11 +16,11 @@ class Artifact(Protocol):
     Attributes:
         kind: "artifact".
         name: for reports.
-        tags: none are defined.
+        tags: "trained", if the values of the base say nothing of its own.
         base: folder of the base.
         folder: of the checkpoint.
         model: what was saved, with quantized layers of ours or weights that are dequantized; None where it is gone.
-        num_shards: for how many devices it is meant to be cut; 1 for one.
+        num_shards: for how many devices it is meant to be cut, 1 or more.
     """
 
     kind: str
@@ -32,4 +32,4 @@ class Artifact(Protocol):
     num_shards: int
 
     def uncuttable(self) -> Mapping[str, str]:
-        """Return the modules that the run says cannot be cut for `num_shards`, with the reason."""
+        """Return the modules, by their names in the base, that the run says cannot be cut for `num_shards`, with the reason."""

@@ -1,4 +1,4 @@
-"""Checks of calibration runs: 41 to 46. A run is a black box that is started twice, in ways that must not matter."""
+"""Checks of calibration runs: 41 to 46, and that every token counts. A run is a black box that is started twice."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness.checks.calibration_subject import Calibration
+from harness.checks.calibration_subject import Calibrated, Calibration
 from harness.checks.catalogue import Broken, Look, NothingToCheckError, register
 from harness.tolerance import T0, T3, compare, vacuous_decoys
 
 _MAX_CODES = 0.001
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _SECONDS = 300
+
+
+def _run(subject: Calibration, rows: list[Tensor], **options: Any) -> Calibrated:
+    found = subject.run(rows, **options)
+    if not isinstance(found, Calibrated):
+        raise Broken(f"run() returned {type(found).__name__}, where a Calibrated belongs")
+    return found
 
 
 def _rows(subject: Calibration, look: Look, lengths: tuple[int, ...]) -> list[Tensor]:
@@ -33,12 +41,17 @@ def _rows(subject: Calibration, look: Look, lengths: tuple[int, ...]) -> list[Te
     caught_by=("Model-Optimizer#1261", "GPTQModel#1968"),
 )
 def padding(subject: Calibration, look: Look) -> str:
-    """Run rows of unequal length one by one, and padded in one batch."""
+    """Run rows of unequal length one by one, padded in one batch, and in batches of which the last is not full."""
     rows = _rows(subject, look, (9, 4, 12, 1, 7))
-    alone = subject.run(rows, batch_size=1).statistics
-    padded = subject.run(rows, batch_size=len(rows)).statistics
+    alone = _run(subject, rows, batch_size=1).statistics
     if not alone:
         raise NothingToCheckError("the subject keeps no statistics")
+    worst = max(_apart(alone, _run(subject, rows, batch_size=size).statistics) for size in (len(rows), 3))
+    return f"{len(alone)} statistics, relative error up to {worst:.1e}"
+
+
+def _apart(alone: Mapping[str, Tensor], padded: Mapping[str, Tensor]) -> float:
+    """Return the greatest relative error of statistics that must agree."""
     _same_names(alone, padded)
     worst = 0.0
     for name, expected in alone.items():
@@ -49,7 +62,7 @@ def padding(subject: Calibration, look: Look) -> str:
         if not found.ok:
             raise Broken(f"{name}: padding has changed it: {found.summary}")
         worst = max(worst, found.distance.relative_error if found.distance else 0.0)
-    return f"{len(alone)} statistics, relative error up to {worst:.1e}"
+    return worst
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
@@ -71,7 +84,7 @@ def _same_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
 )
 def starved_modules(subject: Calibration, look: Look) -> str:
     """Give a model more experts than tokens, and allow any number of fallbacks, exactly enough, and one too few."""
-    fed = subject.run(_rows(subject, look, (12, 12)))
+    fed = _run(subject, _rows(subject, look, (12, 12)))
     if hungry := [name for name, count in fed.num_tokens.items() if not count and name not in fed.fallbacks]:
         raise Broken(f"{hungry[0]} saw no token of a dense model, and the run does not say so", hungry)
     starved = subject.run_starved(budget=None)
@@ -109,16 +122,22 @@ def new_process(subject: Calibration, look: Look) -> str:
         command = subject.command(given, out)
         if command is None:
             raise NothingToCheckError("the subject names no command")
+        if isinstance(command, str):
+            raise Broken("command() returned one text; return its words in a list")
         done = subprocess.run(list(command), capture_output=True, text=True, check=False, timeout=_SECONDS)
-        if done.returncode or not out.is_file():
+        if not done.returncode and not out.is_file():
+            raise Broken("the command exits with 0 and has written no tensors to `out`")
+        if done.returncode:
             raise Broken(f"the command exits with {done.returncode}: {' '.join(done.stderr.split())[-300:]}")
         there = load_file(out)
-    return f"{_all_equal(subject.run(rows).tensors, there, 'a new process')} tensors"
+    return f"{_all_equal(_run(subject, rows).tensors, there, 'a new process')} tensors"
 
 
 def _all_equal(here: Mapping[str, Tensor], there: Mapping[str, Tensor], what: str) -> int:
     _same_names(here, there)
     for name, expected in here.items():
+        if not bool(expected.isfinite().all()):
+            raise Broken(f"{name} holds values that are not finite")
         found = compare(there[name], expected, T0(), name=name)
         if not found.ok:
             raise Broken(f"{name} differs in {what}: {found.summary}")
@@ -129,9 +148,9 @@ def _all_equal(here: Mapping[str, Tensor], there: Mapping[str, Tensor], what: st
 
 @register(44, "batch_size", "Batch size 1 against N changes <= 0.1 % of codes", kind="calibration")
 def batch_size(subject: Calibration, look: Look) -> str:
-    """Count codes; the codes of another layer must be beyond the limit."""
-    rows = _rows(subject, look, (12, 12, 12, 12))
-    one, many = subject.run(rows, batch_size=1).codes, subject.run(rows, batch_size=4).codes
+    """Count codes, with a last batch that is not full; codes rolled by one must be beyond the limit."""
+    rows = _rows(subject, look, (12, 12, 12, 12, 12))
+    one, many = _run(subject, rows, batch_size=1).codes, _run(subject, rows, batch_size=4).codes
     _same_names(one, many)
     changed = sum(int((one[name].float() != many[name].float()).sum()) for name in one)
     total = sum(codes.numel() for codes in one.values())
@@ -146,7 +165,7 @@ def batch_size(subject: Calibration, look: Look) -> str:
 @register(45, "siblings", "Fused siblings (q/k/v, gate/up) share a global scale exactly", kind="calibration")
 def siblings(subject: Calibration, look: Look) -> str:
     """Group modules by the names that runtimes fuse."""
-    scales = subject.run(_rows(subject, look, (12, 12))).global_scales
+    scales = _run(subject, _rows(subject, look, (12, 12))).global_scales
     if not scales:
         raise NothingToCheckError("the format has no global scale")
     count = 0
@@ -164,8 +183,33 @@ def siblings(subject: Calibration, look: Look) -> str:
 
 @register(46, "one_layer", "Sequential equals basic, bitwise, for a model of one layer", kind="calibration")
 def one_layer(subject: Calibration, look: Look) -> str:
-    """Compare everything that both made; a model of two layers must differ, else the two ways are one."""
+    """Compare everything that both made; of two layers the statistics must differ, else the second sees the first uncompressed."""
     rows = _rows(subject, look, (12, 12, 12))
-    sequential = subject.run(rows, sequential=True, num_layers=1)
-    count = _all_equal(sequential.tensors, subject.run(rows, sequential=False, num_layers=1).tensors, "the basic pipeline")
+    sequential = _run(subject, rows, sequential=True, num_layers=1)
+    count = _all_equal(sequential.tensors, _run(subject, rows, sequential=False, num_layers=1).tensors, "the basic pipeline")
+    ways = [_run(subject, rows, sequential=way, num_layers=2).statistics for way in (True, False)]
+    if ways[0] and all(torch.equal(ways[0][name], ways[1].get(name, torch.empty(0))) for name in ways[0]):
+        raise Broken(
+            "statistics of two layers are the same, sequential or not: the second is calibrated on what the first gave uncompressed"
+        )
     return f"{count} tensors"
+
+
+@register(None, "every_token", "Every token counts: another first, last or middle token changes every statistic", kind="calibration")
+def every_token(subject: Calibration, look: Look) -> str:
+    """Exchange one token at a time, in rows that need no padding; of a dense model every target sees all tokens."""
+    rows = _rows(subject, look, (6, 9, 7))
+    plain, total = _run(subject, rows), sum(map(len, rows))
+    if wrong := [f"{name} saw {count} of {total} tokens" for name, count in plain.num_tokens.items() if count < total]:
+        raise Broken(f"{wrong[0]} of a dense model", wrong)
+    if not plain.statistics:
+        raise NothingToCheckError("the subject keeps no statistics")
+    for row, place in ((0, 0), (1, 4), (1, 8), (2, 6)):
+        others = [tokens.clone() for tokens in rows]
+        others[row][place] = 3 + (others[row][place] - 2) % (subject.vocabulary - 3)
+        changed = _run(subject, others).statistics
+        _same_names(plain.statistics, changed)
+        blind = [name for name, expected in plain.statistics.items() if torch.equal(expected, changed[name])]
+        if blind:
+            raise Broken(f"{blind[0]}: token {place} of row {row} ({len(rows[row])} tokens) counts for nothing", blind)
+    return f"{len(plain.statistics)} statistics, 4 tokens"

@@ -23,6 +23,8 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "rows_apart": "the order of the rows decides nothing: each has scales of its own, or all have one",
         "fixed_scales": "scales come from the weight's range alone, not from a search",
         "searches_scales": "scales are searched, by the loss; `unsearched()` gives the same subject without a search",
+        # checkpoints
+        "trained": "was trained, too, so that its weights are no longer near the base's",
         # modifiers and transforms
         "data_free": "needs no calibration data",
         "idempotent": "applied to its own result it changes nothing",

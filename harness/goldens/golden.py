@@ -115,7 +115,7 @@ class Golden:
             seed=seed,
             platform=current_platform(device or _one_device(name, tensors)),
             others=as_tensors(name, decoys) if decoys else {},
-            reason=reason or "",
+            reason=(reason or "").strip(),
         )
         answer = self._answer(asked)
         answer, writes = self._decide(asked, answer)

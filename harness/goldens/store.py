@@ -246,14 +246,14 @@ def _unexplained(asked: Question, entry: GoldenEntry | None) -> Answer | None:
 
 
 def _empty(tensors: Mapping[str, Tensor]) -> Answer | None:
-    """A tensor of nothing but zeros or NaN is what comes out where nothing was computed. Integer zeros may be codes or zero points."""
+    """A tensor of nothing but zeros, NaN or infinity is what comes out where nothing was computed. Integer zeros may be codes or zero points."""
     if not any(tensor.numel() for tensor in tensors.values()):
         return Answer(
             GoldenVerdict.VACUOUS, f"{next(iter(tensors))}: holds no value at all, so only a shape is kept; give outputs with values"
         )
     for name, tensor in tensors.items():
-        if tensor.numel() and tensor.dtype in _WITH_NAN and bool(tensor.to(torch.float64).isnan().all()):
-            return Answer(GoldenVerdict.VACUOUS, f"{name}: is nothing but NaN, which no golden may hold; see what made it")
+        if tensor.numel() and tensor.dtype in _WITH_NAN and (only := _nothing_but(tensor.to(torch.float64))):
+            return Answer(GoldenVerdict.VACUOUS, f"{name}: is nothing but {only}, which no golden may hold; see what made it")
     zeros = [name for name, tensor in tensors.items() if tensor.numel() > 1 and _is_zero(tensor)]
     dead = [name for name in zeros if len(zeros) == len(tensors) or tensors[name].is_floating_point()]
     if not dead:
@@ -261,6 +261,13 @@ def _empty(tensors: Mapping[str, Tensor]) -> Answer | None:
     return Answer(
         GoldenVerdict.VACUOUS, f"{dead[0]}: is nothing but zeros, which says that nothing was computed; give outputs that are not"
     )
+
+
+def _nothing_but(values: Tensor) -> str:
+    """Say what fills a tensor that no computation meant; zeros and infinity together may be a mask."""
+    if bool(values.isnan().all()):
+        return "NaN"
+    return "infinity" if values.numel() > 1 and not bool(values.isfinite().any()) else ""
 
 
 def _is_zero(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from compressor.model.folder import some
 from harness.validation.container import Checkpoint
 from harness.validation.loading import LOADER_ERRORS, first_line, load_compressed, load_with_our_reader
 from harness.validation.record import read_record
@@ -62,6 +63,11 @@ def _contradictions(config: Mapping[str, Any], compressed: Checkpoint) -> list[s
     sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
     if sparse not in (None, "dense") and not any(name.endswith((".bitmask", ".compressed")) for name in compressed.entries):
         findings.append(f"sparsity_config says {sparse!r}, and no tensor is stored so")
+    transforms = config.get("transform_config")
+    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
+        findings.append(
+            f"transform_config says {some(sorted(transforms['config_groups']))}, which loaders apply or pass over; none is judged"
+        )
     return findings
 
 

@@ -146,8 +146,9 @@ def validate(
     modules = inspect_modules(subject, loaded, progress=progress)
     records += [loads, *check_weights(subject, modules, policy), check_sparsity(subject)]
     quality, scores = None, None
-    if loaded is None:
-        records += [claim.skipped("the checkpoint does not load") for claim in (FINITE, PERPLEXITY, KL, TOP1, ACCURACY)]
+    why = "the checkpoint does not load" if loaded is None else _other_vocabulary(base_model.model, loaded)
+    if loaded is None or why:
+        records += [claim.skipped(why) for claim in (FINITE, PERPLEXITY, KL, TOP1, ACCURACY)]
     else:
         scores = _score(base_model.model, loaded, batches, torch_device, progress)
         found, quality = check_quality(scores, policy, seed)
@@ -193,6 +194,12 @@ def _token_batches(data: CalibrationData, model: torch.nn.Module) -> list[TokenB
                                "give data of this model's tokenizer")  # fmt: skip
         batches.append(TokenBatch(ids, mask))
     return batches
+
+
+def _other_vocabulary(base: torch.nn.Module, compressed: torch.nn.Module) -> str:
+    """Say that predictions cannot be compared; files.config and files.tensors have found it by then."""
+    sizes = [getattr(model.config, "vocab_size", None) for model in (base, compressed)]
+    return "" if sizes[0] == sizes[1] else f"the base predicts {sizes[0]} tokens, the checkpoint {sizes[1]}"
 
 
 def _score(

@@ -73,8 +73,8 @@ def check_quantization_config(folder: Path, config: Mapping[str, Any] | None) ->
         return CONFIG.record(Outcome.INCONCLUSIVE, why)
     noted, found = _leaves(record["quantization_config"]), _leaves((config or {}).get("quantization_config"))
     keys = sorted(key for key in noted.keys() | found.keys() if noted.get(key) != found.get(key))
-    findings = [f"{key or 'quantization_config'}: is {found.get(key, 'absent')}, was written as {noted.get(key, 'absent')}" for key in keys]
-    return CONFIG.found(findings, f"{len(noted)} entries as written", noun="differing entry")
+    findings = [f"{key or 'quantization_config'}: is {_told(found, key)}, was written as {_told(noted, key)}" for key in keys]
+    return CONFIG.found(findings, f"{len(noted)} entries as written", noun="other value")
 
 
 def _leaves(value: Any, path: str = "") -> dict[str, str]:
@@ -82,6 +82,12 @@ def _leaves(value: Any, path: str = "") -> dict[str, str]:
     if isinstance(value, Mapping) and value:
         return {key: text for name, inner in value.items() for key, text in _leaves(inner, f"{path}.{name}" if path else name).items()}
     return {path: json.dumps(value)}
+
+
+def _told(leaves: Mapping[str, str], key: str) -> str:
+    """The value of a key, which may have keys of its own here."""
+    inner = [name for name in leaves if name.startswith(f"{key}.")]
+    return leaves.get(key, f"a table with {inner[0].removeprefix(f'{key}.').partition('.')[0]}" if inner else "absent")
 
 
 def check_digests(compressed: Checkpoint) -> CheckRecord:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from harness.validation.columns import MIN_DEVIATION, ColumnNoise
 from harness.validation.decoder import DecodedModule
 from harness.validation.scheme import WeightScheme
 
@@ -26,7 +27,6 @@ RUN = 8
 """Neighbouring columns whose noise is judged together."""
 
 _ELEMENTS_AT_ONCE = 1 << 22
-_MIN_DEVIATION = 6.0  # standard deviations that a gain must be off, so that short rows do not count
 _FAINT = 0.5  # rows below this share of a step that they do not have to themselves round to nothing, rightly
 
 
@@ -45,6 +45,7 @@ class RowNoise:
         noise: of the noisiest run of eight columns of each row, [R].
         runs: which run that is, [R].
         noise_of_zeros: the noise that a run of zeroed stored bits would have in the middle of the weight.
+        columns: the same weight across its rows.
     """
 
     gains: np.ndarray
@@ -56,6 +57,7 @@ class RowNoise:
     noise: np.ndarray
     runs: np.ndarray
     noise_of_zeros: float
+    columns: ColumnNoise
 
     @property
     def worst_gain_error(self) -> float:
@@ -110,6 +112,8 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
         The statistics; computed by blocks of rows.
     """
     signals, products, energies, faint, same, total = [], [], [], [], [], np.zeros(base.shape[1])
+    groups = np.zeros(base.shape[1], int) if decoded.groups is None else decoded.groups
+    columns = ColumnNoise(groups, scheme.type == "int")
     for rows in _blocks(base.shape):
         w, q, step = _block(base, decoded, rows)
         signals.append((w * w).sum(1))
@@ -117,19 +121,25 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
         energies.append((q * q).sum(1))
         same.append((decoded.codes[rows] == decoded.codes[rows][:, :1]).all(1))
         faint.append(np.abs(w).max(1) <= _FAINT * step.max(1) if scheme.strategy in ("tensor", "block") else np.zeros(len(w), bool))
-        total += _relative(w, q, step, *_ends(decoded, scheme, rows)).sum(0)
+        is_cut = _is_cut(w, q, *_ends(decoded, scheme, rows))
+        columns.add(w, q, step, is_cut)
+        total += _relative(w, q, step, is_cut).sum(0)
     signal, product, energy, is_faint, is_same = (np.concatenate(parts) for parts in (signals, products, energies, faint, same))
     column = total / len(base)
     column = np.maximum(column, max(column.mean(), 1e-12))
-    worst = [_worst_runs(_relative(*_block(base, decoded, rows), *_ends(decoded, scheme, rows)) / column) for rows in _blocks(base.shape)]
+    worst = []
+    for rows in _blocks(base.shape):
+        w, q, step = _block(base, decoded, rows)
+        worst.append(_worst_runs(_relative(w, q, step, _is_cut(w, q, *_ends(decoded, scheme, rows))) / column))
     noise, runs = (np.concatenate(parts) for parts in zip(*worst, strict=True))
     with np.errstate(all="ignore"):
         gains = np.where(signal > 0, product / signal, np.where(energy > 0, np.inf, 1.0))
         ratio = np.median(((signal - 2 * product + energy) / signal)[signal > 0]) if signal.any() else 0.0
     gains[is_faint] = np.nan
-    least_error = _MIN_DEVIATION * float(np.sqrt(max(0.0, ratio) / base.shape[1]))
+    least_error = MIN_DEVIATION * float(np.sqrt(max(0.0, ratio) / base.shape[1]))
     flat = is_same & (energy > 2 * product) & ~is_faint
-    return RowNoise(gains, signal, energy, least_error, flat, base.shape[1], noise, runs, _noise_of_zeros(base, decoded, scheme, column))
+    zeros = _noise_of_zeros(base, decoded, scheme, column)
+    return RowNoise(gains, signal, energy, least_error, flat, base.shape[1], noise, runs, zeros, columns)
 
 
 def _blocks(shape: torch.Size) -> Iterator[slice]:
@@ -152,10 +162,14 @@ def _ends(decoded: DecodedModule, scheme: WeightScheme, rows: slice) -> tuple[np
     return codes == (scheme.largest_float | 128), codes == scheme.largest_float
 
 
-def _relative(w: np.ndarray, q: np.ndarray, step: np.ndarray, is_least: np.ndarray, is_greatest: np.ndarray) -> np.ndarray:
+def _is_cut(w: np.ndarray, q: np.ndarray, is_least: np.ndarray, is_greatest: np.ndarray) -> np.ndarray:
+    """Say which values were cut off at the end of the range."""
+    return np.asarray((is_least & (w < q)) | (is_greatest & (w > q)))
+
+
+def _relative(w: np.ndarray, q: np.ndarray, step: np.ndarray, is_cut: np.ndarray) -> np.ndarray:
     """Squared errors in units of the step and of the row's noise; 0 for values that were cut off."""
-    error = np.square(w - q)
-    error[(is_least & (w < q)) | (is_greatest & (w > q))] = 0
+    error = np.where(is_cut, 0.0, np.square(w - q))
     return error / (np.square(step) + error.mean(1, keepdims=True) + 1e-300)
 
 
@@ -179,4 +193,4 @@ def _noise_of_zeros(base: torch.Tensor, decoded: DecodedModule, scheme: WeightSc
     else:
         q[:, columns] = 0
     least[:, columns], greatest[:, columns] = scheme.is_packed, False
-    return float((_relative(w, q, step, least, greatest) / column)[0, columns].mean())
+    return float((_relative(w, q, step, _is_cut(w, q, least, greatest)) / column)[0, columns].mean())

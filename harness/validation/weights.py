@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.validation.columns import some_columns
 from harness.validation.inspection import ModuleInspection
 from harness.validation.policy import Policy
 from harness.validation.subject import Subject
@@ -21,7 +22,7 @@ DECODED = Claim("weights.decoded", "An independent decoder of the file gives bit
 CHANGED = Claim("weights.changed", "Every targeted weight really differs from the base")
 SQNR = Claim("weights.sqnr", "Every decoded weight is close to the base's weight, and no decoy would be")
 SCALES = Claim("weights.scales", "Every scale belongs to its group: no group is stretched or shrunk")
-ROWS = Claim("weights.rows", "No row is dead, random or another's, and no run of weights is spoilt")
+ROWS = Claim("weights.rows", "No row or column is dead, random or another's, no code is shifted, and no run of weights is spoilt")
 
 _GROUP_GAINS, _GROUP_DEVIATION = {"int2": (0.0, 1.75), "other": (0.75, 1.25)}, 8.0
 """A single group is out of place when its gain is outside of this range and off by that many standard deviations. Of 2 bits a group that
@@ -171,9 +172,14 @@ def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy) -> Che
         return ROWS.skipped("no module could be decoded")
     findings = []
     for name, rows in found.items():
-        lines = rows.dead_or_foreign(policy.max_row_gain_error) or rows.spoilt_runs(policy.max_run_noise)
+        lines = (
+            rows.dead_or_foreign(policy.max_row_gain_error)
+            or rows.columns.foreign(policy.max_row_gain_error)
+            or rows.columns.shifted()
+            or rows.spoilt_runs(policy.max_run_noise)
+        )
         findings += [f"{name}: {line}" for line in lines[:_ROWS_SHOWN]]
-        findings += [f"{name}: {len(lines) - _ROWS_SHOWN} more rows"] if len(lines) > _ROWS_SHOWN else []
+        findings += [f"{name}: {len(lines) - _ROWS_SHOWN} more"] if len(lines) > _ROWS_SHOWN else []
     sees_words = sum(rows.noise_of_zeros > policy.max_run_noise for rows in found.values())
     total = sum(len(rows.gains) for rows in found.values())
     evidence = {
@@ -187,8 +193,13 @@ def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy) -> Che
     if blind and not findings:
         summary = f"in {len(blind)} modules a dead row would pass"
         return ROWS.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=blind)
+    zeroed = {name: places for name, rows in found.items() if (places := rows.columns.zeroed(policy.max_row_gain_error))}
+    if zeroed and not findings:
+        summary = "columns are zero that the base's are not: damage, or inputs that no calibration token reached and that the writer zeroed"
+        lines = [f"{name}: zero columns: {some_columns(places)}" for name, places in zeroed.items()]
+        return ROWS.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=lines)
     seen = f"{total} rows; eight zeroed weights would show in {sees_words} of {len(found)} modules, smaller damage may not"
-    return ROWS.found(findings, seen, limit=limit, evidence=evidence, noun="row")
+    return ROWS.found(findings, seen, limit=limit, evidence=evidence, noun="place")
 
 
 def _sortable(decibels: float | None) -> float:

@@ -102,6 +102,48 @@ def another_layers(tensors: Tensors) -> None:
         tensors[name] = tensors[name.replace(MODULE, TWIN)].clone()
 
 
+def nibbles(change: Callable[[Tensor], Tensor]) -> Damage:
+    """Change the 4-bit codes of the module; 8 is the code of zero."""
+
+    def damage(tensors: Tensors) -> None:
+        packed, places = codes_of(tensors), torch.arange(0, 32, 4, dtype=torch.int32)
+        codes = ((packed[..., None] >> places) & 15).reshape(256, 128)
+        packed.copy_((change(codes.clone()).reshape(256, 16, 8).to(torch.int32) << places).sum(-1, dtype=torch.int32))
+
+    return damage
+
+
+def with_column(codes: Tensor, place: int, column: Tensor | int) -> Tensor:
+    codes[:, place] = column
+    return codes
+
+
+ACROSS: dict[str, tuple[Damage, str, str]] = {
+    "random column": (nibbles(lambda c: with_column(c, 9, c.flatten().roll(3)[:256])), "fail", "column 9: gain "),
+    "negated column": (nibbles(lambda c: with_column(c, 9, (16 - c[:, 9]).clamp(max=15))), "fail", "column 9: gain -"),
+    "two columns swapped": (nibbles(lambda c: c[:, [1, 0, *range(2, 128)]]), "fail", "column 0: gain "),
+    "two words swapped": (nibbles(lambda c: c.roll(8, 1)), "fail", "row 0: gain "),
+    "a step off": (nibbles(lambda c: (c + 1).clamp(max=15)), "fail", "the codes of 256 of 256 groups are off by +1.0 steps"),
+    "a row a step off": (
+        nibbles(lambda c: (c - (torch.arange(256) == 7)[:, None].int()).clamp(min=0)),
+        "fail",
+        "row 7, group 0: its codes are",
+    ),
+    "zeroed column": (nibbles(lambda c: with_column(c, 9, 8)), "inconclusive", "zero columns: 9"),
+}
+
+
+@pytest.mark.parametrize("damage", ACROSS)
+def test_what_runs_across_the_rows_is_found_without_a_record(
+    damage: str, sound: Callable[..., Path], llama_dir: Path, tmp_path: Path
+) -> None:
+    change, outcome, said = ACROSS[damage]
+    for modifier in ("QuantizationModifier", "GPTQModifier"):
+        found = judged(llama_dir, damaged(sound("W4A16", modifier), tmp_path / modifier, change, record=False))["weights.rows"]
+        assert found.outcome == outcome, found
+        assert any(f"{MODULE}: {said}" in finding for finding in found.findings), found.findings
+
+
 VISIBLE: dict[str, tuple[Damage, str, str]] = {
     "zeroed row": (zeroed_row, "weights.rows", "row 17: "),
     "five random rows": (random_rows, "weights.rows", "row 44: gain "),
@@ -139,7 +181,7 @@ def test_every_zeroed_row_is_found_though_some_keep_a_gain_by_chance(
         codes_of(tensors)[::8] = 0
 
     found = judged(llama_dir, damaged(sound(name), tmp_path / "bad", zeroed, record=False))["weights.rows"]
-    assert found.evidence["rows"] and "24 more rows" in str(found.findings), found.findings
+    assert found.evidence["rows"] and "24 more" in str(found.findings), found.findings
 
 
 @pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W3A16", "W8A8", "FP8", "FP8_DYNAMIC", "W4A16-mse", "FP8_BLOCK"])
@@ -241,7 +283,14 @@ def test_every_digest_is_of_the_bytes_in_the_file_and_equal_runs_give_equal_ones
 
 DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "inputs": (lambda c: c["config_groups"]["group_0"].update(input_activations=DYNAMIC), "config_groups.group_0.input_activations: is"),
+    "inputs": (
+        lambda c: c["config_groups"]["group_0"].update(input_activations=DYNAMIC),
+        "config_groups.group_0.input_activations: is a table with num_bits, was written as null",
+    ),
+    "transforms": (
+        lambda c: c.update(transform_config={"config_groups": {}}),
+        "transform_config: is a table with config_groups, was written",
+    ),
     "the format": (lambda c: c.update(format="naive-quantized"), 'format: is "naive-quantized", was written as "pack-quantized"'),
     "keys and values": (lambda c: c.update(kv_cache_scheme={**DYNAMIC, "strategy": "tensor"}), "kv_cache_scheme"),
     "a key taken out": (lambda c: c.pop("ignore"), "ignore: is absent, was written as"),

@@ -32,7 +32,7 @@ def test_text_names_layer_module_modifier_stage_and_prints_the_test(command, bro
         "module    model.layers.3.mlp.up_proj",
         "modifier  QuantizationModifier (int8 channel",
         "stage     first_stage",
-        "passes      13 over the data, where one per module would be 36",
+        "passes      14 over the data, where one per module would be 36",
         "verdict     found",
         "def test_model_layers_3_mlp_up_proj",
     ):

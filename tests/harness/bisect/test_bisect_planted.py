@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from compressor.errors import CompressorError, DatasetError, ModelError, UserInputError
 from harness.bisect import bisect, swap_difference
@@ -106,7 +108,7 @@ def test_a_healthy_checkpoint_is_spread_or_within_the_limit(tiny_compressed, tin
 
 def test_an_accepted_checkpoint_may_stand_for_the_base(spoiled, tiny_compressed, tiny_tokens):
     report = bisect(tiny_compressed, spoiled(PLANTS["zeroed codes"][1]), tiny_tokens, device="cpu")
-    assert (report.num_parts, report.num_passes) == (1, 2)
+    assert (report.num_parts, report.num_passes) == (1, 3)
     assert report.layers[0].modules[0].module == PLANTS["zeroed codes"][0]
 
 
@@ -160,6 +162,44 @@ def test_experts_that_are_fused_in_the_base_are_found_one_by_one(tmp_path, tiny_
     assert report.layers[0].culprit.name == "model.layers.1", report.to_text()
     named = [blame.module for blame in report.layers[0].modules] + list(report.layers[0].shares)
     assert any("experts.2" in name for name in named), report.to_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"rms_norm_eps": 1.0}, "rms_norm_eps"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"num_attention_heads": 8, "head_dim": 4, "num_key_value_heads": 4}, "head_dim, num_attention_heads, num_key_value_heads"),
+    ],
+)
+@pytest.mark.parametrize("measure", ["kl", "loss", "sqnr"])
+def test_what_lies_outside_of_all_modules_is_not_blamed_on_one(changes, keys, measure, tiny_compressed, tiny_base, tiny_tokens, tmp_path):
+    shutil.copytree(tiny_compressed, tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ModelError, match=f"no module can be blamed; config.json differs in {keys}: make that equal"):
+        bisect(tiny_base, tmp_path / "other", tiny_tokens, measure=measure)
+
+
+def test_a_base_of_another_dtype_keeps_its_rotary_angles(tiny_base, tiny_compressed, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    pair = load_pair(tmp_path / "half", tiny_compressed)
+    assert pair.base.lm_head.weight.dtype == torch.float32 == pair.base.model.rotary_emb.inv_freq.dtype
+    back = load_pair(tiny_base, copied_in(tiny_compressed, tmp_path / "low", "bfloat16"))
+    assert back.base.lm_head.weight.dtype == torch.bfloat16
+    assert back.base.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def copied_in(folder, target, dtype):
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    tensors = load_file(target / "model.safetensors")
+    tensors = {name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 def test_both_models_are_as_before_after_every_swap(tiny_base, tiny_compressed):

@@ -146,3 +146,41 @@ def test_another_loss_on_another_device_is_caught():
 def test_folders_that_are_no_checkpoints_are_failures(tmp_path):
     record = check(OurArtifact(REFERENCE, tmp_path), checks=[56]).records[0]
     assert record.outcome is Outcome.FAIL
+
+
+NORM, UP, TWIN = "model.layers.0.input_layernorm.weight", "model.layers.2.mlp.up_proj", "model.layers.3.mlp.up_proj"
+
+
+def exchanged(found):
+    for last in ("weight_packed", "weight_scale"):
+        found[f"{UP}.{last}"], found[f"{TWIN}.{last}"] = found[f"{TWIN}.{last}"], found[f"{UP}.{last}"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (tensors(lambda t: t[NORM].mul_(2)), f"files.tensors: 1 problem; first: {NORM}"),
+        (tensors(exchanged), "weights.sqnr: 2 modules below the limit"),
+        (tensors(lambda t: t[f"{UP}.weight_scale"].fill_(torch.nan)), "weights.qparams: 1 problem"),
+        (config(lambda c: c.update(rope_parameters={"rope_type": "default", "rope_theta": 5.0})), "files.config: 1 differing key"),
+    ],
+)
+def test_a_checkpoint_that_loads_alike_everywhere_is_held_against_its_base(plant, said, spoiled):
+    bad = spoiled(plant)
+    bad.model = None  # nothing in memory to compare with
+    (bad.folder / "compression.json").unlink()
+    assert said in outcome(bad, "artifact.against_base")[1]
+    trained = type("Trained", (OurArtifact,), {"tags": frozenset({"trained"})})(bad.base, bad.folder)
+    assert outcome(trained, "artifact.against_base")[0] is (Outcome.PASS if "sqnr" in said or "tensors" in said else Outcome.FAIL)
+
+
+def test_with_a_record_one_bit_is_enough(saved, spoiled):
+    assert outcome(saved, "artifact.against_base")[0] is Outcome.PASS
+    bad = spoiled(tensors(lambda t: t[f"{UP}.weight_packed"][0, :1].bitwise_xor_(1)))
+    assert "record.tensors: 1 tensor" in outcome(bad, "artifact.against_base")[1]
+
+
+@pytest.mark.parametrize(("num_shards", "named", "said"), [(0, {}, "1 or more belongs"), (2, {"model.nope": "why"}, "no such module")])
+def test_what_cannot_be_said_of_shards_is_told(num_shards, named, said, saved):
+    wrong = type("Wrong", (OurArtifact,), {"uncuttable": lambda self: named})
+    assert said in outcome(wrong(saved.base, saved.folder, None, num_shards), 58)[1]

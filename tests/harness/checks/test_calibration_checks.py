@@ -7,6 +7,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 
 from harness import check
 from harness.checks.calibration_ours import OurCalibration
@@ -22,7 +23,7 @@ def outcome(subject, number):
 
 
 def test_our_oneshot_passes():
-    report = check(OurCalibration(), checks=[41, 42, 43, 44, 46])
+    report = check(OurCalibration(), checks=[41, 42, 43, 44, 46, "calibration.every_token"])
     assert {record.outcome for record in report.records} == {Outcome.PASS}, report.to_text()
 
 
@@ -114,6 +115,86 @@ class FirstOfABatch(OurCalibration):
 
 def test_codes_that_depend_on_the_batch_size_are_caught():
     assert outcome(FirstOfABatch(), 44)[0] is Outcome.FAIL
+
+
+class LastBatchLost(OurCalibration):
+    """Takes full batches only."""
+
+    def run(self, rows, *, batch_size=1, **options):
+        return super().run(rows[: len(rows) // batch_size * batch_size], batch_size=batch_size, **options)
+
+
+class FirstTokenLost(OurCalibration):
+    """Counts a row from its second token on."""
+
+    def run(self, rows, **options):
+        return super().run([row[len(row) > 1 :] for row in rows], **options)
+
+
+class Shortest(OurCalibration):
+    """Cuts every row to the shortest."""
+
+    def run(self, rows, **options):
+        return super().run([row[: min(map(len, rows))] for row in rows], **options)
+
+
+class OneToken(OurCalibration):
+    """Counts nothing of the middle, though it counts the tokens."""
+
+    def run(self, rows, **options):
+        return super().run(
+            [torch.cat([row[:1], row[:1].expand(len(row) - 2), row[-1:]]) if len(row) > 2 else row for row in rows], **options
+        )
+
+
+class FewTokens(OurCalibration):
+    """Counts batches."""
+
+    def run(self, rows, **options):
+        done = super().run(rows, **options)
+        return replace(done, num_tokens=dict.fromkeys(done.num_tokens, 1))
+
+
+class NotANumber(OurCalibration):
+    """Scales that are NaN."""
+
+    def run(self, rows, **options):
+        done = super().run(rows, **options)
+        return replace(done, tensors={name: tensor * torch.nan for name, tensor in done.tensors.items()})
+
+
+class Uncompressed(OurCalibration):
+    """Sees the first layer as it was."""
+
+    def run(self, rows, *, sequential=True, **options):
+        return super().run(rows, sequential=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("subject", "number", "said"),
+    [
+        (LastBatchLost, 41, "padding has changed it"),
+        (FirstTokenLost, "calibration.every_token", "token 0 of row 0 (6 tokens) counts for nothing"),
+        (Shortest, "calibration.every_token", "token 8 of row 1 (9 tokens) counts for nothing"),
+        (OneToken, "calibration.every_token", "token 4 of row 1 (9 tokens) counts for nothing"),
+        (FewTokens, "calibration.every_token", "saw 1 of 22 tokens"),
+        (NotANumber, 46, "not finite"),
+        (Uncompressed, 46, "calibrated on what the first gave uncompressed"),
+    ],
+)
+def test_tokens_that_do_not_count_and_layers_that_are_not_followed_are_caught(subject, number, said):
+    found = outcome(subject(), number)
+    assert found[0] is Outcome.FAIL and said in found[1], found
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [(lambda *_: "python -c pass", "return its words in a list"), (lambda *_: [sys.executable, "-c", "pass"], "has written no tensors")],
+)
+def test_a_command_that_cannot_be_meant_is_told(command, said):
+    subject = OurCalibration()
+    with mock.patch.object(OurCalibration, "command", staticmethod(command)):
+        assert said in outcome(subject, 43)[1]
 
 
 def test_siblings_with_scales_of_their_own_are_caught():

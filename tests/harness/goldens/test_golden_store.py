@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 
@@ -178,6 +179,17 @@ def test_a_limit_that_lets_decoys_through_is_never_written_and_never_passes(shel
     path = shelf.root / "manifest.json"
     path.write_text(path.read_text().replace('"tier": "T0"', json.dumps(tier.to_dict())[1:-1]))
     assert shelf.check("y", tensor, tier=tier)["verdict"] == "limit is vacuous"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [([math.inf, -math.inf], "infinity"), ([math.nan, math.inf], "infinity"), ([math.nan], "NaN")],
+)
+def test_what_no_computation_meant_is_never_written(shelf, values, said) -> None:
+    with pytest.raises(GoldenMismatch, match=f"is nothing but {said}, which no golden may hold"):
+        shelf.write("x", torch.tensor(values))
+    shelf.write("mask", torch.tensor([0.0, -math.inf]))
+    shelf.write("largest", torch.tensor(math.inf))
 
 
 def test_the_neighbouring_layers_tensor_is_a_decoy_but_not_a_second_way_to_compute_one(shelf) -> None:

@@ -8,6 +8,7 @@ import torch
 from harness.validation.acceptance import check_accepted, check_loads
 from harness.validation.subject import read_subject
 
+HADAMARD = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}
 SCALE = "model.layers.0.mlp.up_proj.weight_scale"
 
 
@@ -35,6 +36,7 @@ def quantization(change):
         (quantization(lambda q: q["config_groups"]["group_0"]["weights"].update(strategy="rows")), "rows"),
         (quantization(lambda q: q["config_groups"]["group_0"]["weights"].update(actorder="group")), "has been removed"),
         (quantization(lambda q: q.update(config_groups=[])), "config_groups"),
+        (quantization(lambda q: q.update(transform_config={"config_groups": HADAMARD})), "transform_config says u, which loaders apply or"),
     ],
 )
 def test_a_config_that_loaders_refuse_is_caught(workspace, compressed, spoil, message):

@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from harness import cli
+from harness import cli, validate
 
 
 @pytest.fixture
@@ -109,6 +110,21 @@ def test_numbers_out_of_range_are_refused_by_the_parser(folders, capsys, flag):
     assert caught.value.code == 3
     assert "Traceback" not in (text := capsys.readouterr().err)
     assert f"'{flag.partition('=')[2]}' is not a" in text
+
+
+@pytest.mark.parametrize("more", [16, -16])
+def test_another_vocabulary_is_a_regression_and_no_crash(workspace, compressed, more):
+    def resized(tensors):
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            tensors[name] = torch.cat([tensors[name], tensors[name][:more]]) if more > 0 else tensors[name][:more]
+
+    checkpoint = compressed()
+    checkpoint.edit(resized)
+    checkpoint.edit_config(lambda config: config.update(vocab_size=96 + more))
+    report = validate(workspace.base, checkpoint.folder, workspace.dataset)
+    found = {record.name: record for record in report.records}
+    assert report.verdict.value == "regression" and found["files.config"].outcome == "fail"
+    assert found["behaviour.kl"].summary == f"the base predicts 96 tokens, the checkpoint {96 + more}"
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (ZeroDivisionError, 3)])
