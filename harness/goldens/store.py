@@ -246,7 +246,7 @@ def _unexplained(asked: Question, entry: GoldenEntry | None) -> Answer | None:
 
 
 def _empty(tensors: Mapping[str, Tensor]) -> Answer | None:
-    """A tensor of nothing but zeros, NaN or infinity is what comes out where nothing was computed. Integer zeros may be codes or zero points."""
+    """Nothing but zeros, NaN or infinity is what comes out where nothing was computed. Integer zeros may be codes or zero points."""
     if not any(tensor.numel() for tensor in tensors.values()):
         return Answer(
             GoldenVerdict.VACUOUS, f"{next(iter(tensors))}: holds no value at all, so only a shape is kept; give outputs with values"
