@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compressor.arguments import check_arguments, check_dtypes_around, plain_number
-from compressor.data import CalibrationData, check_vocabulary, load_dataset_source
+from compressor.data import CalibrationData, check_vocabulary, load_dataset_source, max_positions
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.audit import check_values
@@ -349,15 +349,10 @@ class _Reading:
             text_column=self.text_column,
             shuffle=self.shuffle_calibration_samples,
             seed=seed,
-            max_positions=_max_positions(model),
+            max_positions=max_positions(model),
         )
         check_vocabulary(data, model)
         return data
-
-
-def _max_positions(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    return getattr(config, "max_position_embeddings", None)
 
 
 class _Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from compressor.data.blocks import BlockOrder, TokenBlocks, load_blocks
 from compressor.data.collate import Batch, batch_to, call_model
 from compressor.data.datasets import CalibrationData, load_dataset_source
-from compressor.data.vocabulary import check_vocabulary
+from compressor.data.vocabulary import check_vocabulary, max_positions
 
 __all__ = [
     "Batch",
@@ -17,4 +17,5 @@ __all__ = [
     "check_vocabulary",
     "load_blocks",
     "load_dataset_source",
+    "max_positions",
 ]

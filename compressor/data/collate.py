@@ -176,11 +176,12 @@ def leading_tensor(batch: Batch) -> Tensor:
         batch: a batch with at least one tensor.
 
     Returns:
-        `input_ids`, else the first tensor.
+        `input_ids`, else the first tensor that has a dimension, else the first one.
     """
-    if isinstance(batch, tuple):
-        return batch[0]
-    return batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
+    if isinstance(batch, dict) and "input_ids" in batch:
+        return batch["input_ids"]
+    tensors = [*batch.values()] if isinstance(batch, dict) else batch
+    return next((tensor for tensor in tensors if tensor.dim()), tensors[0])
 
 
 def batch_to(batch: Batch, device: torch.device) -> Batch:

@@ -97,5 +97,6 @@ def digest(tensor: Tensor) -> str:
     found = hashlib.blake2b(digest_size=12)
     with torch._C.DisableTorchFunction():
         for part in dense_parts(tensor):
-            found.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            plain = part.detach().resolve_conj().resolve_neg()  # a conjugate is a mark on the bytes of another tensor
+            found.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

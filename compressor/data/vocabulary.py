@@ -1,4 +1,4 @@
-"""Token ids that the model cannot look up: found before any forward, where torch would only say that an index is out of range."""
+"""Token ids and positions that the model cannot look up: found before any forward, where torch would only say that an index is out of range."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ class HasBatches(Protocol):
     @property
     def batches(self) -> list[Batch]:
         """Batches with `input_ids`, or others, which are not looked at."""
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Say how many tokens of a sequence a model takes.
+
+    Args:
+        model: not modified.
+
+    Returns:
+        What its config says; None where there is no limit, which some configs write as -1.
+    """
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def check_vocabulary(data: HasBatches, model: nn.Module) -> None:

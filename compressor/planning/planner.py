@@ -18,6 +18,7 @@ from torch import nn
 
 from compressor.arguments import check_arguments, check_dtypes_around, plain_number
 from compressor.data.datasets import chosen_length
+from compressor.data.vocabulary import max_positions
 from compressor.lifecycle import Modifier, PlannedModule, State
 from compressor.model.experts import unfused_experts
 from compressor.model.experts_stages import expert_targets
@@ -138,7 +139,7 @@ def plan(
         skeleton = _without_values(model)
     elif dtype != "auto":
         skeleton = skeleton.to(resolve_dtype(dtype))
-    batches = Batches.of(num_calibration_samples, chosen_length(max_seq_length, _max_positions(skeleton)), batch_size)
+    batches = Batches.of(num_calibration_samples, chosen_length(max_seq_length, max_positions(skeleton)), batch_size)
     run_device = resolve_device(device)
     with unfused_experts(skeleton, hold=True) as experts:
         try:
@@ -213,10 +214,6 @@ def _footprints(
     except _CANNOT_FOLLOW as error:
         reason = " ".join(str(error).split())[:160]
         return guess_footprints(stages, batches), f"a guess from the shapes of the weights: the forward needs more than shapes ({reason})"
-
-
-def _max_positions(model: nn.Module) -> int | None:
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 def _without_values(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What belongs to one paused forward and not to the thread: torch's modes, random states, attributes set on modules, copies of arguments.
+"""What belongs to one paused forward and not to the thread: torch's modes and settings, random states, attributes set on modules, copies of arguments.
 
 Forwards that take turns would otherwise see each other's grad and autocast state, draw from each other's random numbers, and what one
 writes to a module (`self.mask = ...`) another would read in its place.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import TracingError
+from compressor.tracing.graph.modes import Modes
 
-_AUTOCAST_DEVICES = ("cpu", "cuda")
 _ATOMS = (str, bytes, int, float, complex, type, torch.dtype, torch.device, torch.Size, nn.Module, torch.Generator)
 
 
@@ -57,27 +57,20 @@ def foreign_random() -> tuple[Any, Any]:
 
 
 class TorchState(NamedTuple):
-    """What of torch belongs to the thread, may be changed by a forward, and must follow it when it pauses."""
+    """What of torch a forward may change and must find again when it goes on: modes of the thread, settings of the process, generators."""
 
-    grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    autocast_cache: bool
+    modes: Modes
     random: RandomState
 
     @staticmethod
     def current(*, foreign: bool = False) -> TorchState:
-        """Return the modes of this thread and the states of the random generators; `foreign` as in RandomState."""
-        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES)
-        return TorchState(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), RandomState.current(foreign=foreign))
+        """Return the modes as they are now and the states of the random generators; `foreign` as in RandomState."""
+        return TorchState(Modes.current(), RandomState.current(foreign=foreign))
 
     def restore(self) -> None:
-        """Make these the modes of this thread and the states of the random generators."""
+        """Make these the modes and the states of the random generators."""
         self.random.restore()
-        torch.set_grad_enabled(self.grad)
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
+        self.modes.restore()
 
 
 class _Place(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import nn
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from compressor.data.collate import Batch, batch_to, call_model, copied_batch
 from compressor.tracing.isolation import ModuleValues, TorchState, View
@@ -69,6 +70,7 @@ class Sample(greenlet):
         self._torch_state = start
         self._foreign = foreign
         self._view: View = {}
+        self._outer_inference: Any = None  # while it is paused: the guard under which it left the inference mode that it is in
 
     def run(self) -> Any:
         """Run the forward; the body of the greenlet."""
@@ -123,8 +125,11 @@ class Sample(greenlet):
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         """Exchange what belongs to the thread for what belongs to this forward."""
-        outside = TorchState.current(foreign=self._foreign)
+        outside, is_inference = TorchState.current(foreign=self._foreign), torch.is_inference_mode_enabled()
         self.parent = getcurrent()
+        if self._outer_inference is not None:
+            _exit_inference_mode(self._outer_inference)
+            self._outer_inference = None
         if self._torch_state is not None:
             self._torch_state.restore()
         self._values.restore(self._view)
@@ -133,6 +138,8 @@ class Sample(greenlet):
         finally:
             self._torch_state = TorchState.current(foreign=self._foreign)
             self._view = {} if self.dead else self._values.view()
+            if torch.is_inference_mode_enabled() != is_inference:
+                self._outer_inference = _enter_inference_mode(is_inference)
             outside.restore()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, load_blocks
+from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, load_blocks, max_positions
 from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.base import check_unclaimed, contents
@@ -124,7 +124,7 @@ class TrainingRun:
         if dataset is None:
             raise DatasetError("dataset: none was given, and training needs one; pass dataset=")
         model = self.loaded.model
-        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        limit = max_positions(model)
 
         def blocks(source: Any, name: str, length: int | None) -> TokenBlocks:
             found = load_blocks(

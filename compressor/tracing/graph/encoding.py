@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from compressor.data.layouts import has_memory, shape_of
 from compressor.tracing.graph.nodes import Constant, rebuild_function, rebuild_record
 from compressor.tracing.graph.symbolic import is_symbolic
-from compressor.tracing.graph.trees import find_tensor, is_record, map_tree, parts_of, record_fields
+from compressor.tracing.graph.trees import as_size, find_tensor, is_record, map_tree, parts_of, record_fields
 
 if TYPE_CHECKING:
     from compressor.tracing.graph.recorder import Recorder
@@ -69,11 +69,12 @@ class Encoder:
         version = 0 if tensor.is_inference() else tensor._version
         self._tensors[id(tensor)] = _Known(node, weakref.ref(tensor), version)
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: Any, *, sizes: bool = False) -> Any:
         """Turn a value into what stands among a node's arguments.
 
         Args:
             value: nested containers of anything.
+            sizes: a torch.Size stays one, for those who can tell it from a tuple.
 
         Returns:
             The same containers over nodes and plain values.
@@ -81,7 +82,10 @@ class Encoder:
         Raises:
             Refusal: it holds a tensor that no recorded call made.
         """
-        return map_tree(self._encode_leaf, value, self.objects)
+        return map_tree(self._encode_leaf, value, self.objects, self._encode_size if sizes else as_size)
+
+    def _encode_size(self, items: tuple[Any, ...]) -> Any:
+        return self._recorder.emit("call_function", torch.Size, (items,), size=True)  # fx makes a tuple of one among arguments
 
     def constant(self, value: Any) -> fx.Node:
         """Return the node of an object that all batches share.

@@ -269,11 +269,11 @@ class Recorder(Numbers, TorchFunctionMode):
             plain_args, plain_kwargs = plain_tree(args), plain_tree(kwargs)
             self.run_objects.before((args, kwargs), (plain_args, plain_kwargs))
             context = self.surroundings.context(self)
-            encoded = self.encoder.encode(args), self.encoder.encode(kwargs)
+            encoded = self.encoder.encode(args, sizes=True), self.encoder.encode(kwargs, sizes=True)
             before = self.versions((plain_args, plain_kwargs))
             output = self._run(run, plain_args, plain_kwargs, owner)
             if self.run_objects.found_shared():
-                encoded = self.encoder.encode(args), self.encoder.encode(kwargs)
+                encoded = self.encoder.encode(args, sizes=True), self.encoder.encode(kwargs, sizes=True)
             node = emit(*encoded, self.note_writes(before))
             node.meta["context"] = context
             self.run_objects.after()

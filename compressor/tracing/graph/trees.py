@@ -18,13 +18,28 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 BY_REFERENCE = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, *_OF_TORCH)
 
 
-def map_tree(function: Callable[[Any], Any], value: Any, whole: Container[int] = ()) -> Any:
+def as_size(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Make the size of a tensor, where all of its items are numbers.
+
+    Args:
+        items: numbers, or what stands in the place of numbers.
+
+    Returns:
+        A torch.Size, or the items as they are.
+    """
+    return torch.Size(items) if all(isinstance(item, int) for item in items) else items
+
+
+def map_tree(
+    function: Callable[[Any], Any], value: Any, whole: Container[int] = (), size: Callable[[tuple[Any, ...]], Any] = as_size
+) -> Any:
     """Rebuild lists, tuples, dicts and slices with each leaf replaced.
 
     Args:
         function: gives what stands in the place of a leaf.
         value: containers of exactly these types are looked into; everything else is a leaf.
         whole: ids of containers that are leaves, too.
+        size: makes what stands in the place of a torch.Size, of its items.
 
     Returns:
         New containers.
@@ -33,15 +48,16 @@ def map_tree(function: Callable[[Any], Any], value: Any, whole: Container[int] =
     if id(value) in whole:
         return function(value)
     if kind is list:
-        return [map_tree(function, item, whole) for item in value]
+        return [map_tree(function, item, whole, size) for item in value]
     if kind is tuple or kind is torch.Size:
-        return tuple(map_tree(function, item, whole) for item in value)
+        items = tuple(map_tree(function, item, whole, size) for item in value)
+        return items if kind is tuple else size(items)
     if kind is dict:
-        return {plain(key): map_tree(function, item, whole) for key, item in value.items()}
+        return {plain(key): map_tree(function, item, whole, size) for key, item in value.items()}
     if kind is slice:
-        return slice(*(map_tree(function, part, whole) for part in (value.start, value.stop, value.step)))
+        return slice(*(map_tree(function, part, whole, size) for part in (value.start, value.stop, value.step)))
     if is_named_tuple(value):
-        return kind(*(map_tree(function, item, whole) for item in value))
+        return kind(*(map_tree(function, item, whole, size) for item in value))
     return function(value)
 
 

@@ -272,3 +272,11 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
 def test_a_bad_call_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         load_dataset_source(**arguments)
+
+
+@pytest.mark.parametrize("first", ["scale", "x"])
+def test_a_number_among_the_tensors_of_a_batch_does_not_count_samples(first: str) -> None:
+    batch = {"scale": torch.tensor(0.5), "x": torch.ones(3, 2)}
+    batch = {first: batch[first], **batch}
+    data = load_dataset_source(DataLoader([batch], batch_size=None))
+    assert (data.num_samples, data.num_tokens) == (3, 3)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from compressor.data import check_vocabulary
+from compressor.data import check_vocabulary, max_positions
 from compressor.errors import DatasetError
 
 
@@ -40,3 +41,11 @@ def test_ids_outside_of_the_table_are_named(ids: tuple[int, ...]) -> None:
 )
 def test_where_nobody_says_which_is_the_table_the_forward_will_tell(model: nn.Module) -> None:
     check_vocabulary(Data(7), model)
+
+
+@pytest.mark.parametrize(("written", "limit"), [(16, 16), (-1, None), (0, None), (None, None)])
+def test_a_limit_of_minus_one_is_none(written: int | None, limit: int | None) -> None:
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(max_position_embeddings=written)  # type: ignore[assignment]
+    assert max_positions(model) == limit
+    assert max_positions(nn.Linear(2, 2)) is None

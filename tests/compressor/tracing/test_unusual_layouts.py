@@ -91,6 +91,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "coo": lambda: Model(adjacency=lambda near: near.to_sparse()),
     "coo, not coalesced": lambda: Model(adjacency=lambda near: near.to_sparse() + near.to_sparse()),
     "bsr": lambda: Model(lambda x: x.to_sparse_bsr((2, 2))),
+    "negated": lambda: Model(lambda x: torch.complex(x, x).conj().imag),
     "mkldnn": lambda: Model(lambda x: x.to_mkldnn()),
     "quantized": lambda: Model(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)),
 }
@@ -125,6 +126,12 @@ def test_unusual_tensors_between_stages_are_those_of_plain_forwards(name: str, e
     assert all(map(torch.equal, run.outputs, expected))
     stops, _ = measure_flow(model, plan.stages, given[0])
     assert all(stop.live_bytes > 0 and str(stop.inputs[0]) for stop in stops)
+
+
+def test_a_digest_is_that_of_the_values_and_not_of_marks_on_them() -> None:
+    x = torch.complex(torch.ones(3), torch.ones(3))
+    assert digest(x.conj()) == digest(x.conj().resolve_conj()) != digest(x)
+    assert digest(x.conj().imag) == digest(-torch.ones(3))
 
 
 def test_a_batch_may_hold_sparse_tensors() -> None:

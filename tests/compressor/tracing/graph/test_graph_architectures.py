@@ -27,6 +27,12 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=1, num_local_experts=3, sliding_window=4, use_cache=False))
 
 
+def roformer() -> nn.Module:  # hands the shape of its input to a module
+    from transformers import RoFormerConfig, RoFormerModel
+
+    return RoFormerModel(RoFormerConfig(**SIZES, max_position_embeddings=16))
+
+
 def bert() -> nn.Module:
     from transformers import BertConfig, BertModel
 
@@ -54,7 +60,7 @@ def batches_for(maker: Callable[[], nn.Module]) -> list[Batch]:
     return [*batches, {name: value for name, value in batches[2].items() if name != "attention_mask"}]
 
 
-@pytest.mark.parametrize("maker", [llama, mixtral, bert, t5])
+@pytest.mark.parametrize("maker", [llama, mixtral, bert, roformer, t5])
 @pytest.mark.parametrize("level", ["layers", "linears"])
 def test_graphs_give_what_the_plain_model_gives(maker: Callable[[], nn.Module], level: str) -> None:
     with torch.random.fork_rng():

@@ -1,0 +1,85 @@
+"""Settings of torch that a forward exchanges around its layers: each sample keeps its own, and the process finds its own again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from compressor.data.collate import Batch, call_model
+from compressor.tracing import Engine, trace
+from compressor.tracing.graph.modes import Modes
+
+WIDTH = 4
+
+
+@contextmanager
+def exchanged(ask: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    before = ask()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "inference mode": torch.inference_mode,
+    "default dtype": lambda: exchanged(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "mkldnn": lambda: exchanged(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
+    "attention kernel": lambda: sdpa_kernel(SDPBackend.MATH),
+    "fast path": lambda: exchanged(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
+    "deterministic": lambda: exchanged(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1),
+    "precision": lambda: exchanged(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+}
+
+
+class Model(nn.Module):
+    """Its glue makes numbers of the default dtype, within the setting for long batches only."""
+
+    def __init__(self, setting: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.setting = setting
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] < 3:
+            return self.run_layers(x)
+        with self.setting():
+            return self.run_layers(x)
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * (torch.ones(1) / 3).to(x.dtype) + torch.is_inference_mode_enabled()
+        return x
+
+
+def settings() -> tuple[Any, ...]:
+    return (*Modes.current(), torch.is_inference_mode_enabled())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("engine", ["auto", "suspend"])
+@pytest.mark.parametrize("is_left", [False, True], ids=["to its end", "left at the second layer"])
+def test_each_sample_has_its_own_settings_and_the_process_keeps_its_own(way: str, engine: Engine, is_left: bool) -> None:
+    torch.manual_seed(0)
+    model = Model(WAYS[way]).eval()
+    batches: list[Batch] = [{"x": torch.randn(rows, WIDTH)} for rows in (2, 3, 4, 1)]
+    before = settings()
+    with torch.no_grad():
+        plain = [call_model(model, batch) for batch in batches]
+    with trace(model, batches, ["Linear"], engine=engine).run(batches, keep_outputs=True) as run:
+        for stage in run:
+            assert settings() == before, "between two passes"
+            if is_left and stage.index == 1:
+                break
+            stage.calibrate()
+            stage.propagate()
+    assert settings() == before
+    if not is_left:
+        assert all(torch.equal(got, want) for got, want in zip(run.outputs, plain, strict=True))
