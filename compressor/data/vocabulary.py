@@ -1,4 +1,4 @@
-"""Token ids and positions that the model cannot look up: found before any forward, where torch would only say that an index is out of range."""
+"""Token ids and positions that the model cannot look up: found before any forward; torch would only say that an index is out of range."""
 
 from __future__ import annotations
 

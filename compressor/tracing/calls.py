@@ -18,7 +18,7 @@ from torch import nn
 
 from compressor.errors import CalibrationError, CompressorError, TracingError
 from compressor.tracing.fixed_weights import FixedWeights
-from compressor.tracing.isolation import ModuleValues, RandomState, copy_arguments, run_shielded
+from compressor.tracing.isolation import ModuleValues, RandomState, copy_arguments, noting_cached_properties, run_shielded
 from compressor.tracing.sample import Sample, running_sample
 
 _PATCHED = threading.Lock()  # the patches are process-wide, so only one run can be open
@@ -126,7 +126,8 @@ class CallRouter:
         plain = {name: getattr(nn.Module, name) for name in ("__call__", "__setattr__", "register_buffer")}
         try:
             self._patch(plain["__setattr__"], plain["register_buffer"])
-            yield
+            with noting_cached_properties(self._note_value):
+                yield
         finally:
             for name, function in plain.items():
                 setattr(nn.Module, name, function)
@@ -142,19 +143,20 @@ class CallRouter:
             return self._route(sample, module, args, kwargs)
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-            sample = running_sample()
-            if sample is not None and module in self._isolated and not isinstance(value, nn.Module | nn.Parameter):
-                self.values.note(module, name)
+            if not isinstance(value, nn.Module | nn.Parameter):
+                self._note_value(module, name)
             plain_set(module, name, value)
 
         def register_buffer(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
-            sample = running_sample()
-            if sample is not None and module in self._isolated:
-                self.values.note(module, name)
+            self._note_value(module, name)
             plain_buffer(module, name, *args, **kwargs)
 
         for attribute, function in {"__call__": call, "__setattr__": set_attribute, "register_buffer": register_buffer}.items():
             setattr(nn.Module, attribute, function)
+
+    def _note_value(self, module: nn.Module, name: str) -> None:
+        if running_sample() is not None and module in self._isolated:
+            self.values.note(module, name)
 
     def _route(self, sample: Sample, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do what a call inside a forward is for: wait, be looked at, or just be made."""

@@ -1,4 +1,4 @@
-"""What belongs to one paused forward and not to the thread: torch's modes and settings, random states, attributes set on modules, copies of arguments.
+"""What belongs to one paused forward and not to the thread: torch's modes, settings, random states, attributes of modules, arguments.
 
 Forwards that take turns would otherwise see each other's grad and autocast state, draw from each other's random numbers, and what one
 writes to a module (`self.mask = ...`) another would read in its place.
@@ -6,10 +6,12 @@ writes to a module (`self.mask = ...`) another would read in its place.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,6 +165,30 @@ def _put(module: nn.Module, name: str, place: _Place) -> None:
         (module._buffers if now.is_buffer else module.__dict__).pop(name)
     if place.exists:
         (module._buffers if place.is_buffer else module.__dict__)[name] = place.value
+
+
+@contextlib.contextmanager
+def noting_cached_properties(note: Callable[[nn.Module, str], None]) -> Iterator[None]:
+    """Tell of every `functools.cached_property` of a module that is computed: its value is set past `__setattr__`.
+
+    Args:
+        note: is given the module and the name, before the value is there.
+
+    Yields:
+        Nothing.
+    """
+    plain: Any = functools.cached_property.__get__
+
+    def get(cached: Any, instance: Any, owner: Any = None) -> Any:
+        if isinstance(instance, nn.Module) and cached.attrname is not None:
+            note(instance, cached.attrname)
+        return plain(cached, instance, owner)
+
+    functools.cached_property.__get__ = get  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        functools.cached_property.__get__ = plain  # type: ignore[method-assign]
 
 
 def copy_arguments(value: Any, model: nn.Module) -> Any:

@@ -65,14 +65,17 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
         random.seed(_UNUSUAL_SEED)  # a forward that seeds the generators would else end in the state in which the last one ended
         np.random.seed(_UNUSUAL_SEED)
         before = foreign_random()
+        modules = dict(model.named_modules())
         with without_traces():
             calls = _calls(model, cut, batch)
+            now = dict(model.named_modules())
+            replaced = tuple(name for name, module in modules.items() if now.get(name) is not module)
             draws = foreign_random() != before
         if draws:  # what it draws may decide what it calls
             state.restore()
             with without_traces():
                 calls = _calls(model, cut, batch)
-        return Trail(calls, foreign_random=draws)
+        return Trail(calls, foreign_random=draws, replaced=replaced)
     finally:
         state.restore()
 

@@ -20,10 +20,12 @@ class Trail:
     Attributes:
         calls: the targets that it calls, a name for each call, in order.
         foreign_random: it draws random numbers from Python or numpy.
+        replaced: names of the modules in whose place it has put others.
     """
 
     calls: tuple[str, ...]
     foreign_random: bool = False
+    replaced: tuple[str, ...] = ()
 
 
 def merged_rank(trails: Sequence[Trail], rank: Mapping[str, int]) -> dict[str, int]:
@@ -74,6 +76,25 @@ def check_orders(trails: Sequence[Trail], rank: Mapping[str, int]) -> None:
         for route in waiting:
             if route[-1] == name:
                 route.pop()
+
+
+def check_replaced(trails: Sequence[Trail]) -> None:
+    """Refuse batches of which some put other modules into the model than others: forwards that take turns would run with each other's.
+
+    Args:
+        trails: of each batch.
+
+    Raises:
+        TracingError: there are such batches.
+    """
+    first = set(trails[0].replaced)
+    for batch, trail in enumerate(trails):
+        if odd := sorted(first ^ set(trail.replaced)):
+            does, does_not = (batch, 0) if odd[0] in trail.replaced else (0, batch)
+            raise TracingError(
+                f"{odd[0]}: batch {does} puts another module in its place and batch {does_not} does not, and forwards that take turns "
+                "would run with each other's; give batches that do the same (of similar lengths, where the model decides by length)"
+            )
 
 
 def repeated(trails: Sequence[Trail]) -> frozenset[str]:

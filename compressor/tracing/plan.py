@@ -32,8 +32,9 @@ from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.schedule import schedule
 from compressor.tracing.graph.surroundings import written_in_place
 from compressor.tracing.isolation import TorchState
+from compressor.tracing.kept_weights import KeptWeights, check_kept_weights
 from compressor.tracing.observe import observe_trail, plain_forward, stages_of
-from compressor.tracing.order import Trail, check_orders, merged_rank
+from compressor.tracing.order import Trail, check_orders, check_replaced, merged_rank
 from compressor.tracing.partition import Partition, partition
 from compressor.tracing.proof import observe
 from compressor.tracing.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
@@ -101,6 +102,7 @@ class Plan:
         self._apart: dict[Any, set[Any]] = {}  # of batches that were run in turns to show that they do not notice each other
         self._stirred = Stirred()  # what forwards change
         self._settles: bool | None = None  # the first forward rewrites tensors, and later ones do not
+        self._has_read = False  # forwards have been seen to read the same weights again
         self._footprint: Footprint | None = None  # of the model as forwards find it; while there is planning
         self._start_over()
 
@@ -161,6 +163,7 @@ class Plan:
         watched = watched or self._hooked
 
         def decide() -> tuple[list[Variant] | None, tuple[Trail, ...]]:
+            self._check_kept_weights(batches[0])
             chosen = self._plan(batches)
             return chosen, () if chosen is not None else self._look(batches)
 
@@ -211,7 +214,8 @@ class Plan:
                     made = work()
             except TracingError as error:
                 refused = error
-            if self._settles is None and self.rewritten:
+            may_settle = self.rewritten or (isinstance(refused, Unrepeatable) and not isinstance(refused, KeptWeights))
+            if self._settles is None and may_settle:
                 self._settles = self._finds_settling(batches[0])
             if not self._settles:
                 if refused is not None:
@@ -252,6 +256,13 @@ class Plan:
         self._kept.clear()
         if self._graph is not None:
             self._graph.planner.returning = self._returning
+
+    def _check_kept_weights(self, batch: Batch) -> None:
+        """Look at the first batch only: before anything else has run, for what is kept shows once."""
+        if not self._has_read and self._verify != "off":
+            with self._returning():
+                check_kept_weights(self.model, self.partition.targets, batch if self._device is None else batch_to(batch, self._device))
+            self._has_read = True
 
     def _forward(self, batch: Batch) -> Any:
         """Run a plain forward; what it leaves on the model stays."""
@@ -316,6 +327,7 @@ class Plan:
         try:
             trails = tuple(self._trail(batch) for batch in batches)
             self._note_uncalled({name for trail in trails for name in trail.calls})
+            check_replaced(trails)
             check_orders(trails, merged_rank(trails, {name: place for place, name in enumerate(self.partition.targets)}))
             turns = pick_apart(batches, self._apart) if self._verify != "off" or self._rewritten_anew() else []
             if turns:
@@ -424,6 +436,7 @@ def trace(
     plan = Plan(model, cut, engine, make_graph, verify, device)
 
     def decide() -> None:
+        plan._check_kept_weights(batches[0])
         if plan._plan(batches) is None:
             if targets_per_stage != 1:
                 raise TracingError(f"targets_per_stage: {targets_per_stage} was given, but {plan.why}; give 1")

@@ -20,7 +20,7 @@ from compressor.tracing.graph.active import listening_recorder, set_recorder
 from compressor.tracing.graph.leaves import LeafFunction, as_leaves
 from compressor.tracing.graph.nodes import call_mapped, call_script
 from compressor.tracing.graph.recorder import Recorder
-from compressor.tracing.isolation import ModuleValues
+from compressor.tracing.isolation import ModuleValues, noting_cached_properties
 
 _PATCHED = threading.Lock()  # the patches are process-wide, so only one recording or run can be open
 _VMAP = torch.vmap
@@ -91,7 +91,11 @@ def noting_values(
             values.note(module, name)
         plain_buffer(module, name, *args, **kwargs)
 
-    with exclusive_patches():
+    def note_property(module: nn.Module, name: str) -> None:
+        if belongs(module):
+            values.note(module, name)
+
+    with exclusive_patches(), noting_cached_properties(note_property):
         try:
             nn.Module.__setattr__, nn.Module.register_buffer = set_attribute, register_buffer  # type: ignore[method-assign, assignment]
             yield
