@@ -25,7 +25,7 @@ from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.audit import check_values
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoint import MAX_SHARD_BYTES, save_checkpoint
-from compressor.model.class_readers import class_notes
+from compressor.model.class_readers import buffer_notes, class_notes
 from compressor.model.disk_room import check_room
 from compressor.model.experts import UnfusedModel, unfused_experts
 from compressor.model.experts_format import reader_notes
@@ -284,7 +284,7 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
         experts.forget()
     if calibrate_all:
         experts.calibrate_all()
-    state.report.notes += [*experts.describe(), *check_values(state.model, state.claims)]
+    state.report.notes += [*experts.describe(), *check_values(state.model, state.claims), *buffer_notes(state.model)]
     to_disk = place.output_dir is not None
     schemes = {name: scheme for part in session.modifiers if isinstance(part, SchemeModifier) for name, scheme in part.schemes.items()}
     kv = [part.kv_cache_scheme for part in session.modifiers if isinstance(part, SchemeModifier) and part.kv_cache_scheme is not None]

@@ -83,8 +83,40 @@ def check_class_builds(model: nn.Module) -> None:
         )
 
 
-def _twin(model: nn.Module) -> Any:
-    """A model of the same class and config without bytes; None where there is no such."""
+def buffer_notes(model: nn.Module) -> list[str]:
+    """Say that a cast has rounded buffers that no checkpoint holds, such as rotary frequencies; whoever loads it gets them unrounded.
+
+    Args:
+        model: compressed or not; not changed.
+
+    Returns:
+        A sentence, or none: also of what is no model of transformers, or cannot be built from its config.
+    """
+    twin = _twin(model, in_own_dtype=True)
+    if twin is None:
+        return []
+    own, built = _unsaved(model), _unsaved(twin)
+    cast = sorted(name for name in own.keys() & built.keys() if own[name] != built[name])
+    if not cast:
+        return []
+    here, there = (str(dtypes[cast[0]]).removeprefix("torch.") for dtypes in (own, built))
+    return [
+        f"{len(cast)} buffers that no file holds ({some(cast)}) are {here} in this model, and {there} where its checkpoint is loaded: "
+        "a cast of the model has rounded them, so it computes otherwise than what is loaded; load it with dtype= in place of casting it"
+    ]
+
+
+def _unsaved(model: nn.Module) -> dict[str, torch.dtype]:
+    return {
+        f"{name}.{key}".lstrip("."): buffer.dtype
+        for name, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if key in module._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point()
+    }
+
+
+def _twin(model: nn.Module, *, in_own_dtype: bool = False) -> Any:
+    """A model of the same class and config without bytes, loaded in the model's dtype if asked for; None where there is no such."""
     from transformers import PreTrainedModel
 
     from compressor.model.load import quiet_transformers
@@ -93,7 +125,8 @@ def _twin(model: nn.Module) -> Any:
         return None
     try:
         with quiet_transformers(), torch.device("meta"):
-            return type(model)(copy.deepcopy(model.config))
+            config = copy.deepcopy(model.config)
+            return type(model)._from_config(config, dtype=model.dtype) if in_own_dtype else type(model)(config)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, ImportError):
         return None
 

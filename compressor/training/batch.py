@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -135,10 +136,56 @@ def _constant(value: Any) -> tuple[Hashable, ...]:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides as a buffer would have them: other strides are other kernels, whose last bits may differ."""
+    """Strides, which the buffer has too: other strides are other kernels, whose last bits may differ."""
+    return () if tensor.is_contiguous() else tensor.stride()
+
+
+def _span(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor that repeats itself in it, such as an expanded one, as one row; else the tensor."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((reach,), (1,)) if reach < tensor.numel() else tensor
+
+
+def _buffer_of(tensor: Tensor) -> Tensor:
+    """Copy a tensor with its strides."""
+    tensor = _plain(tensor).detach()
     if tensor.is_contiguous():
-        return ()
-    return tuple(torch.empty_like(tensor, device="meta").stride())
+        return tensor.clone()
+    buffer = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    _span(buffer).copy_(_span(tensor))
+    return buffer
+
+
+def _with_aliases(leaves: Mapping[str, Any], structure: Any, class_of: Callable[[Tensor], type[Tensor]] = type) -> Batch:
+    """Build a batch of new aliases, so that what a step sets on them (`requires_grad`) does not stay."""
+    aliases = {id(leaf): _alias(leaf, class_of(leaf)) for leaf in leaves.values() if isinstance(leaf, Tensor)}
+    return tree_unflatten([aliases.get(id(leaf), leaf) for leaf in leaves.values()], structure)
+
+
+def _alias(leaf: Tensor, kind: type[Tensor]) -> Tensor:
+    plain = _plain(leaf).detach()
+    return plain if kind is Tensor else plain.as_subclass(kind)
+
+
+@contextmanager
+def lent(batch: Batch) -> Iterator[Batch]:
+    """Lend a batch to a step that is taken back.
+
+    Args:
+        batch: as the caller gave it; a step that is to be refused may write to it.
+
+    Yields:
+        The same memory under new aliases; what was written to it is put back at the end.
+    """
+    leaves = named_leaves(batch)
+    before = {path: (_plain(leaf), _buffer_of(leaf)) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    try:
+        yield _with_aliases(leaves, tree_flatten_with_path(batch)[1])
+    finally:
+        with torch.no_grad():
+            for leaf, kept in before.values():
+                if not torch.equal(leaf, kept):
+                    _span(leaf).copy_(_span(kept))
 
 
 def num_tokens(batch: Batch) -> int:
@@ -171,22 +218,16 @@ class InputBuffers:
         for path, leaf in self._leaves.items():
             if isinstance(leaf, Tensor):
                 if id(leaf) not in copies:
-                    copies[id(leaf)] = _plain(leaf).detach().clone()
+                    copies[id(leaf)] = _buffer_of(leaf)
                     self._classes[id(copies[id(leaf)])] = type(leaf)
                 self._leaves[path] = copies[id(leaf)]
         self._structure = tree_flatten_with_path(batch)[1]
-        self.tensors = {path: leaf for path, leaf in self._leaves.items() if isinstance(leaf, Tensor)}
+        self.tensors = {path: _span(leaf) for path, leaf in self._leaves.items() if isinstance(leaf, Tensor)}
 
     @property
     def batch(self) -> Batch:
-        """The buffers as a batch; new aliases each time, so that what a step sets on them (`requires_grad`) does not stay."""
-        aliases = {id(leaf): self._alias(leaf) for leaf in self._leaves.values() if isinstance(leaf, Tensor)}
-        leaves = {path: aliases.get(id(leaf), leaf) for path, leaf in self._leaves.items()}
-        return tree_unflatten(list(leaves.values()), self._structure)
-
-    def _alias(self, leaf: Tensor) -> Tensor:
-        kind = self._classes[id(leaf)]
-        return leaf.detach() if kind is Tensor else leaf.detach().as_subclass(kind)
+        """The buffers as a batch; new aliases each time."""
+        return _with_aliases(self._leaves, self._structure, lambda leaf: self._classes[id(leaf)])
 
     def bind(self, batch: Batch) -> None:
         """Copy a batch in.
@@ -203,7 +244,7 @@ class InputBuffers:
             self._refuse(key)
         with torch.no_grad():
             for path, buffer in self.tensors.items():
-                buffer.copy_(_plain(source[path]))
+                buffer.copy_(_span(_plain(source[path])))
 
     def _refuse(self, key: _Key) -> None:
         given, expected = ({str(part[0]): part[1:] for part in some} for some in (key, self._key))
@@ -223,7 +264,7 @@ class InputBuffers:
             True when every tensor is equal.
         """
         source = named_leaves(batch)
-        return all(torch.equal(buffer, _plain(source[path])) for path, buffer in self.tensors.items())
+        return all(torch.equal(buffer, _span(_plain(source[path]))) for path, buffer in self.tensors.items())
 
 
 def _plain(tensor: Tensor) -> Tensor:

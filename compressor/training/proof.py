@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import ProofError, ReplayError, SignatureDriftError
-from compressor.training.batch import Batch, InputBuffers
+from compressor.training.batch import Batch, lent
 from compressor.training.engine import Engine
 from compressor.training.held import undone
 from compressor.training.host_watch import host_generators_kept
@@ -20,6 +20,7 @@ from compressor.training.step import TrainStep
 
 _WATCHED = (
     "a compiled region, code that asks whether it is watched, something that moves on with each call (a counter, an iterator), "
+    "a batch that shares memory with what the step writes or is read past its own (as_strided), "
     "or kernels that add in no fixed order (torch.use_deterministic_algorithms(True) forbids those)"
 )
 
@@ -39,7 +40,7 @@ def prove(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
         SignatureDriftError: the step runs other operators than at capture.
         ProofError: the values differ. After either the state is as before the call.
     """
-    return _compared(plan, batch, partial(_legs, plan, engine, is_recorded=True))
+    return _compared(plan, batch, partial(_legs, plan, batch, engine, is_recorded=True))
 
 
 def audit(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
@@ -58,7 +59,7 @@ def audit(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
         ProofError: the values differ. After either the state is as before the call.
     """
     # Ranks differ together or not at all: one that records alone would wait for the others.
-    return _compared(plan, batch, partial(_legs, plan, engine, is_recorded=bool(plan.step.ranks.groups)))
+    return _compared(plan, batch, partial(_legs, plan, batch, engine, is_recorded=bool(plan.step.ranks.groups)))
 
 
 def _compared(plan: Plan, batch: Batch, legs: Callable[[Snapshot], Tensor]) -> Tensor:
@@ -75,12 +76,12 @@ def _compared(plan: Plan, batch: Batch, legs: Callable[[Snapshot], Tensor]) -> T
     return loss
 
 
-def eager_end(step: TrainStep, buffers: InputBuffers, engine: Engine, generators: list[torch.Generator]) -> Snapshot:
+def eager_end(step: TrainStep, batch: Batch, engine: Engine, generators: list[torch.Generator]) -> Snapshot:
     """Run one eager step to see where it leads, and go back: state, inputs and random generators are as before the call.
 
     Args:
         step: the step.
-        buffers: hold its batch.
+        batch: as the caller gave it.
         engine: the device's engine.
         generators: random generators of its own that the step draws from.
 
@@ -88,12 +89,9 @@ def eager_end(step: TrainStep, buffers: InputBuffers, engine: Engine, generators
         The state after the step, its loss among it.
     """
     start = Snapshot.take(step, generators)
-    inputs = {path: tensor.clone() for path, tensor in buffers.tensors.items()}
-    with host_generators_kept(), undone(step):
-        end = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(buffers.batch)))
+    with lent(batch) as given, host_generators_kept(), undone(step):
+        end = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(given)))
     start.put_back(step, generators)
-    for path, tensor in buffers.tensors.items():
-        tensor.copy_(inputs[path])
     return end
 
 
@@ -110,8 +108,8 @@ def compare_recorded(eager: Snapshot, recorded: Snapshot) -> None:
     _compare(eager, recorded, "recorded", _WATCHED)
 
 
-def _legs(plan: Plan, engine: Engine, start: Snapshot, *, is_recorded: bool) -> Tensor:
-    """Run a step from one state: eagerly, recorded if that is asked for, and by replay on spoiled storages."""
+def _legs(plan: Plan, batch: Batch, engine: Engine, start: Snapshot, *, is_recorded: bool) -> Tensor:
+    """Run a step from one state: eagerly on the batch as given, recorded if that is asked for, and by replay on spoiled storages."""
     step, captured, generators = plan.step, plan.captured, plan.captured.generators
     inputs = {path: tensor.clone() for path, tensor in plan.buffers.tensors.items()}
 
@@ -120,7 +118,8 @@ def _legs(plan: Plan, engine: Engine, start: Snapshot, *, is_recorded: bool) -> 
         for path, tensor in plan.buffers.tensors.items():
             tensor.copy_(inputs[path])  # a step may work on its inputs in place
 
-    eager = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(plan.buffers.batch)))
+    with lent(batch) as given:
+        eager = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(given)))
     rewind()
     if is_recorded:
         step.ranks.together(lambda: _record_again(plan, eager, engine, rewind))

@@ -104,6 +104,7 @@ class TrainStep:
             raise UserInputError("TrainStep: no parameter of the optimizer requires a gradient; nothing would be trained")
         if any(isinstance(parameter, nn.UninitializedParameter) for parameter in self.trained):
             raise UserInputError("TrainStep: a lazy layer has no parameters yet; call the model on a batch before the optimizer is made")
+        self._refuse_sparse_gradients()
         self.allocate_gradients()
 
     @property
@@ -281,6 +282,18 @@ class TrainStep:
         places = {id(p): place for place, p in enumerate(self.model.parameters())}
         trained = [p for p in self._in_optimizer() if p.requires_grad]
         return sorted(trained, key=lambda p: places.get(id(p), len(places)))
+
+    def _refuse_sparse_gradients(self) -> None:
+        """Gradients stay allocated, so sparse ones would be added up densely: other bits, and updates of rows that no batch asked for."""
+        if isinstance(self.optimizer, torch.optim.SparseAdam):
+            raise UserInputError("TrainStep: SparseAdam takes sparse gradients, and those of a step are dense; take AdamW")
+        trained = set(self.trained)
+        for name, module in self.model.named_modules():
+            if getattr(module, "sparse", False) is True and not trained.isdisjoint(module.parameters(recurse=False)):
+                raise UserInputError(
+                    f"TrainStep: {name or 'the model'}: {type(module).__name__}(sparse=True) gives sparse gradients, and a step has "
+                    "dense ones; set sparse=False"
+                )
 
     def _find_trained(self) -> None:
         self.trained = self._trainable()

@@ -352,7 +352,7 @@ class Trainer:
     def _compared_with_eager(self, batch: Batch, run: Callable[[], Tensor]) -> Tensor:
         """Run a step, and refuse it where the eager one leads elsewhere: being watched must not change what is watched."""
         generators = own_generators(self.step)
-        eager = eager_end(self.step, InputBuffers(batch), self._engine, generators)
+        eager = eager_end(self.step, batch, self._engine, generators)
         loss = run()
         compare_recorded(eager, Snapshot.take(self.step, generators, loss))
         return loss

@@ -69,6 +69,14 @@ def test_settings_of_data_without_data_are_refused_and_unread_data_is_noted(give
     assert result.report.notes == ["the dataset was not read, because the data_free pipeline ran"]
 
 
+def test_buffers_that_a_cast_has_rounded_and_no_file_holds_are_noted(llama_dir: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(llama_dir, dtype="bfloat16")
+    cast = AutoModelForCausalLM.from_pretrained(llama_dir, dtype="float32").bfloat16()
+    notes = [oneshot(model, recipe=quantize(), dataset=IDS).report.notes for model in (loaded, cast)]
+    (said,) = set(notes[1]) - set(notes[0])
+    assert "inv_freq) are bfloat16 in this model, and float32 where its checkpoint is loaded" in said and not set(notes[0]) - set(notes[1])
+
+
 def test_training_and_plans_refuse_them_too(llama_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype="bfloat16")
     for run, given in ((train, {"dataset": IDS, "steps": 1, "dtype": "float16"}), (plan, {"recipe": quantize(), "dtype": "float16"})):

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from compressor.errors import BindError, UserInputError
+from compressor.errors import BindError, ProofError, UserInputError
 from compressor.training import InputBuffers, Trainer, TrainStep, adamw, sgd, warmup_cosine
 
 SETTINGS = {
@@ -207,6 +207,59 @@ def test_a_batch_binds_only_with_equal_metadata(batches):
         with pytest.raises(BindError, match=match):
             buffers.bind(batch)
     assert buffers.batch["x"].sum() == 32
+
+
+LAYOUTS = {
+    "a slice of columns": lambda whole, number: whole[number : number + 4, :8],
+    "transposed": lambda whole, number: whole[number : number + 8, :4].t(),
+    "expanded": lambda whole, number: whole[number, :8].expand(4, 8),
+    "another offset": lambda whole, number: whole[number : number + 4, number : number + 8],
+    "windows": lambda whole, number: whole[number, :11].unfold(0, 8, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches_of_any_layout_are_equal_in_all_modes(mlp_trainer, layout):
+    whole = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
+    ends = {}
+    for mode in ("eager", "capture", "replay"):
+        trainer = mlp_trainer(loss_fn=lambda model, batch: (model(batch) * batch.sum()).square().mean(), mode=mode, audit_every=1)
+        losses = [trainer.train_step(LAYOUTS[layout](whole, number)).item() for number in range(8)]
+        ends[mode] = losses, [parameter.detach().clone() for parameter in trainer.step.model.parameters()]
+    for mode in ("capture", "replay"):
+        assert ends["eager"][0] == ends[mode][0] and all(map(torch.equal, ends["eager"][1], ends[mode][1]))
+
+
+def past_its_own(model, batch):
+    return model(batch["x"].as_strided((4, 8), (8, 1), 0)).square().mean()
+
+
+def state_in_the_batch(model, batch):
+    model.count.add_(1.0)
+    return (model(batch["x"]) * batch["count"]).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+@pytest.mark.parametrize("loss_fn", [past_its_own, state_in_the_batch])
+def test_a_batch_that_a_copy_does_not_stand_for_is_refused_and_left_as_it_was(mlp_trainer, cases, loss_fn, mode):
+    module, whole = cases["mlp"].make(), torch.randn(24, 8)
+    module.register_buffer("count", torch.zeros(()))
+    trainer, before = mlp_trainer(module, loss_fn, mode=mode), whole.clone()
+    with pytest.raises(ProofError, match="shares memory with what the step writes or is read past its own"):
+        for number in range(6):
+            trainer.train_step({"x": whole[number : number + 4], "count": module.count})
+    assert trainer.num_steps == 2 == int(module.count) or loss_fn is past_its_own
+    assert torch.equal(whole, before)
+
+
+def test_sparse_gradients_are_refused_before_the_first_step(cases):
+    loss_fn = cases["mlp"].loss_fn
+    table = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 2))
+    with pytest.raises(UserInputError, match=r"0: Embedding\(sparse=True\) gives sparse gradients"):
+        TrainStep(table, loss_fn, adamw(table.parameters()))
+    TrainStep(table, loss_fn, adamw(table[1].parameters()))
+    with pytest.raises(UserInputError, match="SparseAdam takes sparse gradients"):
+        TrainStep(table, loss_fn, torch.optim.SparseAdam(list(table.parameters())))
 
 
 def test_settings_out_of_range_are_refused(new_trainer, cases):
