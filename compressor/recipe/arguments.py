@@ -86,6 +86,7 @@ def escape(value: Any) -> Any:
 
 def _replace(text: str, args: Mapping[str, Any], used: set[str], where: Callable[[EntryPath], str], path: EntryPath) -> Any:
     def look_up(match: re.Match[str]) -> Any:
+        """Return the value of one reference; `$${` stands for itself."""
         if match.group() == "$${":
             return "${"
         name = match.group(1)

@@ -141,7 +141,7 @@ def plain_forward(model: nn.Module, batch: Batch) -> Any:
     """
     try:
         return call_model(model, copied_batch(batch))
-    except Exception as error:
+    except Exception as error:  # the model's own code raises what it likes
         if isinstance(error, CompressorError) or is_out_of_memory(error):
             raise
         raise Unrepeatable(

@@ -131,7 +131,7 @@ class Comparison:
             self._check_stops(run)
             for self._sample, output in enumerate(run.outputs):
                 self._see(Seen(None, "output", tuple(digests(output))))
-        except Exception as error:
+        except Exception as error:  # the model's own code raises what it likes
             self._raise_found()
             if isinstance(error, TracingError) or is_out_of_memory(error):
                 raise

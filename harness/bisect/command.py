@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from compressor.command_numbers import positive
+
 EPILOG = """exit codes: 0 no difference beyond the limit, 1 a layer was found that makes it, 2 it is spread over layers,
 3 no answer: bad input or a failure of the harness itself"""
 
@@ -31,19 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive_number,
         help="what counts as a difference: nats for kl and loss, dB of the logits for sqnr (default: half of the whole difference)",
     )
-    parser.add_argument("--num-samples", metavar="N", type=_positive, default=8, help="sequences at most (default: 8)")
-    parser.add_argument("--max-seq-length", metavar="T", type=_positive, default=128, help="tokens of a sequence at most (default: 128)")
+    parser.add_argument("--num-samples", metavar="N", type=positive, default=8, help="sequences at most (default: 8)")
+    parser.add_argument("--max-seq-length", metavar="T", type=positive, default=128, help="tokens of a sequence at most (default: 128)")
     parser.add_argument("--device", default="auto", help="where the models run: auto, cpu, cuda (default: auto)")
     parser.add_argument("--test", metavar="OUT.py", type=Path, help="write the pytest file here instead of printing it; must not exist")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--quiet", action="store_true", help="show no progress bars")
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
 
 
 def _positive_number(text: str) -> float:

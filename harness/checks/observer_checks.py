@@ -140,7 +140,7 @@ def refuses_nonfinite(subject: Observer, look: Look) -> str:
             batches[place][1, 3] = value
             try:
                 subject.observe(batches)
-            except Exception as error:
+            except Exception as error:  # the subject may refuse with any class
                 if not str(error).strip():
                     raise Broken(f"{value}: {type(error).__name__} came without a message") from error
                 continue
@@ -180,7 +180,7 @@ def refuses_nothing(subject: Observer, look: Look) -> str:
     for name, batches in {"no batch": [], "batches without values": [torch.zeros(0, 16), torch.zeros(2, 0, 16)]}.items():
         try:
             subject.observe(batches)
-        except Exception as error:
+        except Exception as error:  # the subject may refuse with any class
             if not str(error).strip():
                 raise Broken(f"{name}: {type(error).__name__} came without a message") from error
             continue

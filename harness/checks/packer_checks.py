@@ -141,7 +141,7 @@ def refuses_unfit(subject: Packer, look: Look) -> str:
         ready = codes.to(subject.code_dtype)
         try:
             subject.pack(ready)
-        except Exception as error:
+        except Exception as error:  # the subject may refuse with any class
             if not str(error).strip():
                 raise Broken(f"{wrong:g}: {type(error).__name__} came without a message") from error
             count += 1

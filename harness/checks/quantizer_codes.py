@@ -93,6 +93,7 @@ def half_step(subject: Quantizer, look: Look) -> str:
     grid = subject.code_values
 
     def examined(weight: Tensor) -> None:
+        """Hold the error of each value against half a step where it lies, and the rounding of both dtypes."""
         found = examine(subject, weight)
         positions = found.positions
         inside = (positions >= grid[0]) & (positions <= grid[-1])
@@ -119,6 +120,7 @@ def covers(subject: Quantizer, look: Look) -> str:
     last, widest = float(grid[-1] - grid[-2]), float(grid[-1])
 
     def examined(weight: Tensor) -> None:
+        """Refuse a scale that cuts values off, and one that leaves codes unused."""
         found = examine(subject, weight)
         positions = found.positions
         slack = last * (1 + 1e-6) + float(torch.finfo(found.values.dtype).eps) * 4 * widest

@@ -177,6 +177,7 @@ def beats_magnitude(subject: Sparsifier, look: Look) -> str:
     shares = []
 
     def examined(weight: Tensor, pruned: Tensor, hessian: Tensor) -> None:
+        """Hold the loss against that of magnitude pruning, where all zeros would be worse."""
         if len(weight) == 1 or weight.shape[1] < 8 or float(weight.abs().max()) < 1e-20:
             return  # a promise about layers; one row may lose by the order of columns, and squares of tiny values vanish
         own, other = _loss(weight, pruned, hessian), _loss(weight, _by_magnitude(subject, weight), hessian)

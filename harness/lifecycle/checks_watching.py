@@ -102,7 +102,7 @@ class _Watch:
                 came = self._forward(run.model, case, nullcontext())
             except Violation:
                 raise
-            except Exception as error:
+            except Exception as error:  # hooks are their author's, and raise what they like
                 raise Violation("hooks", f"{where}: with its hooks the forward raised {describe(error)}", [describe(error)]) from error
             self._hold(where, due, came)
         checked.look_again()

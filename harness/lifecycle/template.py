@@ -94,7 +94,7 @@ def _copied(modifier: Modifier) -> Modifier:
     """A copy: every run takes one, so an object that cannot be copied is of no use."""
     try:
         return modifier.model_copy(deep=True)
-    except Exception as error:
+    except Exception as error:  # the modifier is its author's, and raises what it likes
         what = f"a {type(modifier).__qualname__} object cannot be copied ({type(error).__name__}: {error}), and every run needs a fresh one"
         raise UnusableError(f"{what}; give the class, or define __deepcopy__", is_fault=False) from error
 

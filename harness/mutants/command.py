@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from compressor.command_numbers import positive
 from harness.mutants.family import FAMILIES
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("family", metavar="FAMILY", nargs="?", choices=tuple(FAMILIES), help=f"{' or '.join(FAMILIES)} (default: all)")
     parser.add_argument("--mutant", action="append", metavar="NAME", help="plant only this bug; may be given several times")
     parser.add_argument("--all-checks", action="store_true", help="let every check look, not only up to the first that sees the bug")
-    parser.add_argument("--jobs", metavar="N", type=_positive, help="processes (default: one per core)")
+    parser.add_argument("--jobs", metavar="N", type=positive, help="processes (default: one per core)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of the table")
 
 
@@ -128,9 +129,3 @@ def _in_vain(fates: Sequence[Fate]) -> dict[tuple[str, ...], list[str]]:
 
 def _short(name: str) -> str:
     return name.removeprefix("lifecycle.")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes above 0")
-    return int(text)

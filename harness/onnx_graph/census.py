@@ -201,6 +201,7 @@ class _Search:
         self._read: set[ir.Node] = set()
 
     def run(self) -> Census:
+        """Read every block, then what is left over."""
         softmaxes = [node for node in self._view.nodes if node.op_type in SOFTMAX and not is_opaque(node)]
         found = {node: triple for node in softmaxes if (triple := self._around(node)) is not None}
         mixes = Counter(mix for _, several in found.values() for mix in {mix for mix, _ in several})

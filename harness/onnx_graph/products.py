@@ -82,6 +82,8 @@ class Products:
 
     def is_weighted(self, node: ir.Node) -> bool:
         """Whether one factor of a product is normalised as by a softmax, or is itself a product of the others."""
+        if node.op_type in _ELEMENTWISE:  # attention pooling that is spelled out
+            return self._is_weighted_sum(node)
         factors = self._flow.factors(node)
         return len(factors) > 2 or any(self._behind(value, _NORMALISES) for value in factors)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag, gelu, layer_norm, scaled_dot_product_attention
+from torch.nn.functional import embedding, embedding_bag, gelu, layer_norm, scaled_dot_product_attention
 
 from compressor.errors import DynamicShapeError, HostReadError
 from compressor.training import sgd
@@ -36,12 +36,12 @@ class _Words(nn.Module):
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
-        self.embed, self.last = nn.Embedding(32, 8, sparse=sparse, max_norm=None), nn.Linear(8, 4)
+        self.embed, self.last, self.is_sparse = nn.Embedding(32, 8), nn.Linear(8, 4), sparse
 
     def forward(self, ids: Tensor) -> Tensor:
         offsets = torch.arange(len(ids)) * ids.shape[1]
         bags = embedding_bag(ids.flatten(), self.embed.weight, offsets, mode="mean")
-        result: Tensor = self.last(bags + self.embed(ids).mean(1))
+        result: Tensor = self.last(bags + embedding(ids, self.embed.weight, sparse=self.is_sparse).mean(1))
         return result
 
 

@@ -190,7 +190,7 @@ def rehearse(plot: Plot, mode: str) -> Iterator[Moment]:
             try:
                 with _forwards(trainer) as forwards:
                     loss = trainer.train_step(batch)
-            except Exception as error:
+            except Exception as error:  # the step is the subject's, and raises what it likes
                 after = state_of(trainer.step, batch=batch).digests()
                 changed = [name for name in before if before[name] != after.get(name) and not _is_set_before(name)]
                 raise Refusal(number, error, changed, trainer) from error

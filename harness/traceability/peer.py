@@ -111,7 +111,7 @@ class PeerAuditor(Auditor):
         try:
             targets = infer_sequential_targets(model, None if patterns is None else list(patterns))
             subgraphs = trace_subgraphs(model, copies([batch])[0], targets, DatasetArguments().tracing_ignore)
-        except Exception as error:
+        except Exception as error:  # the peer and the model raise what they like
             raise TracingError(f"trace_subgraphs raised {type(error).__name__}: {error}") from error
         if not targets:
             raise TracingError("infer_sequential_targets found none")

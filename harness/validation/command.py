@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compressor.command_numbers import count, positive
+
 if TYPE_CHECKING:
     from harness.validation.compare import ValidationReport
     from harness.validation.policy import Policy
@@ -35,25 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON on standard output instead of the table")
     parser.add_argument("--device", default="auto", help="where the models run: auto, cpu, cuda (default: auto)")
     parser.add_argument(
-        "--max-seq-length", metavar="T", type=_positive, help="tokens of a sequence (default: what the model takes, <= 2048)"
+        "--max-seq-length", metavar="T", type=positive, help="tokens of a sequence (default: what the model takes, <= 2048)"
     )
-    parser.add_argument("--num-samples", metavar="N", type=_positive, default=512, help="sequences at most (default: 512)")
-    parser.add_argument("--seed", type=_seed, default=0, help="of the bootstrap (default: 0)")
+    parser.add_argument("--num-samples", metavar="N", type=positive, default=512, help="sequences at most (default: 512)")
+    parser.add_argument("--seed", type=count, default=0, help="of the bootstrap (default: 0)")
     parser.add_argument("--confidence", metavar="C", type=_confidence, help="of the intervals, over the policy's (default: 0.95)")
     parser.add_argument("--quiet", action="store_true", help="show no progress bars")
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
 
 
 def _confidence(text: str) -> float:

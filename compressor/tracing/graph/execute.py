@@ -148,7 +148,7 @@ def run_node(node: fx.Node, env: dict[fx.Node, Any], model: nn.Module, call: Cal
     except GuardFailure as failure:
         failure.node_name = node.name
         raise
-    except Exception as error:
+    except Exception as error:  # whatever it is goes on as it is, with its place
         error.add_note(f"node {node.name} of the recorded graph, {node.meta.get('place', 'unknown place')}")
         raise
 

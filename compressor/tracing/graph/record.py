@@ -60,7 +60,7 @@ def _run(model: nn.Module, batch: Batch) -> Any:
         return call_model(model, batch)
     except TracingError:
         raise
-    except Exception as error:
+    except Exception as error:  # the model's own code raises what it likes
         if is_out_of_memory(error):
             raise
         # Whatever the forward cannot do with symbolic numbers; a plain forward tells whether the model is to blame.

@@ -198,7 +198,7 @@ class Recorder(Numbers, TorchFunctionMode):
         outer, self._owner = self._owner, owner
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # goes on as it is
             self.surroundings.caught = f"{current_place()}: {type(error).__name__} ({error}) was raised and caught"
             raise
         finally:

@@ -127,7 +127,7 @@ def test_fates_come_with_their_places() -> None:
     ("given", "says"),
     [
         (["lifecycle", "--mutant", "starts_lat"], "did you mean 'starts_late'"),
-        (["lifecycle", "--jobs", "0"], "no number of processes"),
+        (["lifecycle", "--jobs", "0"], "is not a whole number above 0"),
         (["lifecycles"], "invalid choice"),
     ],
 )

@@ -324,6 +324,17 @@ class PackedSimilarity(Similarity):
         return self.compared(*(x[0] @ torch.cat([self.wq.weight, self.wk.weight]).T).split(WIDTH, -1))
 
 
+@pytest.mark.parametrize("is_spelled_out", [True, False])
+def test_attention_pooling_is_a_block_at_the_end_of_a_graph_too(is_spelled_out: bool) -> None:
+    def pool(block: Block, x: Tensor) -> Tensor:
+        x = block.wv(x)
+        weights = block.gate(x)[..., :1].softmax(1)
+        return (weights * x).sum(1) if is_spelled_out else weights.transpose(1, 2) @ x
+
+    found = census(_export(Flat(pool)))
+    assert found.counts == {"UNKNOWN": 1} and not found.comparisons, found.text()
+
+
 def test_logits_that_only_leave_the_graph_are_said_and_compared() -> None:
     block = Similarity(SEPARATE["plain"])
     packed = PackedSimilarity(SEPARATE["plain"])
