@@ -137,7 +137,9 @@ def _constant(value: Any) -> tuple[Hashable, ...]:
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides, which the buffer has too: other strides are other kernels, whose last bits may differ."""
-    return () if tensor.is_contiguous() else tensor.stride()
+    if tensor.is_contiguous():
+        return ()
+    return tensor.stride()
 
 
 def _span(tensor: Tensor) -> Tensor:
