@@ -245,9 +245,10 @@ def test_a_batch_that_a_copy_does_not_stand_for_is_refused_and_left_as_it_was(ml
     module, whole = cases["mlp"].make(), torch.randn(24, 8)
     module.register_buffer("count", torch.zeros(()))
     trainer, before = mlp_trainer(module, loss_fn, mode=mode), whole.clone()
-    with pytest.raises(ProofError, match="shares memory with what the step writes or is read past its own"):
+    own = {"count": module.count} if loss_fn is state_in_the_batch else {}
+    with pytest.raises((ProofError, BindError), match=r"shares (its )?memory with .*the step writes"):
         for number in range(6):
-            trainer.train_step({"x": whole[number : number + 4], "count": module.count})
+            trainer.train_step({"x": whole[number : number + 4], **own})
     assert trainer.num_steps == 2 == int(module.count) or loss_fn is past_its_own
     assert torch.equal(whole, before)
 
