@@ -107,6 +107,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_autocast, _set_autocast),
     (_anomaly, lambda value: torch.set_anomaly_enabled(*value)),
     (Path.cwd, os.chdir),
+    (lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)),
     (gc.isenabled, _collect),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (lambda: dict(numpy.geterr()), lambda value: numpy.seterr(**value)),

@@ -183,6 +183,7 @@ class Snapshot:
         taken.items = {("process", name): Functions(owner) for name, owner in SHARED.items()}
         taken.items["process", "environment"] = dict(os.environ)
         taken.items["process", "working directory"] = Path.cwd()
+        taken.items["process", "module search path"] = tuple(sys.path)
         taken.items["process", "garbage collection"] = gc.isenabled()
         taken.items.update({("process", name): value for name, value in _settings_of_process()})
         return taken

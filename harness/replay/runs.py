@@ -98,13 +98,14 @@ class Plot:
         before_step = self.before_step
         if isinstance(made, Subject):
             before_step, made = made.before_step or before_step, made.step
-        if isinstance(made, tuple):
+        if isinstance(made, tuple) and len(made) == 3:
             made = TrainStep(*made)
         if isinstance(made, TrainStep):
             made = Trainer(made, audit_every=0)  # every state is compared here anyway, and audits would leave few replays to compare
         given: object = made
         if not isinstance(given, Trainer) or given.num_steps:
             what = f"a trainer that has made {given.num_steps} steps" if isinstance(given, Trainer) else type(given).__name__
+            what += f" of {len(given)}" if isinstance(given, tuple) else ""
             raise UserInputError(
                 f"factory: it returned {what}; return a fresh TrainStep, Trainer, Subject, or a tuple (model, loss_fn, optimizer)"
             )

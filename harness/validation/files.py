@@ -192,7 +192,8 @@ def check_tensors(subject: Subject) -> CheckRecord:
     there = subject.compressed.entries.keys()
     loose = {name for name in there if name.rpartition(".")[0] in open_modules}
     tied = {name for name in plain - there if _is_tied_copy(subject, name)}
-    missing, unexpected = plain - there - tied | parts - there, there - plain - parts - loose
+    twins = {name for name in there - plain - parts - loose if _is_stored_twice(subject, name)}
+    missing, unexpected = plain - there - tied | parts - there, there - plain - parts - loose - twins
     changes = {name: text for name in sorted(plain & there) if (text := _change(subject, name))}
     moved = {name for name in changes if subject.trained and _same_form(subject, name)}
     changed = [text for name, text in changes.items() if name not in moved]
@@ -206,6 +207,7 @@ def check_tensors(subject: Subject) -> CheckRecord:
         "quantized modules": len(subject.modules),
         "their parts": len(parts & there),
         "tied copies left away": sorted(tied),
+        "tied copies added": sorted(twins),
     }
     kept = f"{len(plain & there) - len(moved)} tensors unchanged, " + (f"{len(moved)} trained, " if subject.trained else "")
     return TENSORS.found(findings, f"{kept}{len(subject.modules)} weights quantized", evidence=evidence)
@@ -240,6 +242,17 @@ def _is_tied_copy(subject: Subject, name: str) -> bool:
     is_tied = bool(subject.base_config.get("tie_word_embeddings"))
     return is_tied and any(
         twin in subject.compressed.entries and np.array_equal(subject.base.raw(name), subject.base.raw(twin)) for twin in twins
+    )
+
+
+def _is_stored_twice(subject: Subject, name: str) -> bool:
+    """Say whether a tensor that the base does not store is the copy of one to which the config ties it: loaders read either."""
+    compressed, entry = subject.compressed, subject.compressed.entries[name]
+    if not subject.base_config.get("tie_word_embeddings") or len(entry.shape) != 2:
+        return False
+    twins = [other for other in subject.base.entries if other in compressed.entries and compressed.entries[other].shape == entry.shape]
+    return any(
+        compressed.entries[twin].dtype == entry.dtype and np.array_equal(compressed.raw(name), compressed.raw(twin)) for twin in twins
     )
 
 

@@ -117,6 +117,7 @@ def _break() -> None:
     os.environ["BROKEN"] = "1"
     os.chdir("/")
     sys.setrecursionlimit(5000)
+    sys.path.append("/broken")
     gc.disable()
 
 

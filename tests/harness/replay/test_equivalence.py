@@ -247,6 +247,7 @@ def test_what_python_holds_is_state_too():
         ({"batches": []}, "there is none"),
         ({"batches": vectors, "steps": None}, "a function has no length"),
         ({"factory": lambda: nn.Linear(2, 2)}, "it returned Linear"),
+        ({"factory": lambda: (nn.Linear(2, 2), classify)}, "it returned tuple of 2; return a fresh TrainStep"),
         ({"factory": lambda: _step(lambda module, h: h / "one")}, "the eager step itself fails at step 0: TypeError"),
     ],
 )

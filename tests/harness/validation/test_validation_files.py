@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -117,8 +118,6 @@ def test_files_that_the_base_does_not_have_are_skipped(workspace, compressed, tm
 
 
 def test_a_tied_copy_may_be_left_away_but_nothing_else(workspace, compressed, tmp_path):
-    import shutil
-
     base = tmp_path / "tied"
     shutil.copytree(workspace.base, base)
     tensors = load_file(base / "model.safetensors")
@@ -136,6 +135,21 @@ def test_a_tied_copy_may_be_left_away_but_nothing_else(workspace, compressed, tm
             (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
         record = next(r for r in check_files(read_subject(base, checkpoint.folder)) if r.name == "files.tensors")
         assert record.outcome == expected
+
+
+@pytest.mark.parametrize(("tied", "added", "expected"), [(True, 0.0, "pass"), (True, 1.0, "fail"), (False, 0.0, "fail")])
+def test_a_tied_head_may_be_stored_twice_with_equal_bytes(workspace, compressed, tmp_path, tied, added, expected):
+    base, checkpoint = tmp_path / "tied", compressed()
+    shutil.copytree(workspace.base, base)
+    tensors = load_file(base / "model.safetensors")
+    tensors.pop("lm_head.weight")
+    save_file(tensors, base / "model.safetensors")
+    checkpoint.edit(lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"] + added}))
+    for folder in (base, checkpoint.folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    record = next(record for record in check_files(read_subject(base, checkpoint.folder)) if record.name == "files.tensors")
+    assert record.outcome == expected, record.findings
 
 
 def test_targets_are_ranked_names_before_patterns_before_classes(workspace, compressed):
