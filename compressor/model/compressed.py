@@ -202,7 +202,8 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tens
             named = config.get("architectures")
             said = f" (config.json says model_class={named[0]!r})" if isinstance(named, list) and named else ""
             raise ModelError(
-                f"{folder}: {len(names)} tensors are {fault} ({some(names)}); restore the folder, or name the class they belong to from Python{said}"
+                f"{folder}: {len(names)} tensors are {fault} ({some(names)}); restore the folder, "
+                f"or name the class they belong to from Python{said}"
             )
     model.load_state_dict(found, strict=False, assign=True)
     if any(key not in found for key in ties):
