@@ -13,6 +13,7 @@ from compressor.pipelines.journal import NoJournal
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.pipelines.watched import watched_modules
 from compressor.progress import Progress
+from compressor.tracing.footprint import all_that_may_change
 from compressor.tracing.graph.refusal import Unrepeatable
 from compressor.tracing.observe import changed_by_forwards, plain_forward
 from compressor.tracing.traces import Traces
@@ -46,6 +47,7 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
         with session.hooks_disabled():
             stirred, kept = changed_by_forwards(state.model, watched, [batch_to(batch, state.device) for batch in data.batches[:2]])
         note_kept(state, kept)
+        stirred.add(all_that_may_change(state.model, watched))  # later batches may change what the first one leaves alone
         with Traces(state.model, stirred) as traces:
             for index, batch in enumerate(data.batches):
                 set_token_mask(state, data, index)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -229,11 +229,11 @@ class Footprint:
 class _Walk:
     """Finds all that a model holds."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, but: Collection[nn.Module] = ()) -> None:
         self.containers: dict[int, Any] = {}
         self.tensors: dict[int, Tensor] = {}
         self.generators: dict[int, Any] = {}
-        self._seen: set[int] = set()
+        self._seen: set[int] = {id(vars(module)) for module in but}
         self._queue: list[Any] = [*_GLOBAL_HOOKS, model]
         self._held: list[Any] = []  # so that no identity is used twice
         limit = _MAX_OBJECTS + _OBJECTS_A_MODULE * sum(1 for _ in model.modules())
@@ -274,6 +274,23 @@ class _Walk:
                 self._seen.add(id(cls))
                 self.containers[id(cls)] = cls
                 self._queue.extend(value for value in vars(cls).values() if isinstance(value, _CONTAINERS))
+
+
+def all_that_may_change(model: nn.Module, watched: Collection[str]) -> Stirred:
+    """List what forwards can change by other means than writing to a parameter, and can put back cheaply.
+
+    Args:
+        model: is only looked at.
+        watched: dotted names of the modules that carry calibration hooks; of these and of what lies below only the submodules count,
+            for hooks may keep statistics there.
+
+    Returns:
+        Containers, tensors that are no parameters, and generators.
+    """
+    found = _Walk(model, {below for name in watched for below in model.get_submodule(name).modules()})
+    modules = {id(module._modules): module._modules for module in model.modules()}
+    tensors = {key: tensor for key, tensor in found.tensors.items() if not isinstance(tensor, nn.Parameter)}
+    return Stirred({**found.containers, **modules}, tensors, found.generators)
 
 
 def _is_of_model(cls: type) -> bool:

@@ -98,3 +98,43 @@ def test_basic_runs_each_batch_on_what_was_loaded() -> None:
             assert torch.equal(got, base.layers[0](base.embed(row[None])))
     with pytest.raises(TracingError, match=r"^layers.0.0.weight"):
         oneshot(Halving().eval(), recipe=recipe(), dataset=rows())
+
+
+class OnShort(nn.Module):
+    """Changes something of its own for good, but for short batches only, as BigBird exchanges its attention."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 16)
+        self.layers: Any = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2))
+        self.what, self.factor, self.factors = what, 1.0, [1.0]
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if input_ids.shape[1] < 5:
+            match self.what:
+                case "module":
+                    self.layers[0][1] = nn.Tanh()
+                case "attribute":
+                    self.factor = 2.0
+                case "list":
+                    self.factors.append(2.0)
+                case "buffer":
+                    self.get_buffer("scale").fill_(2.0)
+        x = self.embed(input_ids) * self.factor * self.factors[-1] * self.get_buffer("scale")
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("what", ["module", "attribute", "list", "buffer"])
+def test_basic_runs_each_batch_on_the_model_as_given_whatever_the_batch_before_changed(what: str) -> None:
+    results = []
+    for order in ([9, 3, 7], [9, 7, 3]):
+        model = OnShort(what)
+        oneshot(model, recipe=recipe(), dataset=[torch.arange(length) for length in order], pipeline="basic")
+        assert isinstance(model.layers[0][1], nn.ReLU) and (model.factor, model.factors) == (1.0, [1.0])
+        assert model.get_buffer("scale") == 1
+        results.append(float_layer(model.layers[1][0]).weight)
+    assert torch.allclose(*results), "the order of the batches does not count"
