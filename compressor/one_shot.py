@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compressor.arguments import check_arguments, check_dtypes_around, plain_number
-from compressor.data import CalibrationData, check_vocabulary, load_dataset_source, max_positions
+from compressor.data import CalibrationData, check_vocabulary, input_columns, load_dataset_source, max_positions
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.audit import check_values
@@ -350,6 +350,7 @@ class _Reading:
             shuffle=self.shuffle_calibration_samples,
             seed=seed,
             max_positions=max_positions(model),
+            inputs=input_columns(model),
         )
         check_vocabulary(data, model)
         return data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from compressor.data.blocks import BlockOrder, TokenBlocks, load_blocks
 from compressor.data.collate import Batch, batch_to, call_model
+from compressor.data.columns import input_columns
 from compressor.data.datasets import CalibrationData, load_dataset_source
 from compressor.data.vocabulary import check_vocabulary, max_positions
 
@@ -15,6 +16,7 @@ __all__ = [
     "batch_to",
     "call_model",
     "check_vocabulary",
+    "input_columns",
     "load_blocks",
     "load_dataset_source",
     "max_positions",

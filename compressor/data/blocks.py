@@ -7,7 +7,7 @@ in two blocks, and a block may hold several samples, each ended by the tokenizer
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from compressor.data.collate import Batch, hash_rows
+from compressor.data.columns import check_columns
 from compressor.data.datasets import chosen_length
 from compressor.data.encode import Tokens, encode_row
 from compressor.data.rows import Row, read_rows
@@ -61,6 +62,7 @@ def load_blocks(
     max_seq_length: int | None = None,
     text_column: str = "text",
     max_positions: int | None = None,
+    inputs: Collection[str] = (),
     name: str = "dataset",
 ) -> TokenBlocks:
     """Read training data.
@@ -71,6 +73,7 @@ def load_blocks(
         max_seq_length: tokens in a block; by default as many as the model takes, at most 2048.
         text_column: column of the text; a column `input_ids` goes before it, a column `messages` (conversations) after it.
         max_positions: tokens that the model takes; None where there is no limit.
+        inputs: further inputs of the model (`input_columns`); rows that hold one are refused, as are `labels` other than the tokens.
         name: what errors call the data.
 
     Returns:
@@ -84,11 +87,7 @@ def load_blocks(
     length = chosen_length(max_seq_length, max_positions)
     if length < 2:
         raise DatasetError(f"max_seq_length: a block of {length} token has none to predict; give at least 2")
-    rows = [
-        _ended(row, encode_row(row, tokenizer, _NO_LIMIT), tokenizer)
-        for row in read_rows(source, text_column=text_column, shuffle_seed=None)
-    ]
-    rows = [tokens for tokens in rows if len(tokens.ids)]
+    rows = list(_encoded(source, tokenizer, text_column, {*inputs, "labels"}))
     num_tokens = sum(len(tokens.ids) for tokens in rows)
     if num_tokens < length:
         raise DatasetError(
@@ -102,6 +101,14 @@ def load_blocks(
     ids, counted = ids[useful], counted[useful]
     sha256 = hash_rows(list(ids), None if bool(counted.all()) else list(counted))
     return TokenBlocks(ids, ids.masked_fill(~counted, IGNORED), sha256, len(rows), num_tokens - ids.numel())
+
+
+def _encoded(source: Any, tokenizer: Any, text_column: str, inputs: Collection[str]) -> Iterator[Tokens]:
+    for row in read_rows(source, text_column=text_column, shuffle_seed=None, inputs=inputs):
+        check_columns(row, inputs, "remove the column (a loss_mask says which tokens are learnt)")
+        tokens = _ended(row, encode_row(row, tokenizer, _NO_LIMIT), tokenizer)
+        if len(tokens.ids):
+            yield tokens
 
 
 class BlockOrder:

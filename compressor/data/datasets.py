@@ -7,7 +7,7 @@ aside, whose tensors are hashed as they come).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, take_token_mask
+from compressor.data.columns import check_columns
 from compressor.data.encode import Tokens, encode_row
 from compressor.data.rows import TEXT_COLUMN, read_rows
 from compressor.errors import DatasetError
@@ -55,6 +56,7 @@ def load_dataset_source(
     shuffle: bool = False,
     seed: int = 0,
     max_positions: int | None = None,
+    inputs: Collection[str] = (),
 ) -> CalibrationData:
     """Read calibration data.
 
@@ -71,6 +73,7 @@ def load_dataset_source(
         shuffle: draw the samples with `seed` instead of taking the first ones.
         seed: for `shuffle`.
         max_positions: tokens that the model takes; None where there is no limit.
+        inputs: further inputs of the model (`input_columns`); rows that hold one are refused, for they are fed as token ids alone.
 
     Returns:
         At least one batch.
@@ -89,7 +92,8 @@ def load_dataset_source(
         return _from_loader(source, num_calibration_samples, length if max_seq_length is not None else max_positions)
     rows: list[Tokens] = []
     num_dropped = 0
-    for row in read_rows(source, text_column=text_column, shuffle_seed=seed if shuffle else None):
+    for row in read_rows(source, text_column=text_column, shuffle_seed=seed if shuffle else None, inputs=inputs):
+        check_columns(row, inputs)
         tokens = encode_row(row, tokenizer, length)
         if tokens.num_counted:
             rows.append(tokens)

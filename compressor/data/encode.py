@@ -65,8 +65,10 @@ def _checked_tokens(row: Row, max_length: int) -> Tokens:
     ids = _as_tensor(row.value, row.where)
     if ids.numel() == 0:
         return Tokens(torch.empty(0, dtype=torch.int64))
-    if ids.dim() != 1 or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise DatasetError(f"{row.where}: {ids.dtype} of shape {tuple(ids.shape)} are no token ids; give integers, one row per sample")
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise DatasetError(f"{row.where}: {ids.dtype} of shape {tuple(ids.shape)} are no token ids; give integers")
+    if ids.dim() != 1:
+        raise DatasetError(f"{row.where}: token ids of shape {tuple(ids.shape)} are not one sample; give each sample a row of its own")
     ids = ids.to("cpu", torch.int64)
     if int(ids.min()) < 0:
         raise DatasetError(f"{row.where}: the token id {int(ids.min())} is negative; remove such ids (they often mark ignored labels)")
@@ -91,11 +93,12 @@ def _checked_mask(mask: Any, name: str, ids: Tensor, where: str) -> Tensor:
 
 def _as_tensor(value: Any, where: str) -> Tensor:
     try:
-        return check_strided(torch.as_tensor(value), where)
+        tensor = check_strided(torch.as_tensor(value), where)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DatasetError(
             f"{where}: a {type(value).__name__} that is no flat list of integers stands where token ids should; repair this row"
         ) from error
+    return tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor  # a tokenizer's return_tensors="pt" of one text
 
 
 def _render(row: Row, tokenizer: Any) -> str:

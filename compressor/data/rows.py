@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -24,16 +26,17 @@ MASKS = ("attention_mask", "loss_mask")  # columns beside input_ids: what is pad
 
 
 class Row(NamedTuple):
-    """One sample before tokenization: where it stands, what it is, its value, and the masks that came with token ids."""
+    """One sample before tokenization: where it stands, what it is, its value, the masks that came with token ids, and other columns."""
 
     where: str
     kind: Literal["text", "input_ids", "messages"]
     value: Any
     mask: Any = None
     loss_mask: Any = None
+    beside: Mapping[str, Any] = MappingProxyType({})
 
 
-def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None) -> Iterator[Row]:
+def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None, inputs: Collection[str] = ()) -> Iterator[Row]:
     """Open a source and yield its rows.
 
     Args:
@@ -41,6 +44,7 @@ def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None) -> Ite
             iterated); a list of texts, of token rows or of mappings; or a [N, T] tensor of token ids.
         text_column: column of the text.
         shuffle_seed: yield the rows in an order drawn with this seed; None keeps their own order.
+        inputs: columns that a parquet file is to give as well, in `beside`; other sources give all.
 
     Returns:
         An iterator; it raises DatasetError at the first row that cannot be used.
@@ -51,7 +55,7 @@ def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None) -> Ite
     if text_column != TEXT_COLUMN and not _has_columns(source):
         raise DatasetError(f"text_column: {text_column!r} was given, but this data has no columns that are named; leave it out")
     if isinstance(source, str | Path):
-        return _read_file(Path(source), text_column, shuffle_seed)
+        return _read_file(Path(source), text_column, shuffle_seed, inputs)
     if isinstance(source, Tensor):
         return _tensor_rows({"input_ids": source}, "dataset", shuffle_seed)
     if hasattr(source, "column_names"):
@@ -78,8 +82,9 @@ def _arranged(items: Iterable[T], seed: int | None) -> Iterable[T]:
     return shuffled
 
 
-def _read_file(path: Path, text_column: str, seed: int | None) -> Iterator[Row]:
-    readers = {".jsonl": _jsonl_rows, ".txt": _txt_rows, ".parquet": _parquet_rows, ".safetensors": _safetensors_rows}
+def _read_file(path: Path, text_column: str, seed: int | None, inputs: Collection[str]) -> Iterator[Row]:
+    parquet_rows = partial(_parquet_rows, inputs=inputs)
+    readers = {".jsonl": _jsonl_rows, ".txt": _txt_rows, ".parquet": parquet_rows, ".safetensors": _safetensors_rows}
     suffix = path.suffix.lower()
     if (found := _refusal(path)) is not None:
         raise DatasetError(
@@ -132,7 +137,7 @@ def _jsonl_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Row]
         yield _mapping_row(value, where, text_column)
 
 
-def _parquet_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Row]:
+def _parquet_rows(path: Path, text_column: str, seed: int | None, *, inputs: Collection[str]) -> Iterator[Row]:
     try:
         from pyarrow import ArrowInvalid, parquet
     except ImportError as error:
@@ -140,6 +145,7 @@ def _parquet_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Ro
     try:
         columns = parquet.read_schema(path).names
         wanted = _wanted_columns(columns, str(path), text_column)
+        wanted += [name for name in columns if name in inputs and name not in wanted]
         table = parquet.read_table(path, columns=wanted)
     except ArrowInvalid as error:
         raise DatasetError(f"{path}: this is no readable parquet file ({error}); write it again") from error
@@ -170,8 +176,11 @@ def _tensor_rows(arrays: Mapping[str, Tensor], where: str, seed: int | None) -> 
     for name, mask in masks.items():
         if mask.shape != tokens.shape:
             raise DatasetError(f"{where}: {name} {tuple(mask.shape)} and input_ids {tuple(tokens.shape)} differ; save equal shapes")
+    others = {name: array for name, array in arrays.items() if name != "input_ids" and name not in MASKS}
     for index in _arranged(range(len(tokens)), seed):
-        yield Row(f"{where} row {index}", "input_ids", tokens[index], *(masks[name][index] if name in masks else None for name in MASKS))
+        beside = {name: array[index] if array.shape[:1] == tokens.shape[:1] else array for name, array in others.items()}
+        own_masks = (masks[name][index] if name in masks else None for name in MASKS)
+        yield Row(f"{where} row {index}", "input_ids", tokens[index], *own_masks, beside)
 
 
 def _dataset_rows(dataset: Any, text_column: str, seed: int | None) -> Iterator[Row]:
@@ -222,7 +231,8 @@ def _wanted_columns(columns: list[str], where: str, text_column: str) -> list[st
 
 
 def _mapping_row(row: Mapping[str, Any], where: str, text_column: str) -> Row:
-    name = _wanted_columns(list(row), where, text_column)[0]
+    name, *masks = _wanted_columns(list(row), where, text_column)
+    beside = {other: value for other, value in row.items() if other != name and other not in masks}
     if name == "input_ids":
-        return Row(where, "input_ids", row[name], *(row.get(mask) for mask in MASKS))
-    return Row(where, "messages" if name == "messages" != text_column else "text", row[name])
+        return Row(where, "input_ids", row[name], *(row.get(mask) for mask in MASKS), beside)
+    return Row(where, "messages" if name == "messages" != text_column else "text", row[name], beside=beside)

@@ -25,7 +25,7 @@ from compressor.model.checkpoint import RECORD_FILE
 from compressor.model.experts import UnfusedModel, unfuse_into
 from compressor.model.folder import check_weight_files, one_line, read_config, read_json, some, weight_files
 from compressor.model.format import stored_names
-from compressor.model.load import LOAD_ERRORS, quiet_transformers, resolve_class, resolve_device
+from compressor.model.load import DTYPES, LOAD_ERRORS, quiet_transformers, resolve_class, resolve_device
 from compressor.model.saving import attach_save
 from compressor.model.targets import matches
 from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
@@ -38,8 +38,6 @@ from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 _SCHEME_PARTS = ("weights", "input_activations")
 _NOT_READ = ("observer", "observer_kwargs", "zp_dtype")
 _NO_FORMAT = (None, "mixed-precision", "dense")
-_ORDINARY_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_compressed(
@@ -145,7 +143,7 @@ def _empty_model(folder: Path, config: Mapping[str, Any], model_class: str | typ
         with quiet_transformers(), no_init_weights(), _parameters_on_meta():
             parsed = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
             del parsed.quantization_config
-            dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+            dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
             if hasattr(loader, "from_config"):
                 model: nn.Module = loader.from_config(parsed, trust_remote_code=trust_remote_code, dtype=dtype)
             else:
@@ -212,7 +210,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tens
 
 def _as_wanted(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Ordinary floats take the dtype of the model, as in transformers; codes and fp8 scales are what they are."""
-    return value.to(dtype) if {value.dtype, dtype} <= set(_ORDINARY_FLOATS) else value
+    return value.to(dtype) if {value.dtype, dtype} <= set(DTYPES.values()) else value
 
 
 @contextmanager

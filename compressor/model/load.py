@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _DEFAULT_CLASS = "AutoModelForCausalLM"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _GENERATION_FILE = "generation_config.json"
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 # What transformers raises for a folder that it cannot read: a field of a wrong kind alone gives half of these.
 LOAD_ERRORS = (
     *(OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
@@ -173,9 +173,9 @@ def resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if dtype == "auto":
         return "auto"
     name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ModelError(f"dtype: {name!r} is not a dtype to compress from; use auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise ModelError(f"dtype: {name!r} is not a dtype to compress from; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def check_in_memory(model: nn.Module, *, dtype: str | torch.dtype = "auto", model_class: str | type | None = None) -> None:

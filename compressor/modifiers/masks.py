@@ -117,11 +117,13 @@ class PruningModifier(Modifier):
             Dotted name to module, in the order of the model; a weight that several modules share comes once.
 
         Raises:
-            TargetError: a pattern matches nothing, or a module without a float weight of two dimensions or more.
+            TargetError: a pattern matches nothing, or a module without a float weight of two dimensions or more, or with one that a
+                module outside of the targets shares.
         """
         found: dict[str, nn.Module] = {}
         seen: set[int] = set()
-        for name, module in resolve_targets(model, self.targets, self.ignore).items():
+        resolved = resolve_targets(model, self.targets, self.ignore)
+        for name, module in resolved.items():
             weight = dict(module.named_parameters(recurse=False)).get("weight")
             if weight is None or weight.dim() < 2 or not weight.is_floating_point():
                 raise TargetError(
@@ -130,6 +132,7 @@ class PruningModifier(Modifier):
             if id(weight) not in seen:
                 found[name] = module
             seen.add(id(weight))
+        _check_ties(model, found.keys(), resolved.values(), seen)
         return found
 
     def plan(self, model: nn.Module) -> list[PlannedModule]:
@@ -222,6 +225,20 @@ class PruningModifier(Modifier):
         elif self.phase is not None and known.modifier == type(self).__name__:  # at another time, else it would have been refused
             known = dataclasses.replace(known, scheme=f"{known.scheme}, {self.scheme_label()}")
         state.report.modules[name] = dataclasses.replace(known, details={**known.details, "sparsity": sparsity})
+
+
+def _check_ties(model: nn.Module, pruned: Collection[str], targets: Collection[nn.Module], weights: Collection[int]) -> None:
+    """Refuse weights that a module outside of the targets shares: it would lose them too, though nobody asked for that."""
+    inside = {id(module) for module in targets}
+    owners = {id(model.get_submodule(name).get_parameter("weight")): name for name in pruned}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if id(module) not in inside and id(parameter) in weights:
+                owner = owners[id(parameter)]
+                raise TargetError(
+                    f"{owner}: its weight is tied to {name}.{key}, which is no target and would be pruned with it; add {owner!r} to "
+                    f"ignore, add {name!r} to targets, or untie the weights first"
+                )
 
 
 def weight_rows(module: nn.Module) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, load_blocks, max_positions
+from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, input_columns, load_blocks, max_positions
 from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.base import check_unclaimed, contents
@@ -128,7 +128,13 @@ class TrainingRun:
 
         def blocks(source: Any, name: str, length: int | None) -> TokenBlocks:
             found = load_blocks(
-                source, tokenizer=self.tokenizer, max_seq_length=length, text_column=text_column, max_positions=limit, name=name
+                source,
+                tokenizer=self.tokenizer,
+                max_seq_length=length,
+                text_column=text_column,
+                max_positions=limit,
+                inputs=input_columns(model),
+                name=name,
             )
             check_vocabulary(found, model)
             return found

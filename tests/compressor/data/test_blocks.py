@@ -37,6 +37,11 @@ def test_token_rows_are_joined_as_they_are():
     assert load_blocks(rows(3), max_seq_length=8).input_ids.tolist() == rows(3).tolist()
 
 
+def test_labels_that_are_the_tokens_say_nothing_new():
+    row = {"input_ids": [0, 1, 2, 3], "attention_mask": [0, 1, 1, 1], "labels": [-100, 1, 2, 3]}
+    assert load_blocks([row], max_seq_length=3).input_ids.tolist() == [[1, 2, 3]]
+
+
 def test_masked_tokens_are_read_but_are_no_targets():
     data = [{"input_ids": [1, 2, 3, 4], "loss_mask": [1, 0, 1, 1]}, {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 0, 0]}]
     blocks = load_blocks(data, max_seq_length=4)
@@ -62,6 +67,7 @@ def test_the_hash_names_tokens_and_masks():
         ([], 4, "0 tokens in 0 samples"),
         (DataLoader([1]), 4, "a DataLoader decides its own batches"),
         (["abc"], 2, "text needs a tokenizer"),
+        ([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}], 2, "the column 'labels' .*a loss_mask says which tokens are learnt"),
     ],
 )
 def test_data_that_cannot_be_used_is_refused(data, length, match):

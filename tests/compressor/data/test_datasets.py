@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from compressor.data import CalibrationData, load_dataset_source
+from compressor.data import CalibrationData, input_columns, load_dataset_source
 from compressor.errors import DatasetError
 
 TEXTS = ["the cat sat", "the dog", "a cat and a dog sat", "mat"]
@@ -140,6 +141,54 @@ def test_batches_hold_exactly_the_rows_for_any_batch_size(rows: list[list[int]],
     assert data.num_tokens == sum(map(len, rows)) and len(data.batches) == -(-len(rows) // batch_size)
 
 
+INPUTS = {"position_ids", "token_type_ids", "pixel_values"}
+BESIDE: list[tuple[dict[str, Any], str | None]] = [
+    ({"position_ids": [0, 1, 0, 1]}, "position_ids"),
+    ({"position_ids": [0, 1, 2, 3]}, None),
+    ({"token_type_ids": [0, 0, 1, 1]}, "token_type_ids"),
+    ({"token_type_ids": [0, 0, 0, 0]}, None),
+    ({"pixel_values": [0.0, 0.0, 0.0, 0.0]}, "pixel_values"),
+    ({"pixel_values": None}, None),
+    ({"length": [4, 4, 4, 4], "labels": [1, 1, 1, 1]}, None),
+]
+
+
+@pytest.mark.parametrize("kind", ["rows", "jsonl", "parquet", "safetensors"])
+@pytest.mark.parametrize(("beside", "named"), BESIDE)
+def test_a_column_that_the_model_would_read_is_not_left_out(kind: str, beside: dict[str, Any], named: str | None, tmp_path: Path) -> None:
+    row = {"input_ids": [3, 1, 4, 1], **beside}
+    source: Any = tmp_path / f"data.{kind}"
+    if kind == "rows":
+        source = [{name: value if value is None else torch.tensor(value) for name, value in row.items()}]
+    elif kind == "jsonl":
+        source.write_text(json.dumps(row))
+    elif kind == "parquet":
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.table({name: [value] for name, value in row.items()}), source)
+    else:
+        save_file({name: torch.tensor([value]) for name, value in row.items() if value is not None}, source)
+    if named is None:
+        assert ids_of(load_dataset_source(source, inputs=INPUTS)) == [[3, 1, 4, 1]]
+    else:
+        with pytest.raises(DatasetError, match=f"(row 0|line 1): the column '{named}' is an input of the model"):
+            load_dataset_source(source, inputs=INPUTS)
+
+
+def test_inputs_of_a_model_are_what_its_forward_takes_beside_tokens_and_targets() -> None:
+    class Model(nn.Module):
+        def forward(self, input_ids, attention_mask=None, pixel_values=None, labels=None, start_positions=None):
+            return input_ids
+
+    assert input_columns(Model()) == {"pixel_values"}
+
+
+def test_a_row_as_a_tokenizer_gives_one_text_is_one_sample(tokenizer: Any) -> None:
+    rows = [tokenizer(text, return_tensors="pt") for text in TEXTS]
+    assert ids_of(load_dataset_source(rows)) == ids_of(load_dataset_source(TEXTS, tokenizer=tokenizer))
+
+
 def test_shuffle_draws_the_same_rows_from_a_file_and_from_a_list(tmp_path: Path, tokenizer: Any) -> None:
     options: dict[str, Any] = {"tokenizer": tokenizer, "shuffle": True, "seed": 3, "num_calibration_samples": 2}
     hashes = {load_dataset_source(write_source(kind, tmp_path), **options).sha256 for kind in ("jsonl", "txt", "parquet", "hf", "list")}
@@ -257,6 +306,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"source": []}, "dataset: there is no sample"),
     ({"source": torch.zeros(4, dtype=torch.int64)}, r"shape \(4,\) are not \[N, T\]"),
     ({"source": torch.zeros(2, 4)}, "row 0: torch.float32 of shape"),
+    ({"source": [torch.ones(2, 3, dtype=torch.int64)]}, r"row 0: token ids of shape \(2, 3\) are not one sample"),
     ({"source": [[1]], "num_calibration_samples": 0}, "num_calibration_samples: 0 is not positive"),
     ({"source": [[1]], "batch_size": 0}, "batch_size: 0 is not positive"),
     ({"source": [[1]], "max_seq_length": -1}, "max_seq_length: -1 is not positive"),

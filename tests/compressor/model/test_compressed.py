@@ -28,6 +28,7 @@ RUNS = [
         for name in ("W4A16", "W4A8", "W4A4", "W4AFP8", "FP8_BLOCK", "NVFP4A16", "MXFP4A16", "MXFP8A16", *sorted(BF16_ONLY))
     ),
     *((name, torch.float16) for name in ("FP8_BLOCK", "NVFP4A16", "MXFP4A16", "MXFP8A16", *sorted(BF16_ONLY))),
+    ("W4A16", torch.float64),
 ]
 
 

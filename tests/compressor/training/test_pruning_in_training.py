@@ -241,10 +241,21 @@ def test_one_pruner_takes_up_where_another_is_over(cases, new_trainer):
 def test_a_pruned_weight_under_two_names_is_one_weight():
     tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
     tied[1].weight = tied[0].weight
-    session = Session(State(tied), [MagnitudePruningModifier(final_sparsity=0.5, targets=[name]) for name in ("0", "1")])
+    session = Session(State(tied), [MagnitudePruningModifier(final_sparsity=0.5, targets=["0", "1"]) for _ in range(2)])
     with pytest.raises(TargetError, match="is set to zero by"):
         session.initialize()
     assert session.state.phases == {}
+
+
+@pytest.mark.parametrize(("targets", "ignore"), [(["1"], []), (["Linear", "Embedding"], ["0"])])
+def test_a_weight_that_a_module_outside_of_the_targets_shares_is_not_pruned(targets, ignore):
+    tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    modifier = MagnitudePruningModifier(final_sparsity=0.5, targets=targets, ignore=ignore)
+    with pytest.raises(TargetError, match=r"^1: its weight is tied to 0\.weight, which is no target"):
+        Session(State(tied), [modifier]).initialize()
+    shared = nn.Sequential(tied[1], nn.ReLU(), tied[1])  # one module under two names is one target
+    assert list(MagnitudePruningModifier(final_sparsity=0.5).prunable(shared)) == ["0"]
 
 
 def test_before_the_first_batch_and_after_an_abort_nothing_of_the_model_has_changed(cases, new_trainer):
