@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -84,6 +84,7 @@ def _arranged(items: Iterable[T], seed: int | None) -> Iterable[T]:
 
 def _read_file(path: Path, text_column: str, seed: int | None, inputs: Collection[str]) -> Iterator[Row]:
     parquet_rows = partial(_parquet_rows, inputs=inputs)
+    readers: dict[str, Callable[[Path, str, int | None], Iterator[Row]]]
     readers = {".jsonl": _jsonl_rows, ".txt": _txt_rows, ".parquet": parquet_rows, ".safetensors": _safetensors_rows}
     suffix = path.suffix.lower()
     if (found := _refusal(path)) is not None:
@@ -179,8 +180,8 @@ def _tensor_rows(arrays: Mapping[str, Tensor], where: str, seed: int | None) -> 
     others = {name: array for name, array in arrays.items() if name != "input_ids" and name not in MASKS}
     for index in _arranged(range(len(tokens)), seed):
         beside = {name: array[index] if array.shape[:1] == tokens.shape[:1] else array for name, array in others.items()}
-        own_masks = (masks[name][index] if name in masks else None for name in MASKS)
-        yield Row(f"{where} row {index}", "input_ids", tokens[index], *own_masks, beside)
+        real, counted = (masks[name][index] if name in masks else None for name in MASKS)
+        yield Row(f"{where} row {index}", "input_ids", tokens[index], real, counted, beside)
 
 
 def _dataset_rows(dataset: Any, text_column: str, seed: int | None) -> Iterator[Row]:
@@ -234,5 +235,6 @@ def _mapping_row(row: Mapping[str, Any], where: str, text_column: str) -> Row:
     name, *masks = _wanted_columns(list(row), where, text_column)
     beside = {other: value for other, value in row.items() if other != name and other not in masks}
     if name == "input_ids":
-        return Row(where, "input_ids", row[name], *(row.get(mask) for mask in MASKS), beside)
+        mask, loss_mask = (row.get(one) for one in MASKS)
+        return Row(where, "input_ids", row[name], mask, loss_mask, beside)
     return Row(where, "messages" if name == "messages" != text_column else "text", row[name], beside=beside)
