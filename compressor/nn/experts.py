@@ -65,12 +65,14 @@ class Expert(nn.Module):
         """
         return self.compute(x_NC, with_hooks=True)
 
-    def compute(self, x_NC: Tensor, *, with_hooks: bool) -> Tensor:
+    def compute(self, x_NC: Tensor, *, with_hooks: bool, own_N1: Tensor | None = None) -> Tensor:
         """Compute what `forward` does.
 
         Args:
             x_NC: [N, C]; N may be 0.
             with_hooks: False passes the hooks of the projections by.
+            own_N1: True where a token is the expert's; each projection sees zeros for the others, so that a scale over all tokens is that
+                of its own. None for all.
 
         Returns:
             [N, C], not yet weighted.
@@ -78,6 +80,7 @@ class Expert(nn.Module):
 
         def project(name: str, x: Tensor) -> Tensor:
             projection = self.get_submodule(name)
+            x = x if own_N1 is None else torch.where(own_N1, x, torch.zeros_like(x))
             output: Tensor = projection(x) if with_hooks else projection.forward(x)
             return output
 
@@ -148,6 +151,27 @@ class UnfusedExperts(nn.Module):
             by_slot[rows, slots] = weighted
         assert by_slot is not None
         return by_slot.sum(dim=1).to(hidden_states.dtype)
+
+    def forward_dense(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute what `forward` does up to rounding, with every expert on all rows: no shape depends on the routing.
+
+        Args:
+            hidden_states: [N, C].
+            top_k_index: [N, K] expert of each slot; a number beyond the last expert means none.
+            top_k_weights: [N, K] weight of each slot.
+
+        Returns:
+            [N, C], in the dtype of the hidden states.
+        """
+        final: Tensor | None = None
+        for index, expert in enumerate(self.experts()):
+            hits = top_k_index == index
+            own = hits.any(-1, keepdim=True)
+            weighted = expert.compute(hidden_states, with_hooks=True, own_N1=own) * (top_k_weights * hits).sum(-1, keepdim=True)
+            chosen = torch.where(own, weighted, torch.zeros_like(weighted))
+            final = chosen if final is None else final + chosen
+        assert final is not None
+        return final.to(hidden_states.dtype)
 
     def gated(self, first: list[Tensor]) -> Tensor:
         """Combine gate and up as the fused class does.

@@ -140,7 +140,7 @@ def dynamic_qparams(x: Tensor, args: QuantizationArgs, global_scale: Tensor | No
     if x.numel() == 0:
         x = x.new_zeros(1)  # an expert that no token reached; any scale does
     if args.strategy == "tensor" or x.ndim <= 2:
-        min_vals, max_vals = torch.aminmax(x)
+        min_vals, max_vals = x.amin(tuple(range(x.ndim))), x.amax(tuple(range(x.ndim)))  # aminmax does not export to ONNX
     else:
         token_dims = tuple(range(2, x.ndim))
         min_vals, max_vals = x.amin(dim=token_dims, keepdim=True), x.amax(dim=token_dims, keepdim=True)

@@ -26,7 +26,8 @@ from torch import nn
 from compressor.errors import HarnessError, UserInputError
 from compressor.model.load import load_model
 from compressor.model.sample_batches import Modality, sample_batches
-from harness.onnx_graph.frozen import difference
+from compressor.nn.experts import UnfusedExperts
+from harness.onnx_graph.frozen import Tried, try_other_inputs
 from harness.onnx_graph.graph import read_proto
 from harness.onnx_graph.passes import native_output
 from harness.spelling import did_you_mean, plain_text
@@ -34,6 +35,7 @@ from harness.spelling import did_you_mean, plain_text
 EXPORTERS = ("dynamo", "torchscript")
 DEFAULT_OPSET = 18
 _EXPERTS = "_experts_implementation_internal"
+_BRANCHLESS = "neither exporter writes a branch of Python that values decide; compute it with torch.where"
 Dynamic = Mapping[str, Mapping[int, str]]
 """Input to axis to the name of its size."""
 
@@ -51,12 +53,14 @@ class Exported:
         module: what was exported; None for a graph that came from a file.
         inputs: by name, as arrays; None for a graph from a file: inputs are drawn then.
         exporter: `dynamo`, `torchscript` or `file`.
+        notes: what the checks of the export could not see.
     """
 
     model: onnx.ModelProto
     module: nn.Module | None
     inputs: dict[str, np.ndarray] | None
     exporter: str
+    notes: tuple[str, ...] = ()
 
 
 class _ByName(nn.Module):
@@ -110,25 +114,28 @@ def export(
         raise UserInputError(f"export: there is no opset {opset}; choose from 1 to {onnx.defs.onnx_opset_version()}")
     _check_dynamic(dynamic or {}, inputs)
     training = module.training
-    with tempfile.TemporaryDirectory() as folder, _quiet(), torch.no_grad(), _experts_that_export(module):
+    with tempfile.TemporaryDirectory() as folder, _quiet(), torch.no_grad():
         path = Path(folder) / "model.onnx"
         wrapped = _ByName(module.eval(), list(inputs))
         try:
-            _EXPORTERS[exporter](wrapped, dict(inputs), path, opset, dynamic or {})
+            with _experts_that_export(module):
+                _EXPORTERS[exporter](wrapped, dict(inputs), path, opset, dynamic or {})
             onnx.checker.check_model(str(path), full_check=True)
         except Exception as error:  # exporters raise what they like; the graph is then missing, which is never a pass
             raise _blame(exporter, wrapped, inputs, error) from error
         else:
             model = read_proto(path)
-            frozen = difference(model, wrapped, inputs) if exporter == "torchscript" else ""  # dynamo refuses what the inputs decide
+            tried = try_other_inputs(model, wrapped, inputs) if exporter == "torchscript" else Tried()  # dynamo refuses what inputs decide
         finally:
             module.train(training)
-    if frozen:
+    if tried.differs:
         raise ExportFailure(
-            f"{exporter}: {type(module).__name__} cannot be exported: on other inputs the graph gives {frozen}; this exporter records one "
-            "run, and what the inputs decide (a branch, the rows of an expert) is frozen in it; try the other exporter"
+            f"{exporter}: {type(module).__name__} cannot be exported: on other inputs the graph gives {tried.differs}; this exporter "
+            "records one run, and what the inputs decide (a branch, a number of rows) is frozen in it; "
+            f"try dynamo; {_BRANCHLESS}"
         )
-    return Exported(model, module, {name: tensor.detach().cpu().numpy() for name, tensor in inputs.items()}, exporter)
+    notes = (f"{exporter} freezes what the inputs decide, and this was not seen in full: {tried.unseen}",) if tried.unseen else ()
+    return Exported(model, module, {name: tensor.detach().cpu().numpy() for name, tensor in inputs.items()}, exporter, notes)
 
 
 def _check_dynamic(dynamic: Dynamic, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -270,14 +277,19 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _experts_that_export(module: nn.Module) -> Iterator[None]:
-    """Let the experts of transformers multiply in batches: no exporter knows grouped products, and loops freeze the routing."""
+    """Let fused experts multiply in batches and unfused ones see all tokens: exporters know neither grouped products nor routed rows."""
+    unfused = [one for one in module.modules() if isinstance(one, UnfusedExperts)]
     configs = {id(one): one for part in module.modules() if getattr(one := getattr(part, "config", None), _EXPERTS, None) is not None}
     before = {key: getattr(config, _EXPERTS) for key, config in configs.items()}
     try:
         for config in configs.values():
             setattr(config, _EXPERTS, "batched_mm")
+        for experts in unfused:
+            experts.__dict__["forward"] = experts.forward_dense
         yield
     finally:
+        for experts in unfused:
+            experts.__dict__.pop("forward", None)
         for key, config in configs.items():
             setattr(config, _EXPERTS, before[key])
 
@@ -289,7 +301,8 @@ def _blame(exporter: str, wrapped: _ByName, inputs: Mapping[str, torch.Tensor], 
         wrapped(*inputs.values())
     except Exception as own:  # the forward is the user's, and raises what it likes
         raise ExportFailure(f"{what}, for it fails on these inputs by itself: {_cause(own)}; give inputs that it takes") from own
-    return ExportFailure(f"{what}: {_cause(error)}; try the other exporter")
+    values = "data-dependent" in (cause := _cause(error))  # torchscript would record one way of it
+    return ExportFailure(f"{what}: {cause}; {_BRANCHLESS if values else 'try the other exporter'}")
 
 
 def _cause(error: BaseException) -> str:

@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: opset {opset_of(exported.model)}, not {asked}: the exporter {args.exporter} does not write this model at {asked}")
     if not dynamic:
         print("note: these sizes are fixed in the graph; --dynamic INPUT:AXIS=NAME lets one change")
+    for note in exported.notes:
+        print(f"note: {note}")
     return 0
 
 

@@ -104,7 +104,7 @@ def export_quantized(
     _quantize_inputs(graph, layers)
     graph.opset_import[0].version, graph.ir_version = OPSET, max(10, graph.ir_version)
     onnx.checker.check_model(graph, full_check=True)
-    return Exported(graph, model, exported.inputs, exporter)
+    return Exported(graph, model, exported.inputs, exporter, exported.notes)
 
 
 class _FloatLinear(nn.Linear):

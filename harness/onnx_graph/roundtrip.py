@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,13 +104,14 @@ class RoundTrip:
         return self._made[exporter]
 
     def notes(self) -> list[str]:
-        """Say of every export that was made what nobody asked for: its inputs, and an opset other than the one that was asked for."""
+        """Say of every export that was made what nobody asked for: its inputs, another opset, what its checks did not see."""
         from harness.onnx_graph.export import describe_inputs, opset_of
 
         exports = [one for one in self._made.values() if one.inputs is not None]
         lines = list(dict.fromkeys(f"exported with inputs {describe_inputs(one.inputs or {})}" for one in exports))
         found = {one.exporter: opset_of(one.model) for one in exports}
-        return lines + [f"{name}: opset {number}, not {self._opset}" for name, number in found.items() if number != self._opset]
+        lines += [f"{name}: opset {number}, not {self._opset}" for name, number in found.items() if number != self._opset]
+        return lines + [note for one in exports for note in one.notes]
 
     def run(self, contract: Contract, exporter: str, optimizer: str, skip: Sequence[str] = ()) -> RoundTripRow:
         """Go one way.
@@ -134,6 +135,7 @@ class RoundTrip:
             exported = self.exported(exporter)
             optimized = run_optimizer(exported.model, optimizer, skip)
             result = contract.check(exported.model, optimized.model, exported.module)
+            result = replace(result, notes=(*result.notes, *exported.notes))
         except UserInputError:
             raise
         except CompressorError as error:

@@ -130,7 +130,59 @@ class _Length(nn.Module):
         return found.view(found.shape[0], 1).float() + torch.zeros(int(found.numel()), 1)
 
 
-@pytest.mark.parametrize("module", [_Branch(), _Rows(), _Length()])
+class _Size(_Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen: torch.Tensor = self.plus(x) if x.abs().sum() < 7 else self.minus(x)
+        return chosen
+
+
+class _Ids(_Branch):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids.float()[None] - 6)
+
+
+class _Table(nn.Module):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids.float() * {(3, 5): 1.0}[tuple(ids[:2].tolist())]
+
+
+class _Masked(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.cos(x) * mask
+
+
+class _Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.rand_like(x) + x
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "unseen"),
+    [
+        (_Ids(), {"ids": torch.full((3,), 7)}, "no other values to draw for ids; give one that holds several"),
+        (_Table(), {"ids": torch.tensor([3, 5, 4])}, "fails on drawn inputs (KeyError)"),
+        (_Noise(), {"x": torch.ones(3)}, "other outputs for the same inputs"),
+        (_Masked(), {"x": torch.ones(3), "mask": torch.ones(3, dtype=torch.int64)}, "mask had the example's values throughout"),
+        (nn.Linear(3, 2), {"input": torch.ones(1, 3)}, ""),
+    ],
+)
+def test_what_the_search_for_frozen_choices_did_not_see_is_said(module: nn.Module, inputs: dict[str, torch.Tensor], unseen: str) -> None:
+    trip = onnx_roundtrip(module, inputs, exporters=["torchscript"])
+    notes = trip.exported("torchscript").notes
+    assert [unseen in note for note in notes] == ([True] if unseen else [])
+    row = trip.run(NumericEqual(), "torchscript", "onnxsim")
+    assert set(notes) <= set(row.result.notes) and set(notes) <= set(trip.notes())
+
+
+@pytest.mark.parametrize(("exporter", "advised"), [("dynamo", False), ("torchscript", True)])
+def test_a_branch_is_not_sent_to_the_other_exporter(exporter: str, advised: bool) -> None:
+    with pytest.raises(ExportFailure, match=r"compute it with torch\.where") as caught:
+        export(_Branch(), {"x": torch.ones(2, 3)}, exporter=exporter)
+    assert "try the other exporter" not in str(caught.value)
+    assert ("try dynamo" in str(caught.value)) is advised
+
+
+@pytest.mark.parametrize("module", [_Branch(), _Size(), _Rows(), _Length()])
 def test_what_torchscript_freezes_is_found(module: nn.Module) -> None:
     inputs = {"x": torch.ones(2, 3)} if isinstance(module, _Branch) else {"ids": torch.tensor([[0, 90, 7], [7, 0, 90]])}
     with pytest.raises(ExportFailure, match=r"torchscript: .* on other inputs the graph gives (.* dB|no output).* is frozen in it"):

@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from compressor import oneshot
 from compressor.errors import HarnessError, UserInputError
@@ -120,3 +120,27 @@ def test_the_command_exports_a_compressed_checkpoint(llama: LlamaForCausalLM, tm
     assert main(["onnx", "export", str(folder), str(tmp_path / "q.onnx")]) == 0
     assert "7 weights with the checkpoint's own codes" in capsys.readouterr().out
     assert onnx.load(tmp_path / "q.onnx").opset_import[0].version == 21
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.filterwarnings("ignore:transformers .* will not load these experts")
+@pytest.mark.parametrize("scheme", ["int4 in groups", "int8 per channel, dynamic input"])
+def test_experts_keep_their_codes_and_route_other_tokens_as_the_model_does(tmp_path: Path, scheme: str, exporter: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=12))  # more than the tokens reach
+    group = {"targets": ["Linear"], **SCHEMES[scheme][0]}
+    recipe = {
+        "quant_stage": {"quant_modifiers": {"QuantizationModifier": {"ignore": ["lm_head", "re:.*gate$"], "config_groups": {"g": group}}}}
+    }
+    oneshot(model, recipe=recipe, output_dir=tmp_path)
+    loaded = load_quantized_for_export(tmp_path)
+    inputs = {"input_ids": torch.tensor([[7, 9, 7, 9]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    graph = export_quantized(loaded, inputs, exporter=exporter).model
+    assert sum(node.name.startswith("dequantize ") for node in graph.graph.node) == 4 + 12 * 3
+    for ids in ([[7, 9, 7, 9]], [[1, 44, 30, 12]]):
+        other = inputs | {"input_ids": torch.tensor(ids)}
+        with torch.no_grad():
+            expected = loaded(**other).logits.numpy()
+        found = run_graph(graph, {name: tensor.numpy() for name, tensor in other.items()}, POLICIES["golden"])[0]
+        assert sqnr_db(expected, found) > (90 if scheme == "int4 in groups" else 30)
