@@ -25,7 +25,7 @@ from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.audit import check_values
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoint import MAX_SHARD_BYTES, save_checkpoint
-from compressor.model.class_readers import buffer_notes, class_notes
+from compressor.model.class_readers import buffer_notes, class_notes, module_notes
 from compressor.model.disk_room import check_room
 from compressor.model.experts import UnfusedModel, unfused_experts
 from compressor.model.experts_format import reader_notes
@@ -193,7 +193,9 @@ def oneshot(
     base = base_hashes(loaded.source_dir)
     identity = model_identity(loaded, base, tokenizer)  # before anything is done to it
     clock.lap("load")
-    state = State(loaded.model, _run_device(loaded, device), plain_number(seed), Report(), keep_originals=loaded.from_memory)
+    state = State(
+        loaded.model, _run_device(loaded, device), plain_number(seed), Report(notes=[*loaded.notes]), keep_originals=loaded.from_memory
+    )
     with ExitStack() as held:
         with (
             torch.random.fork_rng(),
@@ -292,7 +294,8 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
         check_readable(schemes, state.model, kv[0] if kv else None)
     if not place.may_be_done:
         check_room(state.model, schemes, place.output_dir, place.run_dir)
-    for note in (*reader_notes(state.model, schemes), *class_notes(state.model, schemes)):
+    odd = module_notes(state.model) if state.keep_originals else []
+    for note in (*reader_notes(state.model, schemes), *class_notes(state.model, schemes), *odd):
         state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later
         if to_disk:
             warnings.warn(note, UserWarning, stacklevel=4)

@@ -15,6 +15,9 @@ from compressor.nn import QuantizedLayer
 from compressor.nn.experts import UnfusedExperts
 from compressor.numerics.scheme import QuantizationScheme
 
+# Settings of modules that say nothing of what a forward computes, or that shapes of weights say better: a layer's number, a size.
+_NO_MATTER = ("training", "gradient_checkpointing", "layer_idx", "vocab_size", "padding_idx")
+
 
 def class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
     """Say that the class of a model initializes weights that quantized layers do not have, so that `from_pretrained` stops.
@@ -81,6 +84,42 @@ def check_class_builds(model: nn.Module) -> None:
             "loads the checkpoint would find other layers there; make config and model agree (removed layers: num_hidden_layers; adapters: "
             "merge them first), or keep the model in memory (no output_dir)"
         )
+
+
+def module_notes(model: nn.Module) -> list[str]:
+    """Say what of a model in memory, beside its weights, is not what its class builds from its config: no file would hold that.
+
+    Args:
+        model: not changed.
+
+    Returns:
+        A sentence that names modules of another class, plain settings with another value and replaced forwards, or none: also of what is
+        no model of transformers, or cannot be built from its config.
+    """
+    twin = _twin(model)
+    if twin is None:
+        return []
+    own = dict(model.named_modules())
+    odd = [text for name, built in twin.named_modules() if name in own for text in _differences(name, own[name], built)]
+    if not odd:
+        return []
+    return [
+        f"{some(odd)}: {len(odd)} things are not what {type(model).__name__} builds from its config; no file holds them, so whoever "
+        "loads the checkpoint gets what the class builds; make config and model agree"
+    ]
+
+
+def _differences(name: str, module: nn.Module, built: nn.Module) -> list[str]:
+    if isinstance(module, QuantizedLayer | UnfusedExperts):
+        return []
+    if type(module) is not type(built):
+        return [f"{name} is a {type(module).__name__}, not a {type(built).__name__}"]
+    plain = {key: value for key, value in vars(built).items() if type(value) in (bool, int, float, str) and not key.startswith("_")}
+    found = {key: vars(module).get(key, value) for key, value in plain.items() if key not in _NO_MATTER}
+    odd = [f"{name}.{key} is {value!r}, not {plain[key]!r}" for key, value in found.items() if value != plain[key]]
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # which accelerate sets to move weights
+        odd.append(f"{name}.forward was replaced")
+    return odd
 
 
 def buffer_notes(model: nn.Module) -> list[str]:

@@ -21,6 +21,7 @@ from torch import nn
 
 from compressor.errors import ModelError
 from compressor.model.folder import check_not_quantized, check_weight_files, is_dir, one_line, read_config, read_json, some
+from compressor.model.rounded import rounding_notes
 from compressor.nn.layer import QuantizedLayer
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class LoadedModel:
         source_dir: the folder; None for a model from memory.
         from_memory: True when the caller's own object is compressed.
         unexpected_keys: weights in the files that the class does not take; only an explicitly named class may leave any.
+        notes: what loading has changed, for the report.
     """
 
     model: nn.Module
@@ -54,6 +56,7 @@ class LoadedModel:
     source_dir: Path | None
     from_memory: bool
     unexpected_keys: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def load_model(
@@ -97,7 +100,9 @@ def load_model(
         tokenizer = load_tokenizer(folder, trust_remote_code)
     if torch_dtype == torch.float16:
         check_float16(model, f"{folder}: dtype")
-    return LoadedModel(model.to(torch_device), tokenizer, folder, from_memory=False, unexpected_keys=tuple(sorted(info["unexpected_keys"])))
+    notes = tuple(rounding_notes(model, folder)) if torch_dtype == "auto" else ()
+    unexpected = tuple(sorted(info["unexpected_keys"]))
+    return LoadedModel(model.to(torch_device), tokenizer, folder, from_memory=False, unexpected_keys=unexpected, notes=notes)
 
 
 def check_float16(model: nn.Module, where: str) -> None:

@@ -164,7 +164,7 @@ class TrainingRun:
 
     def train(self) -> TrainResult:
         """Make the steps, end the session, save."""
-        notes = check_recipe(self.modifiers, self.length, self.settings.unit)
+        notes = [*self.loaded.notes, *check_recipe(self.modifiers, self.length, self.settings.unit)]
         run = training_fingerprint(
             self.identity, self.recipe, self.data, self.eval_data, self.seed, self.settings, self.num_steps, self.device
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import warnings
 from typing import Any
 
@@ -363,6 +364,37 @@ def _two_layers():
     return LlamaForCausalLM(
         LlamaConfig(hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
     ).eval()
+
+
+def _epsilon(model) -> None:
+    model.config.rms_norm_eps = 0.5
+
+
+def _activation(model) -> None:
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+
+
+def _forward(model) -> None:
+    plain = model.model.layers[1].forward
+    model.model.layers[1].forward = lambda *args, **kwargs: 2 * plain(*args, **kwargs)
+
+
+def _nothing(model) -> None:
+    model.train().model.gradient_checkpointing = True
+    model.resize_token_embeddings(130)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    (_epsilon, r"input_layernorm\.variance_epsilon is 1e-06, not 0\.5"), (_activation, "layers.1.mlp.act_fn is a GELU, not a SiLU"),
+    (_forward, "layers.1.forward was replaced"), (_nothing, None)
+])  # fmt: skip
+def test_what_no_file_can_hold_of_a_model_in_memory_is_said(change, named, tmp_path):
+    model = _two_layers()
+    change(model)
+    with warnings.catch_warnings() if named is None else pytest.warns(UserWarning, match=named):
+        warnings.simplefilter("error" if named is None else "always")
+        result = oneshot(model, recipe=recipe("W4A16"), output_dir=tmp_path / "out")
+    assert [re.search(named or "", note) is not None for note in result.report.notes] == ([] if named is None else [True])
 
 
 @pytest.mark.parametrize(("change", "named"), [

@@ -57,6 +57,20 @@ def test_a_folder_gives_model_tokenizer_and_nothing_on_the_terminal(source_dir, 
         assert torch.equal(loaded.model(token_ids).logits, make_model()(token_ids).logits)
 
 
+def test_tensors_that_loading_rounds_are_named(source_dir):
+    assert load_model(source_dir).notes == ()
+    norm = load_file(source_dir / WEIGHTS)["model.norm.weight"].float()
+    _edit_weights(source_dir, add={"model.norm.weight": norm})
+    assert load_model(source_dir).notes == ()  # wider, and nothing is lost
+    _edit_weights(source_dir, add={"model.norm.weight": norm * 1.0001})
+    (note,) = load_model(source_dir).notes
+    assert note.startswith(
+        "1 tensors (model.norm.weight) were rounded when they were loaded: float32 in the files and bfloat16 in the model"
+    )
+    wide = load_model(source_dir, dtype="float32")
+    assert wide.notes == () and torch.equal(wide.model.model.norm.weight, norm * 1.0001)
+
+
 def test_loading_is_quiet_but_leaves_the_users_settings(source_dir):
     from transformers.utils import logging
 
