@@ -19,6 +19,7 @@ from torch import nn
 from compressor.errors import CalibrationError, CompressorError, TracingError
 from compressor.tracing.fixed_weights import FixedWeights
 from compressor.tracing.isolation import ModuleValues, RandomState, copy_arguments, noting_cached_properties, run_shielded
+from compressor.tracing.order import missed_call
 from compressor.tracing.sample import Sample, running_sample
 
 _PATCHED = threading.Lock()  # the patches are process-wide, so only one run can be open
@@ -183,12 +184,7 @@ class CallRouter:
             return
         stage = self._stage_of.get(name)
         if stage is not None and sample.inside != stage:
-            sample.escape(
-                CalibrationError(
-                    f"{name}: batch {sample.index} calls it outside {stage or 'the model'}, the sequential target that it was calibrated "
-                    f"in, and after that, so its statistics miss this call; {_NO_REWIND}"
-                )
-            )
+            sample.escape(CalibrationError(missed_call(name, stage, sample.index)))
 
     def _target_of(self, sample: Sample, module: nn.Module) -> str | None:
         target = self._target_names.get(module)

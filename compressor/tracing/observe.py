@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from compressor.data.collate import Batch, call_model, copied_batch
@@ -22,7 +23,7 @@ from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.graph.refusal import Unrepeatable, one_line
 from compressor.tracing.isolation import TorchState, foreign_random
-from compressor.tracing.order import Trail
+from compressor.tracing.order import OutsideCall, Trail
 from compressor.tracing.out_of_memory import is_out_of_memory
 from compressor.tracing.partition import Partition, module_names
 from compressor.tracing.proof import Seen, observe
@@ -67,22 +68,24 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
         before = foreign_random()
         modules = dict(model.named_modules())
         with without_traces():
-            calls = _calls(model, cut, batch)
+            calls, outside = _calls(model, cut, batch)
             now = dict(model.named_modules())
             replaced = tuple(name for name, module in modules.items() if now.get(name) is not module)
             draws = foreign_random() != before
         if draws:  # what it draws may decide what it calls
             state.restore()
             with without_traces():
-                calls = _calls(model, cut, batch)
-        return Trail(calls, foreign_random=draws, replaced=replaced)
+                calls, outside = _calls(model, cut, batch)
+        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside)
     finally:
         state.restore()
 
 
-def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[str, ...]:
-    """Run one plain forward and list the calls of targets."""
+def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[tuple[str, ...], tuple[OutsideCall, ...]]:
+    """Run one plain forward and list the calls of targets, and those of modules outside of the target that they lie in."""
     calls: list[str] = []
+    outside: dict[OutsideCall, None] = {}
+    homes = _homes(model, cut)
     strays: list[str] = []
     thread = threading.get_ident()
     weights = ForeignWeights(model, cut.targets, pauses=True)
@@ -103,7 +106,13 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[str, ...]:
     def leave(*args: object) -> None:
         weights.inside = None
 
+    def look(module: nn.Module, args: object) -> None:
+        name, home = homes.get(module, ("", None))
+        if home is not None and home != weights.inside and name != home:
+            outside[OutsideCall(name, home, weights.inside, calls[-1] if calls else None)] = None
+
     with ExitStack() as hooks, torch.no_grad(), _Looking(weights):
+        hooks.callback(register_module_forward_pre_hook(look).remove)
         for name, module in cut.targets.items():
             hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -111,7 +120,14 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[str, ...]:
     if strays:
         raise TracingError(f"{strays[0]}: is called from a thread of its own, {_NO_PAUSE}")
     weights.check()
-    return tuple(calls)
+    return tuple(calls), tuple(outside)
+
+
+def _homes(model: nn.Module, cut: Partition) -> dict[nn.Module, tuple[str, str]]:
+    """Name each module below a target, and that target; a module with several names goes by the first, as hooks do."""
+    named = {module: name for name, module in model.named_modules()}
+    inside = {name: target for target in cut.targets for name in module_names(model, target)}
+    return {module: (name, inside[name]) for module, name in named.items() if name in inside}
 
 
 class _Looking(TorchFunctionMode):

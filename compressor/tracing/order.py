@@ -6,11 +6,28 @@ language model. A target may become a stage only when every forward that will ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
-from compressor.errors import TracingError
+from compressor.errors import CalibrationError, TracingError
+
+
+class OutsideCall(NamedTuple):
+    """A module that lies in one target, called elsewhere.
+
+    Attributes:
+        name: of the module.
+        home: the target that it lies in.
+        inside: the target in which it was called; None for the code between targets.
+        after: the target that was called last before; None before the first one.
+    """
+
+    name: str
+    home: str
+    inside: str | None
+    after: str | None
 
 
 @dataclass(frozen=True)
@@ -21,11 +38,13 @@ class Trail:
         calls: the targets that it calls, a name for each call, in order.
         foreign_random: it draws random numbers from Python or numpy.
         replaced: names of the modules in whose place it has put others.
+        outside: calls of modules outside of the target that they lie in.
     """
 
     calls: tuple[str, ...]
     foreign_random: bool = False
     replaced: tuple[str, ...] = ()
+    outside: tuple[OutsideCall, ...] = ()
 
 
 def merged_rank(trails: Sequence[Trail], rank: Mapping[str, int]) -> dict[str, int]:
@@ -95,6 +114,41 @@ def check_replaced(trails: Sequence[Trail]) -> None:
                 f"{odd[0]}: batch {does} puts another module in its place and batch {does_not} does not, and forwards that take turns "
                 "would run with each other's; give batches that do the same (of similar lengths, where the model decides by length)"
             )
+
+
+def check_outside(trails: Sequence[Trail], rank: Mapping[str, int], watched: Collection[str]) -> None:
+    """Refuse watched modules that are called after the stage of the target that they lie in: their statistics would miss that.
+
+    Args:
+        trails: of each batch.
+        rank: every target to its place among the stages.
+        watched: names of the modules that carry calibration hooks.
+
+    Raises:
+        CalibrationError: there is one.
+    """
+    for batch, trail in enumerate(trails):
+        for name, home, inside, after in trail.outside:
+            is_late = rank[after] >= rank[home] if inside is None and after is not None else inside is not None and rank[inside] > rank[home]
+            if name in watched and is_late:
+                raise CalibrationError(missed_call(name, home, batch))
+
+
+def missed_call(name: str, home: str, batch: int) -> str:
+    """Word a call that no statistics will see.
+
+    Args:
+        name: of the module.
+        home: the target that it lies in.
+        batch: number of the batch.
+
+    Returns:
+        A message.
+    """
+    return (
+        f"{name}: batch {batch} calls it outside {home or 'the model'}, the sequential target that it was calibrated in, and after that, so "
+        'its statistics miss this call; paused forwards cannot go back; use pipeline="basic" or other sequential targets'
+    )
 
 
 def repeated(trails: Sequence[Trail]) -> frozenset[str]:

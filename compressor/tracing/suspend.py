@@ -24,7 +24,7 @@ from compressor.errors import TracingError
 from compressor.tracing.calls import CallRouter
 from compressor.tracing.footprint import Stirred
 from compressor.tracing.isolation import foreign_random
-from compressor.tracing.order import Trail, merged_rank, repeated
+from compressor.tracing.order import Trail, check_outside, merged_rank, repeated
 from compressor.tracing.partition import module_names
 from compressor.tracing.replay import Replays
 from compressor.tracing.running import Watched
@@ -72,6 +72,7 @@ class SuspendedRun:
             traces: takes back at the end what forwards leave on the model beside what they set on modules.
         """
         self.model = model
+        self._trails = trails
         self._traces = traces or Traces(model, Stirred())
         self.outputs: list[Any] = [None] * len(batches)
         self._rank = merged_rank(trails, {name: rank for rank, name in enumerate(targets)})
@@ -130,7 +131,9 @@ class SuspendedRun:
 
         Raises:
             TracingError: it was not.
+            CalibrationError: a watched module is known to be called after the stage of the target that it lies in.
         """
+        check_outside(self._trails, self._rank, self._watched())
         if self._replays is not None:
             self._replays.begin()
         with self._traces.forwards(), self._foreign_random_watched():

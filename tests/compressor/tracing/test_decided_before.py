@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data.collate import Batch, call_model
-from compressor.errors import TracingError
+from compressor.errors import CalibrationError, TracingError
 from compressor.tracing import Engine, trace
 
 WIDTH = 4
@@ -218,3 +218,22 @@ def test_a_write_in_some_batches_only_is_right_in_all(engine: Engine) -> None:
     with torch.no_grad():
         expected = [call_model(model, (batch[0].clone(),)) for batch in batches()]  # type: ignore[index]
     assert all(map(torch.equal, runs(model, engine), expected))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_watched_module_that_two_targets_call_is_refused_before_the_first_stage(engine: Engine) -> None:
+    model: Any = Model(through).eval()
+    model.layers[2].lin = model.layers[1].lin
+    plan = trace(model, batches(), TARGETS, engine=engine)
+    watched = {"layers.0.lin": False, "layers.1.lin": False}
+    with (
+        pytest.raises(CalibrationError, match=r"^layers.1.lin: batch 0 calls it outside layers.1"),
+        plan.run(batches(), watched=lambda: watched) as run,
+    ):
+        next(iter(run))
+    del watched["layers.1.lin"]  # what nobody watches may be called anywhere
+    with plan.run(batches(), watched=lambda: watched) as run:
+        for stage in run:
+            stage.calibrate()
+            stage.propagate()
+    assert run.uncalled == ()
