@@ -226,7 +226,7 @@ class CallRouter:
                 )
             )
         try:
-            self.weights.check(self._model, [target])
+            self.weights.check(self._model, self.values.noted(), [target])
         except TracingError as error:
             sample.escape(error)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from compressor.errors import TracingError
 
-_Print = tuple[tuple[str, Tensor, int], ...]
+_Print = dict[tuple[nn.Module, str], tuple[Tensor, int]]
 
 
 class FixedWeights:
@@ -27,11 +27,12 @@ class FixedWeights:
         """
         self._prints[target] = _print(module)
 
-    def check(self, model: nn.Module, targets: Collection[str] | None = None) -> None:
+    def check(self, model: nn.Module, own: Collection[tuple[nn.Module, str]], targets: Collection[str] | None = None) -> None:
         """Compare weights with what they were.
 
         Args:
             model: the model.
+            own: module and name of what forwards set there themselves, each of them its own.
             targets: dotted names; None takes all that are remembered.
 
         Raises:
@@ -39,13 +40,21 @@ class FixedWeights:
         """
         for target in self._prints if targets is None else targets:
             now, before = _print(model.get_submodule(target)), self._prints[target]
-            if len(now) != len(before) or any(a[0] != b[0] or a[1] is not b[1] or a[2] != b[2] for a, b in zip(now, before, strict=True)):
+            places = {*now, *before}.difference(own)
+            if any(place not in now or place not in before or _differs(now[place], before[place]) for place in places):
                 raise TracingError(
                     f"{target or 'the model'}: its weights changed after the samples had run on, but some target is called repeatedly and "
                     'needs forwards with the weights of then; use propagate_error=True, pipeline="basic" or other sequential targets'
                 )
 
 
+def _differs(now: tuple[Tensor, int], before: tuple[Tensor, int]) -> bool:
+    return now[0] is not before[0] or now[1] != before[1]
+
+
 def _print(module: nn.Module) -> _Print:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return tuple((name, tensor, 0 if tensor.is_inference() else tensor._version) for name, tensor in named)
+    return {
+        (below, name): (tensor, 0 if tensor.is_inference() else tensor._version)
+        for below in module.modules()
+        for name, tensor in (*below.named_parameters(recurse=False), *below.named_buffers(recurse=False))
+    }

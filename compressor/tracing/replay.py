@@ -56,7 +56,7 @@ class Replays:
         Raises:
             TracingError: the weights of an earlier target are not those that the samples met.
         """
-        self._router.weights.check(model)
+        self._router.weights.check(model, self._router.values.noted())
         values = self._router.values
         before = values.view()
         values.undo({})

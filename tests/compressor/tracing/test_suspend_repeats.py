@@ -118,6 +118,36 @@ def test_a_target_that_is_called_again_is_calibrated_with_all_its_calls() -> Non
     assert all(torch.equal(a, b) for a, b in zip(outputs, results, strict=True))
 
 
+class Tallying(nn.Sequential):
+    """Gives its buffer a new tensor in every call."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4))
+        self.register_buffer("tally", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tally = self.get_buffer("tally") + x.mean(0)
+        return super().forward(x) + self.tally
+
+
+class AgainTallying(Again):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Tallying() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.tally = torch.zeros(4)
+        return super().forward(x)
+
+
+def test_a_repeated_target_may_replace_a_buffer() -> None:
+    seen, outputs, _ = planned(made(AgainTallying), batches())
+    expected, results = naive(made(AgainTallying), batches(), TARGETS)
+    assert_same(seen, expected)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, results, strict=True))
+
+
 def test_a_repeated_target_wants_the_weights_that_the_samples_met() -> None:
     with pytest.raises(TracingError, match=r"^layers.0: its weights changed after the samples had run on"):
         planned(made(Again), batches(), propagate_first=True)
