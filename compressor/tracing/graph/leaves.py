@@ -122,6 +122,8 @@ def _find_owner(frame: Frame, reason: str) -> LeafFunction | None:
     for holder in classes:
         function = vars(holder).get(name)
         if _is_code_of(function, frame):
+            if holder.__module__.partition(".")[0] in sys.stdlib_module_names:
+                return None  # its objects may keep in C what no graph would see (random.Random)
             return LeafFunction(holder, name, function, reason)
     function = frame.module_globals.get(name)
     return LeafFunction(frame.module_globals, name, function, reason) if _is_code_of(function, frame) else None

@@ -64,7 +64,11 @@ def _run(model: nn.Module, batch: Batch) -> Any:
         if is_out_of_memory(error):
             raise
         # Whatever the forward cannot do with symbolic numbers; a plain forward tells whether the model is to blame.
-        raise Refusal(f'forward: while it was recorded, {one_line(error)}; use engine="suspend"', current_frames()) from error
+        raise Refusal(
+            f"forward: while it was recorded, {one_line(error)}; write int(...) around a size or .item() value that is handed to code in C, "
+            'or use engine="suspend"',
+            current_frames(),
+        ) from error
 
 
 def _bind_inputs(recorder: Recorder, batch: Batch) -> Batch:

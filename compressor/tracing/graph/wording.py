@@ -55,7 +55,8 @@ _SAME = frozenset(
         *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__format__", "__str__", "__repr__", "type", "tolist"),
     )
 )
-_SIZE = re.compile(r"\d+|.*\.(shape\[\d+\]|size\(\d+\)|numel\(\)|ndim)")
+_MADE = frozenset(("ones", "zeros", "empty", "rand", "randn"))  # of sizes only
+_SIZE = re.compile(r"\d+|.*\.(shape\[\d+\]|size\(\)\[\d+\]|size\(\d+\)|numel\(\)|ndim)")
 
 
 class Wording:
@@ -96,6 +97,8 @@ class Wording:
             return f"{left} {symbol if expected else _OPPOSITE[symbol]} {right}"
         text = self.expression(value)
         if isinstance(expected, bool):
+            if expected and _asks_all_of_ones(value):
+                return None
             return text if expected else f"not {text}"
         shown = expected if isinstance(expected, str) and expected.isdigit() else repr(expected)  # a number that became text
         return None if text == shown or _is_rank(value) else f"{text} == {shown}"
@@ -127,6 +130,9 @@ class Wording:
 
     def _call(self, node: fx.Node, depth: int) -> str:
         name = _name(node)
+        known = _size_of_made(node)
+        if known is not None:
+            return self.expression(known, depth)
         if name in _SAME and node.args:
             return self.expression(node.args[0], depth)
         if node.target is getattr:
@@ -175,6 +181,41 @@ def _unwrapped(value: Any) -> Any:
     while isinstance(value, fx.Node) and value.op != "placeholder" and _name(value) in _SAME and value.args:
         value = value.args[0]
     return value
+
+
+def _made_sizes(value: Any) -> tuple[Any, ...] | None:
+    """The sizes with which a tensor is made of nothing else (`ones(a, b)`); None for another one."""
+    node = _unwrapped(value)
+    if not isinstance(node, fx.Node) or node.op != "call_function" or _name(node) not in _MADE or not node.args:
+        return None
+    sizes = node.args[0] if isinstance(node.args[0], list | tuple) else node.args
+    return tuple(sizes) if all(isinstance(size, int) or (isinstance(size, fx.Node) and size.meta.get("number")) for size in sizes) else None
+
+
+def _size_of_made(node: fx.Node) -> Any:
+    """One size of a tensor that is made of sizes, or how many it has; None for what asks something else."""
+    if (node.target is getattr and node.args[1] == "ndim") or (node.op == "call_method" and node.target in ("dim", "ndimension")):
+        sizes = _made_sizes(node.args[0])
+        return None if sizes is None else len(sizes)
+    if node.target is operator.getitem:
+        shape, place = node.args
+        asks = isinstance(shape, fx.Node) and (
+            (shape.target is getattr and shape.args[1] == "shape") or (shape.target == "size" and len(shape.args) == 1)
+        )
+        sizes = _made_sizes(shape.args[0]) if isinstance(shape, fx.Node) and asks else None
+    else:
+        place = node.args[1] if node.op == "call_method" and node.target == "size" and len(node.args) == 2 else None
+        sizes = _made_sizes(node.args[0]) if place is not None else None
+    return sizes[place] if sizes is not None and isinstance(place, int) and -len(sizes) <= place < len(sizes) else None
+
+
+def _asks_all_of_ones(value: Any) -> bool:
+    """True for `ones(...).all()`."""
+    node = _unwrapped(value)
+    if not isinstance(node, fx.Node) or _name(node) != "all" or len(node.args) != 1:
+        return False
+    made = _unwrapped(node.args[0])
+    return isinstance(made, fx.Node) and made.op == "call_function" and _name(made) == "ones"
 
 
 def _is_rank(value: Any) -> bool:

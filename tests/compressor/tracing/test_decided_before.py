@@ -237,3 +237,17 @@ def test_a_watched_module_that_two_targets_call_is_refused_before_the_first_stag
             stage.calibrate()
             stage.propagate()
     assert run.uncalled == ()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("seed", [lambda size: random.Random(size), lambda size: np.random.RandomState(size)])
+def test_a_generator_seeded_with_a_size_draws_the_same_in_all(seed: Callable[[int], Any], engine: Engine) -> None:
+    torch.manual_seed(0)
+    model = Model(lambda layers, x: through(layers, x * seed(x.shape[0]).uniform(0, 1))).eval()
+    sizes: list[Batch] = [(torch.ones(rows, WIDTH),) for rows in (2, 3, 4)]
+    with torch.no_grad():
+        expected = [call_model(model, batch) for batch in sizes]
+    with trace(model, sizes, TARGETS, engine=engine).run(sizes, keep_outputs=True) as run:
+        for stage in run:
+            stage.propagate()
+    assert all(map(torch.equal, run.outputs, expected))

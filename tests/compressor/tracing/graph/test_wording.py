@@ -54,7 +54,12 @@ def guards_of(glue: Any) -> list[str]:
         (lambda x: x if x.dim() == 2 and x.ndim < 3 and len(x.shape) == 2 else x + 1, []),
         (lambda x: x if x.shape[0] >= x.shape[0] else x + 1, []),
         (lambda x: x if x.shape[0] + 0 - x.shape[0] > 0 else x + 1, []),
-        (lambda x: x if x.size(0) == x.size(0) else x + 1, []),
+        (lambda x: x if x.size(0) == x.size(0) and x.size()[0] <= x.size()[0] else x + 1, []),
+        (lambda x: x if torch.ones(x.shape[0], 3).ndim == 2 and torch.ones((x.shape[0], 3)).shape[1] == 3 else x + 1, []),
+        (lambda x: x if torch.ones(x.shape[0], 3).shape[0] - torch.zeros((x.shape[0],)).size(0) <= 0 else x + 1, []),
+        (lambda x: x if torch.ones(x.shape[0], 3, device="cpu").to(torch.bool).all() else x + 1, []),
+        (lambda x: x if torch.ones(x.shape[0], 3).shape[0] > 1 else x + 1, ["x.shape[0] > 1"]),
+        (lambda x: x if torch.zeros(x.shape[0], 3).all() else x + 1, ["not zeros(x.shape[0], 3).all()"]),
     ],
 )
 def test_a_guard_reads_as_a_person_would_write_it(glue: Callable[[Tensor], Tensor], told: list[str]) -> None:
