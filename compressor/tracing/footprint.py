@@ -217,6 +217,17 @@ class Footprint:
         except AttributeError:  # the module was taken out
             return None
 
+    def is_written(self, name: str) -> bool:
+        """Say whether a parameter or buffer was written to, rather than exchanged for another.
+
+        Args:
+            name: of those that were rewritten.
+
+        Returns:
+            True if its bytes, memory or gradient changed.
+        """
+        return id(self._names[name]) in self.stirred.tensors
+
     @contextmanager
     def returning(self) -> Iterator[None]:
         """Put everything back at the end, however it ends; for one forward of several."""
@@ -288,7 +299,8 @@ def all_that_may_change(model: nn.Module, watched: Collection[str]) -> Stirred:
         Containers, tensors that are no parameters, and generators.
     """
     found = _Walk(model, {below for name in watched for below in model.get_submodule(name).modules()})
-    modules = {id(module._modules): module._modules for module in model.modules()}
+    tables: list[Any] = [module._modules for module in model.modules()]
+    modules = {id(table): table for table in tables if isinstance(table, dict)}  # that of TorchScript is none
     tensors = {key: tensor for key, tensor in found.tensors.items() if not isinstance(tensor, nn.Parameter)}
     return Stirred({**found.containers, **modules}, tensors, found.generators)
 

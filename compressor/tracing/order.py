@@ -129,7 +129,9 @@ def check_outside(trails: Sequence[Trail], rank: Mapping[str, int], watched: Col
     """
     for batch, trail in enumerate(trails):
         for name, home, inside, after in trail.outside:
-            is_late = rank[after] >= rank[home] if inside is None and after is not None else inside is not None and rank[inside] > rank[home]
+            is_late = (
+                rank[after] >= rank[home] if inside is None and after is not None else inside is not None and rank[inside] > rank[home]
+            )
             if name in watched and is_late:
                 raise CalibrationError(missed_call(name, home, batch))
 
@@ -146,8 +148,8 @@ def missed_call(name: str, home: str, batch: int) -> str:
         A message.
     """
     return (
-        f"{name}: batch {batch} calls it outside {home or 'the model'}, the sequential target that it was calibrated in, and after that, so "
-        'its statistics miss this call; paused forwards cannot go back; use pipeline="basic" or other sequential targets'
+        f"{name}: batch {batch} calls it outside {home or 'the model'}, the sequential target that it was calibrated in, and after that, "
+        'so its statistics miss this call; paused forwards cannot go back; use pipeline="basic" or other sequential targets'
     )
 
 

@@ -30,7 +30,7 @@ from compressor.tracing.graph.planner import GraphPlanner, Variant, content_dige
 from compressor.tracing.graph.refusal import Unreached, Unrepeatable
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.schedule import schedule
-from compressor.tracing.graph.surroundings import written_in_place
+from compressor.tracing.graph.surroundings import exchanged, written_in_place
 from compressor.tracing.isolation import TorchState
 from compressor.tracing.kept_weights import KeptWeights, check_kept_weights
 from compressor.tracing.observe import observe_trail, plain_forward, stages_of
@@ -335,7 +335,8 @@ class Plan:
         except TracingError as error:
             odd = self._rewritten_anew()
             if odd and not isinstance(error, Unrepeatable):
-                raise Unrepeatable(written_in_place(odd[0])) from error
+                is_written = self._footprint is not None and self._footprint.is_written(odd[0])
+                raise Unrepeatable((written_in_place if is_written else exchanged)(odd[0])) from error
             if self._asked != "auto" or isinstance(error, Unrepeatable):
                 raise
             refused = self.why.rsplit("; ", 1)[0]  # what it advises has been done

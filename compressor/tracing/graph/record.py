@@ -65,7 +65,7 @@ def _run(model: nn.Module, batch: Batch) -> Any:
             raise
         # Whatever the forward cannot do with symbolic numbers; a plain forward tells whether the model is to blame.
         raise Refusal(
-            f"forward: while it was recorded, {one_line(error)}; write int(...) around a size or .item() value that is handed to code in C, "
+            f"forward: while it was recorded, {one_line(error)}; write int(...) around a size or .item() value handed to code in C, "
             'or use engine="suspend"',
             current_frames(),
         ) from error

@@ -94,6 +94,21 @@ def written_in_place(name: str) -> str:
     )
 
 
+def exchanged(name: str) -> str:
+    """Say what is wrong with a module or parameter in whose place every forward puts another.
+
+    Args:
+        name: of the parameter that is no longer there.
+
+    Returns:
+        The message.
+    """
+    return (
+        f"{name}: forward puts another module or parameter in its place, if only for a while, and all samples share the model; choose by "
+        'calling one or the other (self.b(x) in place of self.a(x)), or use pipeline="basic"'
+    )
+
+
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_inference():

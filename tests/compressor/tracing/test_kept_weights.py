@@ -155,3 +155,24 @@ def test_batches_that_put_other_modules_into_the_model_are_refused_and_like_ones
     assert isinstance(model.layers[0][1], nn.Tanh)
     with torch.no_grad():
         assert torch.equal(run.outputs[0], call_model(model, batches[2]))
+
+
+class Lends(Switches):
+    """Another layer stands in for one while the forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, self.layers[1][0] = self.layers[1][0], self.other
+        try:
+            return super().forward(x)
+        finally:
+            self.layers[1][0] = own
+
+
+def test_a_module_that_is_exchanged_while_a_forward_runs_is_not_called_written_to() -> None:
+    batches: list[Batch] = [(torch.randn(rows, WIDTH),) for rows in (4, 5)]
+    with pytest.raises(TracingError, match=r"^layers\.1\.0\.weight: forward puts another module or parameter in its place"):
+        trace(Lends().eval(), batches, ["Sequential"], engine="suspend")
