@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from compressor.errors import DatasetError, ModelError, TargetError, TracingErro
 from compressor.lifecycle import State
 from compressor.model.folder import one_line
 from compressor.model.load import load_tokenizer
-from compressor.model.sample_batches import MODALITIES, Modality, SampleBatches, describe_batch, sample_batches
+from compressor.model.sample_batches import MODALITIES, Modality, SampleBatches, describe_batch, reads, sample_batches
 from compressor.model.stand_in import StandIn, stand_in
 from compressor.model.targets import resolve_targets
 from compressor.pipelines.calibration_mode import calibration_mode
@@ -31,6 +30,7 @@ from compressor.tracing.observe import called
 from compressor.tracing.picture import Picture, make_picture, shortened, size
 
 _NUM_SAMPLES = 2  # of a dataset
+_OTHERWISE = "give a --dataset that reaches them, or --ignore them"
 _MAX_TOKENS = 128  # of each: enough to see how they flow
 
 
@@ -49,6 +49,7 @@ class TraceReport:
         ignored: names of the modules that `ignore` matches.
         num_left_out: layers that the model lacks because they repeat others.
         reached_by: targets that none of the batches calls, and the modality whose batches call them; "" where none was found.
+        untried: why no batch could be made of a modality that the model reads, and that may reach the others.
     """
 
     model_class: str
@@ -61,6 +62,7 @@ class TraceReport:
     ignored: list[str]
     num_left_out: int
     reached_by: dict[str, str]
+    untried: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -121,7 +123,7 @@ class TraceReport:
             lines.append(f"ignored:  {shortened(self.ignored)}")
         for modality in dict.fromkeys(self.reached_by.values()):
             names = [name for name, found in self.reached_by.items() if found == modality]
-            remedy = f"--modality {modality} reaches them" if modality else "give a --dataset that reaches them, or --ignore them"
+            remedy = f"--modality {modality} reaches them" if modality else "; ".join((*self.untried, _OTHERWISE))
             lines.append(f"unreached: {shortened(names)}: no batch calls them; {remedy}")
         if plan.kept:
             lines.append(f"state:    {shortened(plan.kept)} would pass from batch to batch; every batch starts with the state of the model")
@@ -207,12 +209,12 @@ def trace_model(
                 targets_per_stage=targets_per_subgraph,
             )
         except Unreached as error:
-            found = _reached_by(stood.model, list(partition(stood.model, targets).targets), given.modality)
+            found, _ = _reached_by(stood.model, list(partition(stood.model, targets).targets), given.modality)
             better = next((modality for modality in found.values() if modality), None)
             if better is None:
                 raise
             raise TracingError(f"{error}; --modality {better} reaches some") from error
-        reached_by = _reached_by(stood.model, plan.uncalled, given.modality)
+        reached_by, untried = _reached_by(stood.model, plan.uncalled, given.modality)
         stops, after = measure_flow(stood.model, plan.stages, given.batches[0])
     return TraceReport(
         model_class=type(stood.model).__name__,
@@ -225,18 +227,23 @@ def trace_model(
         ignored=ignored,
         num_left_out=stood.num_left_out,
         reached_by=reached_by,
+        untried=untried,
     )
 
 
-def _reached_by(model: nn.Module, names: Sequence[str], tried: Modality) -> dict[str, str]:
-    """Find for each of these targets a modality whose batches call it."""
+def _reached_by(model: nn.Module, names: Sequence[str], tried: Modality) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Find for each of these targets a modality whose batches call it; and why there are no batches of a modality that the model reads."""
     found: dict[str, str] = dict.fromkeys(names, "")
+    untried = []
     for modality in MODALITIES if names else ():
-        if modality != tried:
-            with contextlib.suppress(ModelError):  # it has no such input
+        if modality != tried and reads(model, modality):
+            try:
                 batches = sample_batches(model, modality).batches
-                found |= dict.fromkeys(called(model, [name for name in names if not found[name]], batches[0]), modality)
-    return found
+            except ModelError as error:
+                untried.append(f"--modality {modality} is not possible ({str(error).partition('; ')[0]})")
+                continue
+            found |= dict.fromkeys(called(model, [name for name in names if not found[name]], batches[0]), modality)
+    return found, tuple(untried)
 
 
 def _targets(model: nn.Module, named: Sequence[str] | None, ignored: list[str]) -> tuple[list[str] | None, str]:

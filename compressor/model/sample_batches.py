@@ -21,7 +21,13 @@ Modality = Literal["text", "vision", "audio"]
 MODALITIES: tuple[Modality, ...] = ("text", "vision", "audio")
 
 _OF_INPUT: Mapping[str, Modality] = MappingProxyType(
-    {"pixel_values": "vision", "pixel_values_videos": "vision", "input_features": "audio", "input_values": "audio"}
+    {
+        "pixel_values": "vision",
+        "pixel_values_videos": "vision",
+        "flattened_patches": "vision",
+        "input_features": "audio",
+        "input_values": "audio",
+    }
 )
 _SHAPES = ((2, 12), (1, 17))  # rows and tokens of the two batches
 _PLACEHOLDERS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
@@ -133,6 +139,20 @@ def sample_batches(model: nn.Module, modality: Modality | None = None, seed: int
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{type(model).__name__}: cannot run a {chosen} batch made from its config ({reason}); {_REMEDY}") from error
     return SampleBatches(batches, chosen, f"random, {describe_batch(batches[0])}; then {describe_batch(batches[1])}")
+
+
+def reads(model: nn.Module, modality: Modality) -> bool:
+    """Say whether the forward of a model has an argument for this.
+
+    Args:
+        model: the model.
+        modality: what it may read.
+
+    Returns:
+        True if so.
+    """
+    names = {"input_ids"} if modality == "text" else {name for name, kind in _OF_INPUT.items() if kind == modality}
+    return not names.isdisjoint(inspect.signature(model.forward).parameters)
 
 
 def _default_modality(maker: _Maker) -> Modality:
@@ -249,11 +269,20 @@ def _audio(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Ten
         inputs["feature_attention_mask"] = torch.ones(rows, frames, dtype=torch.int64)
     token = maker.placeholder("audio")
     if token is not None and maker.takes("input_ids"):
-        per_row = _count_features(maker, "get_audio_features", inputs) // rows
+        per_row = _tower_length(maker, frames) or _count_features(maker, "get_audio_features", inputs) // rows
         return _with_placeholders(maker, rows, length, token, per_row, "audio") | inputs
     if maker.takes("decoder_input_ids"):
         inputs["decoder_input_ids"] = maker.tokens(rows, length // 2)
     return inputs
+
+
+def _tower_length(maker: _Maker, frames: int) -> int:
+    """Ask a model that merges sound in its forward (Qwen2-Audio) how many tokens so many frames need; 0 where it has a method for that."""
+    inner = getattr(maker.model, "model", maker.model)
+    if hasattr(inner, "get_audio_features") or hasattr(maker.model, "get_audio_features"):
+        return 0
+    ask = getattr(getattr(inner, "audio_tower", None), "_get_feat_extract_output_lengths", None)
+    return 0 if ask is None else int(ask(torch.tensor([frames]))[-1])
 
 
 def _waveform(maker: _Maker, rows: int) -> Tensor:

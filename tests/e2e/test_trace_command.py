@@ -131,3 +131,17 @@ def test_targets_that_no_batch_reaches_are_named_with_the_modality_that_would() 
     assert trace_model(model, modality="vision").to_dict()["unreached"] == {}
     with pytest.raises(TracingError, match=r"no batch calls any of the sequential targets .*; --modality vision reaches some"):
         trace_model(model, sequential_targets=["CLIPEncoderLayer"])
+
+
+def test_why_no_batch_of_a_modality_can_be_made_is_said_with_the_targets_that_it_might_reach() -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"vocab_size": 64, "num_key_value_heads": 1, "head_dim": 8, **sizes}
+    vision = {"image_size": 32, "patch_size": 8, **sizes}  # 16 patches, of which no 256 tokens can be pooled
+    config = Gemma3Config(text_config=text, vision_config=vision, image_token_index=60, mm_tokens_per_image=256)
+    report = trace_model(Gemma3ForConditionalGeneration(config).eval())
+    told = next(line for line in report.lines() if line.startswith("unreached: "))
+    assert (
+        "--modality vision is not possible (Gemma3ForConditionalGeneration: cannot run a vision batch made from its config (stride" in told
+    )

@@ -33,6 +33,21 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_IDS, "vision_config": _PATCHES, "text_config": {**_LLAMA, **_ROPE, "model_type": "qwen2_vl_text"}},
     ),
     "whisper": ("WhisperForConditionalGeneration", {**_SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 10}),
+    "qwen2_audio": (
+        "Qwen2AudioForConditionalGeneration",
+        {
+            "audio_token_index": 100,
+            "text_config": {**_LLAMA, "model_type": "qwen2", "num_key_value_heads": 2},
+            "audio_config": {
+                "d_model": 32,
+                "encoder_layers": 2,
+                "encoder_attention_heads": 4,
+                "encoder_ffn_dim": 48,
+                "num_mel_bins": 8,
+                "max_source_positions": 10,
+            },
+        },
+    ),
     "wav2vec2": ("Wav2Vec2Model", {**_SMALL, **_CONVOLUTIONS, "num_conv_pos_embedding_groups": 4}),
 }
 
@@ -56,6 +71,7 @@ def _make(kind: str) -> nn.Module:
         ("llava", "vision", "vision", "input_ids attention_mask pixel_values"),
         ("qwen2_vl", "vision", "vision", "input_ids attention_mask mm_token_type_ids pixel_values image_grid_thw"),
         ("whisper", None, "audio", "input_features decoder_input_ids"),
+        ("qwen2_audio", "audio", "audio", "input_ids attention_mask input_features feature_attention_mask"),
         ("wav2vec2", None, "audio", "input_values"),
     ],
 )
