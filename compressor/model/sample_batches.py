@@ -282,7 +282,7 @@ def _tower_length(maker: _Maker, frames: int) -> int:
     if hasattr(inner, "get_audio_features") or hasattr(maker.model, "get_audio_features"):
         return 0
     ask = getattr(getattr(inner, "audio_tower", None), "_get_feat_extract_output_lengths", None)
-    return 0 if ask is None else int(ask(torch.tensor([frames]))[-1])
+    return 0 if ask is None else int(ask(torch.tensor([frames], dtype=torch.int64))[-1])
 
 
 def _waveform(maker: _Maker, rows: int) -> Tensor:
