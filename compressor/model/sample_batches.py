@@ -36,7 +36,10 @@ _PLACEHOLDERS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
         "audio": ("audio_token_id", "audio_token_index"),
     }
 )
-_REMEDY = "give real inputs: --dataset inputs.safetensors, whose arrays have the names of the forward's arguments"
+_REMEDY = (
+    "give real inputs by the names of the forward's arguments: --dataset inputs.safetensors, or for ONNX "
+    "harness.onnx_roundtrip(model, inputs)"
+)
 
 
 @dataclass(frozen=True)

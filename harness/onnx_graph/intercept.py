@@ -15,7 +15,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -269,7 +269,7 @@ def _with_skips(
     """Return the arguments with all skips in them, and what was asked and what is used."""
     by_position = len(args) > position
     given = args[position] if by_position else kwargs.get("skip_optimizers")
-    if given is None:  # optimizing is off: there is nothing to skip
+    if given is None or not isinstance(given, Iterable):  # optimizing is off, or the optimizer refuses the call itself
         return _Arguments(args, kwargs), _Names(None, None)
     asked = tuple(sorted(given)) if entry.container is set else tuple(given)
     used = asked

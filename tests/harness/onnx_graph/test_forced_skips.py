@@ -303,3 +303,10 @@ def test_a_copy_of_the_extension_loaded_before_the_context_is_reached(
     with forced_skips(*FUSIONS):
         assert _num_square(third_party.attribute(attention_graph, tmp_path)) == 4
     assert _num_square(third_party.attribute(attention_graph, tmp_path)) == 1
+
+
+def test_a_call_that_the_optimizer_refuses_is_refused_in_its_words() -> None:
+    pytest.importorskip("onnxsim")
+    native = sys.modules["onnxsim.onnxsim_cpp2py_export"]
+    with forced_skips("fuse_qkv", require_call=False), pytest.raises(TypeError, match="incompatible function arguments"):
+        native.simplify("executor", b"", True)
