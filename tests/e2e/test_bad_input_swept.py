@@ -186,7 +186,7 @@ DATA: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a character": (rows('{"text": "\\ud800"}'), "cannot read this text"),
     "ids in words": (rows({"input_ids": ["a"]}), "token ids"),
     "ids with a point": (rows({"input_ids": [1.5]}), "no token ids"),
-    "ids in ids": (rows({"input_ids": [[1, 2], [3, 4]]}), "no token ids"),
+    "ids in ids": (rows({"input_ids": [[1, 2], [3, 4]]}), "are not one sample; give each sample a row of its own"),
     "an id beyond all integers": (rows({"input_ids": [10**30]}), "token ids"),
     "a mask below zero": (rows({"input_ids": [1, 2], "attention_mask": [-1, 1]}), "attention_mask holds -1"),
     "a mask too short": (rows({"input_ids": [1, 2], "attention_mask": [1]}), "differ"),
