@@ -6,52 +6,22 @@ import argparse
 
 
 def positive(text: str) -> int:
-    """Read a whole number above 0.
-
-    Args:
-        text: as given.
-
-    Returns:
-        The number.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
+    """Read a whole number above 0, or raise ArgumentTypeError."""
+    return _read(text, "a whole number above 0", least=1)
 
 
 def count(text: str) -> int:
-    """Read a whole number of 0 or more.
-
-    Args:
-        text: as given.
-
-    Returns:
-        The number.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
+    """Read a whole number of 0 or more, or raise ArgumentTypeError."""
+    return _read(text, "a whole number of 0 or more", least=0)
 
 
 def whole(text: str) -> int:
-    """Read a whole number.
+    """Read a whole number, or raise ArgumentTypeError."""
+    return _read(text, "a whole number")
 
-    Args:
-        text: as given.
 
-    Returns:
-        The number.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    if not text.removeprefix("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
+def _read(text: str, kind: str, least: int | None = None) -> int:
+    value = int(text) if text.removeprefix("-").isdecimal() else None
+    if value is None or (least is not None and value < least):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
+    return value

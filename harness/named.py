@@ -45,7 +45,8 @@ def _module_name(given: str, where: str) -> str:
         return where
     file = Path(where).resolve()
     if not file.is_file() or file.suffix != ".py":
-        raise UserInputError(f"{given}: {where} is no Python file; correct the path, or write package.module:Name")
+        what = "there is no such file" if not file.exists() else f"{where} is no Python file"
+        raise UserInputError(f"{given}: {what}; correct the path, or write package.module:Name")
     folder, parts = file.parent, [file.stem]
     while (folder / "__init__.py").is_file():
         folder, parts = folder.parent, [folder.name, *parts]
@@ -73,4 +74,4 @@ def _names(module: ModuleType, base: type) -> list[str]:
     own = [name for name, cls in inspect.getmembers(module, inspect.isclass) if issubclass(cls, base) and cls.__module__ == module.__name__]
     if base is object:  # objects of its classes, and lists of them
         own += [name for name, one in vars(module).items() if type(one).__module__ == module.__name__ or isinstance(one, list | tuple)]
-    return own or [name for name in vars(module) if not name.startswith("_")]
+    return own or [name for name in dir(module) if not name.startswith("_")]  # also what a package imports on first use

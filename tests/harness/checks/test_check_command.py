@@ -112,6 +112,8 @@ def test_junit(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "users_quantizer:GOOD", "--check", "99"], "there is no check '99'"),
         (["check", "users_quantizer:GOOD", "--expect-failure", "quantizer.ties"], "write NAME=REASON"),
         (["check", "sys:maxsize"], "nothing that can be checked"),
+        (["check", "not_there.py:GOOD"], "not_there.py:GOOD: there is no such file; correct the path"),
+        (["verify", "compressor:GPTQModifer"], "did you mean 'GPTQModifier'?"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
