@@ -9,11 +9,11 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
-    "oneshot": "compressor.one_shot",
+    "oneshot": "compressor.entrypoints.oneshot",
     "train": "compressor.training_run",
     "TrainResult": "compressor.training_run",
     "plan": "compressor.planning",
-    "OneshotResult": "compressor.one_shot",
+    "OneshotResult": "compressor.entrypoints.oneshot",
     "Modifier": "compressor.lifecycle",
     "Session": "compressor.lifecycle",
     "EventType": "compressor.lifecycle",
@@ -21,15 +21,15 @@ _PUBLIC = {
     "State": "compressor.lifecycle",
     "register_modifier": "compressor.modifiers.registry",
     "GPTQModifier": "compressor.modifiers.gptq",
-    "QuantizationModifier": "compressor.modifiers.quantization",
+    "QuantizationModifier": "compressor.modifiers.quantization.modifier",
     "ConstantPruningModifier": "compressor.modifiers.magnitude",
     "MagnitudePruningModifier": "compressor.modifiers.magnitude",
     "QuantizationArgs": "compressor.numerics",
     "QuantizationScheme": "compressor.numerics",
     "QuantizedLinear": "compressor.nn",
-    "QuantizedKVCache": "compressor.nn.kv_storage",
-    "leaf": "compressor.tracing.graph.leaves",
-    "load_compressed": "compressor.model.compressed",
+    "QuantizedKVCache": "compressor.nn.kv_cache",
+    "leaf": "compressor.tracing.graph.torch_patches",
+    "load_compressed": "compressor.model.checkpoints.load",
     "load_recipe": "compressor.recipe",
     "CompressorError": "compressor.errors",
 }

@@ -1,13 +1,101 @@
-"""The console that tables are printed on: rich's, but a closed pipe is an error as everywhere, where rich exits with 1, a verdict here."""
+"""What both commands do when nobody takes their output: a reader that has seen enough (`| head`) ends them quietly, as it ends other
+programs; a disk that is full is an error of one line.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
+import select
+import sys
+from collections.abc import Callable
+
 import rich.console
+
+# The console that tables are printed on: rich's, but a closed pipe is an error as everywhere, where rich exits with 1, a verdict here.
 
 
 class Console(rich.console.Console):
     """As rich's, but `| head` does not end it with exit code 1."""
 
     def on_broken_pipe(self) -> None:
-        """Let the command end as behind `print` (compressor/standard_output.py)."""
+        """Let the command end as behind `print` (compressor/console.py)."""
         raise BrokenPipeError
+
+
+EXIT_CLOSED_PIPE = 141
+"""What a shell reports of a program that wrote into a closed pipe: 128 + SIGPIPE."""
+
+
+def with_output(name: str, run: Callable[[], int], failed: int) -> int:
+    """Run a command, and see that its output arrives.
+
+    Args:
+        name: of the command, for the line that says that it did not.
+        run: the command, to its exit code.
+        failed: exit code where standard output cannot be written.
+
+    Returns:
+        The command's exit code, EXIT_CLOSED_PIPE, or `failed`.
+    """
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by whoever started the command
+            setattr(sys, stream, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+    try:
+        try:
+            return run()
+        finally:  # also behind the help of argparse, which exits: what is left in the buffer would fail where nobody can say so
+            sys.stdout.flush()
+    except OSError as error:
+        reason = _broken(error)
+        if reason is None:
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)  # the interpreter flushes once more at its end
+        if reason == "closed":
+            os.dup2(nowhere, 2)
+            return EXIT_CLOSED_PIPE
+        print(f"{name}: error: standard output: it cannot be written ({reason}); make room or write elsewhere", file=sys.stderr)
+        return failed
+
+
+def _broken(error: OSError) -> str | None:
+    """Say what is wrong with standard output: `closed`, the system's text, or None where the error came from elsewhere."""
+    if isinstance(error, BrokenPipeError) and (_is_closed(1) or _is_closed(2)):
+        return "closed"
+    try:
+        print(flush=True)
+    except OSError as again:
+        return again.strerror
+    return None
+
+
+def _is_closed(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+# Numbers on the command line, with a line of their own for what is none; nothing heavy is imported.
+
+
+def positive(text: str) -> int:
+    """Read a whole number above 0, or raise ArgumentTypeError."""
+    return _read(text, "a whole number above 0", least=1)
+
+
+def count(text: str) -> int:
+    """Read a whole number of 0 or more, or raise ArgumentTypeError."""
+    return _read(text, "a whole number of 0 or more", least=0)
+
+
+def whole(text: str) -> int:
+    """Read a whole number, or raise ArgumentTypeError."""
+    return _read(text, "a whole number")
+
+
+def _read(text: str, kind: str, least: int | None = None) -> int:
+    value = int(text) if text.removeprefix("-").isdecimal() else None
+    if value is None or (least is not None and value < least):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")
+    return value

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from compressor.console import with_output
 from compressor.errors import CompressorError
-from compressor.standard_output import with_output
-from harness.verdict import EXIT_FAILURE
+from harness.reporting.record import EXIT_FAILURE
 
 EXIT_INTERRUPTED = 130
 
@@ -34,13 +34,13 @@ VERBS: Mapping[str, Verb] = {
     ),
     "verify": Verb("hold a modifier against the lifecycle contract: checks 47 to 54 and a state machine", "harness.lifecycle.command"),
     "check": Verb("hold a quantizer, solver, layer, transform, pruner, run or checkpoint against the catalogue", "harness.checks.command"),
-    "catalogue": Verb("list every check, with the public bugs that it would have caught", "harness.checks.catalogue_command"),
+    "catalogue": Verb("list every check, with the public bugs that it would have caught", "harness.checks.catalogue.command"),
     "bisect": Verb("find the layer, module and modifier that make a compressed model differ", "harness.bisect.command"),
     "golden": Verb("differences from golden outputs: look, accept, prune, explain", "harness.goldens.command"),
     "trace-audit": Verb("hold traced models against plain ones, bit for bit: a zoo, and toys", "harness.traceability.command"),
     "replay": Verb("training steps in eager, capture and replay: equality, hazards, other kernels, sabotage", "harness.replay.command"),
     "mutants": Verb("plant known bugs, and print which check kills which", "harness.mutants.command"),
-    "onnx": Verb("ONNX round-trips by role: what became of Q, K and V, and which pass took them", "harness.onnx_graph.command"),
+    "onnx": Verb("ONNX round-trips by role: what became of Q, K and V, and which pass took them", "harness.onnx_graph.commands.main"),
 }
 
 

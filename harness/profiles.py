@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from hypothesis import settings
 
+
 ProfileName = Literal["dev", "pr", "nightly", "release"]
 
 

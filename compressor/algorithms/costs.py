@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from compressor.algorithms.gptq import Solver
-from compressor.algorithms.scale_search import NUM_CANDIDATES, can_search
+from compressor.algorithms.gptq import NUM_CANDIDATES, Solver, can_search
 from compressor.numerics.scheme import QuantizationArgs
 
 FLOAT32_BYTES = 4

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from compressor.data.collate import Batch, hash_rows
-from compressor.data.columns import check_columns
 from compressor.data.datasets import chosen_length
 from compressor.data.encode import Tokens, encode_row
-from compressor.data.rows import Row, read_rows
+from compressor.data.rows import Row, check_columns, read_rows
 from compressor.errors import DatasetError
 
 IGNORED = -100  # the label of a token that is no target, as cross_entropy knows it

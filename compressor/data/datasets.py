@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, take_token_mask
-from compressor.data.columns import check_columns
 from compressor.data.encode import Tokens, encode_row
-from compressor.data.rows import TEXT_COLUMN, read_rows
+from compressor.data.rows import TEXT_COLUMN, check_columns, read_rows
 from compressor.errors import DatasetError
 
 DEFAULT_MAX_SEQ_LENGTH = 2048

@@ -6,9 +6,8 @@ from compressor.lifecycle.events import FOLLOWS, Call, Event, EventType
 from compressor.lifecycle.hooks import HooksMixin
 from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule
 from compressor.lifecycle.modifier import Modifier
-from compressor.lifecycle.resume import FinishedStage, StageValue
 from compressor.lifecycle.session import Session
-from compressor.lifecycle.state import Fallback, ModuleRecord, Report, State
+from compressor.lifecycle.state import Fallback, FinishedStage, ModuleRecord, Report, StageValue, State
 
 __all__ = [
     "CALLS",

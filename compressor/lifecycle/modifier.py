@@ -19,9 +19,8 @@ from compressor.errors import LifecycleError, RecipeError
 from compressor.lifecycle.events import Event, EventType
 from compressor.lifecycle.hooks import HooksMixin
 from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule, Transition
-from compressor.lifecycle.resume import FinishedStage, StageValue
 from compressor.lifecycle.settings_errors import describe
-from compressor.lifecycle.state import State
+from compressor.lifecycle.state import FinishedStage, StageValue, State
 from compressor.numerics.scheme import refuse_flag
 
 if TYPE_CHECKING:  # else a type checker sees no metaclass behind the call

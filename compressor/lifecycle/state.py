@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compressor.errors import TargetError, UserInputError
 from compressor.lifecycle.hooks import hand_over_hooks
@@ -261,3 +261,23 @@ def _span(start: float, end: float) -> str:
 def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
+
+
+# What an earlier run left of a stage that it finished; see `Modifier.stage_memory` and `Modifier.skip_stage`.
+
+StageValue = Detail | Tensor
+
+
+@dataclass(frozen=True)
+class FinishedStage:
+    """What an earlier run left of a stage that it finished.
+
+    Attributes:
+        modules: dotted names of the stage's modules.
+        memory: what the modifier's `stage_memory` gave after the stage; tensors are on the CPU.
+        tensors: what modules held after the stage, by module and name, on the CPU; at least for every claimed module.
+    """
+
+    modules: Sequence[str]
+    memory: Mapping[str, StageValue]
+    tensors: Mapping[str, Mapping[str, Tensor]]

@@ -12,10 +12,10 @@ audit.py          the last look before writing (base.py: what is nobody's is as 
 
 from __future__ import annotations
 
-from compressor.model.atomic_folder import check_output_dir
-from compressor.model.checkpoint import save_checkpoint
-from compressor.model.format import quantization_config
-from compressor.model.load import LoadedModel, load_model, resolve_device
+from compressor.atomic import check_output_dir
+from compressor.model.checkpoints.format import quantization_config
+from compressor.model.checkpoints.save import save_checkpoint
+from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.model.targets import resolve_targets
 
 __all__ = [

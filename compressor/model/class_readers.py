@@ -35,7 +35,7 @@ def class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> 
     """
     from transformers import PreTrainedModel
 
-    from compressor.model.format import hides_weight, unpacked_at_once
+    from compressor.model.checkpoints.format import hides_weight, unpacked_at_once
 
     if not isinstance(model, PreTrainedModel) or unpacked_at_once(schemes, model):
         return []
@@ -158,7 +158,7 @@ def _twin(model: nn.Module, *, in_own_dtype: bool = False) -> Any:
     """A model of the same class and config without bytes, loaded in the model's dtype if asked for; None where there is no such."""
     from transformers import PreTrainedModel
 
-    from compressor.model.load import quiet_transformers
+    from compressor.model.loading.load import quiet_transformers
 
     if not isinstance(model, PreTrainedModel):
         return None

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import ModelError, SchemeError, UserInputError
-from compressor.model.checkpoint import MAX_SHARD_BYTES, as_pretrained, save_checkpoint
-from compressor.model.experts_format import reader_notes
+from compressor.model.checkpoints.format import check_readable
+from compressor.model.checkpoints.save import MAX_SHARD_BYTES, as_pretrained, save_checkpoint
+from compressor.model.experts.format import reader_notes
 from compressor.model.folder import some
-from compressor.model.format import check_readable
 from compressor.nn import QuantizedLayer, float_layer
 from compressor.nn.kv_cache import kv_scheme_of
 

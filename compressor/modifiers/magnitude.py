@@ -15,7 +15,7 @@ from compressor.algorithms.sparsity_schedule import DEFAULT_EXPONENT, SCHEDULES,
 from compressor.arguments import suggest
 from compressor.errors import LifecycleError, RecipeError, SchemeError
 from compressor.lifecycle import Event, EventType, State
-from compressor.modifiers.masks import PruningModifier, weight_rows
+from compressor.modifiers.pruning_masks import PruningModifier, weight_rows
 
 # Structures of llm-compressor that are not here.
 _FOREIGN_STRUCTURES = ("channel", "filter", "block_")

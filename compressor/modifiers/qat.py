@@ -20,8 +20,7 @@ from torch import Tensor
 
 from compressor.errors import RecipeError, SchemeError
 from compressor.lifecycle import Event, EventType, State
-from compressor.modifiers.fused import shared_global_scales
-from compressor.modifiers.scheme_modifier import SchemeModifier
+from compressor.modifiers.quantization.base import SchemeModifier, shared_global_scales
 from compressor.nn.fake_quant import FakeQuantizedLayer, fake_quantized
 from compressor.numerics import QParams, make_observer
 

@@ -21,12 +21,7 @@ from compressor.nn.build import (
     weight_of,
 )
 from compressor.nn.layer import QuantizedLayer
-from compressor.nn.quantized_embedding import (
-    Fp4QuantizedEmbedding,
-    NaiveQuantizedEmbedding,
-    PackQuantizedEmbedding,
-    QuantizedEmbedding,
-)
+from compressor.nn.quantized_embedding import Fp4QuantizedEmbedding, NaiveQuantizedEmbedding, PackQuantizedEmbedding, QuantizedEmbedding
 from compressor.nn.quantized_linear import (
     Fp4QuantizedLinear,
     Matmul,

@@ -11,15 +11,13 @@ products.py    codes times codes, summed exactly                                
 
 from __future__ import annotations
 
-from compressor.numerics.mx import decode_mx_scale, encode_mx_scale, mx_scale
+from compressor.numerics.formats import decode_mx_scale, encode_mx_scale, mx_scale
 from compressor.numerics.observers import MinMaxObserver, MSEObserver, Observer, make_observer, weight_qparams
-from compressor.numerics.packing import pack_int32, unpack_int32
-from compressor.numerics.packing_fp4 import pack_fp4, unpack_fp4
-from compressor.numerics.presets import PRESETS, preset_scheme
+from compressor.numerics.packing import pack_fp4, pack_int32, unpack_fp4, unpack_int32
 from compressor.numerics.products import ProductPath, code_product, product_path, run_width, scaled_product
 from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams, check_qparams, range_qparams
 from compressor.numerics.quantize import check_groups, dequantize, dynamic_qparams, fake_quantize, inside_range, quantize
-from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
+from compressor.numerics.scheme import PRESETS, QuantizationArgs, QuantizationScheme, preset_scheme
 from compressor.numerics.sizes import quantized_weight_bytes, scale_shape
 
 __all__ = [

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import NumericsError
-from compressor.numerics.formats import FP4_MAX, FP8_MAX
-from compressor.numerics.mx import mx_scale
+from compressor.numerics.formats import FP4_MAX, FP8_MAX, mx_scale
 from compressor.numerics.scheme import QuantizationArgs
 
 # What a scale of zero (a group of zeros, or underflow) becomes, by the dtype in which scales are stored; else the eps of its own dtype.

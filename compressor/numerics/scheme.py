@@ -6,7 +6,9 @@ project cannot do is refused here, when the scheme is made and before any work, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,7 +17,86 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from compressor.errors import SchemeError
 from compressor.numerics import formats
 from compressor.numerics.formats import NumberType
-from compressor.numerics.observer_settings import OBSERVER_KINDS, MSESettings, suggest
+
+# Which observers there are, and their settings: how the range of a tensor is found.
+
+# Every observer name that a recipe may use -> what it does here. In llm-compressor they differ in how they average batches; ours never do.
+OBSERVER_KINDS: dict[str, Literal["minmax", "mse"]] = {
+    "minmax": "minmax",
+    "memoryless_minmax": "minmax",
+    "static_minmax": "minmax",
+    "mse": "mse",
+    "memoryless_mse": "mse",
+}
+
+
+# Beyond these a search would not end, or every error would be infinite.
+_LARGEST = {"grid": 10_000.0, "norm": 16.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class MSESettings:
+    """Settings of the MSE observer, which tries the full range times 1, 1 - 1/grid, 1 - 2/grid ... and keeps the one with the least error.
+
+    Attributes:
+        maxshrink: the largest share of the range that may be cut off, in (0, 1].
+        grid: candidates per unit of shrinkage; maxshrink * grid candidates are tried.
+        norm: exponent of the absolute error, > 0; 2 gives the mean squared error.
+        patience: a group stops after this many candidates in a row without gain; None searches the whole grid.
+    """
+
+    maxshrink: float = 0.20
+    grid: float = 100.0
+    norm: float = 2.4
+    patience: int | None = None
+
+    @classmethod
+    def from_kwargs(cls, kwargs: Mapping[str, Any]) -> MSESettings:
+        """Check a recipe's observer_kwargs.
+
+        Args:
+            kwargs: name -> number.
+
+        Returns:
+            The settings, defaults filled in.
+
+        Raises:
+            SchemeError: an unknown name, or a number out of range.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name, value in kwargs.items():
+            if name not in names:
+                raise SchemeError(f"observer_kwargs: {name!r} is not a setting of the mse observer; {suggest(name, names)}")
+            if name == "patience" and value is None:
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value < float("inf") or (name == "patience" and int(value) != value):
+                raise SchemeError(f"observer_kwargs: {name}={value!r} is not a positive number; leave it out for the default")
+            if name in _LARGEST and value > _LARGEST[name]:
+                raise SchemeError(f"observer_kwargs: {name}={value!r} is above {_LARGEST[name]:g}; leave it out for the default")
+        settings = cls(**kwargs)
+        if settings.maxshrink > 1 or settings.maxshrink * settings.grid < 1:
+            raise SchemeError(
+                f"observer_kwargs: maxshrink={settings.maxshrink} with grid={settings.grid} leaves nothing to search; "
+                "maxshrink must be at most 1 and maxshrink * grid at least 1"
+            )
+        return settings
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """Say what may have been meant by a name that does not exist.
+
+    Args:
+        name: what was given.
+        known: the names that exist.
+
+    Returns:
+        Half a sentence for the end of an error message.
+    """
+    nearest = difflib.get_close_matches(name, known, n=1)
+    listed = "one of " + ", ".join(known)
+    return f"did you mean {nearest[0]!r}? ({listed})" if nearest else f"use {listed}"
+
 
 Strategy = Literal["tensor", "channel", "group", "token", "block", "tensor_group", "attn_head"]
 CompressionFormat = Literal[
@@ -311,3 +392,69 @@ def _default_format(weights: QuantizationArgs, inputs: QuantizationArgs | None) 
     if weights.num_bits == 4:
         return "mxfp4-pack-quantized" if weights.is_mx else "nvfp4-pack-quantized"
     return "mxfp8-quantized" if weights.is_mx else "float-quantized"
+
+
+# The schemes that have a name: those of compressed-tensors 0.20, argument for argument.
+
+
+def _preset(weights: QuantizationArgs, input_activations: QuantizationArgs | None = None) -> QuantizationScheme:
+    return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=input_activations)
+
+
+def _int_groups(num_bits: int, *, symmetric: bool = True) -> QuantizationArgs:
+    return QuantizationArgs(num_bits=num_bits, strategy="group", group_size=128, symmetric=symmetric)
+
+
+def _mx(num_bits: int, *, dynamic: bool = False) -> QuantizationArgs:
+    return QuantizationArgs(
+        num_bits=num_bits, type="float", strategy="group", group_size=MX_GROUP_SIZE, scale_dtype="torch.uint8", dynamic=dynamic
+    )
+
+
+_TOKENS = {bits: QuantizationArgs(num_bits=bits, strategy="token", dynamic=True) for bits in (4, 8)}
+_FP8_TOKENS = QuantizationArgs(type="float", strategy="token", dynamic=True)
+_FP8_GROUPS = QuantizationArgs(type="float", strategy="group", group_size=128, dynamic=True)
+_NVFP4 = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=NVFP4_GROUP_SIZE)
+_NVFP4_INPUTS = _NVFP4.model_copy(update={"dynamic": "local", "observer": "static_minmax"})
+_W8A8 = _preset(QuantizationArgs(strategy="channel"), _TOKENS[8])
+
+PRESETS: dict[str, QuantizationScheme] = {
+    "W4A16_ASYM": _preset(_int_groups(4, symmetric=False)),
+    "W8A8": _W8A8,
+    "INT8": _W8A8,
+    "W4AFP8": _preset(_int_groups(4), _FP8_TOKENS),
+    "FP8": _preset(
+        QuantizationArgs(type="float", strategy="tensor"),
+        QuantizationArgs(type="float", strategy="tensor", observer="static_minmax"),
+    ),
+    "FP8_DYNAMIC": _preset(QuantizationArgs(type="float", strategy="channel"), _FP8_TOKENS),
+    "FP8_BLOCK": _preset(QuantizationArgs(type="float", strategy="block", block_structure=(128, 128)), _FP8_GROUPS),
+    "NVFP4A16": _preset(_NVFP4),
+    "NVFP4": _preset(_NVFP4, _NVFP4_INPUTS),
+    "MXFP4A16": _preset(_mx(4)),
+    "MXFP4": _preset(_mx(4), _mx(4, dynamic=True)),
+    "MXFP4XFP8": _preset(_mx(4), _FP8_GROUPS),
+    "MXFP8A16": _preset(_mx(8)),
+    "MXFP8": _preset(_mx(8), _mx(8, dynamic=True)),
+    **{f"W{bits}A4": _preset(_int_groups(bits), _TOKENS[4]) for bits in (2, 3, 4)},
+    **{f"W{bits}A8": _preset(_int_groups(bits), _TOKENS[8]) for bits in range(2, 8)},
+    **{f"W{bits}A16": _preset(_int_groups(bits)) for bits in range(2, 9)},
+}
+
+
+def preset_scheme(name: str, targets: Sequence[str] = ("Linear",)) -> QuantizationScheme:
+    """Look a preset up by its compressed-tensors name.
+
+    Args:
+        name: a key of PRESETS, in any case.
+        targets: the modules that the scheme is for.
+
+    Returns:
+        The preset with these targets.
+
+    Raises:
+        SchemeError: no preset has this name; the message gives the nearest one.
+    """
+    if name.upper() not in PRESETS:
+        raise SchemeError(f"scheme: {name!r} does not exist; {suggest(name.upper(), list(PRESETS))}")
+    return PRESETS[name.upper()].model_copy(update={"targets": list(targets)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compressor.pipelines.choose import PIPELINES, choose_pipeline, run_pipeline
+from compressor.pipelines.registry import PIPELINES, choose_pipeline, run_pipeline
 from compressor.pipelines.settings import SequentialSettings
 
 __all__ = ["PIPELINES", "SequentialSettings", "choose_pipeline", "run_pipeline"]

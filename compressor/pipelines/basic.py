@@ -8,14 +8,13 @@ import torch
 
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session
-from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask
+from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask, watched_modules
 from compressor.pipelines.journal import NoJournal
 from compressor.pipelines.out_of_memory import memory_explained
-from compressor.pipelines.watched import watched_modules
 from compressor.progress import Progress
 from compressor.tracing.footprint import all_that_may_change
-from compressor.tracing.graph.refusal import Unrepeatable
-from compressor.tracing.observe import changed_by_forwards, plain_forward
+from compressor.tracing.graph.nodes import Unrepeatable
+from compressor.tracing.targets.call_order import changed_by_forwards, plain_forward
 from compressor.tracing.traces import Traces
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from compressor.errors import CompressorError, OutOfMemoryError
-from compressor.pipelines.offload import free_bytes
-from compressor.tracing.out_of_memory import is_out_of_memory
+from compressor.pipelines.offload.open_store import free_bytes
+from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
 Work = Literal["traced", "calibrated", "compressed", "propagated"]
 

@@ -16,14 +16,14 @@ from typing import Protocol, runtime_checkable
 from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, TracingError
 from compressor.lifecycle import EventType, Session, State
-from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask
+from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask, watched_modules
 from compressor.pipelines.journal import NoJournal
-from compressor.pipelines.offload import open_store
+from compressor.pipelines.offload.open_store import open_store
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.pipelines.settings import SequentialSettings
-from compressor.pipelines.watched import watched_modules
 from compressor.progress import Progress, Task
-from compressor.tracing import Partition, Plan, Run, RunningStage, ValueStore, module_names, partition, trace
+from compressor.tracing import Partition, Plan, Run, RunningStage, ValueStore, module_names, trace
+from compressor.tracing.targets import partition
 
 
 @runtime_checkable

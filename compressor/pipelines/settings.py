@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compressor.errors import TargetError
-from compressor.pipelines.offload import check_offload_dir, parse_bytes
+from compressor.pipelines.offload.open_store import check_offload_dir, parse_bytes
 from compressor.tracing.plan import check_tracing_options
-from compressor.tracing.records import Engine, Verify
+from compressor.tracing.targets.records import Engine, Verify
 
 
 @dataclass(frozen=True)

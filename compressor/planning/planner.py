@@ -8,6 +8,8 @@ pieces of it timed on this machine.
 from __future__ import annotations
 
 import copy
+import resource
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,22 +22,38 @@ from compressor.arguments import check_arguments, check_dtypes_around, plain_num
 from compressor.data.datasets import chosen_length
 from compressor.data.vocabulary import max_positions
 from compressor.lifecycle import Modifier, PlannedModule, State
-from compressor.model.experts import unfused_experts
-from compressor.model.experts_stages import expert_targets
-from compressor.model.load import check_in_memory, resolve_device, resolve_dtype
-from compressor.model.skeleton import load_skeleton
+from compressor.model.experts.stages import expert_targets
+from compressor.model.experts.unfuse import unfused_experts
+from compressor.model.loading.load import check_in_memory, resolve_device, resolve_dtype
+from compressor.model.loading.stand_in import load_skeleton
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import choose_pipeline
 from compressor.pipelines.calibration_mode import calibration_mode
-from compressor.pipelines.offload import parse_bytes
-from compressor.planning.estimate import Estimate
+from compressor.pipelines.offload.open_store import parse_bytes
+from compressor.planning.estimate import Estimate, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
-from compressor.planning.process import resident_bytes
-from compressor.planning.speed import measure_speed
 from compressor.planning.stages import Setting, lay_out
 from compressor.planning.workload import Batches, Target, bytes_of, guess_footprints, stages_of
 from compressor.recipe import load_recipe
-from compressor.tracing import partition
+from compressor.tracing.targets import partition
+
+# How much memory this process has: the baseline that tensors come on top of.
+
+_STATUS = Path("/proc/self/status")
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process.
+
+    Returns:
+        Bytes now; where the system does not say, the most so far.
+    """
+    if _STATUS.exists():
+        lines = dict(line.split(":", 1) for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines() if ":" in line)
+        return 1024 * int(lines["VmRSS"].split()[0])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
 
 # What a forward raises that asks for a value nobody has here, or that needs other inputs than token ids.
 _CANNOT_FOLLOW = (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError, LookupError)

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compressor.algorithms.costs import FLOAT32_BYTES
-from compressor.planning.estimate import Phase, StageEstimate
+from compressor.planning.estimate import Phase, Speed, StageEstimate
 from compressor.planning.footprint import Footprint
-from compressor.planning.speed import Speed
 from compressor.planning.workload import Batches, Stack, Target, group_stacks
 
 _UNPACKING_BYTES = 9  # of one weight element while a compressed layer is made or made float again: codes, words, float32 values

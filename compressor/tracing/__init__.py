@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from compressor.tracing.graph.leaves import leaf
-from compressor.tracing.partition import Partition, infer_targets, module_names, partition
+from compressor.tracing.graph.torch_patches import leaf
 from compressor.tracing.plan import Engine, Guard, Leaf, Plan, Run, RunningStage, Stage, Verify, trace
-from compressor.tracing.running import Watched
-from compressor.tracing.store import MemoryStore, ValueStore
-from compressor.tracing.suspend import SuspendedRun
+from compressor.tracing.suspend.engine import SuspendedRun
+from compressor.tracing.targets.partition import Partition, infer_targets, module_names, partition
+from compressor.tracing.targets.running import Watched
+from compressor.tracing.targets.store import MemoryStore, ValueStore
 
 __all__ = [
     "Engine",

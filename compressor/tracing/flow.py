@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from compressor.data.collate import Batch, call_model, copied_batch
 from compressor.data.layouts import has_memory, num_bytes, shape_of
-from compressor.tracing.isolation import TorchState
-from compressor.tracing.records import Stage
+from compressor.tracing.targets.records import Stage
+from compressor.tracing.targets.sample_state import TorchState
 
 _MAX_DEPTH = 4  # of containers in the arguments of a target
 BEFORE = -1  # number of the stage before the first one

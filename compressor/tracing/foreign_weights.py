@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compressor.tracing.graph.calls import call_name, constant_query
-from compressor.tracing.graph.refusal import Unrepeatable, current_place
+from compressor.tracing.graph.nested_values import call_name, constant_query
+from compressor.tracing.graph.nodes import Unrepeatable, current_place
 
 # These ask a tensor for its shape, or take only shape and dtype of it; the latter, where it is not the first of their arguments.
 _ASKS = frozenset(

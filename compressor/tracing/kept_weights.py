@@ -1,25 +1,89 @@
-"""What a target makes of its weights once and keeps: later stages would go on with the weights as they were before compression.
-
-Attributes and cached properties of modules belong to one forward each, so what is kept there is made anew. What is kept elsewhere (a dict,
-`functools.lru_cache`, a global) shows in this: a second forward no longer reads a weight that the first one has read. What had been kept
-before anybody looked does not show.
-"""
+"""What a user hands to a trace, and where it is no batch or no model that can run: said in our words, before anything runs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compressor.data.collate import Batch
-from compressor.tracing.graph.calls import call_name
+from compressor.errors import TracingError
+from compressor.tracing.graph.nested_values import call_name
+from compressor.tracing.graph.nodes import Unrepeatable
 from compressor.tracing.graph.planner import without_traces
-from compressor.tracing.graph.refusal import Unrepeatable
-from compressor.tracing.observe import plain_forward
+from compressor.tracing.targets.call_order import plain_forward
+
+
+def as_batches(batches: Iterable[Any]) -> list[Batch]:
+    """Take batches as people write them.
+
+    Args:
+        batches: mappings of names to values (also those of tokenizers), tuples or lists of values, or tensors, one for each forward.
+
+    Returns:
+        A dict for keyword arguments or a tuple for positional ones, each.
+
+    Raises:
+        TracingError: a single batch in the place of several, no batch, or something that is none.
+    """
+    if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
+        raise TracingError(
+            f"batches: a {type(batches).__name__} was given, where several batches are expected, one for each forward; give [batch]"
+        )
+    made = [_as_batch(batch, index) for index, batch in enumerate(batches)]
+    if not made:
+        raise TracingError("trace: no batch was given, and a plan is made by running one; give at least one")
+    return made
+
+
+def _as_batch(raw: Any, index: int) -> Batch:
+    if isinstance(raw, Mapping):
+        batch: Any = {str(name): value for name, value in raw.items()}
+    elif isinstance(raw, tuple | list | Tensor):
+        batch = (raw,) if isinstance(raw, Tensor) else tuple(raw)
+    else:
+        raise TracingError(f"batches: batch {index} is a {type(raw).__name__}; give a mapping, a tuple or a tensor")
+    values = batch.values() if isinstance(batch, dict) else batch
+    if not any(isinstance(value, Tensor) for value in values):
+        raise TracingError(f"batches: batch {index} holds no tensor; give the forward's inputs (of a tokenizer, with return_tensors='pt')")
+    if any(isinstance(value, Tensor) and value.is_meta for value in values):
+        raise TracingError(f"batches: batch {index} holds a tensor on the meta device, without values; give one with values")
+    return batch
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that cannot be run and followed.
+
+    Args:
+        model: not modified.
+
+    Raises:
+        TracingError: it is compiled, or has weights without values.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise TracingError(
+                f"{name or 'the model'}: is compiled, and what a compiled module calls cannot be followed; give the model as it was before "
+                "torch.compile (of a wrapper, its ._orig_mod), and compile after compression"
+            )
+    bare = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if bare:
+        more = f", and {len(bare) - 1} more are" if bare[1:] else ""
+        raise TracingError(
+            f"{bare[0]}: is on the meta device, without values{more}, and a plan is made by running the model; load its weights, or use "
+            "`compressor trace`, which makes some"
+        )
+
+
+# What a target makes of its weights once and keeps: later stages would go on with the weights as they were before compression.
+#
+# Attributes and cached properties of modules belong to one forward each, so what is kept there is made anew. What is kept elsewhere (a dict,
+# `functools.lru_cache`, a global) shows in this: a second forward no longer reads a weight that the first one has read. What had been kept
+# before anybody looked does not show.
 
 
 class KeptWeights(Unrepeatable):

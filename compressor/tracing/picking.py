@@ -9,8 +9,7 @@ import torch
 
 from compressor.data.collate import Batch
 from compressor.data.layouts import dense_parts, shape_of
-from compressor.tracing.graph.planner import content_digest
-from compressor.tracing.graph.record import named_inputs
+from compressor.tracing.graph.planner import content_digest, named_inputs
 
 
 def has_padding(batch: Batch) -> bool:

@@ -22,25 +22,23 @@ from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
-from compressor.tracing.apart import check_apart, pick_apart
 from compressor.tracing.footprint import Footprint, Stirred
-from compressor.tracing.given import as_batches, check_model
 from compressor.tracing.graph.engine import GraphEngine
+from compressor.tracing.graph.nodes import Unreached, Unrepeatable
 from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
-from compressor.tracing.graph.refusal import Unreached, Unrepeatable
-from compressor.tracing.graph.run import GraphRun
-from compressor.tracing.graph.schedule import schedule
-from compressor.tracing.graph.surroundings import exchanged, written_in_place
-from compressor.tracing.isolation import TorchState
-from compressor.tracing.kept_weights import KeptWeights, check_kept_weights
-from compressor.tracing.observe import observe_trail, plain_forward, stages_of
-from compressor.tracing.order import Trail, check_orders, check_replaced, merged_rank
-from compressor.tracing.partition import Partition, partition
+from compressor.tracing.graph.run import GraphRun, schedule
+from compressor.tracing.graph.shared_objects import exchanged, written_in_place
+from compressor.tracing.kept_weights import KeptWeights, as_batches, check_kept_weights, check_model
 from compressor.tracing.proof import observe
-from compressor.tracing.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
-from compressor.tracing.running import Run, RunningStage, Watched
-from compressor.tracing.store import ValueStore
-from compressor.tracing.suspend import SuspendedRun
+from compressor.tracing.suspend.engine import SuspendedRun
+from compressor.tracing.suspend.interleaving import check_apart, pick_apart
+from compressor.tracing.targets.call_order import observe_trail, plain_forward, stages_of
+from compressor.tracing.targets.order import Trail, check_orders, check_replaced, merged_rank
+from compressor.tracing.targets.partition import Partition, partition
+from compressor.tracing.targets.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
+from compressor.tracing.targets.running import Run, RunningStage, Watched
+from compressor.tracing.targets.sample_state import TorchState
+from compressor.tracing.targets.store import ValueStore
 from compressor.tracing.traces import Traces
 
 __all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "Verify", "check_tracing_options", "trace"]

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from compressor.data.layouts import digest, kind_of
 from compressor.errors import TracingError
-from compressor.tracing.graph.trees import parts_of
-from compressor.tracing.out_of_memory import is_out_of_memory
-from compressor.tracing.running import Run
+from compressor.tracing.graph.nested_values import parts_of
+from compressor.tracing.targets.out_of_memory import is_out_of_memory
+from compressor.tracing.targets.running import Run
 
 _MAX_DEPTH = 6
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -20,15 +20,15 @@ capturing.py     how a capture that fails is ended      arena.py      memory tha
 
 from __future__ import annotations
 
-from compressor.training.averages import WeightAverages
-from compressor.training.batch import InputBuffers, batch_key
+from compressor.training.capture.signature import drift, signature_hash
 from compressor.training.checkpoint import load_training, save_training
-from compressor.training.locate import locate
-from compressor.training.optimizers import adamw, sgd, warmup_cosine
-from compressor.training.plan import Plan
-from compressor.training.signature import drift, signature_hash
-from compressor.training.snapshot import Snapshot
-from compressor.training.step import HasPlanKey, HasTensors, TrainStep
+from compressor.training.replay.locate import locate
+from compressor.training.replay.plan import Plan
+from compressor.training.step.averages import WeightAverages
+from compressor.training.step.batch import InputBuffers, batch_key
+from compressor.training.step.optimizers import adamw, sgd, warmup_cosine
+from compressor.training.step.snapshot import Snapshot
+from compressor.training.step.step import HasPlanKey, HasTensors, TrainStep
 from compressor.training.trainer import Trainer
 
 __all__ = [

@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from compressor.atomic import whole_file
 from compressor.errors import ResumeError
 from compressor.lifecycle import EventType
-from compressor.model.atomic_file import whole_file
-from compressor.training.digests import raw_bytes, rng_states, set_rng_states
-from compressor.training.step import TrainStep
+from compressor.training.step.digests import raw_bytes, rng_states, set_rng_states
+from compressor.training.step.step import TrainStep
 from compressor.training.trainer import Trainer
 
 _PLAIN = (bool, int, float, str, type(None))

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from compressor.training.held import TABLES, classes, containers
-from compressor.training.reached import put, variables
-from compressor.training.step import TrainStep
+from compressor.training.guards.containers import TABLES, classes, containers
+from compressor.training.guards.python_state import put, variables
+from compressor.training.step.step import TrainStep
 
 _MISSING = object()
 

@@ -20,18 +20,18 @@ from compressor.errors import PlanStormError, ProofError, ReplayError, Signature
 from compressor.lifecycle import EventType
 from compressor.progress import Progress, SilentProgress
 from compressor.training.audits import Audits
-from compressor.training.batch import Batch, BatchKey, InputBuffers, batch_key, num_tokens, varying_constants
-from compressor.training.devices import engine_for
-from compressor.training.digests import rng_states, set_rng_states
-from compressor.training.held import own_generators
-from compressor.training.optimizers import Factor, RateSchedule
-from compressor.training.plan import Plan, record, refuse_early
-from compressor.training.proof import audit, compare_recorded, eager_end, prove
+from compressor.training.capture.signature import drift
+from compressor.training.engines.select import engine_for
+from compressor.training.guards.containers import own_generators
 from compressor.training.python_state import PythonState
-from compressor.training.ranks import Turn
-from compressor.training.signature import drift
-from compressor.training.snapshot import Snapshot
-from compressor.training.step import TrainStep
+from compressor.training.replay.plan import Plan, record, refuse_early
+from compressor.training.replay.prove import audit, compare_recorded, eager_end, prove
+from compressor.training.step.batch import Batch, BatchKey, InputBuffers, batch_key, num_tokens, varying_constants
+from compressor.training.step.digests import rng_states, set_rng_states
+from compressor.training.step.optimizers import Factor, RateSchedule
+from compressor.training.step.ranks import Turn
+from compressor.training.step.snapshot import Snapshot
+from compressor.training.step.step import TrainStep
 
 T = TypeVar("T")
 # A recording follows what all threads share: random generators, hooks of all modules, the arena. So the threads of a process take turns.

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import ModelError
-from compressor.model.load import LOAD_ERRORS, quiet_transformers
-from compressor.tracing.out_of_memory import is_out_of_memory
+from compressor.model.loading.load import LOAD_ERRORS, quiet_transformers
+from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
 # Of the largest logit: kernels may sum in another order; a wrong mask moves the logits of a trained model by tenths.
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-8}

@@ -20,8 +20,8 @@ from torch import Tensor
 from compressor.data import BlockOrder
 from compressor.errors import CompressorError, NumericsError, OutOfMemoryError, ReplayError
 from compressor.lifecycle import Modifier
-from compressor.modifiers.masks import PruningModifier
-from compressor.tracing.out_of_memory import is_out_of_memory
+from compressor.modifiers.pruning_masks import PruningModifier
+from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.training import Trainer
 from compressor.training_run.settings import TrainSettings
 from compressor.training_run.states import States

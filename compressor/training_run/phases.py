@@ -4,33 +4,50 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, input_columns, load_blocks, max_positions
+from compressor.data.blocks import IGNORED
 from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.base import check_unclaimed, contents
-from compressor.model.checkpoint import MAX_SHARD_BYTES
+from compressor.model.checkpoints.save import MAX_SHARD_BYTES
 from compressor.model.disk_room import check_training_room
-from compressor.model.load import LoadedModel, load_model, resolve_device
+from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.model.saving import attach_save, save_compressed
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity
 from compressor.progress import Progress, RichProgress, SilentProgress
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmup_cosine
 from compressor.training_run.attention import causal_attention
 from compressor.training_run.loop import Loop, settle_masks
-from compressor.training_run.loss import next_token_loss
 from compressor.training_run.place import Place
-from compressor.training_run.record import sparsities, training_record
-from compressor.training_run.result import cast_parameters, check_saveable, save_trained, saved_dtype
+from compressor.training_run.result import cast_parameters, check_saveable, save_trained, saved_dtype, sparsities, training_record
 from compressor.training_run.settings import TrainSettings, check_recipe, training_fingerprint
+
+# The loss of a causal language model.
+
+
+def next_token_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Compute the mean cross entropy of the next token.
+
+    Args:
+        model: a causal language model of transformers.
+        batch: `labels` and the arguments of the model.
+
+    Returns:
+        The mean over all targets, in nats.
+    """
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits
+    return cross_entropy(logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
 
 
 @dataclass(frozen=True)

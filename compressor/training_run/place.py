@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from compressor.atomic import check_output_dir, real_path
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
-from compressor.model.atomic_folder import check_output_dir, real_path
 from compressor.model.tensor_digests import check_written
 from compressor.pipelines.journal.fingerprint import Fingerprint, digest
 from compressor.pipelines.journal.place import RECORD_FILE

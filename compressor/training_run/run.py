@@ -14,7 +14,7 @@ from torch import nn
 
 from compressor.arguments import check_arguments, check_dtypes_around, plain_number
 from compressor.errors import UserInputError
-from compressor.model.load import resolve_tokenizer
+from compressor.model.loading.load import resolve_tokenizer
 from compressor.progress import Progress
 from compressor.recipe import load_recipe
 from compressor.training.trainer import Mode

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from compressor.atomic import own_names, partial_path, real_path, remove, whole_file
 from compressor.errors import ModelError, OutputError, ResumeError
-from compressor.model.atomic_file import own_names, remove, whole_file
-from compressor.model.atomic_folder import partial_path, real_path
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes
 from compressor.pipelines.journal.run_folder import RunFolder
 from compressor.training import Trainer, load_training, save_training

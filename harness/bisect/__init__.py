@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from harness.bisect.report import BisectReport
     from harness.bisect.reproduce import swap_difference
 
+
 _PUBLIC = {
     "BisectReport": "harness.bisect.report",
     "bisect": "harness.bisect.locate",

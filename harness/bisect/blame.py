@@ -20,7 +20,7 @@ from compressor.recipe import load_recipe
 from harness.bisect.difference import Comparer
 from harness.bisect.models import Pair
 from harness.tolerance.measures import decibels, noise_and_signal
-from harness.validation.record import RECORD_FILE, read_record
+from harness.validation.format.record import RECORD_FILE, read_record
 
 FAR_DB = 8.0
 """So much below the usual a weight is suspect: more than one bit."""

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from compressor.command_numbers import positive
+from compressor.console import positive
 
 EPILOG = """exit codes: 0 no difference beyond the limit, 1 a layer was found that makes it, 2 it is spread over layers,
 3 no answer: bad input or a failure of the harness itself"""
@@ -63,11 +63,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         OutputError: the file for the test is there, or its folder is not.
     """
+    from compressor.atomic import whole_file
     from compressor.errors import OutputError
-    from compressor.model.atomic_file import whole_file
     from compressor.progress import RichProgress, SilentProgress
     from harness.bisect.locate import bisect
-    from harness.verdict import to_json
+    from harness.reporting.record import to_json
 
     if args.test is not None and (args.test.exists() or not args.test.parent.is_dir()):
         rule = "exists already" if args.test.exists() else "lies in a folder that does not exist"

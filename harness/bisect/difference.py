@@ -9,7 +9,8 @@ B sequences, T positions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,36 @@ from torch import Tensor, nn
 from compressor.progress import Progress, SilentProgress
 from harness.bisect.models import Pair, sorted_by_first_call
 from harness.bisect.search import Measure
-from harness.bisect.swapping import swapped
+
+# A model that is base here and compressed there: modules change places for the time of a forward, nothing is copied.
+
+
+@contextmanager
+def swapped(pair: Pair, names: frozenset[str], instead: Mapping[str, nn.Module] | None = None) -> Iterator[nn.Module]:
+    """Give the base with some parts of the compressed model in their places. Both models are as before afterwards.
+
+    A part may hold other parts (an attention that quantizes its keys, around its projections): outer ones are placed first, and the inner
+    ones then one by one.
+
+    Args:
+        pair: both models.
+        names: parts to take from the compressed model.
+        instead: modules to put in the place of a compressed part.
+
+    Yields:
+        The base model.
+    """
+    order = sorted(pair.parts, key=lambda name: name.count("."))
+    kept = {name: (pair.base.get_submodule(name), pair.compressed.get_submodule(name)) for name in order}
+    try:
+        for name in order:
+            chosen = kept[name][name in names]
+            pair.base.set_submodule(name, (instead or {}).get(name, chosen))
+        yield pair.base
+    finally:
+        for name in order:
+            pair.base.set_submodule(name, kept[name][0])
+            pair.compressed.set_submodule(name, kept[name][1])
 
 
 @dataclass(frozen=True)

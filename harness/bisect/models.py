@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.compressed import load_compressed
-from compressor.model.experts import UnfusedModel, unfuse_into
+from compressor.model.checkpoints.load import load_compressed
+from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 from compressor.model.folder import read_config, some
-from compressor.model.load import load_model, load_tokenizer, resolve_device
+from compressor.model.loading.load import load_model, load_tokenizer, resolve_device
 from compressor.nn import QuantizedLayer
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.kv_cache import kv_args

@@ -17,19 +17,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.checks.catalogue import Broken, Check, NothingToCheckError, register
+    from harness.checks.catalogue.registry import Broken, Check, NothingToCheckError, register
     from harness.checks.parametrize import parametrize_with_catalogue
-    from harness.checks.report import CheckReport
-    from harness.checks.run import check
+    from harness.checks.run import CheckReport, check
+
 
 _PUBLIC = {
-    "Broken": "harness.checks.catalogue",
-    "Check": "harness.checks.catalogue",
-    "CheckReport": "harness.checks.report",
-    "NothingToCheckError": "harness.checks.catalogue",
+    "Broken": "harness.checks.catalogue.registry",
+    "Check": "harness.checks.catalogue.registry",
+    "CheckReport": "harness.checks.run",
+    "NothingToCheckError": "harness.checks.catalogue.registry",
     "check": "harness.checks.run",
     "parametrize_with_catalogue": "harness.checks.parametrize",
-    "register": "harness.checks.catalogue",
+    "register": "harness.checks.catalogue.registry",
 }
 
 __all__ = ["Broken", "Check", "CheckReport", "NothingToCheckError", "check", "parametrize_with_catalogue", "register"]

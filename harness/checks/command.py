@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from compressor.errors import UserInputError
     from harness.checks.run import check
     from harness.named import find_named
-    from harness.verdict import EXIT_CODES, Verdict, decide, to_json
+    from harness.reporting.record import EXIT_CODES, Verdict, decide, to_json
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
     found = find_named(args.subject, "subject")
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _asked(subjects: Sequence[object], wanted: Sequence[str] | None, reasons: Iterable[str]) -> list[tuple[object, list[str] | None]]:
     """Each subject with those of the wanted checks that its kind has; who has none of them is left out, which is said."""
-    from harness.checks.adapt import adapt
-    from harness.checks.catalogue import find_checks
+    from harness.checks.catalogue.registry import find_checks
+    from harness.checks.run import adapt
 
     find_checks([*(wanted or ()), *reasons])  # a name that no kind has is a mistake
     if wanted is None:
@@ -93,8 +93,8 @@ def _asked(subjects: Sequence[object], wanted: Sequence[str] | None, reasons: It
 
 def _those_of(subject: object, wanted: Iterable[str]) -> list[str]:
     """Of names and numbers of checks, those that a check of the subject's kind has."""
-    from harness.checks.adapt import adapt
-    from harness.checks.catalogue import find_checks
+    from harness.checks.catalogue.registry import find_checks
+    from harness.checks.run import adapt
 
     known = {key for check in find_checks(None, adapt(subject).kind) for key in (check.name, str(check.number))}
     return [key for key in wanted if key in known]

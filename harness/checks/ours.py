@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
-from harness.checks.adapters_ours import OurQuantizer, OurSolver
-from harness.checks.adapters_ours_runtime import OurFp4Packer, OurLayer, OurObserver, OurPacker
+from harness.checks.adapters.ours import OurFp4Packer, OurLayer, OurObserver, OurPacker, OurQuantizer, OurSolver
 
 _ARGS: tuple[QuantizationArgs, ...] = (
     *(QuantizationArgs(num_bits=bits, group_size=16, symmetric=symmetric) for bits in range(2, 9) for symmetric in (True, False)),

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.checks.adapt import adapt
-from harness.checks.catalogue import find_checks
-from harness.checks.run import check
-from harness.verdict import Outcome
+from harness.checks.catalogue.registry import find_checks
+from harness.checks.run import adapt, check
+from harness.reporting.record import Outcome
 
 
 class CatalogueCheckFailedError(AssertionError):

@@ -18,17 +18,14 @@ of modules may draw from the global ones. A second call gives what the first one
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-
-from harness.checks.artifact_subject import Artifact as Artifact
-from harness.checks.calibration_subject import Calibration as Calibration
-from harness.checks.sparsity_subject import Sparsifier as Sparsifier
-from harness.checks.transforms_subject import Transform as Transform
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Quantizer(Protocol):
         tags: what it promises: odd, zero, half_even, homogeneous, local, covers, refuses_nonfinite, per_token.
         code_values: all code values in rising order, float64 [K].
         dtypes: dtypes of the weights that it takes.
-        scale_rule: how a scale follows from the largest |w| or from the range of its unit; a key of harness.checks.nearest.RULES
+        scale_rule: how a scale follows from the largest |w| or from the range of its unit; a key of harness.checks.oracles.RULES
             ("max_code": largest |w| over the last code, "half_range": over half of the codes' range, "range": largest less smallest value,
             0 among them, over that range, "mx", "nvfp4"), or None where it is searched.
         stored_scale: dtype in which scales are stored; None: that of the weight.
@@ -109,7 +106,7 @@ class Packer(Protocol):
         ranks: ranks of the tensors that it takes.
         column_multiple: columns must be a multiple of this.
         bits: of a code in the packed words; the packed tensor holds no more than a word for each begun word of a row.
-        layout: where each code lies; a key of harness.checks.layouts.LAYOUTS, or None where that is the packer's own affair.
+        layout: where each code lies; a key of harness.checks.oracles.LAYOUTS, or None where that is the packer's own affair.
         packed_dim: dimension that becomes words, from the end: -1 for columns, -2 for rows.
     """
 
@@ -266,3 +263,219 @@ def members(protocol: type[Any]) -> list[str]:
     """
     methods = [name for name, value in vars(protocol).items() if inspect.isfunction(value) and not name.startswith("_")]
     return [*protocol.__annotations__, *methods]
+
+
+# What a checkpoint has to offer: two folders, and the model in memory that was saved, where there still is one.
+
+
+@runtime_checkable
+class Artifact(Protocol):
+    """A compressed checkpoint.
+
+    Attributes:
+        kind: "artifact".
+        name: for reports.
+        tags: "trained", if the values of the base say nothing of its own.
+        base: folder of the base.
+        folder: of the checkpoint.
+        model: what was saved, with quantized layers of ours or weights that are dequantized; None where it is gone.
+        num_shards: for how many devices it is meant to be cut, 1 or more.
+    """
+
+    kind: str
+    name: str
+    tags: frozenset[str]
+    base: Path
+    folder: Path
+    model: nn.Module | None
+    num_shards: int
+
+    def uncuttable(self) -> Mapping[str, str]:
+        """Return the modules, by their names in the base, that the run says cannot be cut for `num_shards`, with the reason."""
+
+
+# What a calibration run has to offer: a small model of its own, rows of tokens in, everything that it made out.
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What one run made.
+
+    Attributes:
+        tensors: everything that a checkpoint would hold of the compressed model, by name.
+        codes: codes by module.
+        statistics: Hessians, or whatever is summed over tokens, by module; empty where none are kept.
+        num_tokens: tokens that each target module saw, counted by hooks of the subject and not taken from the run's own report.
+        fallbacks: by module, what the run says that it did in place of what was asked for.
+        global_scales: by module; empty for formats without one.
+    """
+
+    tensors: Mapping[str, Tensor]
+    codes: Mapping[str, Tensor]
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    num_tokens: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
+    global_scales: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Calibration(Protocol):
+    """Calibrates and compresses a small model, the same one every time.
+
+    Attributes:
+        kind: "calibration".
+        name: for reports.
+        tags: none are defined.
+        vocabulary: token ids lie below this.
+    """
+
+    kind: str
+    name: str
+    tags: frozenset[str]
+    vocabulary: int
+
+    def run(self, rows: Sequence[Tensor], *, batch_size: int = 1, sequential: bool = True, num_layers: int = 2) -> Calibrated:
+        """Run on rows of token ids, layer after layer or all at once; rows of unequal length in one batch are padded."""
+
+    def run_starved(self, *, budget: int | None) -> Calibrated | None:
+        """Run so that some targets see no token (experts), where so many fallbacks are allowed; None for any number.
+
+        Returns None where the subject has no such models, and raises where the budget is exceeded.
+        """
+
+    def command(self, rows: Path, out: Path) -> Sequence[str] | None:
+        """Return a command that reads `rows` (safetensors, `input_ids`), does `run(rows)`, and writes `tensors` to `out` (safetensors)."""
+
+
+# What a pruner has to offer (magnitude, Wanda, SparseGPT): one weight in, one weight with zeros out.
+
+
+@runtime_checkable
+class Sparsifier(Protocol):
+    """Sets weights to zero.
+
+    Attributes:
+        kind: "sparsifier".
+        name: for reports.
+        tags: none are defined.
+        pattern: (n, m): n of m neighbours in a row are kept, such as (2, 4); None for no pattern.
+        sparsity: share of zeros; for a pattern 1 - n/m.
+        scope: "row" where each row has that share of zeros, "tensor" where only the whole has.
+        second_order: it reads the Hessian and moves the weights that it keeps, to make up for those that it drops.
+        quantize: weight -> the values that the quantizer behind it leaves of a pruned weight; None where nothing comes behind it.
+    """
+
+    kind: str
+    name: str
+    tags: frozenset[str]
+    pattern: tuple[int, int] | None
+    sparsity: float
+    scope: str
+    second_order: bool
+    quantize: Callable[[Tensor], Tensor] | None
+
+    def prune(self, weight: Tensor, hessian: Tensor) -> Tensor:
+        """Return the pruned weight [R, C]; the Hessian of its input is 2 * mean(x x^T), [C, C]. Changes neither."""
+
+
+@dataclass
+class Pruner:
+    """A function from weight and Hessian to a pruned weight, as a subject of the catalogue.
+
+    Attributes:
+        function: takes [R, C] and [C, C], gives [R, C].
+        sparsity: see Sparsifier.
+        pattern: see Sparsifier.
+        scope: see Sparsifier.
+        second_order: see Sparsifier.
+        quantize: see Sparsifier.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    sparsity: float = 0.5
+    pattern: tuple[int, int] | None = None
+    scope: str = "row"
+    second_order: bool = False
+    quantize: Callable[[Tensor], Tensor] | None = None
+    kind: ClassVar[str] = "sparsifier"
+    tags: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """See Sparsifier."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def prune(self, weight: Tensor, hessian: Tensor) -> Tensor:
+        """See Sparsifier."""
+        return self.function(weight, hessian)
+
+
+# What a transform has to offer (SmoothQuant, AWQ, rotations, folded norms): any callable that changes a float model in place will do.
+
+
+@runtime_checkable
+class Transform(Protocol):
+    """Changes the weights of a model so that they quantize better.
+
+    Attributes:
+        kind: "transform".
+        name: for reports.
+        tags: what it promises: invariant_fp (the float output stays what it was).
+        architectures: names of `harness trace-audit` that it claims to know, the one to look at most closely first.
+        fake_quantize: weight [R, C] -> the values that a quantizer leaves of it; for a transform that searches its scales, else None.
+    """
+
+    kind: str
+    name: str
+    tags: frozenset[str]
+    architectures: Sequence[str]
+    fake_quantize: Callable[[Tensor], Tensor] | None
+
+    def apply(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
+        """Transform a model of transformers in place; batches of token ids [B, T] to calibrate on."""
+
+    def targets(self, model: nn.Module) -> Sequence[str]:
+        """Return the names of the parameters of the float model that must come out changed."""
+
+    def rotations(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the orthogonal matrices [n, n] that it uses on this model, by name; none where it does not rotate."""
+
+
+@dataclass
+class InPlaceTransform:
+    """A function that changes a model in place, as a subject of the catalogue.
+
+    Attributes:
+        function: takes the model and batches of token ids [B, T].
+        changed: patterns of parameter names that must come out changed, such as `*.q_proj.weight`.
+        architectures: see Transform.
+        fake_quantize: see Transform.
+        matrices: orthogonal matrices that it uses, by name.
+        tags: see Transform.
+    """
+
+    function: Callable[[nn.Module, Sequence[Tensor]], None]
+    changed: Sequence[str]
+    architectures: Sequence[str] = ("llama",)
+    fake_quantize: Callable[[Tensor], Tensor] | None = None
+    matrices: Mapping[str, Tensor] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset({"invariant_fp"})
+    kind: ClassVar[str] = "transform"
+
+    @property
+    def name(self) -> str:
+        """See Transform."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def apply(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
+        """See Transform."""
+        self.function(model, batches)
+
+    def targets(self, model: nn.Module) -> Sequence[str]:
+        """See Transform."""
+        return [name for name, _ in model.named_parameters() if any(fnmatchcase(name, pattern) for pattern in self.changed)]
+
+    def rotations(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """See Transform."""
+        del model
+        return self.matrices

@@ -2,17 +2,99 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from compressor.arguments import suggest
 from compressor.errors import UserInputError
-from harness.checks.adapt import adapt
-from harness.checks.catalogue import Look, find_checks
-from harness.checks.report import CheckReport
-from harness.checks.tags import TAGS
+from harness.checks.catalogue.registry import KINDS, TAGS, Look, find_checks
+from harness.lifecycle.report import VerifyReport
 from harness.profiles import PROFILES, active_profile
-from harness.verdict import CheckRecord, Outcome
+from harness.reporting.record import CheckRecord, Outcome, to_junit
+
+# The report of `harness.check`: a record per check of one subject, as text, JSON and JUnit.
+
+
+@dataclass(frozen=True)
+class CheckReport(VerifyReport):
+    """What all checks say of one subject.
+
+    Attributes:
+        kind: of the subject.
+        tags: what it promises.
+    """
+
+    kind: str = ""
+    tags: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON types."""
+        return {**super().to_dict(), "kind": self.kind, "tags": list(self.tags)}
+
+    def to_junit(self) -> str:
+        """Return a JUnit document with a test case per check."""
+        return to_junit(self.records, self.subject)
+
+
+# From the objects that people have to subjects of the catalogue.
+
+
+def adapt(subject: object) -> Any:
+    """Return a subject of the catalogue.
+
+    Args:
+        subject: one already, or an object of a library that we know.
+
+    Returns:
+        An object with `kind`, `name`, `tags` and what the protocol of its kind asks.
+
+    Raises:
+        UserInputError: it is neither.
+    """
+    if isinstance(subject, type):
+        return adapt(_made(subject))
+    kind = getattr(subject, "kind", None)
+    if isinstance(kind, str) and kind in KINDS:
+        _check_members(subject, kind)
+        return subject
+    for path, adapter in _ADAPTERS.items():
+        if any(f"{cls.__module__}.{cls.__qualname__}" == path for cls in type(subject).__mro__):
+            module, _, name = adapter.partition(":")
+            return getattr(importlib.import_module(module), name)(subject)
+    known = ", ".join(f"{kind} ({protocol})" for kind, protocol in KINDS.items())
+    raise UserInputError(
+        f"check: {type(subject).__name__} is nothing that can be checked; give it a `kind`, one of {known}, and the members of that "
+        "protocol in harness.checks.protocols"
+    )
+
+
+# Class -> the function or class that makes a subject of its objects.
+_ADAPTERS = {
+    "compressor.numerics.scheme.QuantizationArgs": "harness.checks.adapters.ours:OurQuantizer",
+    "compressor.numerics.scheme.QuantizationScheme": "harness.checks.adapters.ours:OurLayer",
+    "compressed_tensors.quantization.quant_args.QuantizationArgs": "harness.checks.adapters.compressed_tensors:ForeignQuantizer",
+}
+
+
+def _made(cls: type) -> object:
+    try:
+        return cls()
+    except TypeError as error:
+        raise UserInputError(f"check: {cls.__qualname__} cannot be made without arguments ({error}); give an object of it") from error
+
+
+def _check_members(subject: object, kind: str) -> None:
+    """Refuse a subject that lacks what its protocol asks."""
+    from harness.checks import protocols
+
+    wanted = protocols.members(getattr(protocols, KINDS[kind]))
+    missing = [name for name in wanted if not hasattr(subject, name)]
+    if missing:
+        raise UserInputError(
+            f"check: {type(subject).__name__} is a {kind} without {', '.join(missing)}; see harness.checks.protocols.{KINDS[kind]}"
+        )
 
 
 def check(
@@ -27,7 +109,7 @@ def check(
     """Hold a quantizer, packer, solver, transform, layer or observer against the catalogue.
 
     Args:
-        subject: offers one of the protocols of `harness.checks.protocols`, or is something that `harness.checks.adapt` knows: a
+        subject: offers one of the protocols of `harness.checks.protocols`, or is something that `harness.checks.run` knows: a
             QuantizationArgs or QuantizationScheme, ours or compressed-tensors'.
         checks: names or numbers of the checks to run; by default all that fit the kind of the subject.
         expected_failures: reason by name of a check that fails today; one that passes all the same is a failure.

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from compressor.errors import GoldenError
 
 if TYPE_CHECKING:
-    from harness.goldens.candidates import Candidate
-    from harness.goldens.manifest import GoldenEntry
+    from harness.goldens.store.candidates import Candidate
+    from harness.goldens.store.manifest import GoldenEntry
+
 
 _CODES = {
     "diff": "exit codes: 0 nothing differs from its golden, 1 something does, 2 no run of the tests is on record, 3 bad input",
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _root(args: argparse.Namespace) -> Path:
     """The folder of goldens: as asked, else that of the last run, which stood at the root of the project."""
-    from harness.goldens.usage_record import USAGE_FILE, read_usage
+    from harness.goldens.store.usage import USAGE_FILE, read_usage
 
     if args.golden_dir:
         root: Path = args.golden_dir
@@ -83,7 +84,7 @@ def _root(args: argparse.Namespace) -> Path:
 
 def _candidates(args: argparse.Namespace) -> list[Candidate]:
     """The candidates that are asked for; a name that is none is an error."""
-    from harness.goldens.candidates import CandidateFolder
+    from harness.goldens.store.candidates import CandidateFolder
 
     found = list(CandidateFolder(args.cache_dir / "golden").all())
     missing = [name for name in args.names if name not in {candidate.name for candidate in found}]
@@ -96,7 +97,7 @@ def _candidates(args: argparse.Namespace) -> list[Candidate]:
 def _diff(args: argparse.Namespace) -> int:
     from harness.goldens.differences import Difference, difference_of
     from harness.goldens.page import write_page
-    from harness.goldens.usage_record import USAGE_FILE, read_usage
+    from harness.goldens.store.usage import USAGE_FILE, read_usage
 
     found: list[Difference] = [difference_of(_root(args), candidate) for candidate in _candidates(args)]
     found = [difference for difference in found if not difference.ok]
@@ -112,10 +113,10 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _accept(args: argparse.Namespace) -> int:
-    from harness.goldens.candidates import CandidateFolder
-    from harness.goldens.provenance import ci_variable
-    from harness.goldens.store import GoldenVerdict
-    from harness.goldens.writer import accept
+    from harness.goldens.store.candidates import CandidateFolder
+    from harness.goldens.store.provenance import ci_variable
+    from harness.goldens.store.store import GoldenVerdict
+    from harness.goldens.store.writer import accept
 
     ci = ci_variable()
     if ci:
@@ -134,9 +135,9 @@ def _accept(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from harness.goldens.listing import unused_goldens
-    from harness.goldens.usage_record import USAGE_FILE, read_usage
-    from harness.goldens.writer import remove
+    from harness.goldens.store.listing import unused_goldens
+    from harness.goldens.store.usage import USAGE_FILE, read_usage
+    from harness.goldens.store.writer import remove
 
     root = _root(args)
     unused, unsure = list[str](args.names), list[str]()
@@ -157,7 +158,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _why(args: argparse.Namespace) -> int:
-    from harness.goldens.listing import explain, find
+    from harness.goldens.store.listing import explain, find
 
     entry: GoldenEntry = find(_root(args), args.names[0])
     data, lines = explain(entry)
@@ -166,8 +167,8 @@ def _why(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from harness.goldens.listing import state_of_goldens
     from harness.goldens.report import aligned
+    from harness.goldens.store.listing import state_of_goldens
 
     rows = state_of_goldens(_root(args))
     headings = ("golden", "tensors", "bytes", "tier", "platforms", "state")
@@ -186,7 +187,7 @@ def _short(tier: str) -> str:
 
 
 def _print(args: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
-    from harness.verdict import to_json
+    from harness.reporting.record import to_json
 
     sys.stdout.write(to_json(data) if args.json else "".join(f"{line}\n" for line in lines))
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.goldens.candidates import Candidate
-from harness.goldens.manifest import GoldenEntry, read_manifest
-from harness.goldens.names import folder_of
-from harness.goldens.platforms import nearest
 from harness.goldens.report import comparison_lines
-from harness.goldens.store import GoldenStore
-from harness.goldens.tensors import decode
+from harness.goldens.store.candidates import Candidate
+from harness.goldens.store.encoding import decode
+from harness.goldens.store.manifest import GoldenEntry, read_manifest
+from harness.goldens.store.paths import folder_of
+from harness.goldens.store.provenance import nearest
+from harness.goldens.store.store import GoldenStore
 from harness.tolerance import Comparison, TierMap, compare
 
 

@@ -16,12 +16,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from compressor.errors import GoldenError, UserInputError
-from harness.goldens.candidates import Candidate, CandidateFolder
-from harness.goldens.platforms import current_platform, nearest
-from harness.goldens.provenance import versions
 from harness.goldens.report import comparison_lines
-from harness.goldens.store import Answer, GoldenStore, GoldenVerdict, Question
-from harness.goldens.tensors import as_tensors, describe, devices_of, encode, hash_inputs, hash_recipe
+from harness.goldens.store.candidates import Candidate, CandidateFolder
+from harness.goldens.store.encoding import as_tensors, describe, devices_of, encode, hash_inputs, hash_recipe
+from harness.goldens.store.provenance import current_platform, nearest, versions
+from harness.goldens.store.store import Answer, GoldenStore, GoldenVerdict, Question
 from harness.tolerance import Tier, TierMap
 
 Update = Literal["", "new", "failed", "all"]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from compressor.errors import GoldenError
-from harness.goldens.atomic import write_whole
 from harness.goldens.differences import Difference
 from harness.goldens.report import HEADINGS, row_cells
+from harness.goldens.store.atomic import write_whole
+from harness.reporting.record import html_badge
 from harness.tolerance import Comparison
 from harness.tolerance.bits import differs
 from harness.tolerance.measures import absolute_error
-from harness.validation.page_style import STYLE
-from harness.verdict import html_badge
+from harness.validation.report.page import STYLE
 
 MAX_ROWS, MAX_COLUMNS = 48, 96
 """Cells of a heat map; a larger tensor shows the worst element of each cell."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from harness.lifecycle.catalogue import CHECKS
+from harness.lifecycle.checks.registry import CHECKS
 from harness.lifecycle.report import USABLE
 from harness.lifecycle.subject import Batch
 from harness.lifecycle.verify import TIME_LIMIT, chosen_checks, label_of, verify
-from harness.verdict import Outcome
+from harness.reporting.record import Outcome
 
 
 class CheckFailedError(AssertionError):

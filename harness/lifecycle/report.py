@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
-from harness.verdict import EXIT_CODES, CheckRecord, Outcome, Verdict, decide, to_json, to_table
+from harness.reporting.record import EXIT_CODES, CheckRecord, Outcome, Verdict, decide, to_json, to_table
 
 USABLE = "lifecycle.usable"
 """The record that says whether there is a modifier to check at all."""

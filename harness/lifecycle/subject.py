@@ -15,17 +15,16 @@ from torch import Tensor, nn
 
 from compressor.errors import CompressorError
 from compressor.lifecycle import Modifier, Session
-from harness.lifecycle.acting import Actor
-from harness.lifecycle.checked_run import CheckedRun
-from harness.lifecycle.driver import CompressorRun, Run, apply_settings, set_times
-from harness.lifecycle.judge import Outcome
-from harness.lifecycle.limits import Stopwatch
-from harness.lifecycle.oracle_session import SessionModel
-from harness.lifecycle.probes import Probe, TinyModel, tiny_batches
-from harness.lifecycle.recording import Acts
-from harness.lifecycle.snapshot import freeze
-from harness.lifecycle.strategies import Setup
-from harness.lifecycle.terms import BATCH_EVENTS, Settings
+from harness.lifecycle.driving.callback_actions import Actor
+from harness.lifecycle.driving.callback_recorder import Acts
+from harness.lifecycle.driving.compare import Outcome
+from harness.lifecycle.driving.driver import CompressorRun, Run, apply_settings, set_times
+from harness.lifecycle.driving.oracle_run import CheckedRun
+from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
+from harness.lifecycle.driving.snapshot import freeze
+from harness.lifecycle.driving.time_limit import Stopwatch
+from harness.lifecycle.machines.strategies import Setup
+from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings
 from harness.profiles import PROFILES, Profile
 
 Batch = Tensor | tuple[Any, ...] | dict[str, Any]

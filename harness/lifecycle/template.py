@@ -10,7 +10,7 @@ from typing import Any, cast
 from compressor.arguments import suggest
 from compressor.errors import RecipeError, UserInputError
 from compressor.lifecycle import Modifier
-from harness.lifecycle.limits import TimeLimitError
+from harness.lifecycle.driving.time_limit import TimeLimitError
 from harness.named import find_named
 
 # What a modifier may declare, in a class attribute `contract_tags` or to `verify`; each takes a part of the contract out.

@@ -15,22 +15,22 @@ from torch import nn
 from compressor.arguments import suggest
 from compressor.errors import CompressorError, UserInputError
 from compressor.lifecycle import Session
-from harness.lifecycle import checks_hooks, checks_machine, checks_order, checks_recipe, checks_traces, checks_watching
-from harness.lifecycle.catalogue import CHECKS, LifecycleCheck
-from harness.lifecycle.limits import Stopwatch, TimeLimitError, run_limited
-from harness.lifecycle.probes import TinyModel, tiny_batches
+from harness.lifecycle.checks import hooks, leftovers, machine, order, recipe, watching
+from harness.lifecycle.checks.registry import CHECKS, LifecycleCheck
+from harness.lifecycle.driving.probes import TinyModel, tiny_batches
+from harness.lifecycle.driving.time_limit import Stopwatch, TimeLimitError, run_limited
 from harness.lifecycle.process_state import process_kept
 from harness.lifecycle.report import USABLE, VerifyReport
 from harness.lifecycle.subject import Batch, Subject
 from harness.lifecycle.template import UnusableError, make_template, read_tags
 from harness.profiles import PROFILES, active_profile
-from harness.verdict import CheckRecord, Claim, Outcome
+from harness.reporting.record import CheckRecord, Claim, Outcome
 
 TIME_LIMIT = 20.0
 """Seconds that one call of the lifecycle may take before it counts as hanging."""
 
 _USABLE = Claim(USABLE, "It is a modifier, and a fresh one can be made")
-_REGISTERED = (checks_order, checks_hooks, checks_watching, checks_traces, checks_recipe, checks_machine)
+_REGISTERED = (order, hooks, watching, leftovers, recipe, machine)
 
 
 def verify(

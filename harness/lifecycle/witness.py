@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from harness.lifecycle.snapshot import freeze
+from harness.lifecycle.driving.snapshot import freeze
 
 # Past this many tensors, more of them are not remembered; a modifier that keeps activations keeps some of the first.
 MOST_STORAGES = 4096

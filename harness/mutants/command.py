@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from compressor.command_numbers import positive
+from compressor.console import positive
 from harness.mutants.family import FAMILIES
 
 if TYPE_CHECKING:
     from harness.mutants.family import Family, Fate
+
 
 EPILOG = """exit codes: 0 every planted bug was seen and nothing without one, 1 a bug survived or something was seen in sound code,
 3 bad input or a failure of the harness itself"""

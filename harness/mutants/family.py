@@ -16,19 +16,20 @@ from compressor.errors import UserInputError
 if TYPE_CHECKING:
     from harness.mutants.patches import Mutant
 
+
 # Each family, and the module that holds it, as FAMILY or under the name behind the colon; it is imported when it is asked for.
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
-        "lifecycle": "harness.mutants.lifecycle",
-        "quantizers": "harness.mutants.numerics:QUANTIZERS",
-        "packers": "harness.mutants.numerics:PACKERS",
-        "observers": "harness.mutants.numerics:OBSERVERS",
-        "layers": "harness.mutants.numerics:LAYERS",
-        "solvers": "harness.mutants.numerics:SOLVERS",
-        "transforms": "harness.mutants.transforms",
-        "goldens": "harness.mutants.golden_store",
-        "checkpoints": "harness.mutants.checkpoints",
-        "replay": "harness.mutants.replay",
+        "lifecycle": "tests.mutation.lifecycle.family",
+        "quantizers": "tests.mutation.numerics.family:QUANTIZERS",
+        "packers": "tests.mutation.numerics.family:PACKERS",
+        "observers": "tests.mutation.numerics.family:OBSERVERS",
+        "layers": "tests.mutation.numerics.family:LAYERS",
+        "solvers": "tests.mutation.numerics.family:SOLVERS",
+        "transforms": "tests.mutation.transforms",
+        "goldens": "tests.mutation.goldens",
+        "checkpoints": "tests.mutation.checkpoints",
+        "replay": "tests.mutation.replay",
     }
 )
 

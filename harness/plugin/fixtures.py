@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from harness.goldens.golden import Golden
-    from harness.lifecycle.module_contract import ModuleReport
     from harness.lifecycle.report import VerifyReport
-    from harness.replay.equivalence import Equivalence
-    from harness.replay.runs import Batches, Between, Factory
+    from harness.modules.contract import ModuleReport
+    from harness.replay.equivalence.compare import Equivalence
+    from harness.replay.equivalence.run import Batches, Between, Factory
+
 
 GOLDEN = pytest.StashKey["Golden"]()
 """Where a test's item keeps its `golden`, for the hooks that report."""
@@ -144,7 +145,7 @@ class AssertStepEquivalent(Protocol):
 @pytest.fixture
 def assert_step_equivalent(request: pytest.FixtureRequest) -> AssertStepEquivalent:
     """Hold a training step in capture and replay against eager, bit for bit; see `harness.replay.assert_equivalent`."""
-    from harness.replay.equivalence import MODES, compare_modes
+    from harness.replay.equivalence.compare import MODES, compare_modes
 
     def hold(
         factory: Factory,
@@ -167,7 +168,7 @@ def assert_step_equivalent(request: pytest.FixtureRequest) -> AssertStepEquivale
 
 
 def _verify_module(module: torch.nn.Module, inputs: Any) -> ModuleReport:
-    from harness.lifecycle.module_contract import verify_module
+    from harness.modules.contract import verify_module
 
     if inputs is None:
         pytest.fail("verify: a module was given without inputs; give inputs=..., what its forward takes", pytrace=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.goldens.provenance import ci_variable
+from harness.goldens.store.provenance import ci_variable
 from harness.profiles import PROFILES
 
 GOLDEN_DIR, CACHE_DIR = "golden", ".harness_cache"

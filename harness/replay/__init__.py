@@ -9,16 +9,16 @@ import importlib
 from typing import Any
 
 _PUBLIC: dict[str, str] = {
-    "Equivalence": "harness.replay.equivalence",
-    "KernelReport": "harness.replay.kernel_report",
-    "Subject": "harness.replay.runs",
-    "Swap": "harness.replay.kernels",
-    "assert_equivalent": "harness.replay.equivalence",
-    "compare_kernel": "harness.replay.kernels",
-    "compare_kernels": "harness.replay.kernels",
-    "compare_modes": "harness.replay.equivalence",
-    "plan_on_tape": "harness.replay.kernel_sources",
-    "replay_machine": "harness.replay.machine",
+    "Equivalence": "harness.replay.equivalence.compare",
+    "KernelReport": "harness.replay.kernels.report",
+    "Subject": "harness.replay.equivalence.run",
+    "Swap": "harness.replay.kernels.compare",
+    "assert_equivalent": "harness.replay.equivalence.compare",
+    "compare_kernel": "harness.replay.kernels.compare",
+    "compare_kernels": "harness.replay.kernels.compare",
+    "compare_modes": "harness.replay.equivalence.compare",
+    "plan_on_tape": "harness.replay.kernels.sources",
+    "replay_machine": "harness.replay.equivalence.twin_machine",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -23,15 +23,15 @@ DEFAULT_ACTION = "equivalence"
 ACTIONS: Mapping[str, Action] = {
     "equivalence": Action(
         "train a model in eager, capture and replay, and compare all state bit for bit; `harness replay MODEL` is short for it",
-        "harness.replay.equivalence_command",
+        "harness.replay.equivalence.command",
     ),
-    "hazards": Action("run what broke captured training steps elsewhere: equal, or the named error", "harness.replay.hazards_command"),
+    "hazards": Action("run what broke captured training steps elsewhere: equal, or the named error", "harness.replay.hazards.command"),
     "kernels": Action(
         "exchange the implementation of an op in a training step: local error, grown error, time beside its control",
-        "harness.replay.kernels_command",
+        "harness.replay.kernels.command",
     ),
     "sabotage": Action(
-        "break the ops of a captured step one at a time, and see whether `locate` names the very one", "harness.replay.sabotage_command"
+        "break the ops of a captured step one at a time, and see whether `locate` names the very one", "harness.replay.sabotage.command"
     ),
 }
 

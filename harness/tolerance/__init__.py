@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from harness.tolerance.ladder import Ladder, climb
     from harness.tolerance.tiers import T0, T1, T2, T3, T4, Tier, TierMap
 
+
 _PUBLIC = {
     "T0": "harness.tolerance.tiers",
     "T1": "harness.tolerance.tiers",

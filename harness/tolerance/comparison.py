@@ -214,7 +214,7 @@ def _loss_ratio(actual: Tensor, expected: Tensor) -> float:
 
 
 def _statistical(tier: Tier, actual: Tensor, expected: Tensor, distance: Distance, context: Mapping[str, Tensor]) -> _Finding:
-    from harness.validation.intervals import mcnemar, percentile_interval, power_of, resample_sums
+    from harness.validation.behaviour.bootstrap import mcnemar, percentile_interval, power_of, resample_sums
 
     assert isinstance(tier, T4)
     one, two = widen(actual)[:, 0].numpy(), widen(expected)[:, 0].numpy()

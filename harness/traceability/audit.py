@@ -17,8 +17,17 @@ from torch import nn
 from compressor.errors import CompressorError, TargetError
 from harness.traceability.batches import Batch
 from harness.traceability.flows import Flow, StagePasses, make_flow
-from harness.traceability.passes import compress_stage, naive_passes, plain_forward, watchable
-from harness.traceability.recording import Record, first_difference, flatten, recording, same_bits
+from harness.traceability.recording import (
+    Record,
+    compress_stage,
+    first_difference,
+    flatten,
+    naive_passes,
+    plain_forward,
+    recording,
+    same_bits,
+    watchable,
+)
 from harness.traceability.verdicts import LEVELS, Finding, Row, Subject
 
 _PATCHABLE = ("__call__", "__setattr__", "register_buffer")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from harness.traceability.audit import Auditor
     from harness.traceability.verdicts import Row, Subject
 
+
 _LEVELS = ("layer", "inferred", "linear")
 EPILOG = """exit codes: 0 nothing was silently wrong and nothing crashed (refusals are shown), 1 something was or did, 3 bad input or a
 failure of the harness itself"""
@@ -78,8 +79,8 @@ def _auditors(args: argparse.Namespace) -> list[Auditor]:
 
 
 def _subjects(args: argparse.Namespace) -> list[Subject]:
-    from harness.traceability.toys import TOYS
-    from harness.traceability.zoo import choose
+    from harness.traceability.architectures import choose
+    from harness.traceability.toys.registry import TOYS
 
     toys = [TOYS[name] for name in args.names if name in TOYS] if args.names else list(TOYS.values()) if args.toys else []
     names = [name for name in args.names if name not in TOYS]

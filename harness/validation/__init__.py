@@ -15,7 +15,7 @@ _PUBLIC = {
     "ValidationReport": "harness.validation.compare",
     "Policy": "harness.validation.policy",
     "load_policy": "harness.validation.policy",
-    "write_report": "harness.validation.report",
+    "write_report": "harness.validation.report.page",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor.command_numbers import count, positive
+from compressor.console import count, positive
 
 if TYPE_CHECKING:
     from harness.validation.compare import ValidationReport
     from harness.validation.policy import Policy
+
 
 EPILOG = """exit codes: 0 pass, 1 regression (a check failed), 2 inconclusive (nothing failed, but a check could not tell),
 3 no verdict: bad input or a failure of the harness itself"""
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     output_dir = args.output_dir or Path(f"{args.compressed.resolve().name}-validation")
     from compressor.progress import RichProgress, SilentProgress
     from harness.validation.compare import validate
-    from harness.validation.report import check_output_dir, write_report
+    from harness.validation.report.page import check_output_dir, write_report
 
     for source in (args.base, args.compressed):
         check_output_dir(output_dir, source=source)
@@ -96,7 +97,7 @@ def _policy(args: argparse.Namespace) -> Policy:
 
 def _print(report: ValidationReport, page: Path, *, as_json: bool) -> None:
     from compressor.console import Console
-    from harness.verdict import to_json, to_table
+    from harness.reporting.record import to_json, to_table
 
     if as_json:
         sys.stdout.write(to_json(report.to_dict()))

@@ -21,19 +21,19 @@ from compressor import __version__
 from compressor.arguments import check_dtypes_around, plain_number
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
-from compressor.model.load import LoadedModel, load_model, resolve_device
+from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.progress import Progress, SilentProgress
-from harness.validation.acceptance import check_accepted, check_loads
-from harness.validation.files import check_files
+from harness.reporting.record import EXIT_CODES, CheckRecord, Verdict, decide
+from harness.validation.behaviour.acceptance import check_accepted, check_loads
+from harness.validation.behaviour.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
+from harness.validation.behaviour.scoring import Scores, TokenBatch, model_logits, score_models, sees_ahead
+from harness.validation.format.files import check_files
+from harness.validation.format.record import check_digests, check_quantization_config, check_record, file_hashes, read_record
+from harness.validation.format.sparsity import check_sparsity
 from harness.validation.inspection import ModuleInspection, inspect_modules
 from harness.validation.policy import Policy
-from harness.validation.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
-from harness.validation.record import check_digests, check_quantization_config, check_record, file_hashes, read_record
-from harness.validation.scoring import Scores, TokenBatch, model_logits, score_models, sees_ahead
-from harness.validation.sparsity import check_sparsity
 from harness.validation.subject import Subject, read_subject
 from harness.validation.weights import check_weights
-from harness.verdict import EXIT_CODES, CheckRecord, Verdict, decide
 
 _LOGITS_AT_ONCE = 1 << 25
 """Elements of one batch of logits; both models' are in memory together."""

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from compressor.progress import Progress, SilentProgress
-from harness.validation.decoder import DecodedModule, decode_module, float8_values
+from harness.validation.behaviour.metrics import Closeness, compare_weights
+from harness.validation.format.decoder import DecodedModule, decode_module, float8_values
+from harness.validation.format.scheme import WeightScheme
 from harness.validation.loading import modules_as_stored
-from harness.validation.metrics import Closeness, compare_weights
 from harness.validation.rows import RowNoise, row_noise
-from harness.validation.scheme import WeightScheme
 from harness.validation.subject import Subject
 
 

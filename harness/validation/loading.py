@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from compressor.errors import ModelError
-from compressor.model.load import quiet_transformers
+from compressor.model.loading.load import quiet_transformers
 
 LOADER_ERRORS = (
     *(ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, OSError, RuntimeError, ArithmeticError),
@@ -77,7 +77,7 @@ def load_with_our_reader(folder: Path) -> LoadAttempt:
     Returns:
         The model, or why there is none.
     """
-    from compressor.model.compressed import load_compressed as load_own
+    from compressor.model.checkpoints.load import load_compressed as load_own
 
     try:
         with _quiet(), torch.no_grad():
@@ -96,8 +96,8 @@ def modules_as_stored(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     Returns:
         Name to module; the weights of experts are views of what the loader made.
     """
-    from compressor.model.experts import UnfusedModel, unfuse_into
-    from compressor.model.format import stored_names
+    from compressor.model.checkpoints.format import stored_names
+    from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
     from compressor.nn.experts import Expert
 
     found = dict(model.named_modules())

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import ModelError
-from harness.validation.container import Checkpoint, read_checkpoint
+from harness.validation.format.container import Checkpoint, read_checkpoint
+from harness.validation.format.scheme import ConfigGroup, read_config_groups
 from harness.validation.loading import module_classes
-from harness.validation.scheme import ConfigGroup, read_config_groups
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from harness.validation.columns import some_columns
+from harness.reporting.record import CheckRecord, Claim, Outcome
 from harness.validation.inspection import ModuleInspection
 from harness.validation.policy import Policy
+from harness.validation.rows import some_columns
 from harness.validation.subject import Subject
-from harness.verdict import CheckRecord, Claim, Outcome
 
 QPARAMS = Claim("weights.qparams", "Scales are finite and positive, zero points and codes in range, shapes fit the groups, no fp8 NaN")
 DECODED = Claim("weights.decoded", "An independent decoder of the file gives bitwise the weights that transformers loads")

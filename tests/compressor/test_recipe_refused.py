@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from compressor.cli import main
+from compressor.cli.main import main
 from compressor.errors import RecipeError
 from compressor.modifiers.registry import find_modifier, known_modifiers
 from compressor.recipe import load_recipe

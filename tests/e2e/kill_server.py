@@ -126,7 +126,7 @@ def verb(request: dict[str, Any]) -> Callable[..., Any]:
 
 def warm(request: dict[str, Any]) -> None:
     """Import and load; a backward pass would start threads that a fork leaves behind."""
-    from compressor.model.load import load_model
+    from compressor.model.loading.load import load_model
 
     if request.get("verb") == "train":
         verb(request)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from compressor.cli import main
-from compressor.pipelines.scratch import ScratchFile
+from compressor.cli.main import main
+from compressor.pipelines.offload.block_pool import ScratchFile
 
 
 def run(model: Path, tokens: Path, recipe: dict[str, Any], output: Path, *flags: str) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 import compressor.modifiers.gptq
 from compressor import oneshot
-from compressor.cli import main
+from compressor.cli.main import main
 from compressor.errors import CheckpointError, CompressorError, ModelError
 
 
@@ -167,7 +167,7 @@ def test_a_model_in_memory_is_not_moved(llama_dir: Path, tokens_file: Path, monk
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype="auto")
-    monkeypatch.setattr("compressor.one_shot.resolve_device", torch.device)  # as on a machine with a GPU
+    monkeypatch.setattr("compressor.entrypoints.oneshot.resolve_device", torch.device)  # as on a machine with a GPU
     with pytest.raises(ModelError, match=r"device='cuda' was given for a model that is on cpu"):
         oneshot(model, recipe=GOOD, dataset=tokens_file, device="cuda")
     monkeypatch.undo()
@@ -194,7 +194,7 @@ def test_tokens_outside_the_vocabulary_are_refused(llama_dir: Path, tmp_path: Pa
 )
 def test_help_and_wrong_arguments_answer_without_torch(arguments: list[str], code: int, text: str) -> None:
     script = (
-        "import sys\nfrom compressor.cli import main\n"
+        "import sys\nfrom compressor.cli.main import main\n"
         "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as stop:\n    code = stop.code\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'torch was imported'\nsys.exit(code)"
     )

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressor import QuantizationModifier, oneshot, plan, train
-from compressor.cli import main
+from compressor.cli.main import main
 from compressor.errors import CheckpointError, CompressorError, DatasetError, ModelError, RecipeError, UserInputError
 
 WEIGHTS = "model.safetensors"
@@ -418,7 +418,7 @@ def test_a_modifier_that_was_used_is_refused(llama_dir: Path) -> None:
 
 def test_a_disk_without_room_is_known_before_calibration(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("compressor.one_shot.run_pipeline", lambda *args, **keywords: pytest.fail("calibration has begun"))
+    monkeypatch.setattr("compressor.entrypoints.oneshot.run_pipeline", lambda *args, **keywords: pytest.fail("calibration has begun"))
     base = sum(path.stat().st_size for path in llama_dir.glob("*.safetensors"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=base // 2))
     with pytest.raises(CheckpointError, match=r"this run will write about [\d,]+ bytes there, and [\d,]+ are free"):

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from compressor.cli import main
+from compressor.cli.main import main
 
 GPTQ = "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W4A16, ignore: [lm_head]}}}"
 ROUND = "quant_stage: {quant_modifiers: {QuantizationModifier: {scheme: '${scheme}', ignore: [lm_head]}}}"

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from compressor import oneshot
 from compressor.errors import ResumeError
+from harness.reporting.record import CheckRecord
+from harness.validation.format.record import check_digests, check_quantization_config
 from harness.validation.inspection import inspect_modules
 from harness.validation.policy import Policy
-from harness.validation.record import check_digests, check_quantization_config
 from harness.validation.subject import read_subject
 from harness.validation.weights import check_weights
-from harness.verdict import CheckRecord
 
 Tensors = dict[str, Tensor]
 Damage = Callable[[Tensors], None]

@@ -12,7 +12,7 @@ import torch
 
 from compressor import train
 from compressor.errors import NumericsError
-from harness.validation.files import _meaning
+from harness.validation.format.files import _meaning
 from harness.validation.weights import _kv_problems
 
 IDS = torch.arange(64, dtype=torch.int64).reshape(4, 16)

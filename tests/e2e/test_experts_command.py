@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from compressor.cli import main
+from compressor.cli.main import main
 
 
 def test_calibrate_all_experts_gives_every_expert_all_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

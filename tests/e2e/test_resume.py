@@ -255,7 +255,7 @@ def test_the_command_killed_by_the_clock(killer: Killer, repo_root: Path) -> Non
 
     def command(folder: Path, *flags: str) -> list[str]:
         arguments = [killer.inputs["model"], "--dataset", killer.inputs["dataset"], "--recipe", json.dumps(MIXED), "--quiet"]
-        return [sys.executable, "-m", "compressor.cli", "oneshot", *arguments, "--output-dir", str(folder / "out"), *flags]
+        return [sys.executable, "-m", "compressor.cli.main", "oneshot", *arguments, "--output-dir", str(folder / "out"), *flags]
 
     begun = time.perf_counter()
     subprocess.run(command(killer.new_folder()), env=environment, check=True, capture_output=True)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import compressor
 import compressor.modifiers.gptq
 from compressor import oneshot
-from compressor.cli import main
+from compressor.cli.main import main
 from compressor.errors import AlreadyDoneError, CheckpointError, OutputError, ResumeError
 
 INT4 = {"num_bits": 4, "group_size": 32, "strategy": "group"}

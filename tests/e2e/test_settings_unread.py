@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from compressor import oneshot, plan, train
-from compressor.cli import main
+from compressor.cli.main import main
+from compressor.entrypoints.trace import trace_model
 from compressor.errors import CompressorError, DatasetError, ModelError, RecipeError, UserInputError
-from compressor.trace_model import trace_model
 
 IDS = torch.arange(64, dtype=torch.int64).reshape(4, 16)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compressor.cli import main
+from compressor.cli.main import main
+from compressor.entrypoints.trace import trace_model
 from compressor.errors import TracingError
-from compressor.trace_model import trace_model
 
 
 @pytest.fixture(scope="module")

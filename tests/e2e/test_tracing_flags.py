@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from compressor.cli import main
+from compressor.cli.main import main
+from compressor.entrypoints.oneshot import oneshot
 from compressor.errors import TargetError, TracingError
-from compressor.one_shot import oneshot
 
 GPTQ = "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W4A16, ignore: [lm_head]}}}"
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressor import train
-from compressor.cli import main
+from compressor.cli.main import main
 from compressor.errors import (
     AlreadyDoneError,
     CheckpointError,
@@ -213,7 +213,7 @@ def test_the_recipe_counts_in_the_unit_of_the_length(run: Runner, tmp_path: Path
 
 def test_guards_and_audits_come_as_often_as_asked(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     from compressor.training import trainer
-    from compressor.training.plan import Plan
+    from compressor.training.replay.plan import Plan
 
     calls = {"guard": 0, "prove": 0, "audit": 0}
     guard, prove, audit = Plan.guard, trainer.prove, trainer.audit

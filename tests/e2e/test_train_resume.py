@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressor import train
-from compressor.cli import main
+from compressor.cli.main import main
 from compressor.errors import OutputError, ResumeError
 
 LAYERS = ["re:.*mlp.*_proj"]
@@ -202,7 +202,7 @@ def test_a_real_command_killed_by_sigkill_goes_on(tmp_path: Path, repo_root: Pat
     command = ["train", inputs["model"], *flags, "--mode", "eager", "--quiet", "--output-dir"]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(repo_root)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "compressor.cli", *command, str(tmp_path / "o")], env=environment, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "compressor.cli.main", *command, str(tmp_path / "o")], env=environment, stdout=subprocess.DEVNULL
     )
     while process.poll() is None and len(list((tmp_path / "o.partial-run").glob("state-*.safetensors"))) < 2:
         time.sleep(0.002)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.pipelines.activations import ActivationStore
-from compressor.pipelines.offload import free_bytes, open_store
+from compressor.pipelines.offload.activation_store import ActivationStore
+from compressor.pipelines.offload.open_store import free_bytes, open_store
 
 pytestmark = pytest.mark.gpu
 SIZE = 4 * 256 * 256

@@ -9,9 +9,9 @@ import pytest
 
 from compressor import oneshot
 from harness import check
-from harness.checks import artifact_checks
-from harness.checks.artifact_ours import OurArtifact
-from harness.verdict import Outcome
+from harness.checks.adapters.ours import OurArtifact
+from harness.checks.suites import artifact
+from harness.reporting.record import Outcome
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def test_codes_and_loss_are_the_same_on_both_devices(tmp_path):
     subject = OurArtifact(REFERENCE, tmp_path / "w4")
     record = check(subject, checks=[60]).records[0]
     assert record.outcome is Outcome.PASS, record.summary
-    load = artifact_checks.load_compressed
+    load = artifact.load_compressed
 
     def wrong_on_cuda(folder, device):
         model = load(folder, device=device)
@@ -33,5 +33,5 @@ def test_codes_and_loss_are_the_same_on_both_devices(tmp_path):
             model.model.layers[2].mlp.up_proj.weight_scale.mul_(2)
         return model
 
-    with mock.patch.object(artifact_checks, "load_compressed", wrong_on_cuda):
+    with mock.patch.object(artifact, "load_compressed", wrong_on_cuda):
         assert check(subject, checks=[60]).records[0].outcome is Outcome.FAIL

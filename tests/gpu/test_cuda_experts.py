@@ -10,7 +10,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from compressor import load_compressed, oneshot
-from compressor.model.experts import UnfusedModel, unfuse_into
+from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 
 pytestmark = pytest.mark.gpu
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.goldens.candidates import read_candidate
 from harness.goldens.golden import Golden, GoldenMismatch, GoldenSettings
-from harness.goldens.platforms import current_platform
-from harness.goldens.writer import accept
+from harness.goldens.store.candidates import read_candidate
+from harness.goldens.store.provenance import current_platform
+from harness.goldens.store.writer import accept
 from harness.tolerance import T1
 
 pytestmark = pytest.mark.gpu

@@ -7,10 +7,10 @@ import torch
 
 from compressor.errors import UserInputError
 from compressor.training import Trainer
-from harness.bench.replay_cases import mlp, small_llama
-from harness.replay.kernel_sources import plan_on_tape
-from harness.replay.kernels import compare_kernel
-from harness.replay.state import state_of
+from harness.replay.equivalence.training_state import state_of
+from harness.replay.kernels.compare import compare_kernel
+from harness.replay.kernels.sources import plan_on_tape
+from tests.bench.replay_cases import mlp, small_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is at hand")]
 

@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 
 from compressor.errors import DynamicShapeError, EscapedTensorError, HostReadError, ProofError, ReplayError, SignatureDriftError
 from compressor.training import Snapshot, Trainer, TrainStep, WeightAverages, adamw, load_training, save_training, sgd, warmup_cosine
-from compressor.training.cuda_graph import CudaGraph
-from compressor.training.tape import Tape
-from compressor.training.tape_engine import TapeEngine
+from compressor.training.engines.cuda_graph import CudaGraph
+from compressor.training.engines.select import TapeEngine
+from compressor.training.engines.tape import Tape
 
 MODES = ("eager", "capture", "replay")
 VOCABULARY = 32

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from compressor.standard_output import EXIT_CLOSED_PIPE, with_output
+from compressor.console import EXIT_CLOSED_PIPE, with_output
 
 COMMANDS = (
-    ("compressor.cli", "recipe", "schema"),
+    ("compressor.cli.main", "recipe", "schema"),
     ("harness.cli", "catalogue"),
     ("harness.cli", "replay", "hazards", "--list"),
     ("harness.cli", "onnx", "--help"),
@@ -40,7 +40,7 @@ def test_a_closed_pipe_ends_a_command_quietly(command: tuple[str, ...], unbuffer
 
 def test_bars_on_a_closed_pipe_are_no_verdict() -> None:
     work = "from compressor.progress import RichProgress\n"
-    work += "from compressor.standard_output import with_output\n"
+    work += "from compressor.console import with_output\n"
     work += "def run():\n with RichProgress().task('work', 1) as task: task.advance()\n return 0\n"
     reading, writing = os.pipe()
     os.close(reading)

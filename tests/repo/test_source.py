@@ -155,7 +155,7 @@ def test_every_name_in_all_exists(package: str) -> None:
     assert set(module.__all__) <= set(dir(module))
 
 
-@pytest.mark.parametrize("code", ["import compressor, compressor.cli", "import harness, harness.cli", "import harness.plugin"])
+@pytest.mark.parametrize("code", ["import compressor, compressor.cli.main", "import harness, harness.cli", "import harness.plugin"])
 def test_heavy_libraries_are_imported_only_when_needed(repo_root: Path, code: str) -> None:
     check = f"import sys; {code}; print([name for name in ('torch', 'transformers', 'matplotlib', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], cwd=repo_root, capture_output=True, text=True, check=False)

@@ -8,10 +8,9 @@ place.py        the folders of one run          record.py       what compression
 
 from __future__ import annotations
 
-from compressor.pipelines.journal.fingerprint import base_hashes, model_identity, run_fingerprint
+from compressor.pipelines.journal.fingerprint import base_hashes, model_identity, run_fingerprint, run_record
 from compressor.pipelines.journal.journal import Journal, NoJournal
 from compressor.pipelines.journal.place import RunPlace, check_places
-from compressor.pipelines.journal.record import run_record
 
 __all__ = [
     "Journal",

@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from compressor.atomic import reason
 from compressor.errors import CheckpointError, ResumeError
 from compressor.lifecycle import EventType, FinishedStage, Session
-from compressor.model.atomic_file import reason
 from compressor.pipelines.journal.fingerprint import file_hashes
 from compressor.pipelines.journal.lines import Lines
 from compressor.pipelines.journal.run_folder import RunFolder

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from compressor.atomic import whole_file
 from compressor.errors import ResumeError
-from compressor.model.atomic_file import whole_file
 
 
 class Lines:

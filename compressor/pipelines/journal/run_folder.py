@@ -15,9 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from compressor.atomic import flush, own_names, real_path, reason, remove
 from compressor.errors import CheckpointError, ModelError, OutputError, ResumeError
-from compressor.model.atomic_file import flush, own_names, reason, remove
-from compressor.model.atomic_folder import real_path
 from compressor.pipelines.journal.lines import Lines
 
 _SUFFIX = ".partial-run"

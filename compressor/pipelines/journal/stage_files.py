@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from compressor.atomic import whole_file
 from compressor.errors import ResumeError
 from compressor.lifecycle import Fallback, ModuleRecord, Report, State
-from compressor.lifecycle.resume import StageValue
-from compressor.model.atomic_file import whole_file
+from compressor.lifecycle.state import StageValue
 
 _TENSOR, _RANDOM, _MEMORY = "model:", "random:", "modifier:"
 # What the report holds: each field, and what its items are made of.

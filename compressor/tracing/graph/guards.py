@@ -1,11 +1,9 @@
-"""Which guards can be checked before the first stage: those over the inputs at once, those over shapes behind a target by a dry run.
-
-A guard over a value that a target computes can never be decided in advance, because compression changes what the target computes.
-"""
+"""How a guard reads: as a person would write the condition, and not at all where it cannot fail."""
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +11,233 @@ from typing import Any
 import torch
 from torch import fx
 
-from compressor.tracing.graph.calls import DATA_SIZED
-from compressor.tracing.graph.execute import needed_for
-from compressor.tracing.graph.nodes import guard
-from compressor.tracing.graph.program import Program
-from compressor.tracing.graph.refusal import Place
-from compressor.tracing.graph.wording import Wording
-from compressor.tracing.records import Guard
+from compressor.tracing.graph.nested_values import DATA_SIZED
+from compressor.tracing.graph.nodes import Constant, Place, guard
+from compressor.tracing.graph.program import Program, needed_for
+from compressor.tracing.targets.records import Guard
+
+_MAX_DEPTH = 8
+_READABLE = 140  # characters
+_SYMBOLS = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "floordiv": "//",
+    "mod": "%",
+    "truediv": "/",
+    "pow": "**",
+    "and": "&",
+    "or": "|",
+}
+_UNARY = {"neg": "-{}", "invert": "~{}", "len": "len({})", "abs": "abs({})"}
+_OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
+# What changes the type, the place or the wrapping of a value and not what a reader means by it.
+_SAME = frozenset(
+    (
+        *(
+            "to",
+            "float",
+            "double",
+            "half",
+            "bfloat16",
+            "int",
+            "long",
+            "bool",
+            "cpu",
+            "cuda",
+            "contiguous",
+            "detach",
+            "clone",
+            "item",
+            "truth",
+        ),
+        *("__bool__", "__int__", "__float__", "__index__", "__complex__", "__format__", "__str__", "__repr__", "type", "tolist"),
+    )
+)
+_MADE = frozenset(("ones", "zeros", "empty", "rand", "randn"))  # of sizes only
+_SIZE = re.compile(r"\d+|.*\.(shape\[\d+\]|size\(\)\[\d+\]|size\(\d+\)|numel\(\)|ndim)")
+
+
+class Wording:
+    """Writes the values of one recorded forward as expressions over its inputs."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """Keep how inputs are called.
+
+        Args:
+            names: name of a placeholder to what the model's author calls it, where that is something else.
+        """
+        self._names = names
+        self._depth = _MAX_DEPTH
+
+    def claim(self, value: Any, expected: Any) -> str | None:
+        """Write what a guard demands.
+
+        Args:
+            value: node of what Python looked at.
+            expected: what it was.
+
+        Returns:
+            Such as `input_ids.shape[1] > 1`; None for what is true of every batch that can come here.
+        """
+        text = self._claim(value, expected)
+        for self._depth in range(_MAX_DEPTH - 1, 1, -1):  # dots for what lies deep, until it can be read
+            shorter = None if text is None or len(text) <= _READABLE else self._claim(value, expected)
+            text = shorter or text
+        self._depth = _MAX_DEPTH
+        return text
+
+    def _claim(self, value: Any, expected: Any) -> str | None:
+        compared = self._comparison(value)
+        if compared is not None and isinstance(expected, bool):
+            left, symbol, right = compared
+            if _is_rank(value) or (left == right and _SIZE.fullmatch(left)) or (left.isdigit() and right.isdigit()):
+                return None
+            return f"{left} {symbol if expected else _OPPOSITE[symbol]} {right}"
+        text = self.expression(value)
+        if isinstance(expected, bool):
+            if expected and _asks_all_of_ones(value):
+                return None
+            return text if expected else f"not {text}"
+        shown = expected if isinstance(expected, str) and expected.isdigit() else repr(expected)  # a number that became text
+        return None if text == shown or _is_rank(value) else f"{text} == {shown}"
+
+    def expression(self, value: Any, depth: int = 0) -> str:
+        """Write a value as an expression over the inputs.
+
+        Args:
+            value: a node, or a plain value.
+            depth: how deep this already is; below a few levels dots must do.
+
+        Returns:
+            Such as `input_ids.shape[1]`.
+        """
+        if isinstance(value, slice):
+            parts = ["" if part is None else self.expression(part, depth + 1) for part in (value.start, value.stop, value.step)]
+            return ":".join(parts if parts[2] else parts[:2])
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(self.expression(one, depth + 1) for one in value)}]"
+        if not isinstance(value, fx.Node):
+            return repr(value)
+        if value.op in ("placeholder", "get_attr"):
+            return self._names.get(str(value.target), str(value.target))
+        if isinstance(value.target, Constant):
+            return re.sub(r"_\d+$", "", value.target.__name__)
+        if value.op == "call_module":
+            return f"{'the model' if value.target == '_root' else value.target}(...)"
+        return "..." if depth > self._depth else self._call(value, depth)
+
+    def _call(self, node: fx.Node, depth: int) -> str:
+        name = _name(node)
+        known = _size_of_made(node)
+        if known is not None:
+            return self.expression(known, depth)
+        if name in _SAME and node.args:
+            return self.expression(node.args[0], depth)
+        if node.target is getattr:
+            return f"{self._operand(node.args[0], depth)}.{node.args[1]}"
+        if node.target is operator.getitem:
+            index: Any = node.args[1]
+            indices = index if isinstance(index, tuple) else (index,)
+            return f"{self._operand(node.args[0], depth)}[{', '.join(self.expression(one, depth + 1) for one in indices)}]"
+        if name.strip("_") in _SYMBOLS and len(node.args) == 2:
+            return self._binary(_SYMBOLS[name.strip("_")], *(self._operand(part, depth) for part in node.args))
+        if name.strip("_") in _UNARY and len(node.args) == 1:
+            return _UNARY[name.strip("_")].format(self._operand(node.args[0], depth))
+        inner = [self.expression(part, depth + 1) for part in node.args]
+        if node.op == "call_method":
+            return f"{self._operand(node.args[0], depth)}.{name}({', '.join(inner[1:])})"
+        return f"{name}({', '.join(inner[:3])})"
+
+    def _operand(self, value: Any, depth: int) -> str:
+        text, inner = self.expression(value, depth + 1), _unwrapped(value)
+        is_operation = isinstance(inner, fx.Node) and len(inner.args) == 2 and _name(inner).strip("_") in _SYMBOLS
+        return f"({text})" if is_operation and " " in text else text
+
+    def _binary(self, symbol: str, left: str, right: str) -> str:
+        """Write an operation; a difference between equals, and a sum with nothing, need no saying."""
+        if symbol == "-" and left == right and "..." not in left.replace("(...)", ""):
+            return "0"
+        if symbol in "+-" and right == "0":
+            return left
+        return right if symbol == "+" and left == "0" else f"{left} {symbol} {right}"
+
+    def _comparison(self, value: Any) -> tuple[str, str, str] | None:
+        node = _unwrapped(value)
+        symbol = _SYMBOLS.get(_name(node).strip("_")) if isinstance(node, fx.Node) and len(node.args) == 2 else None
+        if symbol not in _OPPOSITE:
+            return None
+        left, right = (self.expression(part) for part in node.args)
+        return left, symbol, right
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _unwrapped(value: Any) -> Any:
+    """Look through what does not change what a reader means."""
+    while isinstance(value, fx.Node) and value.op != "placeholder" and _name(value) in _SAME and value.args:
+        value = value.args[0]
+    return value
+
+
+def _made_sizes(value: Any) -> tuple[Any, ...] | None:
+    """The sizes with which a tensor is made of nothing else (`ones(a, b)`); None for another one."""
+    node = _unwrapped(value)
+    if not isinstance(node, fx.Node) or node.op != "call_function" or _name(node) not in _MADE or not node.args:
+        return None
+    sizes = node.args[0] if isinstance(node.args[0], list | tuple) else node.args
+    return tuple(sizes) if all(isinstance(size, int) or (isinstance(size, fx.Node) and size.meta.get("number")) for size in sizes) else None
+
+
+def _size_of_made(node: fx.Node) -> Any:
+    """One size of a tensor that is made of sizes, or how many it has; None for what asks something else."""
+    if (node.target is getattr and node.args[1] == "ndim") or (node.op == "call_method" and node.target in ("dim", "ndimension")):
+        sizes = _made_sizes(node.args[0])
+        return None if sizes is None else len(sizes)
+    if node.target is operator.getitem:
+        shape, place = node.args
+        asks = isinstance(shape, fx.Node) and (
+            (shape.target is getattr and shape.args[1] == "shape") or (shape.target == "size" and len(shape.args) == 1)
+        )
+        sizes = _made_sizes(shape.args[0]) if isinstance(shape, fx.Node) and asks else None
+    else:
+        place = node.args[1] if node.op == "call_method" and node.target == "size" and len(node.args) == 2 else None
+        sizes = _made_sizes(node.args[0]) if place is not None else None
+    return sizes[place] if sizes is not None and isinstance(place, int) and -len(sizes) <= place < len(sizes) else None
+
+
+def _asks_all_of_ones(value: Any) -> bool:
+    """True for `ones(...).all()`."""
+    node = _unwrapped(value)
+    if not isinstance(node, fx.Node) or _name(node) != "all" or len(node.args) != 1:
+        return False
+    made = _unwrapped(node.args[0])
+    return isinstance(made, fx.Node) and made.op == "call_function" and _name(made) == "ones"
+
+
+def _is_rank(value: Any) -> bool:
+    """True for what only asks how many dimensions an input has: the signature of its batch says that."""
+    node = _unwrapped(value)
+    if isinstance(node, fx.Node) and len(node.args) == 2 and _name(node).strip("_") in _SYMBOLS:
+        return any(_is_rank(part) for part in node.args)
+    is_rank = isinstance(node, fx.Node) and (
+        (node.target is getattr and node.args[1] == "ndim") or (node.op == "call_method" and node.target in ("dim", "ndimension"))
+    )
+    source = _unwrapped(node.args[0]) if is_rank else None
+    return isinstance(source, fx.Node) and source.op == "placeholder"
+
+
+# Which guards can be checked before the first stage: those over the inputs at once, those over shapes behind a target by a dry run.
+#
+# A guard over a value that a target computes can never be decided in advance, because compression changes what the target computes.
 
 # Answers of a tensor that depend on its shape and not on its values.
 _SHAPE_ATTRIBUTES = frozenset(("shape", "ndim", "nbytes"))

@@ -8,26 +8,123 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from compressor.data.collate import Batch, batch_to
-from compressor.errors import TracingError
+from compressor.errors import CalibrationError, TracingError
 from compressor.tracing.footprint import Stirred
-from compressor.tracing.graph.execute import CallModule, call_plainly, next_values, run_segment
-from compressor.tracing.graph.lending import copy_live
-from compressor.tracing.graph.patches import noting_values
-from compressor.tracing.graph.program import ROOT, Program
-from compressor.tracing.graph.record import copy_batch, named_inputs
-from compressor.tracing.graph.schedule import Stop, schedule
-from compressor.tracing.graph.watching import check_inside
-from compressor.tracing.isolation import ModuleValues, RandomState, View
-from compressor.tracing.partition import module_names
-from compressor.tracing.running import Watched
-from compressor.tracing.store import MemoryStore, ValueStore
+from compressor.tracing.graph.nodes import Unrepeatable
+from compressor.tracing.graph.planner import copy_batch, named_inputs
+from compressor.tracing.graph.program import ROOT, CallModule, Program, call_plainly, next_values, run_segment
+from compressor.tracing.graph.torch_patches import noting_values
+from compressor.tracing.targets.partition import module_names
+from compressor.tracing.targets.running import Watched
+from compressor.tracing.targets.sample_state import ModuleValues, RandomState, View, copy_arguments
+from compressor.tracing.targets.store import MemoryStore, ValueStore
 from compressor.tracing.traces import Traces
+
+# Copies of live values for a calibration pass, so that the propagation pass finds them as they were.
+
+
+def copy_live(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Copy all that is live, since what a target writes to, and in what way, may depend on the sample.
+
+    Args:
+        values: live values by name; not modified.
+        model: its modules and tensors are not copied.
+
+    Returns:
+        The values; tensors that share memory share it in the copy, too.
+    """
+    ordered = sorted(values, key=lambda name: not isinstance(values[name], Tensor))  # tensors before the objects that hold them as well
+    copies = copy_arguments({name: values[name] for name in ordered}, model)
+    return {name: copies[name] for name in values}
+
+
+# Calls of watched modules that no stage would see.
+
+_REMEDY = 'use pipeline="basic" or other sequential targets'
+
+
+def check_inside(program: Program, segment: int, targets: Collection[str], inside: Collection[str], sample: int) -> None:
+    """Refuse watched modules that a forward calls again outside of their stage, after it.
+
+    Args:
+        program: of the sample.
+        segment: that begins with the stage.
+        targets: of the stage.
+        inside: watched modules inside the targets.
+        sample: number of the batch, for the error.
+
+    Raises:
+        CalibrationError: there is one.
+    """
+    position = {name: index for index, one in enumerate(program.segments) for name in one.targets}
+    for name, owner, where in program.calls:
+        later = where >= segment if owner is None else owner not in targets and position.get(owner, 0) > segment
+        if name in inside and later:
+            raise CalibrationError(
+                f"{name}: batch {sample} calls it outside {', '.join(targets) or 'the model'}, the sequential target that it was "
+                f"calibrated in, and after that, so its statistics miss this call; {_REMEDY}"
+            )
+
+
+# Which samples stop at which stage: the orders of all recorded graphs, merged.
+
+
+class Stop(NamedTuple):
+    """One stage of a run.
+
+    Attributes:
+        targets: dotted names, in the order of first calls.
+        samples: sample to the segment of its program that begins here.
+    """
+
+    targets: tuple[str, ...]
+    samples: dict[int, int]
+
+
+def schedule(programs: Sequence[Program], groups: Mapping[str, int]) -> list[Stop]:
+    """Put the stages of all samples into one order.
+
+    Args:
+        programs: one for each sample.
+        groups: target to the number of the stage it shares.
+
+    Returns:
+        The stages; each group of targets has exactly one.
+
+    Raises:
+        Unrepeatable: two samples reach the targets in contradicting orders.
+    """
+    routes = [[groups[segment.targets[0]] for segment in program.segments[1:]] for program in programs]
+    at = dict.fromkeys(range(len(programs)), 0)
+    stops: list[Stop] = []
+    closed: set[int] = set()
+    while waiting := [sample for sample in at if at[sample] < len(routes[sample])]:
+        group = _next_group(routes, at, waiting)
+        here = {sample: at[sample] + 1 for sample in waiting if routes[sample][at[sample]] == group}
+        targets = tuple(dict.fromkeys(name for sample, segment in here.items() for name in programs[sample].segments[segment].targets))
+        if group in closed:
+            raise Unrepeatable(
+                f"{', '.join(targets)}: batch {min(here)} reaches this sequential target after its stage, because batches call the targets "
+                'in different orders; use pipeline="basic" or other sequential targets'
+            )
+        closed.add(group)
+        stops.append(Stop(targets, here))
+        for sample in here:
+            at[sample] += 1
+    return stops
+
+
+def _next_group(routes: Sequence[Sequence[int]], at: Mapping[int, int], waiting: Sequence[int]) -> int:
+    """Choose a stage that no sample will reach later; the first in the order of the model where there are several, or none."""
+    heads = sorted({routes[sample][at[sample]] for sample in waiting})
+    later = {group for sample in waiting for group in routes[sample][at[sample] + 1 :]}
+    return next((group for group in heads if group not in later), heads[0])
 
 
 class GraphRun:

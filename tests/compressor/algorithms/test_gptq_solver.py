@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.algorithms.gptq import ActOrder, GPTQSolution, Solver, activation_order, quantize_gptq, solve_gptq
-from compressor.algorithms.gptq_forms import Grid
+from compressor.algorithms.gptq import ActOrder, GPTQSolution, Grid, Solver, activation_order, quantize_gptq, solve_gptq
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError
 from compressor.numerics import PRESETS, QParams, QuantizationArgs, calculate_qparams, dequantize

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.algorithms.gptq import quantize_gptq
-from compressor.algorithms.scale_search import NUM_CANDIDATES, SEARCHED_MULTIPLES, can_search, search_scales
+from compressor.algorithms.gptq import NUM_CANDIDATES, SEARCHED_MULTIPLES, can_search, quantize_gptq, search_scales
 from compressor.numerics import PRESETS, QParams, QuantizationArgs, weight_qparams
 
 SIZE = 16

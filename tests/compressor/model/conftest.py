@@ -105,7 +105,7 @@ def make_tokenizer() -> Callable[[], object]:
 @pytest.fixture
 def source_dir(make_model, make_tokenizer, tmp_path):
     """A folder as a user has it: weights, config, tokenizer, and files that are nobody's business."""
-    from compressor.model.load import quiet_transformers
+    from compressor.model.loading.load import quiet_transformers
 
     folder = tmp_path / "source"
     with quiet_transformers():

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from compressor.errors import CheckpointError, OutputError
-from compressor.model.checkpoint import check_output_dir, save_checkpoint
+from compressor.model.checkpoints.save import check_output_dir, save_checkpoint
 from compressor.nn import QuantizedLinear
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
 

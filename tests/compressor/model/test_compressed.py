@@ -17,8 +17,8 @@ from torch.nn.utils import prune
 
 from compressor import load_compressed, oneshot
 from compressor.errors import ModelError, SchemeError, TargetError
-from compressor.model.checkpoint import save_checkpoint
-from compressor.model.load import quiet_transformers
+from compressor.model.checkpoints.save import save_checkpoint
+from compressor.model.loading.load import quiet_transformers
 from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 
 BF16_ONLY = {"NVFP4", "MXFP4", "MXFP4XFP8", "MXFP8"}

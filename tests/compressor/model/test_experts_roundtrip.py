@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compressor import load_compressed, oneshot
+from compressor.entrypoints.oneshot import OneshotResult
 from compressor.errors import ModelError
-from compressor.model.experts import UnfusedModel, unfuse_into
-from compressor.one_shot import OneshotResult
+from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 
 MoE = Callable[..., nn.Module]
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(5))

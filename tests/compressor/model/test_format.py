@@ -7,8 +7,8 @@ import json
 import pytest
 from torch import nn
 
-from compressor.model.checkpoint import save_checkpoint
-from compressor.model.format import quantization_config, unquantized_linears
+from compressor.model.checkpoints.format import quantization_config, unquantized_linears
+from compressor.model.checkpoints.save import save_checkpoint
 from compressor.numerics import PRESETS, preset_scheme
 
 _FORMATS = {"W4A16": "pack-quantized", "W3A16": "pack-quantized", "W8A8": "int-quantized", "FP8": "float-quantized"}

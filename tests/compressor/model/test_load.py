@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.checkpoint import save_checkpoint
-from compressor.model.load import load_model, resolve_device
+from compressor.model.checkpoints.save import save_checkpoint
+from compressor.model.loading.load import load_model, resolve_device
 from compressor.numerics import preset_scheme
 
 WEIGHTS = "model.safetensors"

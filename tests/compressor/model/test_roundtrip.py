@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from compressor.model.checkpoint import save_checkpoint
-from compressor.model.load import quiet_transformers
+from compressor.model.checkpoints.save import save_checkpoint
+from compressor.model.loading.load import quiet_transformers
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
 
 _PRESETS = ["W4A16", "W4A16_ASYM", "W3A16", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC"]

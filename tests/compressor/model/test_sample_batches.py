@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.sample_batches import Modality, sample_batches
+from compressor.model.loading.sample_batches import Modality, sample_batches
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _LLAMA = {"model_type": "llama", "vocab_size": 128, **_SMALL}

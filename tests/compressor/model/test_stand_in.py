@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import JambaConfig, LlamaConfig, LlamaForCausalLM
 
-from compressor.model import stand_in as module
-from compressor.model.stand_in import stand_in
+from compressor.model.loading import stand_in as module
+from compressor.model.loading.stand_in import stand_in
 
 IDS = torch.arange(10).reshape(2, 5)
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 from compressor.errors import NumericsError, SchemeError, TargetError
 from compressor.nn.kv_cache import (
     CacheView,
+    QuantizedKVCache,
     attach_kv_quantizer,
     attention_modules,
     check_kv_args,
@@ -19,7 +20,6 @@ from compressor.nn.kv_cache import (
     kv_args,
     kv_scheme_of,
 )
-from compressor.nn.kv_storage import QuantizedKVCache
 from compressor.numerics import QParams, QuantizationArgs
 
 IDS = torch.arange(24).reshape(2, 12) * 5 % 64

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from compressor.errors import CalibrationError, OutputError
-from compressor.pipelines.activations import ActivationStore
-from compressor.pipelines.blocks import SMALL_BYTES
-from compressor.tracing.store import MemoryStore, ValueStore
+from compressor.pipelines.offload.activation_store import ActivationStore
+from compressor.pipelines.offload.block_pool import SMALL_BYTES
+from compressor.tracing.targets.store import MemoryStore, ValueStore
 
 CPU = torch.device("cpu")
 BIG = 1 << 40

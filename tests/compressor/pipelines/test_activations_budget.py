@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from compressor.errors import OutputError, TargetError, UserInputError
-from compressor.pipelines import SequentialSettings, offload
-from compressor.pipelines.offload import free_bytes, open_store, parse_bytes
+from compressor.pipelines import SequentialSettings
+from compressor.pipelines.offload import open_store as offload
+from compressor.pipelines.offload.open_store import free_bytes, open_store, parse_bytes
 
 CPU = torch.device("cpu")
 

@@ -16,15 +16,15 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from compressor import oneshot
+from compressor.atomic import whole_file
 from compressor.data import load_dataset_source
 from compressor.errors import CheckpointError, OutputError, ResumeError
 from compressor.lifecycle import Event, EventType, FinishedStage, Modifier, ModuleRecord, Report, Session, State
-from compressor.model.atomic_file import whole_file
 from compressor.pipelines import run_pipeline
 from compressor.pipelines.journal import Journal, NoJournal, check_places
 from compressor.pipelines.journal.fingerprint import changes
 from compressor.pipelines.journal.lines import Lines
-from compressor.pipelines.journal.opening import open_journal
+from compressor.pipelines.journal.place import open_journal
 from compressor.pipelines.journal.run_folder import RunFolder
 from compressor.pipelines.journal.stage_files import add_report, random_state, report_since
 from compressor.progress import SilentProgress

@@ -17,8 +17,9 @@ from compressor.algorithms.hessian import Hessian
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
-from compressor.modifiers import gptq, inputs
+from compressor.modifiers import gptq
 from compressor.modifiers.gptq import GPTQModifier
+from compressor.modifiers.quantization import input_statistics
 from compressor.pipelines import basic, run_pipeline, sequential
 from compressor.progress import SilentProgress
 
@@ -133,8 +134,8 @@ def test_the_check_sees_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) 
         plain_set = sequential.set_token_mask
         monkeypatch.setattr(sequential, "set_token_mask", lambda state, data, index: plain_set(state, data, (index + 1) % 2))
     elif bug == "padding on the wrong side":
-        plain_sequences = inputs.token_sequences
-        monkeypatch.setattr(inputs, "token_sequences", lambda x, mask, name: plain_sequences(x, mask.flip(-1), name))
+        plain_sequences = input_statistics.token_sequences
+        monkeypatch.setattr(input_statistics, "token_sequences", lambda x, mask, name: plain_sequences(x, mask.flip(-1), name))
     elif bug == "padding counts as tokens":
         plain_add = Hessian.add
 

@@ -11,10 +11,9 @@ import pytest
 
 from compressor.console import Console
 from compressor.planning import Plan, plan, planner
-from compressor.planning.alike import join_alike
+from compressor.planning.estimate import Speed
 from compressor.planning.planner import PlannedModule
-from compressor.planning.show import show_plan
-from compressor.planning.speed import Speed
+from compressor.planning.show import join_alike, show_plan
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
 RECIPE = {

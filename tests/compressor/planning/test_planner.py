@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compressor.cli import main
+from compressor.cli.main import main
 from compressor.errors import TargetError, UserInputError
 from compressor.planning import Plan, plan, planner
-from compressor.planning.speed import Speed, measure_speed
+from compressor.planning.estimate import Speed, measure_speed
 
 RECIPE = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}}}
 NO_HEAD = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "scheme": "W4A16"}}}}

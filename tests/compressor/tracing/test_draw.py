@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from compressor.errors import OutputError
-from compressor.tracing.draw import dot_source, draw
 from compressor.tracing.flow import BEFORE, Stop, Value
-from compressor.tracing.picture import Picture, make_picture, shortened, size
+from compressor.tracing.picture import Picture, dot_source, draw, make_picture, shortened, size
 
 
 def _stops(kinds: Sequence[str]) -> list[Stop]:

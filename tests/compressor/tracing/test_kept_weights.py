@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compressor.data.collate import Batch, call_model
 from compressor.errors import TracingError
 from compressor.tracing import Engine, trace
-from compressor.tracing.graph.refusal import Unrepeatable
+from compressor.tracing.graph.nodes import Unrepeatable
 
 WIDTH = 4
 

@@ -8,7 +8,8 @@ import pytest
 from torch import Tensor, nn
 
 from compressor.errors import TargetError
-from compressor.tracing import infer_targets, module_names, partition
+from compressor.tracing import infer_targets, module_names
+from compressor.tracing.targets import partition
 
 
 class Layer(nn.Module):

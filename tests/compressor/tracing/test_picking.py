@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compressor.data.collate import Batch
 from compressor.errors import TracingError
 from compressor.tracing import trace
-from compressor.tracing.apart import pick_apart
+from compressor.tracing.suspend.interleaving import pick_apart
 
 LEFT: list[Tensor] = []
 

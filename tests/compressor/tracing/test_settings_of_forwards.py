@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compressor.data.collate import Batch, call_model
 from compressor.tracing import Engine, trace
-from compressor.tracing.graph.modes import Modes
+from compressor.tracing.graph.nested_values import Modes
 
 WIDTH = 4
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compressor.data import Batch, call_model
 from compressor.errors import CalibrationError, TracingError
 from compressor.tracing import SuspendedRun, infer_targets
-from compressor.tracing.sample import Sample
+from compressor.tracing.suspend.paused_forward import Sample
 
 PLAIN = {name: nn.Module.__dict__[name] for name in ("__call__", "__setattr__", "register_buffer")}
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 24}
@@ -30,7 +30,7 @@ def nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made.append(Sample(*args))
         return made[-1]
 
-    monkeypatch.setattr("compressor.tracing.suspend.Sample", remember)
+    monkeypatch.setattr("compressor.tracing.suspend.engine.Sample", remember)
     yield
     assert {name: nn.Module.__dict__[name] for name in PLAIN} == PLAIN
     assert not any(sample and sample.gr_frame for sample in made), "a forward is still paused"

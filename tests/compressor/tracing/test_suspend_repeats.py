@@ -17,8 +17,8 @@ from torch.nn import functional
 from compressor.data import Batch, call_model
 from compressor.errors import NumericsError, TracingError
 from compressor.tracing import SuspendedRun, trace
-from compressor.tracing.isolation import RandomState
-from compressor.tracing.order import Trail, merged_rank, repeated
+from compressor.tracing.targets.order import Trail, merged_rank, repeated
+from compressor.tracing.targets.sample_state import RandomState
 
 
 class Model(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.tracing import trace
-from compressor.tracing.out_of_memory import is_out_of_memory
+from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
 
 class Starving(nn.Module):

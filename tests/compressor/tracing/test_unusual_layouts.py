@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compressor.data.collate import Batch, call_model
 from compressor.data.layouts import digest, kind_of, num_bytes
 from compressor.errors import TracingError
-from compressor.pipelines.activations import ActivationStore
+from compressor.pipelines.offload.activation_store import ActivationStore
 from compressor.tracing import Engine, trace
 from compressor.tracing.flow import measure_flow
 

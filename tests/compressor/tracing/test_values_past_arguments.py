@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compressor.data.collate import Batch, call_model
 from compressor.errors import TracingError
-from compressor.pipelines.activations import ActivationStore
+from compressor.pipelines.offload.activation_store import ActivationStore
 from compressor.tracing import Engine, Verify, trace
 
 WIDTH = 4

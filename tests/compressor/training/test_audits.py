@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from compressor.cli.train import add_arguments
 from compressor.errors import ProofError, SignatureDriftError
-from compressor.train_command import add_arguments
 from compressor.training import Snapshot, Trainer
 from compressor.training.audits import MAX_GAP, MIN_GAP, PROMISE, Audits
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compressor.errors import HostReadError, ProofError, ReplayError, UserInputError
 from compressor.training import Plan, Snapshot, Trainer, TrainStep, adamw
-from compressor.training.devices import engine_for
+from compressor.training.engines.select import engine_for
 
 WORKER = Path(__file__).with_name("two_ranks.py")
 EQUAL = ("many buckets", "bucket views", "everything", "modifiers")

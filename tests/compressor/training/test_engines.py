@@ -8,13 +8,10 @@ from torch import nn
 
 from compressor.errors import HostReadError, ReplayError, UserInputError
 from compressor.training import Trainer, TrainStep, adamw
-from compressor.training.capturing import run_captured
-from compressor.training.cuda_graph import _bytes_at
-from compressor.training.devices import engine_for
-from compressor.training.host_tensors import host_hazard
-from compressor.training.intervals import Interval, merged
-from compressor.training.signature import drift, neutral
-from compressor.training.tape_engine import TapeEngine
+from compressor.training.capture.recorder import host_hazard
+from compressor.training.capture.signature import drift, neutral
+from compressor.training.engines.cuda_graph import Interval, _bytes_at, merged, run_captured
+from compressor.training.engines.select import TapeEngine, engine_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-import compressor.training.identities as identities
-import compressor.training.plan as plan_module
+import compressor.training.guards.host_facts as identities
+import compressor.training.replay.plan as plan_module
 from compressor.errors import GuardDriftError, PointerDriftError, ProofError, ReplayError, SignatureDriftError
 
 

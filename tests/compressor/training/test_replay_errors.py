@@ -27,9 +27,10 @@ from compressor.errors import (
     UntrackedRandomnessError,
     UserInputError,
 )
-from compressor.training import Snapshot, Trainer, TrainStep, adamw, locate, sgd
-from compressor.training.proof import prove
-from compressor.training.tape import Kind
+from compressor.training import Snapshot, Trainer, TrainStep, adamw, sgd
+from compressor.training.engines.tape import Kind
+from compressor.training.replay import locate
+from compressor.training.replay.prove import prove
 
 
 class Hazard(nn.Module):

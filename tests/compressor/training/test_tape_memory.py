@@ -13,14 +13,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import compressor.training.layout as layout
+import compressor.training.engines.memory_plan as layout
 from compressor.errors import EscapedTensorError, ProofError
 from compressor.training import InputBuffers, Snapshot, adamw
-from compressor.training.layout import lifetimes, place
-from compressor.training.operators import IDLE, Extent
-from compressor.training.plan import record
-from compressor.training.tape import Tape
-from compressor.training.tape_engine import TapeEngine
+from compressor.training.capture.operators import IDLE, Extent
+from compressor.training.engines.memory_plan import lifetimes, place
+from compressor.training.engines.select import TapeEngine
+from compressor.training.engines.tape import Tape
+from compressor.training.replay.plan import record
 
 lives = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 30), st.integers(0, 12)), max_size=40)
 

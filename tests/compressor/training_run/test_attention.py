@@ -14,7 +14,7 @@ from compressor.errors import ModelError, OutOfMemoryError
 from compressor.training import Trainer, TrainStep, adamw
 from compressor.training_run import attention
 from compressor.training_run.attention import OWN, Attention, causal_attention
-from compressor.training_run.loss import next_token_loss
+from compressor.training_run.phases import next_token_loss
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 HEADS = {"num_key_value_heads": 1}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from compressor.errors import HarnessError
-from compressor.modifiers.inputs import InputHessians
-from harness.bench import memory
-from harness.bench.memory_job import measure_case
+from compressor.modifiers.quantization.input_statistics import InputHessians
+from tests.bench import memory
+from tests.bench.memory_job import measure_case
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the meter reads the books of glibc")
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from harness.bench.memory_meter import MemoryMeter
+from tests.bench.memory_meter import MemoryMeter
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the meter reads the books of glibc")
 MB = 1_000_000

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from compressor.errors import HarnessError, UserInputError
-from harness.bench import drive, peer
+from tests.bench import drive, peer
 
 _QUIET = Console(quiet=True)
 # Stands in for the driver: says what it was asked, and gives the peer twice our time.

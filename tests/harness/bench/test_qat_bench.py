@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from harness.bench.qat import MODELS, PAIRS, main, verdict
+from tests.bench.qat import MODELS, PAIRS, main, verdict
 
 
 @pytest.fixture(scope="module")
@@ -48,4 +48,4 @@ def test_the_verdict_needs_both_intervals_below_zero() -> None:
 
 def test_what_cannot_be_read_is_one_line_and_exit_code_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(tmp_path / "nowhere"), "--steps", "5", "--seed", "1"]) == 3
-    assert capsys.readouterr().err.startswith("harness.bench.qat: error: ")
+    assert capsys.readouterr().err.startswith("tests.bench.qat: error: ")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from compressor.errors import UserInputError
-from harness.bench import replay, replay_cases, replay_runs
-from harness.bench.live_peak import live_peak_bytes, peak_of
-from harness.bench.replay_runs import CaseResult, Goals, Memory, at_least, at_most, measure
-from harness.replay.timing import Ratio, interleave, median_interval, ratios, repeats_for
+from harness.replay.kernels.timing import Ratio, interleave, median_interval, ratios, repeats_for
+from tests.bench import replay, replay_cases, replay_runs
+from tests.bench.live_peak import live_peak_bytes, peak_of
+from tests.bench.replay_runs import CaseResult, Goals, Memory, at_least, at_most, measure
 
 CPU = torch.device("cpu")
 GOALS = Goals(speed=1.5, guards=0.1, memory=3.0)

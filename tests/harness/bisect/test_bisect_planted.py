@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from compressor.errors import CompressorError, DatasetError, ModelError, UserInputError
 from harness.bisect import bisect, swap_difference
+from harness.bisect.difference import swapped
 from harness.bisect.models import load_pair
-from harness.bisect.swapping import swapped
 
 REFERENCE = Path(__file__).parents[3] / "golden" / "reference"
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from compressor import oneshot
 from harness import check
-from harness.checks import artifact_checks
-from harness.checks.artifact_ours import OurArtifact
-from harness.checks.catalogue import Broken
-from harness.validation.scheme import WeightScheme
-from harness.verdict import Outcome
+from harness.checks.adapters.ours import OurArtifact
+from harness.checks.catalogue.registry import Broken
+from harness.checks.suites import artifact
+from harness.reporting.record import Outcome
+from harness.validation.format.scheme import WeightScheme
 
 REFERENCE = Path(__file__).parents[3] / "golden" / "reference"
 
@@ -90,7 +90,7 @@ def test_a_config_that_readers_refuse_is_caught(plant, spoiled):
 
 
 def test_a_reader_that_unpacks_wrongly_is_caught(saved):
-    load = artifact_checks.load_compressed
+    load = artifact.load_compressed
 
     def wrong(*args, **named):
         model = load(*args, **named)
@@ -98,7 +98,7 @@ def test_a_reader_that_unpacks_wrongly_is_caught(saved):
         layer.weight_packed.copy_(layer.weight_packed.roll(1, 0))
         return model
 
-    with mock.patch.object(artifact_checks, "load_compressed", wrong):
+    with mock.patch.object(artifact, "load_compressed", wrong):
         assert outcome(saved, 57)[0] is Outcome.FAIL
         assert outcome(saved, 55)[0] is Outcome.FAIL
 
@@ -124,7 +124,7 @@ def test_groups_that_a_cut_goes_through_must_be_named(saved):
 ])  # fmt: skip
 def test_what_hangs_together_is_known_for_every_format(scheme, steps):
     given = WeightScheme(**{"type": "int", "symmetric": True, "group_size": None, "has_static_input": False, **scheme})
-    assert tuple(artifact_checks._step(given, axis) for axis in (0, 1)) == steps
+    assert tuple(artifact._step(given, axis) for axis in (0, 1)) == steps
 
 
 def test_a_tokenizer_that_was_saved_anew_is_caught(spoiled):
@@ -137,10 +137,10 @@ def test_a_tokenizer_that_was_saved_anew_is_caught(spoiled):
 
 def test_another_loss_on_another_device_is_caught():
     losses = torch.rand(2, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
-    assert "loss" in artifact_checks._same_loss(losses * 1.001, losses)
+    assert "loss" in artifact._same_loss(losses * 1.001, losses)
     for wrong in (losses * 1.01, losses * 0.99, losses * torch.nan):
         with pytest.raises(Broken):
-            artifact_checks._same_loss(wrong, losses)
+            artifact._same_loss(wrong, losses)
 
 
 def test_folders_that_are_no_checkpoints_are_failures(tmp_path):

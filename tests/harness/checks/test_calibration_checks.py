@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from harness import check
-from harness.checks.calibration_ours import OurCalibration
-from harness.verdict import Outcome
+from harness.checks.adapters.calibration import OurCalibration
+from harness.reporting.record import Outcome
 
 NVFP4 = {"scheme": "NVFP4A16", "targets": ["Linear"]}
 
@@ -198,7 +198,7 @@ def test_a_command_that_cannot_be_meant_is_told(command, said):
 
 
 def test_siblings_with_scales_of_their_own_are_caught():
-    with mock.patch("compressor.modifiers.scheme_modifier.shared_global_scales", return_value={}):
+    with mock.patch("compressor.modifiers.quantization.base.shared_global_scales", return_value={}):
         found, summary = outcome(OurCalibration(settings=NVFP4), 45)
     assert found is Outcome.FAIL
     assert "runtimes fuse them" in summary

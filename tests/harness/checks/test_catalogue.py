@@ -15,14 +15,13 @@ from hypothesis import given
 import harness
 from compressor.errors import UserInputError
 from compressor.numerics import QuantizationArgs
-from harness.checks.catalogue import Broken, Check, Look, NothingToCheckError, all_checks, find_checks
-from harness.checks.catalogue_command import listing
-from harness.checks.elsewhere import ELSEWHERE
+from harness.checks.catalogue.command import ELSEWHERE, listing
+from harness.checks.catalogue.registry import Broken, Check, Look, NothingToCheckError, all_checks, find_checks
 from harness.checks.strategies import weights
 from harness.lifecycle import verify as _lifecycle  # registers the checks of the lifecycle
-from harness.lifecycle.catalogue import CHECKS as LIFECYCLE
+from harness.lifecycle.checks.registry import CHECKS as LIFECYCLE
+from harness.reporting.record import Outcome
 from harness.tolerance import T3
-from harness.verdict import Outcome
 
 REPOSITORY = Path(harness.__file__).parents[1]
 INT4 = QuantizationArgs(num_bits=4, group_size=16)
@@ -110,7 +109,7 @@ def test_what_cannot_be_checked_is_refused_by_name() -> None:
 
 
 def test_unknown_tags_are_refused() -> None:
-    from harness.checks.adapters_ours import OurQuantizer
+    from harness.checks.adapters.ours import OurQuantizer
 
     subject = OurQuantizer(INT4)
     subject.tags = frozenset({"even"})
@@ -151,8 +150,8 @@ def test_weights_that_hurt_are_finite_unless_asked(weight: torch.Tensor) -> None
 
 
 def test_a_vacuous_limit_is_itself_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.checks import quantizer_scales
+    from harness.checks.suites import scales
 
-    monkeypatch.setattr(quantizer_scales, "_TIER", T3(max_relative_error=2.0))
+    monkeypatch.setattr(scales, "_TIER", T3(max_relative_error=2.0))
     record = harness.check(INT4, checks=["quantizer.scale_rule"], draws=False).records[0]
     assert record.outcome is Outcome.FAIL and "measures nothing" in record.summary

@@ -13,7 +13,7 @@ from harness.cli import main
 
 MODULE = '''
 import torch
-from harness.checks.nearest import int_grid
+from harness.checks.oracles import int_grid
 from harness.checks.protocols import Quantized
 
 

@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from harness.checks.layouts import LAYOUTS
-from harness.checks.nearest import at_tie, e2m1_grid, e4m3_grid, int_grid, nearest, spread, units
-from harness.checks.oracle_obs import damped, quadratic_loss, solve_dense
+from harness.checks.oracles import (
+    LAYOUTS,
+    at_tie,
+    damped,
+    e2m1_grid,
+    e4m3_grid,
+    int_grid,
+    nearest,
+    quadratic_loss,
+    solve_dense,
+    spread,
+    units,
+)
 
 
 def test_fp8_values_are_those_of_torch() -> None:

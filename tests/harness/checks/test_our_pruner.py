@@ -10,8 +10,8 @@ from compressor.algorithms.magnitude import Pattern, pruned_weights
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.numerics import QuantizationArgs, dequantize, weight_qparams
 from harness import check
-from harness.checks.sparsity_subject import Pruner
-from harness.verdict import Outcome
+from harness.checks.protocols import Pruner
+from harness.reporting.record import Outcome
 
 ASYMMETRIC = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
 

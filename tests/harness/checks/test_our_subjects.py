@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs as TheirArgs
 
 import harness
 from harness.checks.ours import LAYERS, OBSERVERS, PACKERS, QUANTIZERS, SOLVERS, SUBJECTS
-from harness.verdict import Outcome
+from harness.reporting.record import Outcome
 
 # Random inputs are drawn for one of each kind; the others differ in their formats only.
 DRAWN = ("int4-group16", "int8-asym-token-dynamic", "fp4-tensor_group16", "pack_int32-3bit-dim1", "pack_fp4")
@@ -48,7 +48,7 @@ def test_theirs_passes_but_for_what_is_listed(args: TheirArgs, reasons: dict[str
 
 def test_torchao_is_checked_where_it_is_installed() -> None:
     pytest.importorskip("torchao", reason="torchao is not installed")
-    from harness.checks.adapters_torchao import TorchaoQuantizer
+    from harness.checks.adapters.torchao import TorchaoQuantizer
 
     report = harness.check(TorchaoQuantizer(), draws=False)
     assert report.passed, str(report)

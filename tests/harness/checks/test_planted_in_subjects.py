@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 import harness
 from compressor.numerics import QuantizationArgs, QuantizationScheme
-from harness.checks.adapters_ours import OurQuantizer, OurSolver
-from harness.checks.adapters_ours_runtime import OurLayer, OurObserver, OurPacker
-from harness.checks.catalogue import find_checks
+from harness.checks.adapters.ours import OurLayer, OurObserver, OurPacker, OurQuantizer, OurSolver
+from harness.checks.catalogue.registry import find_checks
 from harness.checks.protocols import Quantized, Solved
 from harness.mutants.family import find_family
-from harness.verdict import Outcome
+from harness.reporting.record import Outcome
 
 INT4 = QuantizationArgs(num_bits=4, group_size=16)
 ASYM = QuantizationArgs(num_bits=4, group_size=16, symmetric=False)

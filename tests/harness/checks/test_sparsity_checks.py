@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from harness import check
-from harness.checks.sparsity_subject import Pruner
-from harness.verdict import Outcome
+from harness.checks.protocols import Pruner
+from harness.reporting.record import Outcome
 
 
 def fake_int8(weight):

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from harness import check
-from harness.checks.transforms_models import build, in_dtype, logits, token_ids, truly
-from harness.checks.transforms_subject import InPlaceTransform
+from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, token_ids, truly
+from harness.checks.protocols import InPlaceTransform
 from harness.mutants.family import find_family
 from harness.mutants.hunt import fate_of
-from harness.mutants.reference_transforms import AlwaysSmooth, FoldNorms, Rotate, Smooth
-from harness.mutants.transforms import (
+from harness.reporting.record import Outcome
+from tests.mutation.transforms import (
     CentredEmbeddings,
     DoesNothing,
     ForgetsTheOne,
@@ -27,7 +27,7 @@ from harness.mutants.transforms import (
     UntiesInMemoryOnly,
     WrongNormOfGemma,
 )
-from harness.verdict import Outcome
+from tests.mutation.wrong_transforms import AlwaysSmooth, FoldNorms, Rotate, Smooth
 
 
 @pytest.mark.parametrize("transform", [FoldNorms, Rotate, AlwaysSmooth])

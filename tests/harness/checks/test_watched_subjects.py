@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 import harness
 from compressor.numerics import QuantizationArgs, QuantizationScheme
-from harness.checks.adapters_ours import OurQuantizer, OurSolver
-from harness.checks.adapters_ours_runtime import OurLayer, OurObserver, OurPacker
-from harness.checks.protocols import Quantized, Solved
-from harness.checks.sparsity_subject import Pruner
-from harness.checks.transforms_subject import InPlaceTransform
+from harness.checks.adapters.ours import OurLayer, OurObserver, OurPacker, OurQuantizer, OurSolver
+from harness.checks.protocols import InPlaceTransform, Pruner, Quantized, Solved
 
 INT4 = QuantizationArgs(num_bits=4, group_size=16)
 SCHEME = QuantizationScheme(targets=["Linear"], weights=INT4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.mutants.golden_statements import Shelf
+from tests.mutation.golden_statements import Shelf
 
 CI_VARIABLES = ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITLAB_CI", "BUILDKITE", "JENKINS_URL", "TEAMCITY_VERSION", "TF_BUILD", "CIRCLECI")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from compressor.errors import GoldenError
-from harness.goldens import writer
-from harness.goldens.candidates import CandidateFolder, read_candidate
-from harness.goldens.writer import accept, remove
+from harness.goldens.store import writer
+from harness.goldens.store.candidates import CandidateFolder, read_candidate
+from harness.goldens.store.writer import accept, remove
 
 VALUE = torch.arange(64.0)
 

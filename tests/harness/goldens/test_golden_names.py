@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.errors import GoldenError
-from harness.goldens.names import MAX_PART, relative_path, stem_of
+from harness.goldens.store.paths import MAX_PART, relative_path, stem_of
 
 HARD = [
     "a-b", "a_b", "a/b", "a b", "a.b", "ab", "A-B", "A/b", "a/B", "a:b", "a\\b", "a%2fb", "a+b", "a~b", "a@b", "%61-b", "+a-b",

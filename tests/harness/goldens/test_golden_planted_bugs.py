@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from harness.mutants.family import find_family
-from harness.mutants.golden_statements import STATEMENTS, Shelf
 from harness.mutants.hunt import fate_of
+from tests.mutation.golden_statements import STATEMENTS, Shelf
 
 FAMILY = find_family("goldens")
 

@@ -14,8 +14,8 @@ import torch
 
 from compressor.errors import GoldenError
 from harness.goldens import golden as golden_module
-from harness.goldens.manifest import read_manifest
-from harness.goldens.platforms import Platform, current_platform, nearest
+from harness.goldens.store.manifest import read_manifest
+from harness.goldens.store.provenance import Platform, current_platform, nearest
 from harness.tolerance import T1, T3
 
 AVX512, AVX2 = Platform("cpu", "x86_64", "AVX512"), Platform("cpu", "x86_64", "AVX2")
@@ -145,9 +145,9 @@ def test_tensors_of_several_devices_need_a_word(shelf) -> None:
 _SCRIPT = """
 import sys, torch
 from pathlib import Path
-from harness.goldens.candidates import read_candidate
+from harness.goldens.store.candidates import read_candidate
 from harness.goldens.golden import Golden, GoldenMismatch, GoldenSettings
-from harness.goldens.writer import accept
+from harness.goldens.store.writer import accept
 from harness.tolerance import T1
 folder, update, declared = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 x = torch.arange(1.0, 4097.0)

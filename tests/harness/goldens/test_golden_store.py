@@ -14,10 +14,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from compressor.errors import GoldenError
-from harness.goldens.candidates import read_candidate
 from harness.goldens.golden import GoldenMismatch
-from harness.goldens.manifest import read_manifest
-from harness.goldens.store import GoldenStore
+from harness.goldens.store.candidates import read_candidate
+from harness.goldens.store.manifest import read_manifest
+from harness.goldens.store.store import GoldenStore
 from harness.tolerance import T0, T1, T2, T3
 from harness.tolerance.bits import from_bytes, to_bytes
 
@@ -235,7 +235,7 @@ def test_stored_inputs_are_made_once_and_then_read(shelf) -> None:
     assert not calls
     golden = shelf.golden("new")
     first = golden.inputs("in", make)
-    from harness.goldens.writer import accept
+    from harness.goldens.store.writer import accept
 
     accept(shelf.root, [read_candidate(Path(golden.outcomes[-1]["candidate"]))])
     for update in ("", "new", "failed", "all"):

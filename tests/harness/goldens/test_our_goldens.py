@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.goldens.cases import ALONE, Result
-from harness.goldens.cases_models import (
+from harness.goldens.store.listing import manifests_of, state_of_goldens
+from harness.goldens.store.store import GoldenStore
+from harness.tolerance import compare, vacuous_decoys
+from tests.reference_model.layer_cases import ALONE, Result
+from tests.reference_model.model_cases import (
     LOGIT_SCHEMES,
     SOLVER_INPUTS,
     SOLVER_SCHEMES,
@@ -20,9 +23,6 @@ from harness.goldens.cases_models import (
     solved_elsewhere,
     solver_inputs,
 )
-from harness.goldens.listing import manifests_of, state_of_goldens
-from harness.goldens.store import GoldenStore
-from harness.tolerance import compare, vacuous_decoys
 
 
 def _check(golden, name: str, result: Result, elsewhere=None) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compressor.errors import DatasetError
-from harness.goldens.reference_arrays import ArrayPlan, cut_arrays, main, own_texts
+from tests.reference_model.arrays import ArrayPlan, cut_arrays, main, own_texts
 
 _SMALL = ["--num-calibration", "4", "--num-heldout", "8", "--seq-len", "16"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness.goldens import reference_readme
-from harness.goldens.reference_readme import is_good_enough, main, render_readme
+from tests.reference_model import readme
+from tests.reference_model.readme import is_good_enough, main, render_readme
 
 _TRAINING: dict[str, Any] = {
     "plan": {"seed": 7, "num_steps": 6000, "batch_size": 16, "seq_len": 256},
@@ -67,7 +67,7 @@ def test_command_writes_both_files_and_its_exit_code_is_the_verdict(tmp_path: Pa
     (tmp_path / "training.json").write_text(json.dumps(_TRAINING))
     (tmp_path / "arrays.json").write_text(json.dumps(_ARRAYS))
     for quality, code in ((_GOOD, 0), (_quality((0.0, -0.1, 0.1), (0.0, -0.1, 0.1)), 1)):
-        monkeypatch.setattr(reference_readme, "measure_quality", lambda folder, work_dir, quality=quality: quality)
+        monkeypatch.setattr(readme, "measure_quality", lambda folder, work_dir, quality=quality: quality)
         assert main([str(tmp_path)]) == code
         assert json.loads((tmp_path / "quality.json").read_text()) == quality
         assert (tmp_path / "README.md").read_text() == render_readme(_TRAINING, _ARRAYS, quality)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from harness.goldens.reference_model import TrainingPlan, batch_of, capturable, held_out_loss, reference_config, reference_trainer, train
+from tests.reference_model.train import TrainingPlan, batch_of, capturable, held_out_loss, reference_config, reference_trainer, train
 
 # Groups of two heads need 4 heads; all else may be small.
 SMALL = TrainingPlan(

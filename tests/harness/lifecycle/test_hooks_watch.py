@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from compressor.errors import LifecycleError, ModelError
 from compressor.lifecycle import Event, Modifier, State
-from harness.lifecycle.catalogue import CHECKS
-from harness.lifecycle.probes import TinyModel, masked_batch, tiny_batches
+from harness.lifecycle.checks.registry import CHECKS
+from harness.lifecycle.driving.probes import TinyModel, masked_batch, tiny_batches
 from harness.lifecycle.report import VerifyReport
 from harness.lifecycle.verify import verify
-from harness.verdict import Outcome
+from harness.reporting.record import Outcome
 
 INPUTS = [*tiny_batches(1), masked_batch()]
 Hook = Callable[..., Any]

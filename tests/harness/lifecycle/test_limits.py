@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from harness.lifecycle.limits import Stopwatch, TimeLimitError, run_limited
+from harness.lifecycle.driving.time_limit import Stopwatch, TimeLimitError, run_limited
 
 
 def test_answers_and_errors_come_through() -> None:

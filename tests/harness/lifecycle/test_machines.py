@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compressor.lifecycle import Session
-from harness.lifecycle.stages import drive_modifier, drive_session, probe_stage
+from harness.lifecycle.machines.machine_subjects import drive_modifier, drive_session, probe_stage
 from harness.profiles import PROFILES, active_profile
 
 

@@ -20,9 +20,9 @@ from compressor.errors import UserInputError
 from compressor.nn import QuantizedLayer, QuantizedLinear, quantized, set_matmul
 from compressor.numerics import PRESETS, QuantizationArgs, QuantizationScheme, make_observer, preset_scheme, weight_qparams
 from harness import verify_module
-from harness.lifecycle.module_contract import CHECKS
-from harness.lifecycle.snapshot import Snapshot
-from harness.verdict import Outcome
+from harness.lifecycle.driving.snapshot import Snapshot
+from harness.modules.contract import CHECKS
+from harness.reporting.record import Outcome
 
 FEATURES = 4
 

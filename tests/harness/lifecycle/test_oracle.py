@@ -8,9 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from harness.lifecycle.oracle import CallFailed, ModifierModel, Refused, Script, exact, upcoming
-from harness.lifecycle.oracle_session import SessionModel
-from harness.lifecycle.terms import EVENTS, MOMENTS, Deed, EventSeen, Flags, Settings
+from harness.lifecycle.oracle import (
+    EVENTS,
+    MOMENTS,
+    CallFailed,
+    Deed,
+    EventSeen,
+    Flags,
+    ModifierModel,
+    Refused,
+    Script,
+    SessionModel,
+    Settings,
+    exact,
+    upcoming,
+)
 
 
 def play(script: Script, deeds: dict[tuple[int, str], Deed] | None = None) -> list[str]:

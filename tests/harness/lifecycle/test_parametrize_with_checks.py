@@ -9,8 +9,8 @@ import pytest
 
 from compressor.errors import UserInputError
 from harness import parametrize_with_checks
-from harness.lifecycle.catalogue import CHECKS
-from harness.lifecycle.probes import CalibratingWorker, TinyModel, TrainingWorker, tiny_batches
+from harness.lifecycle.checks.registry import CHECKS
+from harness.lifecycle.driving.probes import CalibratingWorker, TinyModel, TrainingWorker, tiny_batches
 
 _INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
 _LOAD = () if _INSTALLED else ("-p", "harness.plugin")

@@ -19,12 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from compressor.errors import HarnessError
 from compressor.lifecycle import Event, EventType, Flags, Modifier, Session, State
-from harness.lifecycle.adapters import OWN, PROBE, open_llm_compressor_run
-from harness.lifecycle.counterexamples import main, search
-from harness.lifecycle.driver import CompressorRun, apply_settings
-from harness.lifecycle.probes import Chain, Probe
-from harness.lifecycle.terms import Settings
-from harness.lifecycle.trial import DISABLE, ENABLE, LEAVE, CounterExample, OpenRun
+from harness.lifecycle.counterexamples.__main__ import main, search
+from harness.lifecycle.counterexamples.llmcompressor import OWN, PROBE, open_llm_compressor_run
+from harness.lifecycle.counterexamples.program import DISABLE, ENABLE, LEAVE, CounterExample, OpenRun
+from harness.lifecycle.driving.driver import CompressorRun, apply_settings
+from harness.lifecycle.driving.probes import Chain, Probe
+from harness.lifecycle.oracle import Settings
 
 
 def opener(session_class: type[Session] = Session, modifier_class: type[Modifier] = Probe) -> OpenRun:
@@ -183,7 +183,7 @@ def run_in_peer(peer_python: Path, repo_root: Path) -> Callable[..., subprocess.
 
 @pytest.fixture(scope="module")
 def peer_examples(run_in_peer: Callable[..., subprocess.CompletedProcess[str]]) -> list[Example]:
-    run = run_in_peer("-m", "harness.lifecycle.counterexamples", "--json")
+    run = run_in_peer("-m", "harness.lifecycle.counterexamples.__main__", "--json")
     assert run.returncode == 1, run.stderr
     examples: list[Example] = json.loads(run.stdout)["counter_examples"]
     return examples
@@ -196,8 +196,8 @@ def test_what_is_known_of_llm_compressor_is_found_and_shrunk(finding: str, peer_
 
 
 RANDOM = """
-from harness.lifecycle.adapters import llm_compressor_stage
-from harness.lifecycle.stages import drive_session
+from harness.lifecycle.counterexamples.llmcompressor import llm_compressor_stage
+from harness.lifecycle.machines.machine_subjects import drive_session
 from harness.profiles import PROFILES
 drive_session(llm_compressor_stage({clauses!r}), PROFILES["pr"])
 """

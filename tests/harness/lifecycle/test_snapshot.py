@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.lifecycle.probes import TinyModel
-from harness.lifecycle.snapshot import Snapshot, freeze, num_hooks
+from harness.lifecycle.driving.probes import TinyModel
+from harness.lifecycle.driving.snapshot import Snapshot, freeze, num_hooks
 
 
 def _set_grad(model: TinyModel) -> None:

@@ -19,16 +19,16 @@ import harness
 from compressor.errors import UserInputError
 from compressor.lifecycle import Event, Modifier, Session, State
 from compressor.modifiers.gptq import GPTQModifier
-from compressor.modifiers.quantization import QuantizationModifier
-from harness.lifecycle.catalogue import CHECKS
-from harness.lifecycle.judge import Violation
-from harness.lifecycle.probes import CalibratingWorker, TinyModel, TrainingWorker, tiny_batches
+from compressor.modifiers.quantization.modifier import QuantizationModifier
+from harness.lifecycle.checks.registry import CHECKS
+from harness.lifecycle.driving.compare import Violation
+from harness.lifecycle.driving.probes import CalibratingWorker, TinyModel, TrainingWorker, tiny_batches
+from harness.lifecycle.machines.machine_subjects import GUEST_SHARE, drive_session, guest_stage
 from harness.lifecycle.report import VerifyReport
-from harness.lifecycle.stages import GUEST_SHARE, drive_session, guest_stage
 from harness.lifecycle.subject import Subject
 from harness.lifecycle.verify import verify
 from harness.profiles import PROFILES
-from harness.verdict import Outcome, Verdict
+from harness.reporting.record import Outcome, Verdict
 
 FAST = [name for name in CHECKS if name not in ("lifecycle.state_machine", "lifecycle.rolls_back")]
 

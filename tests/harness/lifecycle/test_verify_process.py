@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from compressor.lifecycle import Event, Modifier, State
-from harness.lifecycle.probes import TinyModel, tiny_batches
+from harness.lifecycle.driving.probes import TinyModel, tiny_batches
+from harness.lifecycle.driving.snapshot import Snapshot
 from harness.lifecycle.process_state import process_kept
-from harness.lifecycle.snapshot import Snapshot
 from harness.lifecycle.verify import verify
 
 SEEN: dict[str, float] = {}

@@ -6,10 +6,10 @@ import pytest
 
 from compressor.lifecycle import Modifier
 from compressor.modifiers.magnitude import ConstantPruningModifier, MagnitudePruningModifier
-from compressor.modifiers.quantization import QuantizationModifier
+from compressor.modifiers.quantization.modifier import QuantizationModifier
 from harness import verify
-from harness.lifecycle.probes import TinyModel, tiny_batches
-from harness.verdict import Outcome
+from harness.lifecycle.driving.probes import TinyModel, tiny_batches
+from harness.reporting.record import Outcome
 
 INT4 = {"group": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 8}}}
 INT8 = {"group": {"targets": ["Linear"], "weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}}

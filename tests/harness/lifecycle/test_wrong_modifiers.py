@@ -16,9 +16,9 @@ from torch.nn.modules import module as torch_module
 
 from compressor.lifecycle import Event, Modifier, Session, State
 from compressor.lifecycle.interface import Flags
-from harness.lifecycle.probes import CalibratingWorker, TinyModel, tiny_batches
+from harness.lifecycle.driving.probes import CalibratingWorker, TinyModel, tiny_batches
 from harness.lifecycle.verify import verify
-from harness.verdict import Outcome, Verdict
+from harness.reporting.record import Outcome, Verdict
 
 
 class Willing(Modifier):

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-import harness.lifecycle.driver
+import harness.lifecycle.driving.driver
 from compressor.errors import HarnessError
 from compressor.lifecycle import Modifier, Session
-from harness.lifecycle.catalogue import CHECKS
+from harness.lifecycle.checks.registry import CHECKS
 from harness.mutants.hunt import fate_of
-from harness.mutants.lifecycle import FAMILY, MACHINES, killers
 from harness.mutants.patches import Edit, Mutant
+from tests.mutation.lifecycle.family import FAMILY, MACHINES, killers
 
 MUTANTS = FAMILY.mutants
 # Bugs that no check sees: the machines are what they are for. `harness mutants lifecycle` shows that they are more.
@@ -56,11 +56,11 @@ def test_there_are_enough_of_every_kind() -> None:
 
 
 def test_planting_leaves_nothing_behind() -> None:
-    before = [dict(vars(owner)) for owner in (Modifier, Session, harness.lifecycle.driver)]
+    before = [dict(vars(owner)) for owner in (Modifier, Session, harness.lifecycle.driving.driver)]
     for mutant in MUTANTS.values():
         with mutant.planted():
             pass
-    assert [dict(vars(owner)) for owner in (Modifier, Session, harness.lifecycle.driver)] == before
+    assert [dict(vars(owner)) for owner in (Modifier, Session, harness.lifecycle.driving.driver)] == before
 
 
 def test_a_bug_that_no_longer_fits_the_code_is_an_error() -> None:

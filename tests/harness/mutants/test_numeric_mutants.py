@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from compressor.numerics import formats, packing
-from harness.checks.catalogue import all_checks, find_checks
+from harness.checks.catalogue.registry import all_checks, find_checks
+from harness.mutants.code_swap import bug
 from harness.mutants.family import FAMILIES, find_family
 from harness.mutants.hunt import fate_of
-from harness.mutants.in_place import bug
 from harness.mutants.patches import Edit
 
 NUMERIC = ("quantizers", "packers", "observers", "layers", "solvers")

@@ -11,13 +11,13 @@ from types import ModuleType
 import onnx
 import pytest
 
-from harness.onnx_graph import small_zoo
+from harness.onnx_graph.roundtrip import pass_list_check
 
 
 @pytest.fixture
 def attention_graph() -> onnx.ModelProto:
     """Four [32, 32] projections, three of which fuse."""
-    return small_zoo.attention_graph()
+    return pass_list_check.attention_graph()
 
 
 @pytest.fixture(scope="session")

@@ -13,15 +13,15 @@ from onnx import numpy_helper
 
 from compressor.errors import UserInputError
 from harness.cli import main
-from harness.onnx_graph import upgrade_alarm
-from harness.onnx_graph.block_picture import picture_of, to_dot, to_svg
-from harness.onnx_graph.census import census
-from harness.onnx_graph.fusing_cost import fusing_cost, summary
-from harness.onnx_graph.graph import GraphView, load_graph
-from harness.onnx_graph.optimizers import optimize
-from harness.onnx_graph.passes import PassList, effective_passes
-from harness.onnx_graph.role_contracts import SeparateQKV
-from harness.onnx_graph.small_zoo import FORMS, attention_graph, small_zoo
+from harness.onnx_graph.census.block_picture import picture_of, to_dot, to_svg
+from harness.onnx_graph.census.census import census
+from harness.onnx_graph.contracts.roles import SeparateQKV
+from harness.onnx_graph.graph.view import GraphView, load_graph
+from harness.onnx_graph.roundtrip import pass_list_check
+from harness.onnx_graph.roundtrip.fusing_cost import fusing_cost, summary
+from harness.onnx_graph.roundtrip.optimizers import optimize
+from harness.onnx_graph.roundtrip.pass_list_check import FORMS, attention_graph, small_zoo
+from harness.onnx_graph.skips.passes import PassList, effective_passes
 
 pytest.importorskip("onnxsim")
 SKIPS = ("fuse_qkv", "fuse_attention")
@@ -54,17 +54,17 @@ def test_what_is_new_gone_or_reordered_is_named(monkeypatch: pytest.MonkeyPatch)
     now = effective_passes("onnxsim")
     older = [*(name for name in now.effective if name != "fuse_attention"), "fuse_old"]
     records = {"onnxsim": {"0.7.0": {"effective": older, "sha256": "0"}, "0.10.0": {"effective": list(now.effective[::-1]), "sha256": "1"}}}
-    newest = upgrade_alarm.check_passes(records, "onnxsim", SeparateQKV(), SKIPS)
+    newest = pass_list_check.check_passes(records, "onnxsim", SeparateQKV(), SKIPS)
     assert newest.compared_with == "0.10.0" and newest.reordered and not newest.breaks
     del records["onnxsim"]["0.10.0"]
-    alarm = upgrade_alarm.check_passes(records, "onnxsim", SeparateQKV(), SKIPS)
+    alarm = pass_list_check.check_passes(records, "onnxsim", SeparateQKV(), SKIPS)
     assert (alarm.state, alarm.added, alarm.removed) == ("new release", ("fuse_attention",), ("fuse_old",))
     assert "new: fuse_attention" in alarm.text() and "gone: fuse_old" in alarm.text()
     changed = {"onnxsim": {now.version: {"effective": older, "sha256": "0"}}}
-    assert upgrade_alarm.check_passes(changed, "onnxsim", SeparateQKV(), SKIPS).state == "changed"
-    monkeypatch.setattr(upgrade_alarm, "effective_passes", lambda backend: PassList("onnxsim", "9.9", now.effective, ()))
+    assert pass_list_check.check_passes(changed, "onnxsim", SeparateQKV(), SKIPS).state == "changed"
+    monkeypatch.setattr(pass_list_check, "effective_passes", lambda backend: PassList("onnxsim", "9.9", now.effective, ()))
     known = {"onnxsim": {"9.9": {"effective": list(now.effective), "sha256": now.sha256}}}
-    assert upgrade_alarm.check_passes(known, "onnxsim", SeparateQKV(), SKIPS).state == "known"
+    assert pass_list_check.check_passes(known, "onnxsim", SeparateQKV(), SKIPS).state == "known"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"onnxsim": {"1": {"effective": 3}}}'])
@@ -72,7 +72,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "passes.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserInputError, match=r"passes\.json: this is no record of passes"):
-        upgrade_alarm.read_records(path)
+        pass_list_check.read_records(path)
 
 
 @pytest.mark.parametrize("name", FORMS)

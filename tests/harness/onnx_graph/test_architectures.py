@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from harness import RoleWeights, SameBlockCount, SeparateQKV
-from harness.onnx_graph.census import census
-from harness.onnx_graph.explain import explain
-from harness.onnx_graph.export import Exported, example_batch, export
-from harness.onnx_graph.fusing_cost import fusing_cost, summary
-from harness.onnx_graph.optimizers import OPTIMIZERS, optimize
+from harness.onnx_graph.census.census import census
+from harness.onnx_graph.roundtrip.explain import explain
+from harness.onnx_graph.roundtrip.export import Exported, example_batch, export
+from harness.onnx_graph.roundtrip.fusing_cost import fusing_cost, summary
+from harness.onnx_graph.roundtrip.optimizers import OPTIMIZERS, optimize
 
 pytest.importorskip("onnxsim")
 

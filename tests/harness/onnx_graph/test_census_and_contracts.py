@@ -13,14 +13,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from compressor.errors import ContractViolation, UserInputError
-from harness.onnx_graph.baseline import take_baseline
-from harness.onnx_graph.census import census
-from harness.onnx_graph.contract_names import CONTRACTS, contract_from_names
-from harness.onnx_graph.contracts import AllOf, Holding
-from harness.onnx_graph.node_contracts import AllowedDomains, NumericEqual
-from harness.onnx_graph.optimizers import OPTIMIZERS, optimize
-from harness.onnx_graph.projections import fingerprint
-from harness.onnx_graph.role_contracts import ProjectionOp, QDQPreserved, RoleWeights, SameBlockCount, SeparateQKV
+from harness.onnx_graph.census.baseline import take_baseline
+from harness.onnx_graph.census.census import census
+from harness.onnx_graph.census.projections import fingerprint
+from harness.onnx_graph.contracts.base import AllOf, Holding
+from harness.onnx_graph.contracts.nodes import AllowedDomains, NumericEqual
+from harness.onnx_graph.contracts.registry import CONTRACTS, contract_from_names
+from harness.onnx_graph.contracts.roles import ProjectionOp, QDQPreserved, RoleWeights, SameBlockCount, SeparateQKV
+from harness.onnx_graph.roundtrip.optimizers import OPTIMIZERS, optimize
 
 ALL = SeparateQKV() & SameBlockCount() & RoleWeights() & AllowedDomains() & ProjectionOp() & NumericEqual()
 Mutation = Callable[[onnx.ModelProto], None]
@@ -317,7 +317,7 @@ def test_every_optimizer_runs_and_leaves_the_given_model_alone(attention_graph: 
 
 
 def test_an_optimizer_that_crashes_or_does_not_exist_is_named(attention_graph: onnx.ModelProto, third_party: ModuleType) -> None:
-    from harness.onnx_graph.optimizers import OptimizerFailure
+    from harness.onnx_graph.roundtrip.optimizers import OptimizerFailure
 
     broken = onnx.ModelProto()
     broken.CopyFrom(attention_graph)

@@ -11,9 +11,9 @@ from onnx import helper
 
 from compressor.errors import UserInputError
 from harness.cli import main
-from harness.onnx_graph.explain import explain
-from harness.onnx_graph.optimizers import optimize
-from harness.onnx_graph.role_contracts import SeparateQKV
+from harness.onnx_graph.contracts.roles import SeparateQKV
+from harness.onnx_graph.roundtrip.explain import explain
+from harness.onnx_graph.roundtrip.optimizers import optimize
 
 pytest.importorskip("onnxsim")
 
@@ -40,8 +40,8 @@ def test_other_backends_have_their_own_answer(attention_graph: onnx.ModelProto) 
 
 
 def test_the_search_finds_a_guilty_pass_that_no_name_gives_away(attention_graph: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.onnx_graph import explain as module
-    from harness.onnx_graph.optimizers import Optimized
+    from harness.onnx_graph.roundtrip import explain as module
+    from harness.onnx_graph.roundtrip.optimizers import Optimized
 
     passes = [f"pass_{number}" for number in range(40)]
 

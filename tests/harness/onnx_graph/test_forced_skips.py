@@ -13,8 +13,8 @@ import onnx
 import pytest
 
 from compressor.errors import ContractViolation, HarnessError, UserInputError
-from harness.onnx_graph.forced_skips import forced_skips
-from harness.onnx_graph.passes import effective_passes, installed_backends
+from harness.onnx_graph.skips.context import forced_skips
+from harness.onnx_graph.skips.passes import effective_passes, installed_backends
 
 pytest.importorskip("onnxsim")
 

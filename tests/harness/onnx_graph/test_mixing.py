@@ -7,9 +7,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
-from harness.onnx_graph.census import census
-from harness.onnx_graph.contract_names import contract_from_names
-from harness.onnx_graph.contracts import Holding
+from harness.onnx_graph.census.census import census
+from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.contracts.registry import contract_from_names
 
 ROLES = contract_from_names("separate-qkv,same-block-count,role-weights")
 LENGTH, WIDTH = 4, 8

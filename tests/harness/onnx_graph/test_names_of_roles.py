@@ -11,11 +11,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from compressor.errors import UserInputError
-from harness.onnx_graph.block_picture import picture_of
-from harness.onnx_graph.census import Census, census
-from harness.onnx_graph.contract_names import contract_from_names
-from harness.onnx_graph.contracts import Holding
-from harness.onnx_graph.graph import GraphView, load_graph
+from harness.onnx_graph.census.block_picture import picture_of
+from harness.onnx_graph.census.census import Census, census
+from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.contracts.registry import contract_from_names
+from harness.onnx_graph.graph.view import GraphView, load_graph
 
 WIDTH, LENGTH = 8, 5
 ROLES = contract_from_names("separate-qkv,same-block-count,role-weights")

@@ -14,19 +14,19 @@ import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from compressor import atomic
 from compressor.errors import CheckpointError, UserInputError
-from compressor.model import atomic_file
 from harness.cli import main
-from harness.onnx_graph import limits, unread
-from harness.onnx_graph.census import census
-from harness.onnx_graph.command import ACTIONS
-from harness.onnx_graph.export import ExportFailure, export
-from harness.onnx_graph.forced_skips import forced_skips
-from harness.onnx_graph.node_contracts import NumericEqual
-from harness.onnx_graph.output_row import output_row
-from harness.onnx_graph.role_contracts import SeparateQKV
-from harness.onnx_graph.roundtrip import onnx_roundtrip
-from harness.onnx_graph.running import POLICIES, example_inputs, run_graph
+from harness.onnx_graph.census import streams
+from harness.onnx_graph.census.census import census
+from harness.onnx_graph.commands.main import ACTIONS
+from harness.onnx_graph.contracts.nodes import NumericEqual
+from harness.onnx_graph.contracts.roles import SeparateQKV
+from harness.onnx_graph.graph.run_session import POLICIES, example_inputs, output_row, run_graph
+from harness.onnx_graph.roundtrip.export import ExportFailure, export
+from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
+from harness.onnx_graph.skips import supervision
+from harness.onnx_graph.skips.context import forced_skips
 from harness.spelling import did_you_mean, plain_text
 
 BAD = {
@@ -301,7 +301,7 @@ def test_a_record_of_calls_that_cannot_be_written_does_not_deny_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "calls.json"
-    monkeypatch.setattr(atomic_file, "whole_file", _full)
+    monkeypatch.setattr(atomic, "whole_file", _full)
     assert main(["onnx", "run", "--skip", "fuse_qkv", "--json", str(target), "--", "true"]) == 2
     said = capsys.readouterr().err
     assert f"{target}: cannot be written" in said and "nothing was run" not in said
@@ -351,7 +351,7 @@ def test_a_word_with_nothing_near_is_left_alone() -> None:
 
 
 SAID = {
-    "NOT_SEEN": (["census", "check", "roundtrip", "explain", "passes"], [unread.__doc__, census.__doc__]),
+    "NOT_SEEN": (["census", "check", "roundtrip", "explain", "passes"], [streams.__doc__, census.__doc__]),
     "EVIDENCE": (["check", "roundtrip", "explain", "passes"], [NumericEqual.__doc__]),
     "OUT_OF_REACH": (["run"], [sys.modules[forced_skips.__module__].__doc__, forced_skips.__doc__]),
 }
@@ -365,7 +365,7 @@ def test_what_is_not_promised_is_said_in_the_same_words_everywhere(name: str, ca
         with pytest.raises(SystemExit):
             main(["onnx", action, "--help"])
     printed = capsys.readouterr().out.split("usage: ")[1:]
-    words = "".join(getattr(limits, name).split())
+    words = "".join(getattr(supervision, name).split())
     missing = [text for text in (readme, *texts, *printed) if words not in "".join((text or "").split())]
     assert len(printed) == len(actions) and not missing, missing
 

@@ -14,12 +14,11 @@ from torch import nn
 from compressor.errors import ContractViolation, ModelError, OutputError, UserInputError
 from harness import RoleWeights, SameBlockCount, SeparateQKV, onnx_roundtrip
 from harness.cli import main
-from harness.onnx_graph.census import census
-from harness.onnx_graph.contracts import Holding
-from harness.onnx_graph.export import ExportFailure, export
-from harness.onnx_graph.export_command import parse_dynamic
-from harness.onnx_graph.running import example_inputs
-from harness.onnx_graph.writing import write_graph
+from harness.onnx_graph.census.census import census
+from harness.onnx_graph.commands.export import parse_dynamic
+from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.graph.run_session import example_inputs
+from harness.onnx_graph.roundtrip.export import ExportFailure, export, write_graph
 
 pytest.importorskip("onnxsim")
 WIDTH = 768

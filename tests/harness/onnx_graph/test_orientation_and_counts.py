@@ -11,15 +11,15 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from harness.onnx_graph.baseline import packed_in, take_baseline
-from harness.onnx_graph.census import census
-from harness.onnx_graph.constants import Constants
-from harness.onnx_graph.contracts import Holding
-from harness.onnx_graph.export import EXPORTERS, export
-from harness.onnx_graph.graph import GraphView, load_graph
-from harness.onnx_graph.optimizers import optimize
-from harness.onnx_graph.projections import find_projection
-from harness.onnx_graph.role_contracts import RoleWeights, SameBlockCount, SeparateQKV
+from harness.onnx_graph.census.baseline import packed_in, take_baseline
+from harness.onnx_graph.census.census import census
+from harness.onnx_graph.census.projections import find_projection
+from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.contracts.roles import RoleWeights, SameBlockCount, SeparateQKV
+from harness.onnx_graph.graph.constants import Constants
+from harness.onnx_graph.graph.view import GraphView, load_graph
+from harness.onnx_graph.roundtrip.export import EXPORTERS, export
+from harness.onnx_graph.roundtrip.optimizers import optimize
 
 WEIGHT = np.arange(12, dtype=np.float32).reshape(3, 4)
 

@@ -11,7 +11,7 @@ import pytest
 
 from compressor.errors import HarnessError
 from harness.cli import main
-from harness.onnx_graph import supervision
+from harness.onnx_graph.skips import supervision
 
 pytest.importorskip("onnxsim")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="programs are watched through ptrace")

@@ -17,13 +17,12 @@ from compressor.errors import HarnessError, UserInputError
 from compressor.nn import QuantizedLinear
 from harness import QDQPreserved, SeparateQKV
 from harness.cli import main
-from harness.onnx_graph import quant_export
-from harness.onnx_graph.census import census
-from harness.onnx_graph.export import example_batch
-from harness.onnx_graph.quant_export import export_quantized, load_quantized_for_export
-from harness.onnx_graph.roundtrip import onnx_roundtrip
-from harness.onnx_graph.running import POLICIES, run_graph
-from harness.onnx_graph.similarity import sqnr_db
+from harness.onnx_graph.census.census import census
+from harness.onnx_graph.graph.run_session import POLICIES, run_graph, sqnr_db
+from harness.onnx_graph.roundtrip import export_quantized as quant_export
+from harness.onnx_graph.roundtrip.export import example_batch
+from harness.onnx_graph.roundtrip.export_quantized import export_quantized, load_quantized_for_export
+from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
 
 INT4 = {"num_bits": 4, "group_size": 32}
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}

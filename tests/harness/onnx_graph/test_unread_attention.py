@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.onnx_graph.baseline import take_baseline
-from harness.onnx_graph.census import census
-from harness.onnx_graph.contract_names import contract_from_names
-from harness.onnx_graph.contracts import Holding
-from harness.onnx_graph.optimizers import optimize
+from harness.onnx_graph.census.baseline import take_baseline
+from harness.onnx_graph.census.census import census
+from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.contracts.registry import contract_from_names
+from harness.onnx_graph.roundtrip.optimizers import optimize
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # both exporters warn of themselves
 WIDTH, LENGTH, HEADS = 32, 5, 4

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-# pytester forgets what an inner run has imported, and neither torch nor safetensors can be loaded twice into one process.
 import harness.goldens.golden
-import harness.goldens.writer  # noqa: F401
+import harness.goldens.store.writer  # noqa: F401
+
+# pytester forgets what an inner run has imported, and neither torch nor safetensors can be loaded twice into one process.
+
 
 CI_VARIABLES = ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITLAB_CI", "BUILDKITE", "JENKINS_URL", "TEAMCITY_VERSION", "TF_BUILD", "CIRCLECI")
 _INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))

@@ -177,7 +177,7 @@ def test_a_corrupt_golden_and_a_conflict_are_errors_of_the_test(filled) -> None:
 
 
 def test_a_store_that_cannot_be_written_fails_the_session(project, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.goldens import writer
+    from harness.goldens.store import writer
 
     def refuse(path, data):
         raise PermissionError(13, "Permission denied", str(path))

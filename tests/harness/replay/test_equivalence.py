@@ -14,10 +14,10 @@ from torch.nn.functional import cross_entropy
 from compressor.errors import ContractViolation, HostReadError, UserInputError
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, sgd
 from harness.replay import Subject, assert_equivalent, compare_modes
-from harness.replay.difference import spell_distance
-from harness.replay.hazard_parts import Net, classify, net, vectors
-from harness.replay.state import differing_names, state_of
-from harness.verdict import Outcome, Verdict
+from harness.replay.equivalence.first_difference import spell_distance
+from harness.replay.equivalence.training_state import differing_names, state_of
+from harness.replay.hazards.building_blocks import Net, classify, net, vectors
+from harness.reporting.record import Outcome, Verdict
 
 
 def _step(middle=None, **settings):
@@ -130,7 +130,7 @@ def test_a_comparison_of_nothing_is_no_pass(factory, batches, steps, reason):
 
 
 def test_a_trainer_that_only_says_that_it_replays_is_seen(monkeypatch):
-    monkeypatch.setattr("compressor.training.plan.Plan.__call__", lambda plan, batch: plan.step(batch).clone())
+    monkeypatch.setattr("compressor.training.replay.plan.Plan.__call__", lambda plan, batch: plan.step(batch).clone())
     found = compare_modes(_step, vectors, ("replay",), steps=9)
     assert found.runs["replay"].actions[-1] == "replay" and found.runs["replay"].num_replays == 0
     assert found.verdict is Verdict.INCONCLUSIVE
@@ -138,7 +138,7 @@ def test_a_trainer_that_only_says_that_it_replays_is_seen(monkeypatch):
 
 def _last_bit(monkeypatch, name):
     """From step 6 on, a replay flips the last bit of one tensor."""
-    from compressor.training.plan import Plan
+    from compressor.training.replay.plan import Plan
 
     true_call = Plan.__call__
 
@@ -178,7 +178,7 @@ def test_one_bit_of_any_part_of_the_state_is_seen_and_named(monkeypatch, name):
 
 
 def test_generators_are_part_of_the_state(monkeypatch):
-    from compressor.training.plan import Plan
+    from compressor.training.replay.plan import Plan
 
     true_call = Plan.__call__
     for draw, name in ((lambda: torch.rand(1), "rng:torch"), (random.random, "rng:random"), (np.random.rand, "rng:numpy")):
@@ -188,7 +188,7 @@ def test_generators_are_part_of_the_state(monkeypatch):
 
 
 def test_a_wrong_operator_that_the_proof_let_through_is_located(monkeypatch):
-    from compressor.training.plan import Plan
+    from compressor.training.replay.plan import Plan
 
     true_init = Plan.__init__
 

@@ -11,8 +11,8 @@ import torch
 from compressor.errors import CompressorError, HostReadError, ReplayError, UserInputError
 from harness.cli import main
 from harness.profiles import active_profile
-from harness.replay.hazard_parts import stage
-from harness.replay.hazards import THEMES, Fate, Hazard, all_hazards, chosen_hazards, run_hazard
+from harness.replay.hazards.building_blocks import stage
+from harness.replay.hazards.registry import THEMES, Fate, Hazard, all_hazards, chosen_hazards, run_hazard
 
 HAZARDS = all_hazards()
 
@@ -54,7 +54,7 @@ def _judged(**changes):
 
 
 def _wrong_from_replay_on(monkeypatch):
-    from compressor.training.plan import Plan
+    from compressor.training.replay.plan import Plan
 
     true_call = Plan.__call__
     monkeypatch.setattr(Plan, "__call__", lambda plan, batch: true_call(plan, batch).mul_(1.0001))
@@ -81,13 +81,13 @@ def test_another_error_and_another_message_are_red():
 
 
 def test_an_error_without_a_name_is_red(monkeypatch):
-    monkeypatch.setattr("compressor.training.plan.Plan.__call__", lambda plan, batch: plan.no_such_thing)
+    monkeypatch.setattr("compressor.training.replay.plan.Plan.__call__", lambda plan, batch: plan.no_such_thing)
     result = _judged()
     assert result.fate is Fate.UNNAMED and "AttributeError" in result.detail
 
 
 def test_a_refusal_that_leaves_a_changed_state_is_red(monkeypatch):
-    monkeypatch.setattr("compressor.training.snapshot.Snapshot.put_back", lambda *given: None)
+    monkeypatch.setattr("compressor.training.step.snapshot.Snapshot.put_back", lambda *given: None)
     result = _judged(stage=stage(lambda module, h: h * torch.tensor([h.sum().item()]), before=None), expected=HostReadError)
     assert result.fate in (Fate.LEFT, Fate.REFUSED)  # the forward pass has moved nothing yet
     late = stage(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
@@ -100,9 +100,9 @@ def test_a_hazard_that_never_comes_to_a_replay_is_red():
 
 
 GUARDS = {
-    "addresses": ("compressor.training.plan:_addresses", "parameter_replaced", Fate.SILENT),
-    "facts": ("compressor.training.plan:difference", "weight_decay", Fate.SILENT),
-    "identities": ("compressor.training.identities:Identities.unchanged", "eval_of_a_part", Fate.SILENT),
+    "addresses": ("compressor.training.replay.plan:_addresses", "parameter_replaced", Fate.SILENT),
+    "facts": ("compressor.training.replay.plan:difference", "weight_decay", Fate.SILENT),
+    "identities": ("compressor.training.guards.host_facts:Identities.unchanged", "eval_of_a_part", Fate.SILENT),
 }
 
 
@@ -139,7 +139,7 @@ def test_the_command_prints_one_table_and_its_exit_code_is_the_verdict(capsys, m
 
 
 def test_the_list_runs_nothing(capsys, monkeypatch):
-    monkeypatch.setattr("harness.replay.hazards.run_hazard", None)
+    monkeypatch.setattr("harness.replay.hazards.registry.run_hazard", None)
     assert main(["replay", "hazards", "--list", "--only", "randomness"]) == 0
     assert "checkpointed_dropout" in capsys.readouterr().out
     assert main(["replay", "hazards", "--list", "--json"]) == 0

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from compressor.errors import HarnessError, UserInputError
-from compressor.training import Plan, locate
-from harness.bench.replay_cases import lstm, mlp, small_llama
-from harness.replay import kernel_timing, kernels
-from harness.replay.kernel_exchange import swapped
-from harness.replay.kernel_match import find_ops
-from harness.replay.kernel_sources import plan_on_tape
-from harness.replay.kernel_timing import KernelTiming
-from harness.replay.kernels import Swap, compare_kernel, compare_kernels
-from harness.replay.state import state_of
-from harness.replay.timing import Ratio
+from compressor.training import Plan
+from compressor.training.replay import locate
+from harness.replay.equivalence.training_state import state_of
+from harness.replay.kernels import compare as kernels
+from harness.replay.kernels import timing as kernel_timing
+from harness.replay.kernels.compare import Swap, compare_kernel, compare_kernels
+from harness.replay.kernels.exchange import find_ops, swapped
+from harness.replay.kernels.sources import plan_on_tape
+from harness.replay.kernels.timing import KernelTiming, Ratio
+from tests.bench.replay_cases import lstm, mlp, small_llama
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

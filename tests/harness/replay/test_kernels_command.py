@@ -9,7 +9,7 @@ import pytest
 
 from compressor.errors import UserInputError
 from harness.replay import command
-from harness.replay.kernel_sources import load_function, read_swap
+from harness.replay.kernels.sources import load_function, read_swap
 
 SOURCE = """
 import torch
@@ -140,8 +140,8 @@ def test_functions_come_from_the_current_folder_or_from_what_is_installed(folder
 def test_models_get_the_mask_that_gives_their_own_logits(name, has_mask):
     import torch
 
-    from harness.replay.masks import causal_mask
-    from harness.traceability.zoo import zoo
+    from harness.replay.equivalence.models import causal_mask
+    from harness.traceability.architectures import zoo
 
     model, ids = zoo()[name].build(), torch.arange(4, 12).reshape(1, 8)
     found = causal_mask(model, ids)

@@ -11,7 +11,7 @@ from compressor.lifecycle import EventType, Modifier, Session, State
 from compressor.training import Trainer, TrainStep
 from harness.profiles import active_profile
 from harness.replay import replay_machine
-from harness.replay.hazard_parts import Net, classify, default_optimizer, vectors
+from harness.replay.hazards.building_blocks import Net, classify, default_optimizer, vectors
 
 
 class Doubling(Modifier):
@@ -88,8 +88,8 @@ def test_twins_stay_equal_whatever_happens_between_steps(factory):
 @pytest.mark.parametrize(
     ("where", "wrong"),
     [
-        ("compressor.training.plan.Plan.guard", lambda plan: None),
-        ("compressor.training.plan.Plan.__call__", lambda plan, batch: plan.captured.loss.clone()),
+        ("compressor.training.replay.plan.Plan.guard", lambda plan: None),
+        ("compressor.training.replay.plan.Plan.__call__", lambda plan, batch: plan.captured.loss.clone()),
     ],
     ids=["guards off", "replay does nothing"],
 )

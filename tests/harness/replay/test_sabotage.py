@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from compressor.errors import UserInputError
-from compressor.training import Snapshot, TrainStep, locate
-from compressor.training.locate import Difference
-from compressor.training.operators import Kind
-from harness.bench.replay_cases import Mlp, lstm, mlp, small_llama
+from compressor.training import Snapshot, TrainStep
+from compressor.training.capture.operators import Kind
+from compressor.training.replay import locate
+from compressor.training.replay.locate import Difference
 from harness.replay import command
-from harness.replay import sabotage as module
-from harness.replay.kernel_sources import plan_on_tape
-from harness.replay.sabotage import WAYS, Trial, one_of_each, sabotage, score
+from harness.replay.kernels.sources import plan_on_tape
+from harness.replay.sabotage import break_ops as module
+from harness.replay.sabotage.break_ops import WAYS, Trial, one_of_each, sabotage, score
+from tests.bench.replay_cases import Mlp, lstm, mlp, small_llama
 
 CPU = torch.device("cpu")
 CASES = {"mlp": mlp(), "lstm": lstm(), "llama": small_llama(16, 1, 1, 4), "foreach": mlp()}

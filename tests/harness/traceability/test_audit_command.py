@@ -14,10 +14,10 @@ from torch import nn
 
 from harness.cli import main
 from harness.traceability import audit
+from harness.traceability.architectures import choose
 from harness.traceability.batches import Batch
 from harness.traceability.flows import Flow, PlanFlow
-from harness.traceability.toys import TOYS
-from harness.traceability.zoo import choose
+from harness.traceability.toys.registry import TOYS
 
 
 def result_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

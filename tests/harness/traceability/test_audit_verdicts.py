@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import TargetError, TracingError
+from harness.traceability.architectures import zoo
 from harness.traceability.audit import Auditor
 from harness.traceability.batches import Batch
 from harness.traceability.flows import Flow, FlowResult, PlanFlow, StagePasses
 from harness.traceability.recording import Record, first_difference, flatten, recording, same_bits
-from harness.traceability.toy_parts import Toy
-from harness.traceability.toys import TOYS, ToyCase
+from harness.traceability.toys.base import Toy
+from harness.traceability.toys.registry import TOYS, ToyCase
 from harness.traceability.verdicts import Finding, Row
-from harness.traceability.zoo import zoo
 
 FEW = ("llama", "gemma3n", "albert", "t5", "mamba2")
 OnStage = Callable[[StagePasses], None]

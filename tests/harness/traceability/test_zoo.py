@@ -11,9 +11,9 @@ import torch
 
 from compressor.errors import HarnessError
 from compressor.model.targets import resolve_targets
+from harness.traceability.architectures import choose, read_architectures, zoo
 from harness.traceability.batches import MAKERS, make_batches
-from harness.traceability.toys import TOYS
-from harness.traceability.zoo import choose, read_architectures, zoo
+from harness.traceability.toys.registry import TOYS
 
 DEMANDED = set(
     re.findall(

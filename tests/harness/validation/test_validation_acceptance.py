@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.validation.acceptance import check_accepted, check_loads
+from harness.validation.behaviour.acceptance import check_accepted, check_loads
 from harness.validation.subject import read_subject
 
 HADAMARD = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}

@@ -42,7 +42,7 @@ def test_bars_go_to_standard_error(folders, capsys):
 
 
 def test_every_flag_changes_what_it_says(folders, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("harness.validation.report.render_page", lambda report: "")
+    monkeypatch.setattr("harness.validation.report.page.render_page", lambda report: "")
 
     def report(*flags: str) -> dict:
         cli.main(["validate", *folders, "--json", "--output-dir", f"out{len(list(tmp_path.iterdir()))}", *flags])

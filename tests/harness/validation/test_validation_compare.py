@@ -12,12 +12,12 @@ import transformers
 from safetensors.torch import save_file
 
 from compressor.errors import CheckpointError, DatasetError, ModelError, OutputError
-from harness.validation import report as report_module
+from harness.reporting.record import to_json
+from harness.validation.behaviour.scoring import TokenBatch, model_logits, sees_ahead
 from harness.validation.compare import validate
 from harness.validation.policy import Policy, SqnrLimits
-from harness.validation.report import write_report
-from harness.validation.scoring import TokenBatch, model_logits, sees_ahead
-from harness.verdict import to_json
+from harness.validation.report import page as report_module
+from harness.validation.report.page import write_report
 
 LENIENT = Policy(max_perplexity_ratio=1.5, max_mean_kl=0.4, min_top1_agreement=0.6, max_accuracy_drop=0.2, allow_dequantize_load=True)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness.validation.container import read_checkpoint, read_header
+from harness.validation.format.container import read_checkpoint, read_header
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

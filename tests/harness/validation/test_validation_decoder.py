@@ -15,9 +15,10 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.validation import container, decoder, float_formats, scheme
-from harness.validation.decoder import decode_module, expected_parts, float8_values, unpack_bits
-from harness.validation.scheme import WeightScheme, read_config_groups
+from harness.validation.format import container, decoder, scheme
+from harness.validation.format import scheme as float_formats
+from harness.validation.format.decoder import decode_module, expected_parts, float8_values, unpack_bits
+from harness.validation.format.scheme import WeightScheme, read_config_groups
 
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 70), st.integers(1, 3))
@@ -190,5 +191,5 @@ def test_the_oracle_imports_nothing_that_it_checks(module):
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     allowed = {"numpy", "torch", "__future__", "json", "math", "collections.abc", "dataclasses", "pathlib", "typing"}
-    siblings = {"harness.validation.scheme", "harness.validation.float_formats"}
+    siblings = {"harness.validation.format.scheme"}
     assert imported <= allowed | siblings

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from compressor import oneshot
-from harness.validation.acceptance import check_loads
-from harness.validation.files import check_tensors
+from harness.reporting.record import Outcome
+from harness.validation.behaviour.acceptance import check_loads
+from harness.validation.format.files import check_tensors
 from harness.validation.inspection import inspect_modules
 from harness.validation.subject import read_subject
-from harness.verdict import Outcome
 
 W4 = {"config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 8}}}}
 

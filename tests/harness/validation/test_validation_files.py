@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressor.errors import ModelError
-from harness.validation.files import check_files
+from harness.validation.format.files import check_files
 from harness.validation.subject import read_subject
 
 

@@ -10,15 +10,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor import oneshot
-from compressor.model.format import quantization_config
+from compressor.model.checkpoints.format import quantization_config
 from compressor.nn import QuantizedLayer, quantized
 from compressor.numerics import make_observer, preset_scheme
-from harness.validation.decoder import decode_module, expected_parts, float8_values
-from harness.validation.files import check_tensors
-from harness.validation.float_formats import fp4_as_fp8
-from harness.validation.scheme import WeightScheme, read_config_groups
+from harness.reporting.record import Outcome
+from harness.validation.format.decoder import decode_module, expected_parts, float8_values
+from harness.validation.format.files import check_tensors
+from harness.validation.format.scheme import WeightScheme, fp4_as_fp8, read_config_groups
 from harness.validation.subject import read_subject
-from harness.verdict import Outcome
 
 PRESETS = ("FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16")
 

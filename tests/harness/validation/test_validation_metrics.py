@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from harness.validation import metrics
-from harness.validation.metrics import compare_weights, score_tokens
+from harness.validation.behaviour import metrics
+from harness.validation.behaviour.metrics import compare_weights, score_tokens
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from compressor.errors import DatasetError
-from harness.validation.intervals import mcnemar
-from harness.validation.metrics import score_tokens
+from harness.validation.behaviour.bootstrap import mcnemar
+from harness.validation.behaviour.metrics import score_tokens
+from harness.validation.behaviour.quality import check_quality, measure_quality
+from harness.validation.behaviour.scoring import Scores, TokenBatch, score_models
 from harness.validation.policy import Policy
-from harness.validation.quality import check_quality, measure_quality
-from harness.validation.scoring import Scores, TokenBatch, score_models
 
 VOCAB = 32
 

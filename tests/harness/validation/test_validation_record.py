@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.validation.record import check_record, file_hashes, read_record
+from harness.validation.format.record import check_record, file_hashes, read_record
 
 HASHES = {"config.json": "aa", "model.safetensors": "bb", "tokenizer.json": "cc"}
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from compressor import oneshot
 from harness.cli import main
 from harness.validation.compare import validate
-from harness.validation.sparsity import check_sparsity
+from harness.validation.format.sparsity import check_sparsity
 from harness.validation.subject import read_subject
 
 KV_ONLY = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}}}

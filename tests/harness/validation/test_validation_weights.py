@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness.validation import decoder
+from harness.validation.format import decoder
 from harness.validation.inspection import inspect_modules
 from harness.validation.loading import load_compressed
 from harness.validation.policy import Policy, SqnrLimits

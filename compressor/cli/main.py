@@ -1,0 +1,297 @@
+"""The command `compressor`. Arguments are read and checked before torch is imported, so that `--help` and mistakes answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compressor.cli import trace, train
+from compressor.console import positive, whole, with_output
+from compressor.errors import AlreadyDoneError, CompressorError
+
+if TYPE_CHECKING:
+    from compressor.entrypoints.oneshot import OneshotResult
+    from compressor.planning import Plan
+
+
+EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One subcommand: its line of help, its arguments and what it does."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; by default those of the process.
+
+    Returns:
+        Exit code: 0 done, 1 an error that one line on standard error explains, 2 wrong arguments, 130 interrupted, 141 nobody reads what
+        it prints any more.
+    """
+    return with_output("compressor", lambda: _run(argv), EXIT_ERROR)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return VERBS[args.verb].run(args)
+    except (CompressorError, ExceptionGroup) as error:
+        print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt as error:
+        print(f"compressor {args.verb}: interrupted; {_notes(error) or 'nothing was written'}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="compressor", description="Compress a model by a recipe, and record what was done.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, verb in VERBS.items():
+        verb.add_arguments(verbs.add_parser(name, help=verb.help, description=verb.help))
+    return parser
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, ExceptionGroup):
+        return "; ".join(_one_line(inner) for inner in error.exceptions)
+    return " ".join("; ".join(part for part in (str(error), _notes(error)) if part).split())
+
+
+def _notes(error: BaseException) -> str:
+    """What was added to an error on its way up, such as where finished stages are kept."""
+    return "; ".join(getattr(error, "__notes__", []))
+
+
+def _key_value(text: str) -> str:
+    key, separator, _ = text.partition("=")
+    if not separator or not key:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return text
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint (config.json, *.safetensors)")
+    parser.add_argument("--recipe", required=True, metavar="R", help="recipe: a YAML or JSON file, or its text")
+    _recipe_arg_argument(parser)
+    parser.add_argument("--num-calibration-samples", type=positive, default=512, metavar="N", help="sequences to calibrate with (512)")
+    parser.add_argument("--max-seq-length", type=positive, metavar="T", help="tokens of each sequence (what the model takes, up to 2048)")
+    parser.add_argument("--pipeline", choices=("data_free", "basic", "sequential"), help="default: what the modifiers need")
+    parser.add_argument("--sequential-targets", nargs="+", metavar="P", help="layers calibrated one after another (default: inferred)")
+    parser.add_argument("--model-class", metavar="C", help="transformers class to load with (AutoModelForCausalLM)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that lies in the model's folder")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
+
+
+def _size_arguments(parser: argparse.ArgumentParser) -> None:
+    """What memory and time depend on, in a run and in the plan of one."""
+    parser.add_argument("--engine", choices=("auto", "graph", "suspend"), default="auto", help="how layers are followed one by one (auto)")
+    parser.add_argument("--batch-size", type=positive, metavar="B", help="sequences in one forward (equally long ones, up to 2048 tokens)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (auto)")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="dtype to load in (the checkpoint's own)"
+    )
+    parser.add_argument("--activation-memory", metavar="SIZE", help="main memory for activations, such as 4GB (3/4 of what is free)")
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser)
+    _size_arguments(parser)
+
+
+def _tracing_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-variants", type=positive, default=8, metavar="N", help="recorded graphs at most (8)")
+    parser.add_argument("--leaf", action="append", default=[], metavar="MODULE:FUNCTION", help="function recorded as one node")
+    parser.add_argument(
+        "--verify", choices=("off", "first", "all"), default="first", help="batches on which the graph is held against the model (first)"
+    )
+
+
+def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser)
+    _size_arguments(parser)
+    _tracing_arguments(parser)
+    parser.add_argument("--activation-device-memory", metavar="SIZE", help="GPU memory for activations, filled first (2/5 of what is free)")
+    parser.add_argument("--offload-dir", metavar="DIR", help="folder for activations that fit in neither (none: an error)")
+    parser.add_argument("--calibrate-all-experts", action="store_true", help="every expert learns from all tokens; routing stays as it is")
+    parser.add_argument("--no-propagate-error", action="store_true", help="calibrate each layer on the flow before compression")
+    parser.add_argument("--dataset", metavar="D", help="calibration data: .jsonl, .txt, .parquet or .safetensors")
+    parser.add_argument("--output-dir", required=True, metavar="O", help="folder of the checkpoint; must not exist or be empty")
+    parser.add_argument("--run-dir", metavar="R", help="folder that keeps finished stages until the end (O.partial-run)")
+    parser.add_argument("--resume", action="store_true", help="go on where an earlier run of the same command stopped")
+    parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the dataset that holds the text (text)")
+    parser.add_argument("--shuffle", action="store_true", help="choose calibration sequences at random by --seed, not the first ones")
+    parser.add_argument("--seed", type=whole, default=0, metavar="S", help="seed of everything random (0)")
+    parser.add_argument("--quiet", action="store_true", help="show no progress bars")
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    train.add_arguments(parser)
+    _recipe_arg_argument(parser)
+
+
+def _run_oneshot(args: argparse.Namespace) -> int:
+    try:
+        result = _oneshot(args)
+    except AlreadyDoneError as done:
+        print(f"compressor oneshot: {_one_line(done)}", file=sys.stderr)
+        if args.json:
+            record = json.loads((Path(args.output_dir) / "compression.json").read_text(encoding="utf-8"))
+            print(json.dumps({**record, "output_dir": str(Path(args.output_dir).resolve())}, indent=1, sort_keys=True))
+        return EXIT_OK
+    if args.json:
+        payload = {**result.record, "output_dir": str(result.output_dir), "seconds": result.seconds, "resumed": result.resumed}
+        print(json.dumps(payload, indent=1, sort_keys=True))
+    else:
+        _print_result(result)
+    return EXIT_OK
+
+
+def _oneshot(args: argparse.Namespace) -> OneshotResult:
+    from compressor.entrypoints.oneshot import oneshot
+
+    return oneshot(
+        args.model,
+        recipe=args.recipe,
+        recipe_args=args.recipe_arg,
+        dataset=args.dataset,
+        output_dir=args.output_dir,
+        run_dir=args.run_dir,
+        resume=args.resume,
+        num_calibration_samples=args.num_calibration_samples,
+        max_seq_length=args.max_seq_length,
+        batch_size=args.batch_size,
+        text_column=args.text_column,
+        shuffle_calibration_samples=args.shuffle,
+        pipeline=args.pipeline,
+        sequential_targets=args.sequential_targets,
+        calibrate_all_experts=args.calibrate_all_experts,
+        propagate_error=not args.no_propagate_error,
+        engine=args.engine,
+        max_variants=args.max_variants,
+        leaves=args.leaf,
+        verify=args.verify,
+        activation_memory=args.activation_memory,
+        activation_device_memory=args.activation_device_memory,
+        offload_dir=args.offload_dir,
+        device=args.device,
+        dtype=args.dtype,
+        model_class=args.model_class,
+        trust_remote_code_model=args.trust_remote_code,
+        seed=args.seed,
+        progress=not args.quiet,
+    )
+
+
+def _print_result(result: OneshotResult) -> None:
+    from rich.table import Table
+
+    from compressor.console import Console
+
+    table = Table(title="Compressed modules")
+    for column, justify in (("module", "left"), ("scheme", "left"), ("relative error", "right"), ("tokens", "right")):
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for record in result.report.modules.values():
+        tokens = "-" if record.num_tokens is None else f"{record.num_tokens:,}"
+        table.add_row(record.name, record.scheme, f"{record.error:.2e}", tokens)
+    console = Console()
+    console.print(table)
+    for fallback in result.report.fallbacks:
+        console.print(f"fallback: {fallback.module}: {fallback.kind}: {fallback.detail}", style="yellow")
+    for note in result.report.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    if result.resumed is not None:
+        console.print(result.resumed)
+    seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items())
+    console.print(f"{len(result.report.modules)} modules compressed, {len(result.report.fallbacks)} fallbacks; {seconds}")
+    console.print(f"checkpoint: {result.output_dir}", soft_wrap=True)
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    from compressor.planning import plan
+
+    made = plan(
+        args.model,
+        recipe=args.recipe,
+        recipe_args=args.recipe_arg,
+        num_calibration_samples=args.num_calibration_samples,
+        max_seq_length=args.max_seq_length,
+        batch_size=args.batch_size,
+        pipeline=args.pipeline,
+        sequential_targets=args.sequential_targets,
+        engine=args.engine,
+        activation_memory=args.activation_memory,
+        device=args.device,
+        dtype=args.dtype,
+        model_class=args.model_class,
+        trust_remote_code_model=args.trust_remote_code,
+    )
+    if args.json:
+        print(json.dumps(made.to_dict(), indent=1, sort_keys=True))
+    else:
+        _print_plan(made)
+    return EXIT_OK
+
+
+def _print_plan(made: Plan) -> None:
+    from compressor.console import Console
+    from compressor.planning.show import show_plan
+
+    show_plan(made, Console())
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="recipe_verb", required=True, metavar="VERB")
+    texts = {
+        "schema": "Print the JSON schema of recipes, for editors.",
+        "check": "Say what a recipe resolves to, on a model if one is given.",
+    }
+    added = {name: verbs.add_parser(name, help=text, description=text) for name, text in texts.items()}
+    check = added["check"]
+    check.add_argument("recipe", metavar="FILE", help="recipe: a YAML or JSON file, or its text")
+    _recipe_arg_argument(check)
+    check.add_argument("--model", metavar="M", help="folder of a model; weights are not needed")
+
+
+def _recipe_arg_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipe-arg", action="append", type=_key_value, default=[], metavar="NAME=VALUE", help="value for ${NAME} in the recipe"
+    )
+
+
+def _run_recipe(args: argparse.Namespace) -> int:
+    from compressor.recipe import load_recipe, recipe_schema
+
+    if args.recipe_verb == "schema":
+        print(json.dumps(recipe_schema(), indent=1, sort_keys=True))
+        return EXIT_OK
+    print(load_recipe(args.recipe, args=args.recipe_arg).dump(), end="")
+    if args.model is not None:
+        from compressor.planning import plan
+
+        _print_plan(plan(args.model, recipe=args.recipe, recipe_args=args.recipe_arg))
+    return EXIT_OK
+
+
+VERBS: dict[str, Verb] = {
+    "oneshot": Verb("Compress a model with a recipe and calibration data, and save the checkpoint.", _oneshot_arguments, _run_oneshot),
+    "plan": Verb("Say what each module would get, with estimates of memory and time; run nothing.", _plan_arguments, _run_plan),
+    "trace": Verb(trace.HELP, trace.add_arguments, trace.run),
+    "train": Verb(train.HELP, _train_arguments, train.run),
+    "recipe": Verb("Check a recipe, or print the schema of recipes.", _recipe_arguments, _run_recipe),
+}
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,372 @@
+"""THE main path: a model, a recipe and data go in; a compressed model and, if a folder is named, a checkpoint come out.
+
+Read this file first. Everything that can be refused is refused before the first batch runs; nothing is written before every scale has
+been checked; a run that stops for any reason leaves no hook on the model and no half-written folder.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from compressor.arguments import check_arguments, check_dtypes_around, plain_number
+from compressor.data import CalibrationData, check_vocabulary, input_columns, load_dataset_source, max_positions
+from compressor.errors import DatasetError, ModelError, RecipeError
+from compressor.lifecycle import Flags, Modifier, Report, Session, State
+from compressor.model.base import Content, check_unclaimed, contents
+from compressor.model.checkpoints.audit import check_values
+from compressor.model.checkpoints.format import check_readable
+from compressor.model.checkpoints.save import MAX_SHARD_BYTES, save_checkpoint
+from compressor.model.class_readers import buffer_notes, class_notes, module_notes
+from compressor.model.disk_room import check_room
+from compressor.model.experts.format import reader_notes
+from compressor.model.experts.stages import expert_targets
+from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
+from compressor.model.loading.load import LoadedModel, load_model, resolve_device, resolve_tokenizer
+from compressor.model.saving import attach_save, save_compressed
+from compressor.modifiers.quantization.base import SchemeModifier
+from compressor.nn import QuantizedLayer
+from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
+from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record
+from compressor.progress import Progress, RichProgress, SilentProgress
+from compressor.recipe import Recipe, load_recipe
+from compressor.tracing import Engine, Verify
+
+
+@dataclass(frozen=True)
+class OneshotResult:
+    """What a run gives back.
+
+    Attributes:
+        model: the compressed model; an in-memory model is changed in place and is the same object.
+        tokenizer: the tokenizer that came with the model, None for a plain module.
+        report: per-module errors and fallbacks.
+        record: everything that made the result; what `compression.json` holds beside the digests of the tensors.
+        output_dir: the checkpoint, None when nothing was saved.
+        seconds: wall time by phase (load, data, compress, save).
+        resumed: where the run went on, such as "resumed after stage 3 of 6"; None where it began at the beginning.
+        source_dir: the folder whose tokenizer files `save` copies; None where the caller gave the model or a tokenizer.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    report: Report
+    record: dict[str, Any]
+    output_dir: Path | None
+    seconds: dict[str, float] = field(default_factory=dict)
+    resumed: str | None = None
+    source_dir: Path | None = None
+
+    def save(self, output_dir: str | Path, max_shard_size: int | str = MAX_SHARD_BYTES) -> Path:
+        """Write the checkpoint, tokenizer included: what `output_dir=` would have written, byte for byte.
+
+        Args:
+            output_dir: folder to write; may hold other files, but no model.
+            max_shard_size: above this the weights are split over several files: bytes, or text such as "5GB".
+
+        Returns:
+            The absolute path of the folder.
+
+        Raises:
+            OutputError: the folder cannot be used.
+            SchemeError: transformers would not read the checkpoint back.
+            CheckpointError: the model is not fit to be written, or the disk is full or fails; nothing is left behind.
+        """
+        return save_compressed(
+            self.model, output_dir, self.record, tokenizer=self.tokenizer, source_dir=self.source_dir, max_shard_size=max_shard_size
+        )
+
+
+def oneshot(
+    model: str | Path | nn.Module,
+    *,
+    recipe: Any,
+    dataset: Any = None,
+    output_dir: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    recipe_args: Mapping[str, Any] | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    num_calibration_samples: int = 512,
+    max_seq_length: int | None = None,
+    batch_size: int | None = None,
+    text_column: str = "text",
+    shuffle_calibration_samples: bool = False,
+    pipeline: str | None = None,
+    sequential_targets: list[str] | None = None,
+    calibrate_all_experts: bool = False,
+    propagate_error: bool = True,
+    engine: Engine = "auto",
+    max_variants: int = 8,
+    leaves: Sequence[str] = (),
+    verify: Verify = "first",
+    activation_memory: int | str | None = None,
+    activation_device_memory: int | str | None = None,
+    offload_dir: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    model_class: str | None = None,
+    trust_remote_code_model: bool = False,
+    seed: int = 0,
+    progress: Progress | bool = False,
+) -> OneshotResult:
+    """Compress a model in one pass over calibration data.
+
+    Args:
+        model: folder of a transformers checkpoint, or a model (any nn.Module) in memory, which is changed in place.
+        recipe: YAML or JSON text or file, dict, modifier or list of modifiers.
+        dataset: HF Dataset, .jsonl/.txt/.parquet/.safetensors file, list of texts, token tensors or a DataLoader; needed by modifiers
+            that calibrate.
+        output_dir: where the checkpoint goes; must not exist or be empty. None keeps the result in memory, to be saved later by
+            `result.save` or `model.save_pretrained`.
+        run_dir: where finished stages are kept until the run ends, so that it can be resumed; by default `<output_dir>.partial-run`, and
+            nothing is kept without output_dir.
+        resume: go on where an earlier run with the same arguments stopped; the result is bitwise that of a run that never stopped.
+        recipe_args: values for `${name}` in the recipe: a mapping, or texts `name=value`.
+        tokenizer: for texts, or the path of its folder; by default the one in the model's folder.
+        num_calibration_samples: sequences taken from the dataset.
+        max_seq_length: tokens kept of each sequence; by default what the model takes, at most 2048.
+        batch_size: sequences in one forward; by default equally long ones together, up to 2048 tokens. Statistics are summed sequence by
+            sequence, so that the result does not depend on it where the model's forward does not.
+        text_column: column of the dataset that holds the text.
+        shuffle_calibration_samples: choose the sequences at random (by `seed`) instead of the first ones.
+        pipeline: `data_free`, `basic` or `sequential`; by default what the modifiers need.
+        sequential_targets: class names or patterns of the layers that are calibrated one after another; by default inferred.
+        calibrate_all_experts: every expert of a mixture-of-experts layer learns from all tokens, not only from those that are sent to it;
+            what the layer puts out stays that of the routed tokens.
+        propagate_error: False calibrates each layer on what the layers before it gave before they were compressed.
+        engine: how the sequential pipeline follows the model: `graph`, `suspend`, or `auto`, the graph where it can be had.
+        max_variants: recorded graphs at most, for batches that take other ways through the model's Python.
+        leaves: functions that are recorded as one node; `package.module:qualified.name`.
+        verify: batches on which the recorded graph is compared with the plain model: `off`, `first` or `all`.
+        activation_memory: main memory for what is live between layers, such as `4GB`; by default three quarters of what is free.
+        activation_device_memory: the same of a GPU, which is filled first; by default two fifths of what is free.
+        offload_dir: folder for activations that fit in neither; without one that is an error.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`; a model in memory stays where it is.
+        dtype: `auto` keeps the checkpoint's own; a model in memory keeps its own.
+        model_class: transformers class to load with; by default AutoModelForCausalLM.
+        trust_remote_code_model: run Python code that lies in the model's folder.
+        seed: of everything random.
+        progress: show progress bars (True), or an object that shows them.
+
+    Returns:
+        The compressed model with its report, and the folder if one was written.
+
+    Raises:
+        UserInputError: recipe, model, data or output folder cannot be used; nothing was changed.
+        CalibrationError: more fallbacks than the recipe allows.
+        NumericsError: NaN or infinity, or a Hessian that is not positive definite.
+        CheckpointError: checkpoint or run folder could not be written; finished stages are kept.
+        AlreadyDoneError: `resume` of a run whose checkpoint is there already.
+    """
+    check_arguments(oneshot, locals())
+    bars: Progress = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
+    clock = _Clock()
+    settings = SequentialSettings(
+        targets=sequential_targets,
+        propagate_error=propagate_error,
+        engine=engine,
+        max_variants=plain_number(max_variants),
+        leaves=tuple(leaves),
+        verify=verify,
+        activation_memory=activation_memory,
+        activation_device_memory=activation_device_memory,
+        offload_dir=offload_dir,
+    )
+    place = check_places(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
+    parsed = load_recipe(recipe, args=recipe_args, run_type="oneshot")
+    tokenizer = resolve_tokenizer(tokenizer, trust_remote_code_model)
+    reading = _Reading(num_calibration_samples, max_seq_length, batch_size, text_column, shuffle_calibration_samples)
+    chosen = _choose(pipeline, parsed, settings, dataset, reading)
+    loaded = load_model(
+        model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
+    )
+    base = base_hashes(loaded.source_dir)
+    identity = model_identity(loaded, base, tokenizer)  # before anything is done to it
+    clock.lap("load")
+    state = State(
+        loaded.model, _run_device(loaded, device), plain_number(seed), Report(notes=[*loaded.notes]), keep_originals=loaded.from_memory
+    )
+    with ExitStack() as held:
+        with (
+            torch.random.fork_rng(),
+            unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
+            Session(state, parsed.modifiers) as session,
+        ):
+            untouched = _initialize(session, experts, calibrate_all_experts, place)
+            settings = replace(settings, targets=expert_targets(loaded.model, state.claims, chosen, settings.targets))
+            data = None if chosen == "data_free" else reading.load(dataset, loaded.model, tokenizer or loaded.tokenizer, state.seed)
+            if data is None and dataset is not None:
+                state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
+            clock.lap("data")
+            choices = {"pipeline": chosen, "dtype": dtype, "model_class": model_class, "calibrate_all_experts": calibrate_all_experts}
+            run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, settings, state.device)
+            journal = held.enter_context(place.open(run, session.modifiers))
+            run_pipeline(chosen, session, data, progress=bars, settings=settings, journal=journal)
+            session.finalize()
+            _check_changes(state, parsed, untouched)
+        clock.lap("compress")
+        record = run_record(parsed.dump(), base, data, state.report, choices, state.seed, run)
+        folder = None if output_dir is None else _save(loaded, tokenizer, output_dir, record, journal.token)
+        clock.lap("save")
+        journal.finish()
+    return _result(loaded, tokenizer, state.report, record, folder, clock.seconds, journal.summary)
+
+
+def _result(
+    loaded: LoadedModel,
+    tokenizer: Any,
+    report: Report,
+    record: dict[str, Any],
+    folder: Path | None,
+    seconds: dict[str, float],
+    resumed: str | None,
+) -> OneshotResult:
+    """Put the result together. Changes the model, which can be saved from now on."""
+    attach_save(loaded.model, record)
+    source = loaded.source_dir if tokenizer is None else None
+    return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, report, record, folder, seconds, resumed, source)
+
+
+def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) -> None:
+    """Refuse a model of which something has changed that nobody was to change, or of which nothing has changed at all."""
+    check_unclaimed(state.model, base, state.claims.keys() | state.touched)
+    quantizes = any(isinstance(modifier, SchemeModifier) for modifier in recipe.modifiers)
+    if not quantizes and contents(state.model) == base:
+        names = ", ".join(modifier.label for modifier in recipe.modifiers)
+        raise RecipeError(f"recipe: {names} left every tensor of the model as it was; give modifiers that change something in oneshot")
+
+
+def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any, reading: _Reading) -> str:
+    """Choose the pipeline; refuse one without the data that it needs, and settings that it does not use."""
+    check_dtypes_around(oneshot)
+    if isinstance(dataset, DataLoader) and reading.batch_size is not None:
+        raise DatasetError(f"batch_size: {reading.batch_size} was given, but a DataLoader has its own; set it there, or leave it out")
+    for modifier in recipe.modifiers:
+        if modifier.flags != Flags():
+            raise RecipeError(f"{modifier.label}: it was used in an earlier run, and remembers it; make a new one")
+        times = [f"{name}={getattr(modifier, name)}" for name in ("start", "end", "update") if getattr(modifier, name) is not None]
+        if times and type(modifier).on_start is Modifier.on_start:
+            raise RecipeError(f"{modifier.label}: {times[0]} is for training, in which it takes no part; leave it out")
+    chosen = choose_pipeline(recipe.modifiers, pipeline)
+    settings.refuse_without_use(chosen)
+    if chosen != "data_free" and dataset is None:
+        raise DatasetError(f"oneshot: no dataset was given, and the {chosen} pipeline needs one; pass dataset=")
+    if dataset is None:
+        reading.refuse_without_use()
+    return chosen
+
+
+def _initialize(session: Session, experts: UnfusedModel, calibrate_all: bool, place: RunPlace) -> dict[str, Content]:
+    """Initialize the modifiers; return the contents of the model from before. Changes the model."""
+    before = contents(session.state.model)
+    torch.manual_seed(session.state.seed)
+    session.initialize()
+    _settle(experts, session, calibrate_all, place)
+    return contents(session.state.model, before)  # with the experts that are fused again
+
+
+def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place: RunPlace) -> None:
+    """Put back experts that no modifier changes, and refuse or note what is known now. Changes the model.
+
+    That is NaN in the model, what readers of the checkpoint cannot do, and a disk without room for it.
+    """
+    state = session.state
+    experts.keep(state.claims)
+    if not state.keep_originals:
+        experts.forget()
+    if calibrate_all:
+        experts.calibrate_all()
+    state.report.notes += [*experts.describe(), *check_values(state.model, state.claims), *buffer_notes(state.model)]
+    to_disk = place.output_dir is not None
+    schemes = {name: scheme for part in session.modifiers if isinstance(part, SchemeModifier) for name, scheme in part.schemes.items()}
+    kv = [part.kv_cache_scheme for part in session.modifiers if isinstance(part, SchemeModifier) and part.kv_cache_scheme is not None]
+    if to_disk:
+        check_readable(schemes, state.model, kv[0] if kv else None)
+    if not place.may_be_done:
+        check_room(state.model, schemes, place.output_dir, place.run_dir)
+    odd = module_notes(state.model) if state.keep_originals else []
+    for note in (*reader_notes(state.model, schemes), *class_notes(state.model, schemes), *odd):
+        state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later
+        if to_disk:
+            warnings.warn(note, UserWarning, stacklevel=4)
+
+
+def _run_device(loaded: LoadedModel, device: str) -> torch.device:
+    """Return where the run takes place: for a model in memory, which is not moved, where it is."""
+    if not loaded.from_memory:
+        return resolve_device(device)
+    own = next((parameter.device for parameter in loaded.model.parameters()), torch.device("cpu"))
+    asked = own if device == "auto" else resolve_device(device)
+    if asked.type != own.type or asked.index not in (None, own.index):
+        raise ModelError(f"oneshot: device={device!r} was given for a model that is on {own}; move the model first, or leave device out")
+    return own
+
+
+def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: dict[str, Any], token: str | None) -> Path:
+    schemes = {name: layer.scheme for name, layer in loaded.model.named_modules() if isinstance(layer, QuantizedLayer)}
+    return save_checkpoint(
+        loaded.model,
+        output_dir,
+        tokenizer=tokenizer or loaded.tokenizer,
+        source_dir=loaded.source_dir if tokenizer is None else None,
+        schemes=schemes,
+        record=record,
+        token=token,
+    )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How a dataset is read: the arguments of `oneshot`, with their defaults."""
+
+    num_calibration_samples: int = 512
+    max_seq_length: int | None = None
+    batch_size: int | None = None
+    text_column: str = "text"
+    shuffle_calibration_samples: bool = False
+
+    def refuse_without_use(self) -> None:
+        """Refuse what was given although nothing is read."""
+        usual = asdict(_Reading())
+        for name, value in asdict(self).items():
+            if value != usual[name]:
+                raise DatasetError(f"{name}: {value!r} was given without a dataset to read, and no modifier needs one; leave it out")
+
+    def load(self, source: Any, model: nn.Module, tokenizer: Any, seed: int) -> CalibrationData:
+        data = load_dataset_source(
+            source,
+            tokenizer=tokenizer,
+            num_calibration_samples=self.num_calibration_samples,
+            max_seq_length=self.max_seq_length,
+            batch_size=self.batch_size,
+            text_column=self.text_column,
+            shuffle=self.shuffle_calibration_samples,
+            seed=seed,
+            max_positions=max_positions(model),
+            inputs=input_columns(model),
+        )
+        check_vocabulary(data, model)
+        return data
+
+
+class _Clock:
+    """Wall time between laps."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now

@@ -1,0 +1,248 @@
+"""Read a compressed checkpoint back without compressed-tensors: every quantized layer becomes the runtime layer that it was written from.
+
+transformers cannot load every checkpoint that its format allows (see experts_format.py), and where it can it may dequantize. This reader
+takes the files as they are: experts one by one, packed weights packed, quantized inputs quantized, scales of keys and values where they
+belong. What is missing, left over or of another shape is an error, never random numbers. The float weights are never there: the model is
+built without them, and memory is that of the files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from compressor.arguments import check_arguments
+from compressor.errors import ModelError
+from compressor.model.checkpoints.format import stored_names
+from compressor.model.checkpoints.save import RECORD_FILE
+from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
+from compressor.model.folder import check_weight_files, one_line, read_config, read_json, some, weight_files
+from compressor.model.loading.load import DTYPES, LOAD_ERRORS, quiet_transformers, resolve_class, resolve_device
+from compressor.model.saving import attach_save
+from compressor.model.targets import matches
+from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
+from compressor.nn.experts import UnfusedExperts, split_weights
+from compressor.nn.kv_cache import attach_kv_quantizer, attention_modules
+from compressor.nn.quantized_linear import is_conv1d
+from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
+
+_SCHEME_PARTS = ("weights", "input_activations")
+_NOT_READ = ("observer", "observer_kwargs", "zp_dtype")
+_NO_FORMAT = (None, "mixed-precision", "dense")
+
+
+def load_compressed(
+    folder: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    model_class: str | type | None = None,
+    trust_remote_code: bool = False,
+    matmul: Matmul = "reference",
+) -> nn.Module:
+    """Load a checkpoint in the compressed-tensors format with this project's own layers.
+
+    Args:
+        folder: the checkpoint, with config.json and safetensors files.
+        device: "auto" (the first GPU, else the CPU) or a device of torch.
+        model_class: class of transformers, or its name; None for AutoModelForCausalLM.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
+        matmul: "reference" (the logits of transformers, bit for bit), or "native" (codes times codes where input and weight are both int8
+            or both fp8).
+
+    Returns:
+        The model in eval mode; quantized layers are QuantizedLinear and QuantizedEmbedding, also those of single experts.
+
+    Raises:
+        UserInputError: an argument is of the wrong kind.
+        ModelError: the folder holds no compressed checkpoint, or config and tensors do not fit each other.
+        SchemeError: a layer cannot have the scheme that the config gives it.
+    """
+    check_arguments(load_compressed, {"folder": folder, "device": device, "model_class": model_class})
+    folder = Path(folder)
+    config = read_config(folder)
+    check_weight_files(folder)
+    schemes, kv_cache_scheme = _quantization(config, folder)
+    model = _empty_model(folder, config, model_class, trust_remote_code)
+    unfuse_into(UnfusedModel(model), prove=False)  # there is nothing to run yet
+    tensors = _read(folder)
+    split = _split_fused(model, tensors)
+    if kv_cache_scheme is not None:
+        for name, attention in attention_modules(model).items():
+            attach_kv_quantizer(attention, kv_cache_scheme, name=name, empty=True)
+    _place_layers(model, tensors, schemes, folder)
+    _fill(model, tensors, split, folder, config)
+    _read_generation_config(model, folder)
+    set_matmul(model, matmul)
+    attach_save(model, _record(folder))
+    return model.to(resolve_device(device)).eval()
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    """What compression.json says, which goes along when the model is saved again; None for a checkpoint of others."""
+    path = folder / RECORD_FILE
+    return read_json(path) if path.is_file() else None
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name in weight_files(folder):
+        with safe_open(folder / name, framework="pt") as file:
+            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    return tensors
+
+
+def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[QuantizationScheme], QuantizationArgs | None]:
+    """The schemes of the config groups, and that of keys and values."""
+    found = config.get("quantization_config")
+    if not isinstance(found, Mapping) or found.get("quant_method") != "compressed-tensors":
+        raise ModelError(f"{folder}: config.json names no compressed-tensors groups; give a compressed checkpoint, or use load_model")
+    try:
+        groups = (found.get("config_groups") or {}).values()
+        kv = found.get("kv_cache_scheme")
+        schemes = [_scheme(group, found.get("format")) for group in groups]
+        kv_cache_scheme = None if kv is None else QuantizationArgs(**_fields(kv))
+        for pattern in (*(one for scheme in schemes for one in scheme.targets), *(found.get("ignore") or ())):
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except (ValidationError, LookupError, TypeError, AttributeError, re.error) as error:
+        raise ModelError(f"{folder}: its quantization_config cannot be used here ({one_line(error)}); restore config.json") from error
+    if not schemes and kv_cache_scheme is None:
+        raise ModelError(f"{folder}: config.json names no compressed-tensors groups; give a compressed checkpoint, or use load_model")
+    return schemes, kv_cache_scheme
+
+
+def _scheme(group: Mapping[str, Any], model_format: str | None) -> QuantizationScheme:
+    parts = {key: None if group.get(key) is None else QuantizationArgs(**_fields(group[key])) for key in _SCHEME_PARTS}
+    # A group without a format of its own has the model's, unless that only says that groups differ.
+    stored_as = group.get("format") or (None if model_format in _NO_FORMAT else model_format)
+    if stored_as == "naive-quantized" and parts["weights"] is not None:  # the same bytes under a name of their own
+        stored_as = f"{parts['weights'].type}-quantized"
+    return QuantizationScheme(targets=group["targets"], output_activations=group.get("output_activations"), format=stored_as, **parts)
+
+
+def _fields(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what says how scales were found, or in which dtype the zero points were before they were packed."""
+    return {key: value for key, value in args.items() if key not in _NOT_READ}
+
+
+def _empty_model(folder: Path, config: Mapping[str, Any], model_class: str | type | None, trust_remote_code: bool) -> nn.Module:
+    """The float model without weights (they are on the meta device), but with its computed buffers."""
+    from transformers import AutoConfig
+    from transformers.initialization import no_init_weights
+
+    loader = resolve_class(model_class)
+    try:
+        with quiet_transformers(), no_init_weights(), _parameters_on_meta():
+            parsed = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+            del parsed.quantization_config
+            dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+            if hasattr(loader, "from_config"):
+                model: nn.Module = loader.from_config(parsed, trust_remote_code=trust_remote_code, dtype=dtype)
+            else:
+                model = loader._from_config(parsed, dtype=dtype)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{folder}: its config gives no model ({one_line(error)}); check config.json or name model_class") from error
+    return model
+
+
+def _split_fused(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take the fused floats of experts out of `tensors`; give them expert by expert, under names of the model."""
+    split: dict[str, Tensor] = {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, UnfusedExperts)}
+    stored = stored_names(model, list(layers))
+    for name, experts in layers.items():
+        on_disk = stored.get(name, name)
+        for fused in [key for key in experts.layout.fused_names() if f"{on_disk}.{key}" in tensors]:
+            parts = split_weights(experts.layout, fused, tensors.pop(f"{on_disk}.{fused}"))
+            split |= {f"{name}.{key}": value for key, value in parts.items()}
+    return split
+
+
+def _place_layers(model: nn.Module, tensors: Mapping[str, Tensor], schemes: list[QuantizationScheme], folder: Path) -> None:
+    """Put an empty quantized layer wherever the files hold a scale."""
+    modules = {name: module for name, module in model.named_modules() if is_quantizable(module)}
+    stored = stored_names(model, list(modules))
+    scaled = {key.rpartition(".")[0] for key in tensors if key.endswith(".weight_scale")}
+    for name, module in modules.items():
+        on_disk = stored.get(name, name)
+        if on_disk not in scaled:
+            continue
+        scheme = next((one for one in schemes if any(_is_meant(module, (name, on_disk), target) for target in one.targets)), None)
+        if scheme is None:
+            raise ModelError(f"{folder}: {on_disk} has a scale, but no group of the quantization_config targets it; restore config.json")
+        model.set_submodule(name, empty_layer(module, scheme, name=name))
+
+
+def _is_meant(module: nn.Module, names: tuple[str, ...], target: str) -> bool:
+    """Whether a target of the config names a module; a quantized Conv1D is written as the linear layer that it is."""
+    return any(matches(name, module, target) for name in names) or (target == "Linear" and is_conv1d(module))
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tensor], folder: Path, config: Mapping[str, Any]) -> None:
+    """Give the model its tensors; all of them, each of the right shape. Changes the model and empties `tensors`."""
+    state = model.state_dict()
+    found = {key: tensors.pop(stored) for key, stored in _stored_keys(model, state).items() if stored in tensors}
+    found |= split
+    found = {key: _as_wanted(value, state[key].dtype) for key, value in found.items()}
+    wrong = [key for key, value in found.items() if value.shape != state[key].shape or value.dtype != state[key].dtype]
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    missing = [key for key in state if key not in found and ties.get(key) not in found]
+    for fault, names in (("missing", missing), ("of another shape or dtype than config.json says", wrong), ("left over", list(tensors))):
+        if names:
+            named = config.get("architectures")
+            said = f" (config.json says model_class={named[0]!r})" if isinstance(named, list) and named else ""
+            raise ModelError(
+                f"{folder}: {len(names)} tensors are {fault} ({some(names)}); restore the folder, "
+                f"or name the class they belong to from Python{said}"
+            )
+    model.load_state_dict(found, strict=False, assign=True)
+    if any(key not in found for key in ties):
+        model.tie_weights()  # type: ignore[operator]
+
+
+def _as_wanted(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Ordinary floats take the dtype of the model, as in transformers; codes and fp8 scales are what they are."""
+    return value.to(dtype) if {value.dtype, dtype} <= set(DTYPES.values()) else value
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Register parameters on the meta device, so that their memory is given back at once; buffers, which are computed, stay real."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _read_generation_config(model: nn.Module, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+        from transformers import GenerationConfig
+
+        with quiet_transformers():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+def _stored_keys(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name in the model to name in the files; a tensor that transformers converts, not only renames, is not among them."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not isinstance(model, PreTrainedModel):
+        return {key: key for key in state}
+    stored = {id(value): key for key, value in revert_weight_conversion(model, dict(state)).items()}
+    return {key: stored[id(value)] for key, value in state.items() if id(value) in stored}

@@ -1,0 +1,255 @@
+"""A compressed model on disk, whole or not at all.
+
+The folder is an ordinary transformers folder with a `quantization_config`, plus `compression.json` that says how it was made. Equal models
+and records give equal bytes. The model in memory is the same after saving as before.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from compressor.atomic import check_output_dir, whole_or_nothing
+from compressor.errors import CheckpointError, OutputError
+from compressor.model.checkpoints.audit import audit_qparams
+from compressor.model.checkpoints.format import config_of, stored_keys, stored_names, unquantized_linears
+from compressor.model.experts.format import kept_fused, with_expert_settings, with_fused_floats
+from compressor.model.folder import one_line, read_json, some
+from compressor.model.loading.load import quiet_transformers
+from compressor.model.tensor_digests import tensor_digests
+from compressor.numerics.scheme import QuantizationScheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+__all__ = ["MAX_SHARD_BYTES", "RECORD_FILE", "as_pretrained", "check_output_dir", "save_checkpoint"]
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+RECORD_FILE = "compression.json"
+# What a tokenizer or processor may read; never Python files, which _copy_code treats apart.
+_TOKENIZER_PATTERNS = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt"),
+    *("*.model", "*.tiktoken", "tekken.json", "chat_template*", "*processor_config.json"),
+)
+_REMOTE_CODE_PACKAGE = "transformers_modules."  # where transformers puts code that trust_remote_code let in
+
+
+def save_checkpoint(
+    model: nn.Module,
+    output_dir: str | Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    source_dir: str | Path | None = None,
+    schemes: Mapping[str, QuantizationScheme],
+    record: Mapping[str, Any] | None,
+    max_shard_bytes: int | str = MAX_SHARD_BYTES,
+    token: str | None = None,
+    beside_others: bool = False,
+) -> Path:
+    """Write a compressed model: all of its folder, or nothing.
+
+    Args:
+        model: the compressed model. A model of transformers gives a folder for `from_pretrained`; any other module gives its state_dict in
+            model.safetensors, and the schemes in compression.json.
+        output_dir: folder to write; must not exist, or be empty.
+        tokenizer: saved if `source_dir` holds no tokenizer.
+        source_dir: folder the model came from; its tokenizer files are copied byte for byte.
+        schemes: name of every quantized layer in the model to its scheme; may be empty.
+        record: what compression.json is to say, beside the `quantization_config` and a digest of every tensor (`tensors`); JSON types. None
+            writes none, where config.json says the schemes.
+        max_shard_bytes: above this the weights are split over several files with an index; a number, or text such as "5GB".
+        token: part of the name of the temporary folder; None for a random one.
+        beside_others: the folder may hold other files, such as a tokenizer, but none that are written.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        OutputError: the output folder cannot be used.
+        CheckpointError: a scale, zero point or code is not fit to be written, the record is no JSON, the disk is full or fails, or what was
+            written does not read back; nothing is left behind.
+    """
+    target = check_output_dir(output_dir, source=source_dir, beside_others=beside_others)
+    _check_shard_size(max_shard_bytes)
+    audit_qparams(model, schemes)
+    state = _state(model)
+    transformers_model = as_pretrained(model)
+    described = config_of(model, schemes) if transformers_model is None else None
+    _to_json({**(record or {}), "quantization_config": described})  # refused before anything is written
+    with whole_or_nothing(target, num_bytes=_num_bytes(state), token=token, beside_others=beside_others) as folder:
+        if transformers_model is None:
+            _write_module(folder, state, max_shard_bytes)
+        else:
+            _write_pretrained(folder, transformers_model, with_fused_floats(model, state), schemes, max_shard_bytes)
+            _write_tokenizer(folder, transformers_model, tokenizer, None if source_dir is None else Path(source_dir))
+            described = read_json(folder / "config.json").get("quantization_config")
+        if record is not None or (transformers_model is None and described is not None):
+            written = {**(record or {}), "quantization_config": described, "tensors": tensor_digests(folder)}
+            (folder / RECORD_FILE).write_text(_to_json(written), encoding="utf-8")
+    return target
+
+
+def as_pretrained(model: nn.Module) -> PreTrainedModel | None:
+    """Tell whether a model is one of transformers.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The model if it is one of transformers, which then has been imported already; else None.
+    """
+    transformers = sys.modules.get("transformers")
+    return model if transformers is not None and isinstance(model, transformers.PreTrainedModel) else None
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    unfit = [name for name, value in state.items() if not isinstance(value, Tensor) or value.is_meta]
+    if unfit:
+        raise CheckpointError(
+            f"checkpoint: {len(unfit)} entries of the state are no tensors with values ({some(unfit)}); load or drop them"
+        )
+    return state
+
+
+def _num_bytes(state: Mapping[str, Tensor]) -> int:
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in state.values()}
+    return sum(storages.values())
+
+
+def _to_json(content: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{RECORD_FILE}: the record is no JSON ({one_line(error)}); use text, finite numbers, lists and dicts"
+        ) from error
+
+
+def _check_shard_size(size: object) -> None:
+    wrong = OutputError(f"max_shard_size: {size!r} is no size; give a number of bytes above 0, or text such as '5GB'")
+    if not isinstance(size, int | str) or isinstance(size, bool) or (isinstance(size, int) and size < 1):
+        raise wrong
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=size)
+    except ValueError as error:
+        raise wrong from error
+
+
+def _write_module(folder: Path, state: dict[str, Tensor], max_shard_bytes: int | str) -> None:
+    """Write every name, tied or not, so that `load_state_dict(load_file(...))` works as it stands."""
+    whole = _unshare(state, set(state))
+    split = split_torch_state_dict_into_shards(whole, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes)
+    for filename, names in split.filename_to_tensors.items():
+        save_file({name: whole[name].contiguous() for name in names}, folder / filename, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(_to_json(index), encoding="utf-8")
+    _read_back(folder, {name: value.shape for name, value in whole.items()})
+
+
+def _unshare(state: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+    """Give each of `names` that shares memory with an earlier one a copy of its own."""
+    seen: set[int] = set()
+    result = {}
+    for name, value in state.items():
+        pointer = value.untyped_storage().data_ptr()
+        result[name] = value.clone() if name in names and pointer in seen else value
+        seen.add(pointer)
+    return result
+
+
+def _write_pretrained(
+    folder: Path, model: PreTrainedModel, state: dict[str, Tensor], schemes: Mapping[str, QuantizationScheme], max_shard_bytes: int | str
+) -> None:
+    config = copy.deepcopy(model.config)
+    renamed = stored_names(model, [*schemes, *unquantized_linears(model)]) if schemes else {}
+    state = _untie(model, config, state)
+    described = config_of(model, schemes, renamed)
+    if described is not None:
+        config.quantization_config = with_expert_settings(described, model, schemes, renamed)
+    shapes = {key: value.shape for key, value in state.items()}
+    with _lent_config(model, config), kept_fused(model, state, schemes), quiet_transformers():
+        try:
+            # That of the class: a compressed model may have one of its own, which ends here.
+            type(model).save_pretrained(model, folder, state_dict=state, max_shard_size=max_shard_bytes)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{type(model).__name__}: transformers cannot save it ({one_line(error)}); nothing was kept") from error
+    if model.can_generate():
+        model.generation_config.to_json_file(folder / "generation_config.json")
+    _read_back(folder, _quantized_keys(model, shapes, schemes))
+
+
+def _untie(model: PreTrainedModel, config: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Where a tied weight was quantized, the tie is gone: say so in `config` (changed) and store what had been tied twice."""
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    if all(name in state and source in state and state[name].data_ptr() == state[source].data_ptr() for name, source in ties.items()):
+        return state
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.tie_word_embeddings = False
+    return _unshare(state, set(ties))
+
+
+@contextmanager
+def _lent_config(model: PreTrainedModel, config: Any) -> Iterator[None]:
+    """Let `save_pretrained` write and change another config: it notes dtype and class, and refuses generation settings it finds odd."""
+    own_config, own_generation_config = model.config, getattr(model, "generation_config", None)
+    model.config = config
+    if own_generation_config is not None:
+        model.generation_config = type(own_generation_config)()
+    try:
+        yield
+    finally:
+        model.config = own_config
+        if own_generation_config is not None:
+            model.generation_config = own_generation_config
+
+
+def _quantized_keys(model: PreTrainedModel, shapes: Mapping[str, Any], schemes: Mapping[str, QuantizationScheme]) -> dict[str, Any]:
+    """Names in the files and shapes of what the quantized layers hold."""
+    keys = [key for key in shapes if key.rpartition(".")[0] in schemes]
+    stored = stored_keys(model, keys)
+    return {stored[key]: shapes[key] for key in keys}
+
+
+def _read_back(folder: Path, wanted: Mapping[str, Any]) -> None:
+    found: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 (no mapping)
+    wrong = [key for key, shape in wanted.items() if found.get(key) != list(shape)]
+    if wrong:
+        raise CheckpointError(f"checkpoint: {len(wrong)} tensors do not read back as they were written ({some(wrong)}); nothing was kept")
+
+
+def _write_tokenizer(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source_dir: Path | None) -> None:
+    paths = [] if source_dir is None else sorted({path for pattern in _TOKENIZER_PATTERNS for path in source_dir.glob(pattern)})
+    for path in paths:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
+        elif path.suffix != ".py":
+            shutil.copyfile(path, folder / path.name)
+    if not paths and tokenizer is not None:
+        with quiet_transformers():
+            tokenizer.save_pretrained(folder)
+    if source_dir is not None and any(type(part).__module__.startswith(_REMOTE_CODE_PACKAGE) for part in (model, tokenizer)):
+        _copy_code(source_dir, folder)
+
+
+def _copy_code(source_dir: Path, folder: Path) -> None:
+    """Copy the Python files that the caller has let run, without which the model would not load again."""
+    for path in sorted(source_dir.glob("*.py")):
+        shutil.copyfile(path, folder / path.name)

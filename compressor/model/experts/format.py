@@ -1,0 +1,219 @@
+"""How quantized experts lie in a folder, and what transformers makes of them.
+
+Quantized projections are stored one by one, `...experts.0.gate_proj.weight_packed`, as vLLM and llm-compressor name them. transformers 5.23
+has no module for them: its experts are fused tensors, filled by the conversion rules of the architecture. With `dequantize: true` in the
+config those rules first unpack each expert and then merge. Its limits (`CompressedTensorsDequantize` in integrations/compressed_tensors.py,
+`update_weight_conversions` in quantizers/base.py) are what `reader_problems` lists; outside them it leaves the experts random or stops.
+Projections that stay floats go back into the fused tensors, because its rules unpack whatever passes through them, floats too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from compressor.model.experts.unfuse import DiskNames, disk_names, layout_of, weight_converters
+from compressor.model.folder import some
+from compressor.nn.experts import UnfusedExperts, fused_weights
+from compressor.numerics.scheme import QuantizationScheme
+
+_OTHERS = "harness validate and compressor.load_compressed read it"
+
+
+def reader_problems(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
+    """Say what keeps transformers from loading the quantized experts of a model as they are.
+
+    Args:
+        model: with its experts taken apart.
+        schemes: dotted name of every quantized module, or of every module that will be, to its scheme.
+
+    Returns:
+        One sentence per reason; empty where it loads them, or where no expert is quantized.
+    """
+    layers = _quantized_experts(model, schemes)
+    if not layers:
+        return []
+    converters = weight_converters(model)
+    found: dict[str, None] = {}
+    for name, layer in layers.items():
+        found |= dict.fromkeys(_layer_problems(name, layer, disk_names(converters, name), schemes))
+    inside = {name: scheme for name, scheme in schemes.items() if _owner(name, layers) is not None}
+    found |= dict.fromkeys(_scheme_problems(inside, {name: schemes[name] for name in schemes if name not in inside}))
+    return list(found)
+
+
+def reader_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
+    """Say what a user must know about reading a checkpoint with quantized experts, before the run.
+
+    Args:
+        model: with its experts taken apart.
+        schemes: dotted name of every module that will be quantized to its scheme.
+
+    Returns:
+        Sentences; empty for a model without quantized experts.
+    """
+    layers = _quantized_experts(model, schemes)
+    if not layers:
+        return []
+    problems = reader_problems(model, schemes)
+    if problems:
+        return [f"transformers 5.23 will not load these experts, but leave them random or stop: {one}; {_OTHERS}" for one in problems]
+    inputs = [scheme.input_activations for scheme in schemes.values() if scheme.input_activations is not None]
+    if not inputs:
+        return []
+    static = "" if all(args.dynamic for args in inputs) else ", and it calls their input scales unexpected"
+    return [
+        "transformers 5.23 dequantizes a model with quantized experts while it loads: the weights are the same, but inputs are not "
+        f"quantized there{static}"
+    ]
+
+
+def with_expert_settings(
+    config: dict[str, Any], model: nn.Module, schemes: Mapping[str, QuantizationScheme], renamed: Mapping[str, str]
+) -> dict[str, Any]:
+    """Add to a quantization config what transformers needs to load quantized experts.
+
+    Args:
+        config: as `quantization_config` makes it; not changed.
+        model: the compressed model.
+        schemes: of its quantized modules.
+        renamed: name in the model to name in the files, where the two differ.
+
+    Returns:
+        The config: dequantized while loading, and with patterns for the names of experts where they have a scheme of their own.
+    """
+    layers = _quantized_experts(model, schemes)
+    if not layers or reader_problems(model, schemes):
+        return config
+    inside = [name for name in schemes if _owner(name, layers) is not None]
+    named = {*inside, *(renamed.get(name, name) for name in inside)}
+    patterns = sorted({f"re:{_any_number(name)}$" for name in named})
+    groups = {
+        key: {**group, "targets": patterns} if set(group["targets"]) <= named else group for key, group in config["config_groups"].items()
+    }
+    return {**config, "config_groups": groups, "dequantize": True}
+
+
+def _any_number(name: str) -> str:
+    return re.sub(r"(?<=\.)[0-9]+(?=\\\.)", "[0-9]+", re.escape(name))
+
+
+def with_fused_floats(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put projections that stayed floats back under the names of the fused tensors.
+
+    Args:
+        model: the compressed model.
+        state: its state_dict; not changed.
+
+    Returns:
+        The state to save.
+    """
+    state = dict(state)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, UnfusedExperts):
+            continue
+        fused = fused_weights(layer)
+        gone = tuple(f".{projection}" for key in fused for projection in layer.layout.sources.get(key, ()))
+        inside = re.compile(rf"{re.escape(name)}\.[0-9]+(\.[^.]+)\.(weight|bias)")
+        state = {key: value for key, value in state.items() if not ((match := inside.fullmatch(key)) and match[1] in gone)}
+        state |= {key: _alone(value) for key, value in state.items() if key.startswith(f"{name}.")}
+        state |= {f"{name}.{key}": value for key, value in fused.items()}
+    return state
+
+
+def fused_modules(model: nn.Module) -> list[str]:
+    """Name the modules whose experts are fused tensors of floats.
+
+    Args:
+        model: any model.
+
+    Returns:
+        Dotted names, in the order of the model.
+    """
+    return [name for name, module in model.named_modules() if layout_of(module) is not None]
+
+
+def _alone(value: Tensor) -> Tensor:
+    """A tensor that is a part of another's memory, as one of its own."""
+    return value if value.numel() * value.element_size() == value.untyped_storage().nbytes() else value.contiguous().clone()
+
+
+@contextmanager
+def kept_fused(model: Any, state: Mapping[str, Tensor], schemes: Mapping[str, QuantizationScheme]) -> Iterator[None]:
+    """Let `save_pretrained` write fused floats as they are, where transformers could not load them one by one. Changes the model.
+
+    Args:
+        model: a model of transformers.
+        state: what will be saved.
+        schemes: of its quantized modules; beside fp8 weights alone floats load one by one, too.
+
+    Yields:
+        Nothing.
+    """
+    own = getattr(model, "_weight_conversions", None)
+    if not any(scheme.weights is not None and scheme.weights.type == "int" for scheme in schemes.values()):
+        yield
+        return
+    from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
+
+    known = get_model_conversion_mapping(model, add_legacy=False) if own is None else own
+    kept = [entry for entry in known if not isinstance(entry, PrefixChange)] if own is None else list(known)
+    model._weight_conversions = [entry for entry in kept if not _splits(entry, state)]
+    try:
+        yield
+    finally:
+        if own is None:
+            del model._weight_conversions
+        else:
+            model._weight_conversions = own
+
+
+def _splits(entry: Any, state: Mapping[str, Tensor]) -> bool:
+    """Whether saving would split a fused tensor of experts by this rule."""
+    if not hasattr(entry, "operations"):
+        return False
+    patterns = [re.compile(f"{target}$") for target in entry.target_patterns if "experts" in target]
+    return any(pattern.search(key) for pattern in patterns for key in state)
+
+
+def _quantized_experts(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> dict[str, UnfusedExperts]:
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, UnfusedExperts)}
+    used = {_owner(name, layers) for name in schemes}
+    return {name: layer for name, layer in layers.items() if name in used}
+
+
+def _owner(name: str, layers: Mapping[str, UnfusedExperts]) -> str | None:
+    """The layer of experts that a projection lies in."""
+    owner = name.rsplit(".", 2)[0]
+    return owner if owner in layers else None
+
+
+def _layer_problems(name: str, layer: UnfusedExperts, disk: DiskNames, schemes: Mapping[str, QuantizationScheme]) -> Iterator[str]:
+    kind = layer.fused_class.__name__
+    if not disk.is_converted or layer.layout.has_bias:
+        yield f"it has no rule that merges single experts into {kind}, whose files keep them fused"
+        return
+    for fused, projections in layer.layout.sources.items():
+        names = [f"{name}.{index}.{projection}" for index, _ in enumerate(layer.experts()) for projection in projections]
+        floats = [one for one in names if one not in schemes]
+        if floats and len(floats) < len(names):
+            yield f"{some(floats)} of {kind}.{fused} stay floats while others are quantized"
+
+
+def _scheme_problems(inside: Mapping[str, QuantizationScheme], outside: Mapping[str, QuantizationScheme]) -> Iterator[str]:
+    first = next(iter(inside.values()))
+    if any(scheme != first for scheme in inside.values()):
+        yield "it knows one scheme for all experts"
+    if any(scheme != next(iter(outside.values())) for scheme in outside.values()):
+        yield "beside experts it knows one scheme for all other layers"
+    weights = first.weights
+    assert weights is not None
+    packed = first.compression_format == "pack-quantized" and weights.symmetric
+    fp8 = first.compression_format == "float-quantized" and weights.strategy in ("tensor", "channel")
+    if not packed and not fp8:
+        symmetry = "" if weights.symmetric else ", asymmetric"
+        yield f"of experts it unpacks symmetric pack-quantized and fp8 weights, not {first.compression_format}{symmetry}"

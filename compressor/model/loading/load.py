@@ -1,0 +1,374 @@
+"""From a folder, or a model in memory, to a model that may be compressed; or one line that says why not.
+
+A weight that the files do not hold is an error: transformers would fill it with random numbers, and a compressed random layer looks like
+any other. A weight that the model has no place for is one too: it would be missing from the result. Nothing is fetched from a network,
+nothing is unpickled, and code from the folder runs only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from compressor.errors import ModelError
+from compressor.model.folder import check_not_quantized, check_weight_files, is_dir, one_line, read_config, read_json, some, weight_files
+from compressor.nn.layer import QuantizedLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# Tensors that a file holds in a wider dtype than the model that was loaded from it.
+
+_WIDE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def rounding_notes(model: nn.Module, folder: Path) -> list[str]:
+    """Say which tensors have lost bits because the model has one dtype and its files have several.
+
+    transformers loads all tensors in the dtype that config.json names, also norms or routers that the files hold in float32.
+
+    Args:
+        model: as it was loaded.
+        folder: what it was loaded from.
+
+    Returns:
+        A sentence, or none; of tensors that have other names in the model than in the files, nothing is known.
+    """
+    state = model.state_dict()
+    prefix = getattr(model, "base_model_prefix", "")
+    lost: dict[str, str] = {}
+    for file_name in weight_files(folder):
+        with safe_open(folder / file_name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                loaded = state.get(key, state.get(f"{prefix}.{key}"))
+                stored = _WIDE.get(file.get_slice(key).get_dtype())
+                if loaded is None or stored is None or torch.promote_types(stored, loaded.dtype) == loaded.dtype:
+                    continue
+                value = file.get_tensor(key)
+                if bool(((value.to(loaded.dtype).to(stored) != value) & ~value.isnan()).any()):
+                    lost[key] = f"{_name(stored)} in the files and {_name(loaded.dtype)} in the model"
+    if not lost:
+        return []
+    return [
+        f"{len(lost)} tensors ({some(lost)}) were rounded when they were loaded: {next(iter(lost.values()))}, whose dtype config.json "
+        "names; a wider dtype= keeps them"
+    ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DEFAULT_CLASS = "AutoModelForCausalLM"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_GENERATION_FILE = "generation_config.json"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+# What transformers raises for a folder that it cannot read: a field of a wrong kind alone gives half of these.
+LOAD_ERRORS = (
+    *(OSError, ValueError, RuntimeError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError),
+    *(SafetensorError, StrictDataclassError),
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that may be compressed, and where it came from.
+
+    Attributes:
+        model: the model; in eval mode and on its device when it came from a folder, untouched when it came from memory.
+        tokenizer: what the folder holds; None when it holds none and for a model from memory.
+        source_dir: the folder; None for a model from memory.
+        from_memory: True when the caller's own object is compressed.
+        unexpected_keys: weights in the files that the class does not take; only an explicitly named class may leave any.
+        notes: what loading has changed, for the report.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None
+    source_dir: Path | None
+    from_memory: bool
+    unexpected_keys: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def load_model(
+    source: str | Path | nn.Module,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    trust_remote_code: bool = False,
+    model_class: str | type | None = None,
+) -> LoadedModel:
+    """Load a model and its tokenizer, or take a model that is in memory as it is.
+
+    Args:
+        source: folder in the layout of transformers, or a module; of a module nothing is changed, so dtype and class are left out.
+        dtype: "auto" (the files' own), or one of bfloat16, float16, float32, float64.
+        device: "auto" (the first GPU, else the CPU) or a device of torch.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
+        model_class: class of transformers, or its name; None for AutoModelForCausalLM.
+
+    Returns:
+        The model, its tokenizer if the folder has one, and the folder.
+
+    Raises:
+        ModelError: the folder is missing, incomplete or damaged, lacks weights that the class needs, is quantized already, or the
+            model in memory is; or dtype or class was given for a model in memory.
+    """
+    if isinstance(source, nn.Module):
+        check_in_memory(source, dtype=dtype, model_class=model_class)
+        return LoadedModel(source, tokenizer=None, source_dir=None, from_memory=True)
+    folder = Path(source)
+    torch_device, torch_dtype = resolve_device(device), resolve_dtype(dtype)
+    config = read_config(folder)
+    check_not_quantized(config, str(folder))
+    check_weight_files(folder)
+    if (folder / _GENERATION_FILE).exists():
+        read_json(folder / _GENERATION_FILE)  # transformers would put its defaults in the place of one that it cannot read
+    loader = resolve_class(model_class)
+    with quiet_transformers():
+        model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code)
+        _check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
+        tokenizer = load_tokenizer(folder, trust_remote_code)
+    if torch_dtype == torch.float16:
+        check_float16(model, f"{folder}: dtype")
+    notes = tuple(rounding_notes(model, folder)) if torch_dtype == "auto" else ()
+    unexpected = tuple(sorted(info["unexpected_keys"]))
+    return LoadedModel(model.to(torch_device), tokenizer, folder, from_memory=False, unexpected_keys=unexpected, notes=notes)
+
+
+def check_float16(model: nn.Module, where: str) -> None:
+    """Refuse weights that float16 has no room for, of which a cast has made infinity.
+
+    Args:
+        model: after the cast.
+        where: for the error.
+
+    Raises:
+        ModelError: a parameter in float16 holds infinity.
+    """
+    cast = ((name, parameter) for name, parameter in model.named_parameters() if parameter.dtype == torch.float16)
+    spoilt = [name for name, parameter in cast if parameter.numel() and bool(parameter.isinf().any())]
+    if spoilt:
+        raise ModelError(f"{where}: float16 ends at 65,504, and {some(spoilt)} hold more; take bfloat16 or float32")
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """Turn the name of a device into a device that is there.
+
+    Args:
+        device: "auto" (the first GPU, else the CPU), or a device as torch spells it.
+
+    Returns:
+        The device.
+
+    Raises:
+        ModelError: torch knows no such device, or the machine has none.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(1, dtype=torch.float32, device=resolved).fill_(0).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ModelError(f"device: {str(device)!r} cannot be used here ({one_line(error)}); use auto, cpu or cuda") from error
+    return resolved
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep the warnings and progress bars of transformers off the terminal; what they had been set to comes back.
+
+    Yields:
+        None: while they are off.
+    """
+    from transformers.utils import logging
+
+    verbosity, bars_shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars_shown:
+            logging.enable_progress_bar()
+
+
+def resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """Turn the name of a dtype into the dtype.
+
+    Args:
+        dtype: a dtype of floats, its name, or "auto".
+
+    Returns:
+        The dtype; "auto" for "auto".
+
+    Raises:
+        ModelError: nothing is compressed from that dtype.
+    """
+    if dtype == "auto":
+        return "auto"
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError(f"dtype: {name!r} is not a dtype to compress from; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def check_in_memory(model: nn.Module, *, dtype: str | torch.dtype = "auto", model_class: str | type | None = None) -> None:
+    """Refuse a model in memory that must not be compressed, and settings that only a folder has a use for; it is not changed.
+
+    Args:
+        model: any module.
+        dtype: as the user gave it.
+        model_class: as the user gave it.
+
+    Raises:
+        ModelError: it is quantized, carries adapters, or has parameters without values; or a setting would not be read.
+    """
+    where = type(model).__name__
+    if dtype != "auto":
+        raise ModelError(f"dtype: {str(dtype)!r} was given for a model in memory, which stays as it is; cast it first, or leave dtype out")
+    if model_class is not None:
+        raise ModelError(f"model_class: {model_class!r} was given for a model in memory, which has its class; leave model_class out")
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "to_dict"):
+        check_not_quantized(config.to_dict(), where)
+    quantized = next((name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)), None)
+    if quantized is not None or getattr(model, "hf_quantizer", None) is not None:
+        found = f" ({quantized} is)" if quantized else ""
+        raise ModelError(f"{where}: the model is quantized already{found}; compress the model that it was made from")
+    if getattr(model, "peft_config", None):
+        raise ModelError(f"{where}: adapters of peft are attached; merge them into the model first (merge_and_unload)")
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if empty is not None:
+        raise ModelError(f"{where}: {empty} is on the meta device and has no values; load the weights first")
+
+
+def resolve_class(model_class: str | type | None) -> Any:
+    """Find a class of transformers to load with.
+
+    Args:
+        model_class: a class, its name, or None for AutoModelForCausalLM.
+
+    Returns:
+        The class.
+
+    Raises:
+        ModelError: transformers has no such class; the nearest names are given.
+    """
+    import transformers
+
+    if isinstance(model_class, type):
+        return model_class
+    name = _DEFAULT_CLASS if model_class is None else model_class
+    found = getattr(transformers, name, None)
+    if not hasattr(found, "from_pretrained"):
+        nearest = difflib.get_close_matches(name, dir(transformers), n=3)
+        hint = f" (nearest: {', '.join(nearest)})" if nearest else ""
+        raise ModelError(f"model_class: {name!r} is no model class of transformers{hint}; name one, such as AutoModel")
+    return found
+
+
+def _load_weights(folder: Path, loader: Any, dtype: str | torch.dtype, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+    try:
+        model, info = loader.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # _check_loading_info names them; transformers would print a table
+        )
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{folder}: {loader.__name__} cannot load it ({one_line(error)}); {_remedy(error)}") from error
+    return model, info
+
+
+def _check_loading_info(folder: Path, info: Mapping[str, Any], config: Mapping[str, Any], *, may_leave_weights: bool) -> None:
+    missing, unexpected = info["missing_keys"], info["unexpected_keys"]
+    mismatched = [key for key, *_ in info["mismatched_keys"]]
+    named = config.get("architectures")
+    wanted_class = named[0] if isinstance(named, list) and named else "AutoModel"
+    if mismatched:
+        raise ModelError(
+            f"{folder}: {len(mismatched)} weights have another shape than config.json says ({some(mismatched)}); restore the files"
+        )
+    if missing:
+        raise ModelError(
+            f"{folder}: {len(missing)} weights of the model are not in its files ({some(missing)}) and would be random; "
+            f"restore the files, or name the class they belong to (config.json says model_class={wanted_class!r})"
+        )
+    if unexpected and not may_leave_weights:
+        raise ModelError(
+            f"{folder}: {len(unexpected)} weights in its files have no place in the model ({some(unexpected)}) and would be lost; "
+            f"name the class to load (config.json says model_class={wanted_class!r})"
+        )
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of a folder.
+
+    Args:
+        folder: of a model.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
+
+    Returns:
+        The tokenizer; None where the folder holds none.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{folder}: its tokenizer cannot be loaded ({one_line(error)}); {_remedy(error)}") from error
+
+
+def resolve_tokenizer(tokenizer: Any, trust_remote_code: bool = False) -> Any:
+    """Take a tokenizer as a user gives it.
+
+    Args:
+        tokenizer: an object, the path of its folder, or None.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
+
+    Returns:
+        The tokenizer; None for None.
+
+    Raises:
+        ModelError: the folder is missing or holds none.
+    """
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    folder = Path(tokenizer)
+    if not is_dir(folder):
+        raise ModelError(f"tokenizer: {str(tokenizer)!r} is not a folder; give one with tokenizer.json (nothing is downloaded)")
+    with quiet_transformers():
+        found = load_tokenizer(folder, trust_remote_code)
+    if found is None:
+        raise ModelError(f"tokenizer: {folder} holds none; give a folder with tokenizer.json")
+    return found
+
+
+def _remedy(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return "set trust_remote_code if you trust the Python files in the folder"
+    if isinstance(error, ImportError):
+        return "install what is missing"
+    return "check its files, or name another class with model_class"

@@ -1,0 +1,190 @@
+"""What a recipe's `kv_cache_scheme` asks for: scales for keys and values, calibrated or dynamic.
+
+Keys and values are watched where they enter the cache, in float and without padding. The quantizers come when calibration ends, all at
+once, so that no layer is calibrated behind a quantized cache and another in front of one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, PrivateAttr, field_validator
+from torch import Tensor, nn
+
+from compressor.errors import CalibrationError, NumericsError, TargetError
+from compressor.lifecycle import State
+from compressor.model.targets import matches
+from compressor.modifiers.quantization.input_statistics import real_tokens
+from compressor.nn.kv_cache import PARTS, attach_kv_quantizer, attention_modules, check_kv_args, kv_args, num_kv_heads, with_view
+from compressor.numerics import Observer, QuantizationArgs, make_observer
+
+
+class KVCacheTargets(BaseModel):
+    """The setting that says how keys and values are quantized, and the work that follows from it.
+
+    Attributes:
+        kv_cache_scheme: format of keys and values; None leaves them as they are.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    if TYPE_CHECKING:
+        ignore: list[str]
+
+    kv_cache_scheme: QuantizationArgs | None = None
+
+    _kv_observers: dict[str, dict[str, Observer]] = PrivateAttr(default_factory=dict)
+
+    @field_validator("kv_cache_scheme", mode="after")
+    @classmethod
+    def _check_kv(cls, value: QuantizationArgs | None) -> QuantizationArgs | None:
+        if value is not None:
+            check_kv_args(value, "kv_cache_scheme")
+        return value
+
+    @property
+    def needs_kv(self) -> bool:
+        """Whether the scales of keys and values must be calibrated."""
+        return self.kv_cache_scheme is not None and not self.kv_cache_scheme.dynamic
+
+    def kv_targets(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Find the attention modules whose keys and values are to be quantized.
+
+        Args:
+            model: not modified.
+
+        Returns:
+            Dotted name to module; empty without a kv_cache_scheme.
+
+        Raises:
+            TargetError: no attention module keeps keys and values in a cache, the model has an encoder and a decoder, or they are quantized
+                already, or `ignore` names attention modules and nothing else.
+            SchemeError: one scale per head was asked of a module that does not say how many it has.
+        """
+        if self.kv_cache_scheme is None:
+            return {}
+        found = attention_modules(model)
+        where = f"{type(self).__name__}.kv_cache_scheme"
+        if not found:
+            raise TargetError(f"{where}: no attention module of {type(model).__name__} keeps keys and values in a cache; leave it out")
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise TargetError(f"{where}: a cache of encoder and decoder cannot be quantized; leave it out for {type(model).__name__}")
+        taken = next((name for name, module in found.items() if kv_args(module) is not None), None)
+        if taken is not None:
+            raise TargetError(f"{where}: keys and values of {taken} are quantized already; leave it out")
+        for pattern in self.ignore:
+            meant = {name for name, module in model.named_modules() if matches(name, module, pattern)}
+            if meant and meant <= found.keys():
+                raise TargetError(
+                    f"{where}: ignore {pattern!r} names attention, but keys and values are quantized in all attention modules or in none "
+                    "(ignore leaves out weights); take it out of ignore"
+                )
+        if self.kv_cache_scheme.strategy == "attn_head":
+            for name, module in found.items():
+                num_kv_heads(module, name)
+        return found
+
+    def start_observing(self, state: State, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+        """Make the observers and the hooks that feed them.
+
+        Args:
+            state: of the run; its token mask says what is padding.
+            modules: as `kv_targets` gives them.
+
+        Returns:
+            Dotted name to a forward pre-hook with keyword arguments; empty where nothing is calibrated.
+        """
+        args = self.kv_cache_scheme
+        self._kv_observers = {}
+        if args is None or not self.needs_kv:
+            return {}
+        self._kv_observers = {name: {part: make_observer(args, f"{name}.{part}") for part in PARTS} for name in modules}
+        return {name: _observing(self._kv_observers[name], state, name) for name in modules}
+
+    def kv_ranges(self, modules: Collection[str]) -> dict[str, Tensor]:
+        """Return what has been learnt of keys and values, for a run that goes on later.
+
+        Args:
+            modules: dotted names; others are left out.
+
+        Returns:
+            Tensors by "kv <name> <part> <key>".
+        """
+        return {
+            f"kv {name} {part} {key}": tensor
+            for name, observers in self._kv_observers.items()
+            if name in modules
+            for part, observer in observers.items()
+            for key, tensor in observer.state().items()
+        }
+
+    def restore_kv_ranges(self, kept: Mapping[str, Any], device: torch.device) -> None:
+        """Take over what `kv_ranges` gave.
+
+        Args:
+            kept: what it gave, and anything else.
+            device: of the run.
+        """
+        states: dict[tuple[str, str], dict[str, Tensor]] = {}
+        for text, tensor in kept.items():
+            if text.startswith("kv "):
+                _, name, part, key = text.split(" ")
+                states.setdefault((name, part), {})[key] = tensor.to(device)
+        for (name, part), state in states.items():
+            self._kv_observers[name][part].restore(state)
+
+    def place_quantizers(self, state: State, modules: Mapping[str, nn.Module]) -> None:
+        """Put attention modules with scales and quantizers in the places of those without. Changes the model; all modules, or none.
+
+        Args:
+            state: of the run; its report gets a note.
+            modules: as `kv_targets` gives them.
+
+        Raises:
+            CalibrationError: a module saw no token.
+            NumericsError: a scale is not usable.
+        """
+        args = self.kv_cache_scheme
+        if args is None:
+            return
+        found = {name: self._calibrated(name) for name in modules} if self.needs_kv else {}
+        copies = {name: _own_copy(module) for name, module in modules.items()}
+        for name, module in copies.items():
+            attach_kv_quantizer(module, args, found.get(name), name=name)
+        for name, module in copies.items():
+            state.replace_module(name, module)  # which an abort can undo
+        kind = f"{args.type}{args.num_bits} {args.strategy}, {'dynamic' if args.dynamic else 'static'}"
+        state.report.notes.append(f"kv_cache_scheme: keys and values of {len(modules)} attention modules are quantized ({kind})")
+        self._kv_observers = {}
+
+    def _calibrated(self, name: str) -> dict[str, Any]:
+        try:
+            return {part: observer.qparams() for part, observer in self._kv_observers[name].items()}
+        except (NumericsError, LookupError) as error:
+            raise CalibrationError(f"{name}: its keys and values were never observed ({error}); add data that exercises it") from error
+
+
+def _own_copy(module: nn.Module) -> nn.Module:
+    """A module with the same parameters, buffers and children, but its own tables of them, and its own hooks."""
+    twin = copy.copy(module)
+    for key, value in vars(twin).items():
+        if isinstance(value, dict | set):
+            twin.__dict__[key] = copy.copy(value)
+    return twin
+
+
+def _observing(observers: Mapping[str, Observer], state: State, name: str) -> Any:
+    def look(part: str, states: Tensor) -> Tensor:
+        tokens_NHD = real_tokens(states.detach().transpose(1, 2).flatten(2), state.token_mask, f"{name}.{part}")
+        heads = states.shape[1]
+        if tokens_NHD.numel():
+            observers[part].update(tokens_NHD.reshape(len(tokens_NHD), heads, -1).transpose(0, 1).unsqueeze(0))
+        return states
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_view(module, args, kwargs, look)
+
+    return hook

@@ -1,0 +1,254 @@
+"""The store of activations: what is live for every sample between two stages, on the device, in host memory or on disk by budget.
+
+Tensors are kept as the bytes of their storages, so views, strides and tensors that share memory come back as they were. A storage whose
+bytes are also those of another sample (a mask, rotary tables) is kept once, whether the forwards shared it or computed it anew; each
+sample then gets a copy of its own, so that none sees what another writes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from compressor.pipelines.offload.block_pool import SMALL_BYTES, Block, BlockPool, Coming, Place
+from compressor.pipelines.offload.tensor_skeleton import put_together, take_apart
+
+_MARKS = 256  # bytes of a storage by which candidates for equality are found before all bytes are compared
+_MAX_CANDIDATES = 8
+
+
+class _View(NamedTuple):
+    """How a tensor looks at its storage."""
+
+    block: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
+    attributes: dict[str, Any]
+
+
+@dataclass
+class _Sample:
+    """A value taken apart: blocks for its storages, and for each slot a view, or the tensor itself where it cannot be one."""
+
+    skeleton: Any
+    views: list[_View | Tensor]
+    blocks: list[Block]
+
+
+class ActivationStore:
+    """Keeps the live values of every sample; implements `compressor.tracing.targets.store.ValueStore`. A context manager that closes itself."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        device_budget_bytes: int,
+        host_budget_bytes: int = 0,
+        disk_dir: str | Path | None = None,
+        by_reference: Callable[[Any], bool] = lambda value: False,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            device: that computes.
+            device_budget_bytes: what may stay on it. On a CPU the two budgets are one memory and count together.
+            host_budget_bytes: what may go to host memory, pinned where the device is a GPU.
+            disk_dir: folder for what fits in neither; None where that is an error. The file in it has no name and leaves nothing behind.
+            by_reference: says which objects among the values are to be kept as they are, such as a model's configuration.
+
+        Raises:
+            OutputError: the folder cannot be written.
+        """
+        self._pool = BlockPool(device, device_budget_bytes, host_budget_bytes, disk_dir)
+        self._by_reference = by_reference
+        self._samples: dict[int, _Sample] = {}
+        self._by_marks: dict[tuple[torch.device, int, bytes], list[Block]] = {}
+        self._marks_of: dict[int, tuple[torch.device, int, bytes]] = {}
+        self._coming: dict[int, Future[list[Coming]]] = {}
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="activations")
+
+    @property
+    def peak_bytes(self) -> Mapping[Place, int]:
+        """The most bytes that each place has held so far."""
+        return Counter(self._pool.peak)
+
+    @property
+    def used_bytes(self) -> Mapping[Place, int]:
+        """The bytes that each place holds now."""
+        return Counter(self._pool.used)
+
+    def __enter__(self) -> Self:
+        """Return the store."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close it."""
+        self.close()
+
+    def put(self, sample: int, values: dict[str, Any]) -> None:
+        """Keep what is live for a sample; replaces what was kept for it.
+
+        Args:
+            sample: number of the sample.
+            values: by name, any objects; their tensors are kept as they are while they fit, so nobody may write to them any more.
+
+        Raises:
+            CalibrationError: no place has room, or the disk fails.
+        """
+        self._forget_coming(sample)
+        skeleton, tensors = take_apart(dict(values), self._by_reference)
+        storages: dict[int, tuple[int, Tensor]] = {}  # by address of the storage: its number and its bytes
+        views = [_view(tensor, storages) for tensor in tensors]
+        del tensors
+        found = {number: self._find_equal(data) for number, data in storages.values()}
+        for block in found.values():
+            if block is not None:
+                block.refs += 1
+        self.drop(sample)  # before new places are taken: most often the same ones
+        kept = _Sample(skeleton, views, [])
+        self._samples[sample] = kept
+        for number, data in storages.values():
+            kept.blocks.append(found[number] or self._keep_new(data, f"sample {sample}"))
+
+    def get(self, sample: int) -> dict[str, Any]:
+        """Return what is live for a sample, on the device it was made on.
+
+        Args:
+            sample: number of a sample that has been put.
+
+        Returns:
+            The values by name, bitwise as they were put; lent where they fit on the device, see `ValueStore`.
+
+        Raises:
+            KeyError: nothing was put for this sample.
+            CalibrationError: what was written to disk does not read back.
+        """
+        kept = self._samples[sample]
+        coming = self._coming.pop(sample, None)
+        fetched = self._fetch(kept) if coming is None else coming.result()
+        own = [self._lend(self._pool.arrive(item), block) for item, block in zip(fetched, kept.blocks, strict=True)]
+        return dict(put_together(kept.skeleton, [_tensor(view, own) for view in kept.views]))
+
+    def prefetch(self, sample: int) -> None:
+        """Start to bring a sample back in the background: reading from disk, and copying to a GPU.
+
+        Args:
+            sample: number of the sample; nothing happens for one that is unknown, on its way or where it belongs.
+        """
+        kept = self._samples.get(sample)
+        if kept is not None and sample not in self._coming and any(block.place != "device" for block in kept.blocks):
+            self._coming[sample] = self._reader.submit(self._fetch, kept)
+
+    def drop(self, sample: int) -> None:
+        """Forget a sample and free what only it used.
+
+        Args:
+            sample: number of the sample; unknown ones are ignored.
+        """
+        self._forget_coming(sample)
+        kept = self._samples.pop(sample, None)
+        for block in kept.blocks if kept is not None else ():
+            block.refs -= 1
+            if not block.refs:
+                self._pool.release(block)
+                self._forget_marks(block)
+
+    def close(self) -> None:
+        """Forget everything and give the disk space back; may be called again."""
+        for future in self._coming.values():
+            future.cancel()
+        self._reader.shutdown(wait=True)
+        self._coming.clear()
+        for sample in list(self._samples):
+            self.drop(sample)
+        self._pool.close()
+
+    def _fetch(self, kept: _Sample) -> list[Coming]:
+        return [self._pool.fetch(block) for block in kept.blocks]
+
+    def _lend(self, data: Tensor, block: Block) -> Tensor:
+        """Give out the bytes of a block, or a copy where others hold it, too."""
+        if data is not block.data:
+            return data
+        if block.refs > 1 or block.num_bytes <= SMALL_BYTES:
+            return data.clone()
+        self._forget_marks(block)  # a forward may write to it: no other sample may come to hold it now
+        return data
+
+    def _forget_coming(self, sample: int) -> None:
+        """Blocks must not be released while they are being read."""
+        coming = self._coming.pop(sample, None)
+        if coming is not None and not coming.cancel():
+            coming.exception()
+
+    def _keep_new(self, data: Tensor, label: str) -> Block:
+        block = self._pool.keep(data, label)
+        if block.num_bytes > SMALL_BYTES:
+            key = _marks(data)
+            self._by_marks.setdefault(key, []).append(block)
+            self._marks_of[id(block)] = key
+        return block
+
+    def _find_equal(self, data: Tensor) -> Block | None:
+        """A block with the same bytes: of another sample, or of this one where a stage has passed something through."""
+        if data.numel() <= SMALL_BYTES:
+            return None
+        for block in self._by_marks.get(_marks(data), ())[:_MAX_CANDIDATES]:
+            stored = block.data
+            if stored is None or stored.device != data.device:
+                stored = self._pool.arrive(self._pool.fetch(block))
+            if stored.data_ptr() == data.data_ptr() or torch.equal(stored, data):
+                return block
+        return None
+
+    def _forget_marks(self, block: Block) -> None:
+        key = self._marks_of.pop(id(block), None)
+        if key is not None:
+            self._by_marks[key].remove(block)
+            if not self._by_marks[key]:
+                del self._by_marks[key]
+
+
+def _marks(data: Tensor) -> tuple[torch.device, int, bytes]:
+    places = torch.linspace(0, data.numel() - 1, _MARKS, dtype=torch.float64).long()
+    return data.device, data.numel(), data[places.to(data.device)].cpu().numpy().tobytes()
+
+
+def _view(tensor: Tensor, storages: dict[int, tuple[int, Tensor]]) -> _View | Tensor:
+    """Describe a tensor, and note its storage; one that is more than a look at bytes stays as it is. Changes `storages`."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.requires_grad or tensor.is_quantized)
+    if not is_plain or tensor.device.type not in ("cpu", "cuda") or tensor.is_nested:
+        return tensor
+    storage = tensor.untyped_storage()
+    if storage._cdata not in storages:
+        data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        storages[storage._cdata] = (len(storages), data)
+    number = storages[storage._cdata][0]
+    shape = (int(tensor.storage_offset()), tensor.size(), tensor.stride())
+    return _View(number, tensor.dtype, *shape, tensor.is_conj(), tensor.is_neg(), dict(tensor.__dict__))
+
+
+def _tensor(view: _View | Tensor, blocks: list[Tensor]) -> Tensor:
+    """Make the tensor that a view describes."""
+    if isinstance(view, Tensor):
+        return view
+    data = blocks[view.block]
+    tensor = torch.empty(0, dtype=view.dtype, device=data.device)
+    tensor.set_(data.untyped_storage(), view.offset, view.size, view.stride)
+    # A conjugated or negated look at the bytes, as `Tensor.conj` and `.imag` give: a bit of the tensor, not of its memory.
+    if view.is_conj:
+        torch._C._set_conj(tensor, True)
+    if view.is_neg:
+        torch._C._set_neg(tensor, True)
+    tensor.__dict__.update(view.attributes)
+    return tensor

@@ -1,0 +1,115 @@
+"""Forwards that take turns must not notice each other. Shown on a few batches, before the suspend engine runs any.
+
+What a forward keeps on modules is exchanged at every pause. What it keeps elsewhere is not: a global, an attribute of an object or of a
+class, parameters that are swapped for the time of a call. No list of such places is complete, so forwards are run alone and then in
+turns, and must give the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressor.data.collate import Batch, batch_to
+from compressor.errors import TracingError
+from compressor.tracing.graph.nodes import one_line
+from compressor.tracing.picking import facts_of, other_content, pick
+from compressor.tracing.proof import Comparison, Difference
+from compressor.tracing.suspend.engine import SuspendedRun
+from compressor.tracing.targets.call_order import plain_forwards
+from compressor.tracing.targets.order import Trail
+from compressor.tracing.targets.sample_state import TorchState
+
+
+@torch.no_grad()
+def check_apart(
+    model: nn.Module,
+    targets: Mapping[str, nn.Module],
+    batches: Sequence[Batch],
+    device: torch.device | None,
+    trails: Sequence[Trail],
+    returning: Callable[[], AbstractContextManager[None]],
+) -> tuple[str, ...]:
+    """Run batches alone and in turns, and compare what targets are given and give, and what the forwards return, bit for bit.
+
+    Args:
+        model: as it was afterwards, but for what its own forward changes.
+        targets: dotted name to module.
+        batches: a few; a single one is held against its own trial calls.
+        device: of the model; None leaves batches where they are.
+        trails: what is known of the forwards.
+        returning: context that puts the model back after a forward.
+
+    Returns:
+        Attributes of modules by which one batch changes what the next one gives in the plain model.
+
+    Raises:
+        TracingError: the forwards notice each other.
+    """
+    here = [batch if device is None else batch_to(batch, device) for batch in batches]
+    before = _parameters(model)
+    state = TorchState.current(foreign=True)
+    try:
+        expected, kept = plain_forwards(model, targets.keys(), here, returning)
+        comparison = _Turns(expected, targets)
+        run = SuspendedRun(model, targets, here, on_sample=comparison.begin, keep_outputs=True, trails=trails)
+        with returning():
+            comparison.follow(run, targets.keys(), model)
+            after = _parameters(model)
+            swapped = [place[1] for place, value in before.items() if after.get(place) is not value]
+    finally:
+        state.restore()
+    if swapped:
+        raise TracingError(_message(f"its parameter {swapped[0]} stays swapped"))
+    return kept
+
+
+def _parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
+class _Turns(Comparison):
+    """Says what forwards that notice each other have in common."""
+
+    def error(self, difference: Difference) -> TracingError:
+        return TracingError(_message(difference.what))
+
+    def raised(self, error: Exception, sample: int) -> TracingError:
+        return TracingError(_message(f"one of them raised {one_line(error)}"))
+
+
+def _message(what: str) -> str:
+    return (
+        f"suspend: forwards that take turns do not give what each gives alone ({what}), so the model hands something on outside of "
+        "arguments and module attributes (a global, an object, a list, a class, swapped parameters); hand it on as an argument, or use "
+        'pipeline="basic"'
+    )
+
+
+def pick_apart(batches: Sequence[Batch], proved: dict[Any, set[Any]]) -> list[Batch]:
+    """Pick the batches that are to take turns: they differ in sizes and padding where they can, else in content, else in nothing.
+
+    Args:
+        batches: not modified.
+        proved: what has been shown already; what these will show is noted in it.
+
+    Returns:
+        Two or more, or a single one where there is no other; none where these would show nothing new.
+    """
+    facts = {place: {"place": place, **facts_of(batch)} for place, batch in enumerate(batches)}
+    for place, known in facts.items():
+        known |= {"padded place": place} if known["padding"] else {}  # two of them: one alone meets no other that goes its way
+    picked = pick(facts, proved)
+    if picked:
+        picked += other_content([place for place in range(len(batches)) if place not in picked], picked, batches, proved)
+    if len(picked) == 1:  # alone it would meet no other
+        picked += [place for place in range(len(batches)) if place not in picked][:1]
+    return [batches[place] for place in sorted(picked)]

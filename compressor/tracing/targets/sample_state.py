@@ -1,0 +1,291 @@
+"""What belongs to one paused forward and not to the thread: torch's modes, settings, random states, attributes of modules, arguments.
+
+Forwards that take turns would otherwise see each other's grad and autocast state, draw from each other's random numbers, and what one
+writes to a module (`self.mask = ...`) another would read in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import TracingError
+from compressor.tracing.graph.nested_values import Modes
+
+_ATOMS = (str, bytes, int, float, complex, type, torch.dtype, torch.device, torch.Size, nn.Module, torch.Generator)
+
+
+class RandomState(NamedTuple):
+    """The states of the default random generators: of torch, and of Python and numpy where a model draws from them."""
+
+    cpu: Tensor
+    cuda: tuple[Tensor, ...]
+    foreign: tuple[Any, Any] | None
+
+    @staticmethod
+    def current(*, foreign: bool) -> RandomState:
+        """Return the states as they are now; those of Python and numpy, which cost a tenth of a millisecond, only if asked."""
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+        return RandomState(torch.get_rng_state(), cuda, foreign_random() if foreign else None)
+
+    def restore(self) -> None:
+        """Make the generators continue from here."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+        if self.foreign is not None:
+            random.setstate(self.foreign[0])
+            np.random.set_state(self.foreign[1])
+
+
+def foreign_random() -> tuple[Any, Any]:
+    """Return the states of the generators of Python and numpy, in a form that can be compared.
+
+    Returns:
+        What `random.setstate` and `numpy.random.set_state` take.
+    """
+    state: Any = np.random.get_state()
+    name, keys, *rest = state
+    return random.getstate(), (name, tuple(keys.tolist()), *rest)
+
+
+class TorchState(NamedTuple):
+    """What of torch a forward may change and must find again when it goes on: modes of the thread, settings of the process, generators."""
+
+    modes: Modes
+    random: RandomState
+
+    @staticmethod
+    def current(*, foreign: bool = False) -> TorchState:
+        """Return the modes as they are now and the states of the random generators; `foreign` as in RandomState."""
+        return TorchState(Modes.current(), RandomState.current(foreign=foreign))
+
+    def restore(self) -> None:
+        """Make these the modes and the states of the random generators."""
+        self.random.restore()
+        self.modes.restore()
+
+
+class _Place(NamedTuple):
+    """Where a module keeps a value: among its plain attributes or its buffers; `exists` False for a value that is not there."""
+
+    exists: bool
+    is_buffer: bool
+    value: Any
+
+
+View = dict[tuple[nn.Module, str], _Place]
+
+
+class ModuleValues:
+    """Attributes and buffers that paused forwards have set on modules, so that each of them finds its own again when it goes on.
+
+    Every forward starts with what the modules held before the run. A distinction is made between data (tensors, numbers,
+    containers) and set-up (flags such as "hooks are installed", handles, functions): set-up outlives trial calls and the run.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing set."""
+        self._originals: View = {}
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """Remember what is there before a value is set for the first time.
+
+        Args:
+            module: the module.
+            name: of the attribute or buffer.
+        """
+        if (module, name) not in self._originals:
+            self._originals[module, name] = _find(module, name)
+
+    def noted(self) -> tuple[tuple[nn.Module, str], ...]:
+        """List what has been noted: module and name of the attribute or buffer."""
+        return tuple(self._originals)
+
+    def changed(self) -> tuple[tuple[nn.Module, str], ...]:
+        """List the data that is not what it was: module and name of the attribute or buffer."""
+        found = ((module, name, _find(module, name), original) for (module, name), original in self._originals.items())
+        return tuple((module, name) for module, name, now, original in found if now is not original and _differs(now, original))
+
+    def view(self) -> View:
+        """Return all noted values as they are now: what a forward sees when it pauses."""
+        return {(module, name): _find(module, name) for module, name in self._originals}
+
+    def restore(self, view: View) -> None:
+        """Show a forward that goes on what it saw when it paused. Changes the modules.
+
+        Args:
+            view: what it saw; values that were first set later are hidden from it, set-up excepted.
+        """
+        for (module, name), original in self._originals.items():
+            if (module, name) in view:
+                _put(module, name, view[module, name])
+            elif _is_data(_find(module, name).value):
+                _put(module, name, original)
+
+    def undo(self, view: View) -> None:
+        """Take back all data that was set after a view was taken; with an empty view, all data. Changes the modules.
+
+        Args:
+            view: the earlier values.
+        """
+        for (module, name), original in self._originals.items():
+            if _is_data(_find(module, name).value):
+                _put(module, name, view.get((module, name), original))
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, Tensor | int | float | complex | str | list | tuple | dict | set) and not isinstance(value, bool)
+
+
+def _differs(now: _Place, original: _Place) -> bool:
+    if not now.exists or not _is_data(now.value) or now.value is original.value:
+        return False
+    return not original.exists or not isinstance(now.value, int | float | str) or now.value != original.value
+
+
+def _find(module: nn.Module, name: str) -> _Place:
+    if name in module._buffers:
+        return _Place(True, True, module._buffers[name])
+    return _Place(name in module.__dict__, False, module.__dict__.get(name))
+
+
+def _put(module: nn.Module, name: str, place: _Place) -> None:
+    now = _find(module, name)
+    if now.exists and (not place.exists or now.is_buffer != place.is_buffer):
+        (module._buffers if now.is_buffer else module.__dict__).pop(name)
+    if place.exists:
+        (module._buffers if place.is_buffer else module.__dict__)[name] = place.value
+
+
+@contextlib.contextmanager
+def noting_cached_properties(note: Callable[[nn.Module, str], None]) -> Iterator[None]:
+    """Tell of every `functools.cached_property` of a module that is computed: its value is set past `__setattr__`.
+
+    Args:
+        note: is given the module and the name, before the value is there.
+
+    Yields:
+        Nothing.
+    """
+    plain: Any = functools.cached_property.__get__
+
+    def get(cached: Any, instance: Any, owner: Any = None) -> Any:
+        if isinstance(instance, nn.Module) and cached.attrname is not None:
+            note(instance, cached.attrname)
+        return plain(cached, instance, owner)
+
+    functools.cached_property.__get__ = get  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        functools.cached_property.__get__ = plain  # type: ignore[method-assign]
+
+
+def copy_arguments(value: Any, model: nn.Module) -> Any:
+    """Copy tensors and whatever holds them, so that a call on the copy leaves the original as it was.
+
+    Args:
+        value: arguments of a module: tensors, containers, plain values and helper objects such as caches.
+        model: its modules, parameters and buffers are not copied.
+
+    Returns:
+        A copy in which a tensor that occurred twice still occurs twice.
+
+    Raises:
+        TracingError: a helper object cannot be copied.
+    """
+    return _Copier(model).copy(value)
+
+
+class _Copier:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._copies: dict[int, Any] = {}  # by id of the original: also the memo of deepcopy
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._of_model: set[int] | None = None
+        self._knows_model = False
+
+    def copy(self, value: Any) -> Any:
+        if value is None or isinstance(value, _ATOMS) or callable(value):
+            return value
+        if isinstance(value, Tensor):
+            if id(value) not in self._copies:
+                self._copies[id(value)] = copied = self._copy_tensor(value)
+                if copied is not value and type(value) is Tensor:
+                    copied.__dict__.update({name: self.copy(item) for name, item in value.__dict__.items()})
+            return self._copies[id(value)]
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)(self.copy(item) for item in value)
+        if type(value) is dict:
+            return {key: self.copy(item) for key, item in value.items()}
+        return self._copy_object(value)
+
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        """Copy the memory behind a tensor, once for all that share it; what belongs to the model stays."""
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+        if not is_plain or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_meta:
+            return tensor.clone()
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            if storage.nbytes() != tensor.nbytes and storage._cdata in self._model_storages():
+                return tensor
+            self._storages[storage._cdata] = storage.clone()
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _model_storages(self) -> set[int]:
+        """Several weights may be slices of one file in memory."""
+        if self._of_model is None:
+            tensors = (*self._model.parameters(), *self._model.buffers())
+            self._of_model = {one.untyped_storage()._cdata for one in tensors if one.layout is torch.strided}
+        return self._of_model
+
+    def _copy_object(self, value: Any) -> Any:
+        if not self._knows_model:
+            shared = [*self._model.modules(), *self._model.parameters(), *self._model.buffers()]
+            self._copies = {id(item): item for item in shared} | self._copies
+            self._knows_model = True
+        try:
+            return copy.deepcopy(value, self._copies)
+        except (TypeError, RuntimeError, copy.Error) as error:
+            raise TracingError(
+                f"{type(value).__name__}: this argument of a sequential target cannot be copied ({error}), so a trial call could change "
+                'it; use pipeline="basic"'
+            ) from error
+
+
+def run_shielded(function: Callable[[], Any]) -> Any:
+    """Call a function so that what it writes to containers in context variables (collectors of outputs) is not kept.
+
+    Args:
+        function: called once.
+
+    Returns:
+        What it returns.
+    """
+    return contextvars.copy_context().run(_with_copied_variables, function)
+
+
+def _with_copied_variables(function: Callable[[], Any]) -> Any:
+    for variable, value in list(contextvars.copy_context().items()):
+        if isinstance(value, list | dict | set):
+            variable.set(_copy_containers(value))
+    return function()
+
+
+def _copy_containers(value: Any) -> Any:
+    if type(value) in (list, set):
+        return type(value)(_copy_containers(item) for item in value)
+    if type(value) is dict:
+        return {key: _copy_containers(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,126 @@
+"""Where the values of a sample wait between two stages: the interface that plans use, and the store that keeps everything where it is.
+
+A store holds, for each sample, what is live between the stage it has passed and the stage to come: hidden states, masks, rotary tables,
+caches. Stores that move tensors to host memory or disk implement the same interface (`compressor.pipelines.offload.activation_store`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+
+@runtime_checkable
+class ValueStore(Protocol):
+    """Keeps the live values of every sample between two stages.
+
+    What `get` gives is bitwise what was put: values, dtypes, strides, tensors that share memory, objects that stand in several places.
+    It is lent: whoever lets a forward write into it must either copy first or `put` the outcome.
+    """
+
+    def put(self, sample: int, values: dict[str, Any]) -> None:
+        """Keep what is live for a sample; replaces what was kept for it.
+
+        Args:
+            sample: number of the sample (a batch).
+            values: name to any object; tensors inside, at whatever depth, are what may be moved away.
+        """
+
+    def get(self, sample: int) -> dict[str, Any]:
+        """Return what is live for a sample, on the device that computes.
+
+        Args:
+            sample: number of a sample that has been put.
+
+        Returns:
+            The values by name.
+        """
+
+    def prefetch(self, sample: int) -> None:
+        """Start to bring back what `get` will soon be asked for; returns at once, and unknown samples are ignored.
+
+        Args:
+            sample: number of the sample.
+        """
+
+    def drop(self, sample: int) -> None:
+        """Forget a sample and free what only it used; unknown samples are ignored.
+
+        Args:
+            sample: number of the sample.
+        """
+
+    def close(self) -> None:
+        """Forget everything and remove every file; may be called again."""
+
+
+class MemoryStore:
+    """Keeps every value as it is, where it is."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._values: dict[int, dict[str, Any]] = {}
+
+    def put(self, sample: int, values: dict[str, Any]) -> None:
+        """Keep what is live for a sample.
+
+        Args:
+            sample: number of the sample.
+            values: by name; the objects themselves are kept.
+        """
+        self._values[sample] = dict(values)
+
+    def get(self, sample: int) -> dict[str, Any]:
+        """Return what is live for a sample.
+
+        Args:
+            sample: number of a sample that has been put.
+
+        Returns:
+            The very objects that were put.
+
+        Raises:
+            KeyError: nothing was put for this sample.
+        """
+        return dict(self._values[sample])
+
+    def prefetch(self, sample: int) -> None:
+        """Do nothing: everything is here.
+
+        Args:
+            sample: number of the sample.
+        """
+
+    def drop(self, sample: int) -> None:
+        """Forget a sample.
+
+        Args:
+            sample: number of the sample.
+        """
+        self._values.pop(sample, None)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._values.clear()
+
+
+class RenewingStore(MemoryStore):
+    """Gives every tensor as a new object over the same memory, as stores do that move tensors: for the proof, whether a model notices."""
+
+    def get(self, sample: int) -> dict[str, Any]:
+        """Return what is live for a sample.
+
+        Args:
+            sample: number of a sample that has been put.
+
+        Returns:
+            The values that were put, tensors among them as new objects.
+        """
+        renewed: dict[int, Any] = {}
+        values = super().get(sample)
+        for value in values.values():
+            if type(value) is Tensor and id(value) not in renewed:
+                renewed[id(value)] = value.detach()
+                renewed[id(value)].__dict__.update(value.__dict__)
+        return {name: renewed.get(id(value), value) for name, value in values.items()}

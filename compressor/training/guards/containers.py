@@ -1,0 +1,248 @@
+"""What plain Python objects hold: the lists, dicts and attributes that modules and functions reach.
+
+A tensor or a number in an object in a dict can be exchanged between steps, and a replay would not know. So every container on the way is
+watched: by identity of its values where nothing changed, which costs no Python, and by name and value where something did.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+from compressor.training.guards.frozen_value import MAX_ARRAY_BYTES, Same, frozen, is_foreign
+from compressor.training.guards.python_state import variables
+from compressor.training.step.step import TrainStep
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OPAQUE = (
+    *(nn.Module, Tensor, torch.optim.Optimizer, torch.Generator, TrainStep, logging.Logger),
+    *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.dtype, torch.device),
+)
+# What a module keeps in tables of its own; those are watched as such.
+TABLES = (
+    "_parameters", "_buffers", "_modules",
+    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+# The attributes in which torch keeps its books, these tables among them.
+BOOKS = frozenset(vars(nn.Module()))
+# Hooks that torch runs for every module and every optimizer.
+GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
+    *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
+    *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
+    *(torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks),
+)
+_CONTAINERS = (list, dict, set, deque, MappingProxyType)
+_DEPTH, _MAX_CONTAINERS, _MAX_ITEMS = 4, 512, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A list or dict that is alive, or the attributes of an object.
+
+    Attributes:
+        name: how it is reached, for messages.
+        content: the very list, dict, set or deque.
+        keep: held, so that its identity is not given to another.
+    """
+
+    name: str
+    content: Any
+    keep: object = None
+
+    def values(self) -> Any:
+        """Return a live view of what it holds."""
+        return self.content.values() if isinstance(self.content, Mapping) else self.content
+
+    def facts(self) -> tuple[object, ...]:
+        """Return keys and values that can be compared later: plain ones by value, containers by kind, the rest by identity."""
+        if len(self.content) > _MAX_ITEMS:
+            return (len(self.content),)
+        if isinstance(self.content, set):
+            return (frozenset(map(_fact, self.content)),)
+        return tuple((_fact(key), _fact(value)) for key, value in _items(self.content))
+
+
+def containers(step: TrainStep) -> list[Container]:
+    """List the containers that modules hold, and those that the functions of a step reach.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Each once, with the way to it.
+    """
+    found: dict[int, Container] = {}
+    for name, value in _roots(step):
+        _visit(value, name, _DEPTH, found)
+    return list(found.values())
+
+
+def watches_update(step: TrainStep) -> bool:
+    """Say whether the optimizer's settings and state are guarded: a capture holds its update, or the step's functions reach it.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        False where the update runs in Python after every replay.
+    """
+    return step.update_is_captured or any(getter() is step.optimizer for _, getter in variables(step))
+
+
+def guarded_tensors(step: TrainStep) -> dict[str, Tensor]:
+    """List the tensors whose addresses are guarded.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        All that the step may read or write, without those of an optimizer that updates in Python.
+    """
+    hidden = () if watches_update(step) else ("opt.", "group")
+    return {name: tensor for name, tensor in step.tensors().items() if not name.startswith(hidden)}
+
+
+def classes(step: TrainStep) -> dict[type, Mapping[str, Any]]:
+    """List the classes of the modules, with their attributes: a patched class is another step.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Class to a live view of its attributes; those of libraries are left out.
+    """
+    found: dict[type, Mapping[str, Any]] = {}
+    for kind in dict.fromkeys(map(type, step.model.modules())):
+        found |= {cls: vars(cls) for cls in kind.__mro__ if not is_foreign(cls.__module__)}
+    return found
+
+
+def other_modules(step: TrainStep) -> dict[str, nn.Module]:
+    """List modules that the loss function reaches beside the model, such as a teacher.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Name to module, submodules included.
+    """
+    own = set(step.model.modules())
+    found: dict[str, nn.Module] = {}
+    for name, getter in variables(step, with_modules=True):
+        value = getter()
+        if isinstance(value, nn.Module) and value not in own:
+            found |= {f"{name}{'.' if inner else ''}{inner}": module for inner, module in value.named_modules()}
+    return found
+
+
+def arrays(step: TrainStep) -> list[np.ndarray[Any, Any] | array[Any] | bytearray]:
+    """List the small arrays, of numpy and of Python, that functions of a step reach: they can be written in place.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Each once.
+    """
+    values = [getter() for _, getter in variables(step)] + [value for held in containers(step) for value in held.values()]
+    small = [value for value in values if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject]
+    flat = [value for value in values if isinstance(value, bytearray | array) and len(value) <= MAX_ARRAY_BYTES // 8]
+    return list({id(one): one for one in (*small, *flat)}.values())
+
+
+def own_generators(step: TrainStep) -> list[torch.Generator]:
+    """List the random generators of torch that modules and functions hold.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Each once.
+    """
+    values = [value for module in step.model.modules() for value in module.__dict__.values()]
+    values += [value for held in containers(step) for value in held.values()]
+    values += [getter() for _, getter in variables(step)]
+    return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
+
+
+@contextmanager
+def undone(step: TrainStep) -> Iterator[None]:
+    """Put back, after the block, what it writes into tensors that nobody has registered, as far as the guards see them.
+
+    Args:
+        step: runs in the block; its own tensors are not looked at.
+
+    Yields:
+        Nothing.
+    """
+    values: list[Any] = [value for module in step.model.modules() for value in module.__dict__.values()]
+    values += [getter() for _, getter in variables(step)]
+    values += [value for held in containers(step) for value in held.values()]
+    values += [value for module in other_modules(step).values() for value in module.state_dict(keep_vars=True).values()]
+    own = {tensor.untyped_storage()._cdata for tensor in step.tensors().values()}
+    found = {id(value): value for value in values if isinstance(value, Tensor) and value.layout is torch.strided}
+    loose = [value for value in found.values() if value.untyped_storage()._cdata not in own]
+    kept = [value.detach().clone() for value in loose]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, old in zip(loose, kept, strict=True):
+                value.detach().copy_(old)
+
+
+def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
+    for name, module in step.model.named_modules():
+        for key, value in module.__dict__.items():
+            if key not in BOOKS and type(value) not in _PLAIN:
+                yield f"attribute '{key}' of {name or 'the model'}", value
+    for cls, content in classes(step).items():
+        for key, value in content.items():
+            if type(value) not in _PLAIN and not key.startswith("__"):
+                yield f"attribute '{key}' of class {cls.__qualname__}", value
+    for name, getter in variables(step):
+        yield name, getter()
+
+
+def _visit(value: object, name: str, depth: int, found: dict[int, Container]) -> None:
+    if type(value) in _PLAIN or isinstance(value, _OPAQUE) or depth < 0 or len(found) >= _MAX_CONTAINERS:
+        return
+    if isinstance(value, tuple):
+        for number, item in enumerate(value[:_MAX_ITEMS]):
+            _visit(item, f"{name}[{number}]", depth - 1, found)
+        return
+    content = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
+    if not isinstance(content, _CONTAINERS) or id(content) in found:
+        return
+    found[id(content)] = Container(name, content, value)
+    if len(content) > _MAX_ITEMS:
+        return
+    spell: Callable[[object], str] = "[{!r}]".format if isinstance(value, _CONTAINERS) else ".{}".format
+    for key, item in _items(content):
+        _visit(item, name + spell(key if type(key) in _PLAIN else type(key).__name__), depth - 1, found)
+
+
+def _items(content: Any) -> list[tuple[object, object]]:
+    return list(content.items() if isinstance(content, Mapping) else enumerate(content))
+
+
+def _fact(value: object) -> object:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, _CONTAINERS):
+        return type(value).__name__
+    if isinstance(value, tuple):
+        return tuple(map(_fact, value))
+    return frozen(value) if isinstance(value, np.ndarray | bytearray | array) else Same(value)

@@ -1,0 +1,289 @@
+"""A quick look at everything the guards watch: the same objects at the same addresses cannot mean another step.
+
+Naming every tensor and every fact takes as long as replaying a small model. So the guards first compare objects by identity, which is done
+without a line of Python per attribute, and only where one differs do they compare by name and value. The objects are held, so that no
+other one can take over an identity. What is empty is only asked whether it still is. Values of dicts and lists are taken with the garbage
+collector's own traversal, several times as fast as an iterator, where it has been seen to give them and nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import chain
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.training.guards.containers import (
+    BOOKS,
+    GLOBAL_HOOKS,
+    TABLES,
+    arrays,
+    classes,
+    containers,
+    guarded_tensors,
+    other_modules,
+    watches_update,
+)
+from compressor.training.guards.frozen_value import Same, frozen
+from compressor.training.guards.python_state import HOOKS, variables
+from compressor.training.step.step import HasTensors, TrainStep
+
+# The facts of the host that a captured step takes for granted, by name, so that a change can be said in words.
+
+_PLAIN = (bool, int, float, str, type(None))
+_MAX_SPELLED = 8
+
+
+def host_facts(step: TrainStep) -> dict[str, object]:
+    """Collect what a capture freezes beside tensors.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Name of the fact to its value; values compare by `==`.
+    """
+    facts: dict[str, object] = dict(settings(step))
+    for name, module in step.model.named_modules():
+        facts[f"module {name or 'model'}"] = _module_facts(module)
+    for name, parameter in step.parameters().items():
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        facts[f"parameter {name}"] = (
+            parameter.requires_grad,
+            *map(Same, (parameter._backward_hooks or {}).values()),
+            *map(Same, (after or {}).values()),
+        )
+    facts |= _optimizer_facts(step)
+    for name, getter in variables(step):
+        facts[name] = frozen(getter())
+    for held in containers(step):
+        facts[f"content of {held.name}"] = held.facts()
+    for name, module in other_modules(step).items():
+        facts[name] = {**_module_facts(module), **{key: Same(value) for key, value in module.state_dict(keep_vars=True).items()}}
+    for number, (cls, content) in enumerate(classes(step).items()):  # two classes may have one name
+        facts[f"class {cls.__qualname__} ({number})"] = {key: frozen(value) for key, value in content.items() if not key.startswith("__")}
+    return facts
+
+
+def _optimizer_facts(step: TrainStep) -> dict[str, object]:
+    facts: dict[str, object] = {}
+    is_watched = watches_update(step)
+    for number, group in enumerate(step.optimizer.param_groups):
+        if is_watched:
+            facts |= {f"optimizer group {number}: {key}": value for key, value in group.items() if not isinstance(value, Tensor | list)}
+        facts[f"optimizer group {number}: parameters"] = tuple(map(Same, group["params"]))
+    if is_watched:
+        hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
+        facts["optimizer hooks"] = tuple(Same(hook) for some in hooks for hook in some.values())
+    return facts
+
+
+def difference(before: Mapping[str, object], after: Mapping[str, object]) -> str | None:
+    """Say in words what differs first between two collections of facts.
+
+    Args:
+        before: facts at capture.
+        after: facts now.
+
+    Returns:
+        One clause, or None where all are equal.
+    """
+    if before == after:
+        return None
+    for name in before:  # what has another value says more than what went or came with it
+        if name in after and before[name] != after[name]:
+            return f"{name} was {_spell(before[name], after[name])}"
+    name = next(name for name in {**before, **after} if name not in before or name not in after)
+    return f"{name} is {'gone' if name in before else 'new'}"
+
+
+def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
+    """List the settings of torch and of the step itself.
+
+    Args:
+        step: the step; not changed.
+
+    Yields:
+        Name and value.
+    """
+    device = step.device.type
+    yield "number of threads", torch.get_num_threads()
+    yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled()
+    yield "autocast", (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+    yield "default dtype", torch.get_default_dtype()
+    yield "matmul precision", torch.get_float32_matmul_precision()
+    yield "grad mode", torch.is_grad_enabled()
+    yield "anomaly detection", looks_for_nan()
+    yield "attention kernels and mkldnn", backends()
+    yield "step settings", (Same(step.loss_fn), step.accumulate, step.clip_norm, step.autocast, Same(step.averages))
+    yield "parts of the step", (Same(step.model), Same(step.optimizer), Same(step.session))
+    yield "global hooks", tuple(Same(hook) for table in GLOBAL_HOOKS for hook in table.values())
+
+
+def looks_for_nan() -> bool:
+    """Say whether torch reads every gradient on the host, which no replay would."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
+def backends() -> tuple[bool, ...]:
+    """Return which implementations torch may choose from."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_benchmark(),
+    )
+
+
+def _module_facts(module: nn.Module) -> dict[str, object]:
+    values = module.__dict__
+    facts: dict[str, object] = {key: value for key, value in values.items() if type(value) in _PLAIN}
+    facts |= {key: Same(value) for key, value in values.items() if isinstance(value, Tensor | torch.Generator | FunctionType)}
+    facts["class"] = type(module)
+    facts["forward"] = Same(values.get("forward"))
+    hooks = tuple(Same(hook) for kind in HOOKS for hook in values[kind].values())
+    if hooks:
+        facts["hooks"] = hooks
+    return facts
+
+
+def _spell(before: Any, after: Any) -> str:
+    if isinstance(before, dict) and isinstance(after, dict):
+        key = next(key for key in {**before, **after} if before.get(key, _MISSING) != after.get(key, _MISSING))
+        return f"{key}={before.get(key, _MISSING)!r} and is now {after.get(key, _MISSING)!r}"
+    if isinstance(before, tuple) and isinstance(after, tuple) and max(len(before), len(after)) > _MAX_SPELLED:
+        # Of a large one only what differs: an environment holds what belongs into no log.
+        gone, come = (tuple(item for item in some if item not in other) for some, other in ((before, after), (after, before)))
+        if gone or come:
+            return f"{gone!r} and is now {come!r}, among {len(after)}"
+    return f"{before!r} and is now {after!r}"
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        """Spell what is not there."""
+        return "(absent)"
+
+
+_MISSING = _Missing()
+
+_parameter_facts = operator.attrgetter("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_step_facts = operator.attrgetter("model", "optimizer", "session", "loss_fn", "accumulate", "clip_norm", "autocast", "averages")
+
+
+class Identities:
+    """The objects of a step at one moment.
+
+    Args:
+        step: the step; not changed.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        self._step, self._device = step, step.device.type
+        self._parameters = list(step.parameters().values())
+        self._modifiers = [modifier for modifier in step.modifiers if isinstance(modifier, HasTensors)]
+        self._getters = [getter for _, getter in variables(step, with_modules=True)]
+        self._arrays = arrays(step)
+        tables = list(_tables(step))
+        self._modules = [module.__dict__ for module in (*step.model.modules(), *other_modules(step).values())]
+        self._attributes = [partial(_own_attributes(table), table) for table in self._modules]
+        self._empty = [table for table in tables if not table]
+        filled = [table for table in tables if table]
+        self._traversed = [table for table in filled if _identical(gc.get_referents(table), list(_values(table)))]
+        self._views = [_values(table) for table in filled if not any(table is traversed for traversed in self._traversed)]
+        # A value that leaves a dict for the next would go to its end, so that the order of all values shows it; in a list it need not.
+        self._lists = [table for table in filled if not isinstance(table, Mapping)]
+        # State of the optimizer is exchanged, which shows without its address; nobody gives it another storage in place.
+        others = (tensor for name, tensor in guarded_tensors(step).items() if name.startswith(("grad:", "buffer:")))
+        self._tensors: list[Tensor] = [*self._parameters, *others]
+        self._values = self._by_value()
+        self._objects = self._by_identity()
+
+    def unchanged(self) -> bool:
+        """Say whether every object of the step is the very same one, at the same address.
+
+        Returns:
+            True when nothing at all was exchanged.
+        """
+        if any(self._empty) or self._by_value() != self._values:
+            return False
+        try:
+            return _identical(self._by_identity(), self._objects)
+        except KeyError:  # an attribute is gone
+            return False
+
+    def _by_identity(self) -> list[object]:
+        """Collect all objects."""
+        objects: list[object] = gc.get_referents(*self._traversed)
+        objects += _step_facts(self._step)
+        objects += chain.from_iterable(map(operator.call, self._attributes))
+        objects += chain.from_iterable(self._views)
+        objects += chain.from_iterable(map(_parameter_facts, self._parameters))
+        objects += map(operator.call, self._getters)
+        for modifier in self._modifiers:
+            objects += modifier.training_tensors().values()
+        return objects
+
+    def _by_value(self) -> list[Any]:
+        """Collect sizes, addresses and settings of torch."""
+        return [
+            *map(len, self._lists),
+            *map(len, self._modules),
+            *map(Tensor.data_ptr, self._tensors),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device),
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            torch.is_grad_enabled(),
+            looks_for_nan(),
+            backends(),
+            *(bytes(some) if isinstance(some, bytearray) else some.tobytes() for some in self._arrays),
+        ]
+
+
+def _tables(step: TrainStep) -> Iterator[Any]:
+    """List the dicts, lists and sets whose content is watched; what comes or goes changes one of them."""
+    for module in (*step.model.modules(), *other_modules(step).values()):
+        yield from (module.__dict__[name] for name in TABLES)
+    optimizer = step.optimizer
+    yield from (optimizer.param_groups, *(group["params"] for group in optimizer.param_groups))
+    if watches_update(step):
+        yield from optimizer.param_groups
+        yield from (optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
+        yield from (optimizer.__dict__, optimizer.state, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    yield from GLOBAL_HOOKS
+    yield from (held.content for held in containers(step))
+    yield from classes(step).values()
+    yield from () if step.averages is None else _nested(step.averages.__dict__)
+    for parameter in step.parameters().values():
+        yield from (hooks for hooks in _parameter_facts(parameter)[2:] if hooks is not None)
+
+
+def _own_attributes(table: dict[str, Any]) -> operator.itemgetter[Any]:
+    """What reads the attributes of a module but those in which torch keeps its books; two at least, so that it gives a tuple."""
+    return operator.itemgetter("_parameters", "_modules", *(key for key in table if key == "training" or key not in BOOKS))
+
+
+def _values(table: Any) -> Any:
+    return table.values() if isinstance(table, Mapping) else table
+
+
+def _identical(some: list[object], others: list[object]) -> bool:
+    """Say whether two lists hold the very same objects."""
+    return len(some) == len(others) and not any(map(operator.is_not, some, others))
+
+
+def _nested(table: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    yield table
+    for value in table.values():
+        yield from _nested(value) if isinstance(value, dict) else ()

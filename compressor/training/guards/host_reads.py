@@ -1,0 +1,141 @@
+"""What a recorded step does on the host where no operator shows it: reads a tensor's memory, or draws from Python's generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import IOBase
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from compressor.errors import GuardDriftError, HostReadError, ReplayError, UntrackedRandomnessError
+from compressor.training.guards.containers import containers
+from compressor.training.guards.python_state import variables
+from compressor.training.step.step import TrainStep
+
+# They read memory without an operator; `.item()` and its like are operators, which the recorder refuses.
+_READS = {getattr(Tensor, name): name for name in ("tolist", "numpy", "__array__", "__dlpack__")}
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+
+
+class _Reads(TorchFunctionMode):
+    """Refuses methods that hand a tensor's values to Python.
+
+    Args:
+        put_off: let the step run to its end, since other ranks wait for it; the refusal is kept.
+    """
+
+    def __init__(self, put_off: bool) -> None:
+        super().__init__()
+        self.refusal: HostReadError | None = None
+        self._put_off = put_off
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Call a function of torch, unless it reads."""
+        if func in _READS:
+            self.refusal = self.refusal or HostReadError(
+                f"Tensor.{_READS[func]}() in the step reads a tensor of {list(args[0].shape)} on the host, and the values would be frozen; "
+                "keep it a tensor, or read it outside of the step"
+            )
+            if not self._put_off:
+                raise self.refusal
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watching_host(step: TrainStep) -> Iterator[None]:
+    """Refuse host reads and draws while the block runs.
+
+    Args:
+        step: it runs in the block.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        HostReadError: a tensor was read without an operator.
+        UntrackedRandomnessError: a generator of Python or numpy was moved; those of the two modules are set back.
+    """
+    numpy_state: Any = np.random.get_state(legacy=True)
+    python_state = random.getstate()
+    own = {name: (generator, _state(generator)) for name, generator in _generators(step)}
+    try:
+        with _Reads(put_off=bool(step.ranks.groups)) as reads:
+            yield
+        if reads.refusal is not None:
+            raise reads.refusal
+    except ReplayError:
+        _put_back(python_state, numpy_state)
+        raise
+    now: Any = np.random.get_state(legacy=True)
+    moved = "Python's module random" if random.getstate() != python_state else None
+    if moved is None and not (now[2] == numpy_state[2] and np.array_equal(now[1], numpy_state[1])):
+        moved = "numpy.random"
+    for name, (generator, state) in own.items():
+        if moved is None and _state(generator) != state:
+            moved = f"{name}, a {type(generator).__name__}"
+    if moved is not None:
+        _put_back(python_state, numpy_state)
+        raise UntrackedRandomnessError(
+            f"the step draws from {moved}, and what it drew would be frozen; draw outside, and give the result with the batch"
+        )
+
+
+@contextmanager
+def host_generators_kept() -> Iterator[None]:
+    """Set the generators of Python and numpy back after the block.
+
+    Yields:
+        Nothing.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        _put_back(python_state, numpy_state)
+
+
+def refuse_iterators(step: TrainStep) -> None:
+    """Refuse iterators: one that the step names moves on when it runs, and where it stands cannot be seen.
+
+    Args:
+        step: the step.
+
+    Raises:
+        GuardDriftError: the step reaches an iterator.
+    """
+    for name, getter in variables(step):
+        value = getter()
+        if isinstance(value, Iterator) and not isinstance(value, IOBase):
+            raise GuardDriftError(
+                f"{name}: it is an iterator ({type(value).__name__}), which a replay would not advance; take from it outside of the step, "
+                "and give what it gave with the batch"
+            )
+
+
+def _put_back(python_state: Any, numpy_state: Any) -> None:
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+
+
+def _generators(step: TrainStep) -> Iterator[tuple[str, Any]]:
+    for held in containers(step):
+        if isinstance(held.keep, _GENERATORS):
+            yield held.name, held.keep
+        items = held.content.items() if isinstance(held.content, dict) else enumerate(held.content)
+        yield from ((f"{held.name}: {key!r}", value) for key, value in items if isinstance(value, _GENERATORS))
+    yield from ((name, getter()) for name, getter in variables(step) if isinstance(getter(), _GENERATORS))
+    for name, module in step.model.named_modules():
+        for key, value in module.__dict__.items():
+            if isinstance(value, _GENERATORS):
+                yield f"attribute '{key}' of {name or 'the model'}", value
+
+
+def _state(generator: Any) -> str:
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    return repr(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False))

@@ -1,0 +1,89 @@
+"""The whole state of a step at one moment, to go back to and to compare bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compressor.training.step.digests import rng_states, same_bits, set_rng_states
+from compressor.training.step.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of all tensors of a step, of its loss where it has run, and of the random generators.
+
+    Attributes:
+        tensors: by role and name.
+        rng: states of the generators.
+    """
+
+    tensors: dict[str, Tensor]
+    rng: list[Tensor]
+
+    @classmethod
+    def take(cls, step: TrainStep, generators: Sequence[torch.Generator] = (), loss: Tensor | None = None) -> Snapshot:
+        """Copy the state.
+
+        Args:
+            step: the step.
+            generators: generators beside the default ones.
+            loss: the loss that the step has just returned.
+
+        Returns:
+            The copy.
+        """
+        tensors = {name: tensor.detach().clone() for name, tensor in step.tensors().items()}
+        if loss is not None:
+            tensors["loss"] = loss.detach().clone()
+        return cls(tensors, rng_states(step.device, generators))
+
+    @torch.no_grad()
+    def put_back(self, step: TrainStep, generators: Sequence[torch.Generator] = ()) -> None:
+        """Write the copied values into the step's tensors, in place. Changes the step's state.
+
+        Args:
+            step: the step that it was taken of.
+            generators: the same generators.
+        """
+        for name, tensor in step.tensors().items():
+            if name in self.tensors:  # what a failed step has added or replaced stays; the guards name it
+                tensor.copy_(self.tensors[name])
+        for name, parameter in step.parameters().items():
+            if f"grad:{name}" not in self.tensors:  # made by the step; the next backward pass would add to it
+                parameter.grad = None
+            state = step.optimizer.state.get(parameter, {}) if step.update_is_captured else {}
+            made = [key for key, value in state.items() if isinstance(value, Tensor) and f"opt.{key}:{name}" not in self.tensors]
+            for key in made:  # likewise
+                del state[key]
+        set_rng_states(self.rng, step.device, generators)
+
+    def differences(self, other: Snapshot) -> list[str]:
+        """List what differs, in words.
+
+        Args:
+            other: a snapshot of the same step.
+
+        Returns:
+            One clause per tensor; empty where everything is equal bit for bit.
+        """
+        found = []
+        for name in {**self.tensors, **other.tensors}:
+            a, b = self.tensors.get(name), other.tensors.get(name)
+            if a is None or b is None:
+                found.append(f"{name} exists in one of the two only")
+            elif not same_bits(a, b):
+                found.append(f"{name}: {_distance(a, b)}")
+        if any(not torch.equal(a, b) for a, b in zip(self.rng, other.rng, strict=True)):
+            found.append("the random generators stand elsewhere")
+        return found
+
+
+def _distance(a: Tensor, b: Tensor) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    x, y = (t.to(torch.float64) if not t.is_complex() else torch.view_as_real(t).double() for t in (a, b))
+    return f"{int((x != y).sum())} of {x.numel()} elements differ, by up to {(x - y).abs().max().item():.3e}"

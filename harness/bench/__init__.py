@@ -1,3 +1,0 @@
-"""Ours against peers, as ratios within one run."""
-
-from __future__ import annotations

@@ -1,0 +1,172 @@
+"""Checks of the catalogue that other parts of the harness hold: where each lives, and which command runs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A numbered check that is no function of this catalogue.
+
+    Attributes:
+        number: in the catalogue.
+        title: the statement, as a sentence.
+        lives: the file that holds it.
+        command: what runs it.
+        caught_by: public bugs that it would have caught.
+    """
+
+    number: int
+    title: str
+    lives: str
+    command: str
+    caught_by: tuple[str, ...] = ()
+
+
+_VERIFY = "harness verify PACKAGE.MODULE:MODIFIER"
+
+ELSEWHERE: tuple[Elsewhere, ...] = (
+    Elsewhere(47, "An illegal call raises and changes nothing", "harness/lifecycle/checks/order.py", _VERIFY),
+    Elsewhere(
+        48, "Callbacks come exactly at start and end, for whole and fractional indices", "harness/lifecycle/checks/order.py", _VERIFY
+    ),
+    Elsewhere(
+        49,
+        "No hook, observer or patched attribute is left outside calibration, after an exception too",
+        "harness/lifecycle/checks/leftovers.py",
+        _VERIFY,
+        ("aimet#4115",),
+    ),
+    Elsewhere(
+        50,
+        "Contexts nest: leaving an inner disable_hooks() does not wake the hooks of the outer one",
+        "harness/lifecycle/checks/order.py",
+        _VERIFY,
+    ),
+    Elsewhere(
+        51,
+        "RNG state, training flags, requires_grad, use_cache, dtype and config are as before",
+        "harness/lifecycle/checks/leftovers.py",
+        _VERIFY,
+    ),
+    Elsewhere(52, "Applying to an already quantized model raises", "harness/lifecycle/checks/leftovers.py", _VERIFY),
+    Elsewhere(
+        53,
+        "parse(dump(recipe)) == recipe, with two modifiers of one type in a stage too",
+        "harness/lifecycle/checks/recipe.py",
+        _VERIFY,
+        ("llm-compressor#2805",),
+    ),
+    Elsewhere(
+        54,
+        "A failure in the middle rolls back, or leaves a directory that no loader takes for a finished checkpoint",
+        "harness/lifecycle/checks/leftovers.py",
+        _VERIFY,
+    ),
+    Elsewhere(
+        61,
+        "onnxruntime with optimizations off agrees with all: relative 1e-5, but for a declared policy",
+        "harness/onnx_graph/roundtrip/matrix.py",
+        "harness onnx roundtrip",
+    ),
+    Elsewhere(
+        62,
+        "Three separate Q/K/V projections survive under the declared skips, and are fused without them",
+        "harness/onnx_graph/contracts/roles.py",
+        "harness onnx roundtrip",
+    ),
+    Elsewhere(
+        63,
+        "Eager, capture and replay give the same bits, on batches unseen at capture and with outputs spoiled first; all state compared",
+        "harness/replay/equivalence/compare.py",
+        "harness replay MODEL",
+        ("pytorch#84614", "pytorch#114844", "pytorch#181723", "burn#5779", "TransformerEngine#2937"),
+    ),
+)
+
+# The verb `harness catalogue`: every check with its number, its statement, and the bugs that it would have caught.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb.
+
+    Args:
+        parser: of the verb; changed.
+    """
+    from harness.checks.catalogue.registry import KINDS
+
+    parser.add_argument("--kind", choices=tuple(KINDS), help="only the checks for subjects of this kind")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the catalogue.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        0.
+    """
+    rows = listing(args.kind)
+    if args.json:
+        print(json.dumps(rows, indent=1, ensure_ascii=False))
+        return 0
+    from rich import box
+    from rich.table import Table
+
+    from compressor.console import Console
+
+    table = Table("no.", "check", "statement", "needs", "would have caught", box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        where = row["name"] or row["command"]
+        table.add_row(str(row["number"] or ""), where, row["title"], " ".join(row["needs"]), " ".join(row["caught_by"]))
+    Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False).print(table)
+    return 0
+
+
+def listing(kind: str | None = None) -> list[dict[str, Any]]:
+    """Return the catalogue as JSON types, by number.
+
+    Args:
+        kind: only the checks for subjects of this kind; None also lists what other parts of the harness hold.
+
+    Returns:
+        A row per check.
+    """
+    from harness.checks.catalogue.registry import find_checks
+    # MERGED
+
+    rows: list[dict[str, Any]] = [
+        {
+            "number": one.number,
+            "name": one.name,
+            "title": one.title,
+            "kind": one.kind,
+            "needs": sorted(one.needs),
+            "caught_by": list(one.caught_by),
+            "lives": one.function.__module__.replace(".", "/") + ".py",
+            "command": "harness check PACKAGE.MODULE:SUBJECT",
+        }
+        for one in find_checks(None, kind)
+    ]
+    others = [] if kind else ELSEWHERE
+    rows += [
+        {
+            "number": one.number,
+            "name": "",
+            "title": one.title,
+            "kind": "",
+            "needs": [],
+            "caught_by": list(one.caught_by),
+            "lives": one.lives,
+            "command": one.command,
+        }
+        for one in others
+    ]
+    return sorted(rows, key=lambda row: (row["number"] or 1000, row["name"]))

@@ -1,0 +1,163 @@
+"""How a check goes through weights: the fixed ones first, then what Hypothesis draws and shrinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError
+from harness.checks.oracles import spread
+from harness.checks.protocols import Quantized, Quantizer
+from harness.checks.strategies import fixed_weights
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One weight and what a quantizer made of it, in float64 and per value.
+
+    Attributes:
+        weight: as given.
+        quantized: what came out.
+        values: dequantized, in the dtype that came out.
+        exact: the weight, float64 [R, C].
+        codes: float64 [R, C].
+        scale: of each value, divided by the global scale, float64 [R, C].
+        zero: zero point of each value, float64 [R, C].
+        unit: rows and columns that share a scale.
+    """
+
+    weight: Tensor
+    quantized: Quantized
+    values: Tensor
+    exact: Tensor
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    unit: tuple[int, int]
+
+    @property
+    def positions(self) -> Tensor:
+        """Where each value lies between the codes: w / s + z."""
+        return self.exact / self.scale + self.zero
+
+    @property
+    def reach(self) -> Tensor:
+        """The largest magnitude on the way to a position, by which rounding errors are measured."""
+        return torch.maximum((self.exact / self.scale).abs(), self.positions.abs())
+
+
+def examine(subject: Quantizer, weight: Tensor) -> Examined:
+    """Quantize one weight and look at the parts.
+
+    Args:
+        subject: a quantizer.
+        weight: [R, C].
+
+    Returns:
+        All of it in float64.
+
+    Raises:
+        Broken: codes or scales of a wrong form, or a weight that was changed.
+    """
+    before = weight.clone()
+    quantized = subject.quantize(weight)
+    if not torch.equal(before, weight):
+        raise Broken("quantize() has changed the weight that it was given")
+    values = subject.dequantize(quantized)
+    shape = (weight.shape[0], weight.shape[1])
+    for name, part in (("codes", quantized.codes), ("values", values)):
+        if tuple(part.shape) != shape:
+            raise Broken(f"{name} of shape {list(part.shape)} came out of a weight of {list(shape)}")
+    unit = subject.unit(shape)
+    try:
+        scale = spread(quantized.scale, shape, unit)
+        zero = torch.zeros_like(scale) if quantized.zero_point is None else spread(quantized.zero_point, shape, unit)
+    except ValueError as error:
+        raise Broken(f"scale or zero point: {error}") from error
+    if quantized.global_scale is not None:
+        scale = scale / quantized.global_scale.to(torch.float64).reshape(())
+    return Examined(weight, quantized, values, weight.to(torch.float64), quantized.codes.to(torch.float64), scale, zero, unit)
+
+
+def each_weight(subject: Quantizer, look: Look, examined: Callable[[Tensor], None], *, dtypes: Sequence[torch.dtype] | None = None) -> str:
+    """Show a function every weight that hurts.
+
+    Args:
+        subject: a quantizer.
+        look: how closely.
+        examined: raises Broken for a weight with which the subject is wrong.
+        dtypes: of the weights; by default all that the subject takes.
+
+    Returns:
+        How many were looked at, in words.
+
+    Raises:
+        Broken: what the function raised, with the words for the weight.
+        NothingToCheckError: the subject takes none of these dtypes.
+    """
+    wanted = [dtype for dtype in subject.dtypes if dtypes is None or dtype in dtypes]
+    if not wanted:
+        raise NothingToCheckError("the subject takes no dtype in which this can be said")
+    group = subject.unit((8, 64 * subject.column_multiple))[1]
+    count = 0
+    for label, weight in fixed_weights(wanted, subject.column_multiple, group):
+        count += 1
+        try:
+            examined(weight)
+        except Broken as broken:
+            raise Broken(f"{label}: {broken}", broken.findings) from None
+    if not look.draws:
+        return f"{count} fixed weights"
+    return f"{count} fixed weights and {_drawn(subject, look, examined, wanted)} drawn ones"
+
+
+def _drawn(subject: Quantizer, look: Look, examined: Callable[[Tensor], None], dtypes: Sequence[torch.dtype]) -> int:
+    from hypothesis import given
+
+    from harness.checks.strategies import weights
+
+    count = 0
+
+    @look.profile.example_settings()
+    @given(weights(dtypes=dtypes, column_multiple=subject.column_multiple))
+    def drawn(weight: Tensor) -> None:
+        nonlocal count
+        count += 1
+        try:
+            examined(weight)
+        except Broken as broken:
+            raise Broken(f"{list(weight.shape)} {weight.dtype} {weight.flatten()[:6].tolist()}: {broken}", broken.findings) from None
+
+    drawn()
+    return count
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    """Return eps of the dtype in which codes may have been computed: float32 or better, whatever the dtype of the weight."""
+    return float(min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps))
+
+
+def first(bad: Tensor) -> list[int]:
+    """Return the index of the first True."""
+    return [int(place) for place in bad.nonzero()[0]]
+
+
+def refuse(bad: Tensor, what: str, **shown: Tensor) -> None:
+    """Raise where something is wrong.
+
+    Args:
+        bad: True where it is.
+        what: is wrong, in words.
+        **shown: tensors whose value at the first place helps.
+
+    Raises:
+        Broken: something is.
+    """
+    if not bool(bad.any()):
+        return
+    place = first(bad)
+    numbers = ", ".join(f"{name} {float(tensor[tuple(place)]):.9g}" for name, tensor in shown.items())
+    raise Broken(f"{what} at {int(bad.sum())} of {bad.numel()} places, the first at {place}: {numbers}")

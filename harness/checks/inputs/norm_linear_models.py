@@ -1,0 +1,123 @@
+"""Models on which transforms show their mistakes: norm weights that are all different, embeddings whose mean is not zero, every dtype.
+
+A fresh model hides most of them: norm weights of 1 fold into anything, embeddings without a mean can be centred without harm. And a
+transformers model computes its norms, its softmax and its rotary angles in float32 whatever its dtype is, so a float64 model is only one
+inside of `truly_float64`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from compressor.errors import UserInputError
+from harness.checks.catalogue.registry import NothingToCheckError
+from harness.traceability.architectures import zoo
+
+
+def build(architecture: str, *, seed: int = 0, tied: bool = False) -> nn.Module:
+    """Build a model that hides nothing.
+
+    Args:
+        architecture: a name of the zoo.
+        seed: of weights and everything else.
+        tied: embedding and head share their weight.
+
+    Returns:
+        The model, float32 on the CPU, in eval mode.
+
+    Raises:
+        UserInputError: the zoo has no such architecture.
+        NothingToCheckError: it is to be tied, and has no head to tie.
+    """
+    if architecture not in zoo():
+        raise UserInputError(f"check: {architecture!r} is no architecture of the zoo; choose one of {', '.join(zoo())}")
+    entry = zoo()[architecture]
+    entry = replace(entry, config={**entry.config, "tie_word_embeddings": tied})
+    model = entry.build(seed)
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise NothingToCheckError(f"{architecture} has no head over its vocabulary")
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        for parameter in model.parameters():
+            if parameter.ndim == 1 and parameter.is_floating_point():  # norms and biases
+                parameter.add_(torch.rand(parameter.shape, generator=generator) - 0.5)
+        embedding.weight.mul_(4).add_(0.5 * float(embedding.weight.std()) + 0.3)
+    return model
+
+
+def token_ids(model: nn.Module, *, seed: int = 0, rows: int = 2, length: int = 12) -> list[Tensor]:
+    """Draw batches of token ids.
+
+    Args:
+        model: whose vocabulary is drawn from.
+        seed: of the draw.
+        rows: of a batch.
+        length: of a row.
+
+    Returns:
+        Two batches.
+    """
+    vocabulary: Any = model.get_input_embeddings()  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocabulary.num_embeddings, (rows, length), generator=generator) for _ in range(2)]
+
+
+def logits(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Run a model.
+
+    Args:
+        model: a causal language model.
+        input_ids: [B, T].
+
+    Returns:
+        [B, T, V].
+    """
+    with torch.inference_mode():
+        found: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return found
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy in another dtype, its computed buffers included where it is float64."""
+    twin = copy.deepcopy(model).to(dtype)
+    return twin.double() if dtype == torch.float64 else twin
+
+
+@contextmanager
+def truly(dtype: torch.dtype) -> Iterator[None]:
+    """Let a model compute in its dtype: in float64 what it would compute in float32.
+
+    Args:
+        dtype: of the model; nothing happens below float64.
+
+    Yields:
+        Nothing.
+    """
+    if dtype != torch.float64:
+        yield
+        return
+    with _Float64():
+        yield
+
+
+class _Float64(TorchFunctionMode):
+    """Every wish for float32 becomes one for float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Replace the dtype among the arguments."""
+        del types
+        if func is Tensor.float:
+            return args[0].double()
+        wide = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        named = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*wide, **named)

@@ -1,0 +1,215 @@
+"""Checks of calibration runs: 41 to 46, and that every token counts. A run is a black box that is started twice."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.protocols import Calibrated, Calibration
+from harness.tolerance import T0, T3, compare, vacuous_decoys
+
+_MAX_CODES = 0.001
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_SECONDS = 300
+
+
+def _run(subject: Calibration, rows: list[Tensor], **options: Any) -> Calibrated:
+    found = subject.run(rows, **options)
+    if not isinstance(found, Calibrated):
+        raise Broken(f"run() returned {type(found).__name__}, where a Calibrated belongs")
+    return found
+
+
+def _rows(subject: Calibration, look: Look, lengths: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(look.seed)
+    return [torch.randint(3, subject.vocabulary, (length,), generator=generator) for length in lengths]
+
+
+@register(
+    41,
+    "padding",
+    "Padding does not matter: statistics agree to 1e-6 relative with and without it",
+    kind="calibration",
+    caught_by=("Model-Optimizer#1261", "GPTQModel#1968"),
+)
+def padding(subject: Calibration, look: Look) -> str:
+    """Run rows of unequal length one by one, padded in one batch, and in batches of which the last is not full."""
+    rows = _rows(subject, look, (9, 4, 12, 1, 7))
+    alone = _run(subject, rows, batch_size=1).statistics
+    if not alone:
+        raise NothingToCheckError("the subject keeps no statistics")
+    worst = max(_apart(alone, _run(subject, rows, batch_size=size).statistics) for size in (len(rows), 3))
+    return f"{len(alone)} statistics, relative error up to {worst:.1e}"
+
+
+def _apart(alone: Mapping[str, Tensor], padded: Mapping[str, Tensor]) -> float:
+    """Return the greatest relative error of statistics that must agree."""
+    _same_names(alone, padded)
+    worst = 0.0
+    for name, expected in alone.items():
+        tier = T3(max_relative_error=1e-6)
+        if passed := vacuous_decoys(expected, tier, others={other: value for other, value in alone.items() if _differ(value, expected)}):
+            raise Broken(f"{name}: the limit measures nothing: {', '.join(passed)} would pass")
+        found = compare(padded[name], expected, tier, name=name)
+        if not found.ok:
+            raise Broken(f"{name}: padding has changed it: {found.summary}")
+        worst = max(worst, found.distance.relative_error if found.distance else 0.0)
+    return worst
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether two statistics are of different inputs; those of one input are no decoys of each other."""
+    return one.shape == other.shape and float((one - other).double().norm()) > 0.01 * float(other.double().norm())
+
+
+def _same_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    if one.keys() != other.keys():
+        raise Broken(f"the two runs made different things: {sorted(one.keys() ^ other.keys())[0]} is in one of them only")
+
+
+@register(
+    42,
+    "starved_modules",
+    "Every target saw a token, or the run says so, names the module, and keeps within the budget that the recipe sets",
+    kind="calibration",
+    caught_by=("llm-compressor#2826", "llm-compressor#2952"),
+)
+def starved_modules(subject: Calibration, look: Look) -> str:
+    """Give a model more experts than tokens, and allow any number of fallbacks, exactly enough, and one too few."""
+    fed = _run(subject, _rows(subject, look, (12, 12)))
+    if hungry := [name for name, count in fed.num_tokens.items() if not count and name not in fed.fallbacks]:
+        raise Broken(f"{hungry[0]} saw no token of a dense model, and the run does not say so", hungry)
+    starved = subject.run_starved(budget=None)
+    if starved is None:
+        raise NothingToCheckError("the subject has no model whose modules can be starved")
+    hungry = [name for name, count in starved.num_tokens.items() if count == 0]
+    if not hungry:
+        raise NothingToCheckError("every module of the starved model saw a token")
+    silent = [name for name in hungry if name not in starved.fallbacks]
+    if silent:
+        raise Broken(f"{len(silent)} of {len(hungry)} modules that saw no token are not named as fallbacks; first: {silent[0]}", silent)
+    count = len(starved.fallbacks)
+    if not _fits(subject, count):
+        raise Broken(f"a budget of {count} was refused, and {count} fallbacks there were")
+    if _fits(subject, count - 1):
+        raise Broken(f"{count} fallbacks went through a budget of {count - 1}")
+    return f"{len(hungry)} of {len(starved.num_tokens)} modules saw no token and are named; the budget is kept"
+
+
+def _fits(subject: Calibration, budget: int) -> bool:
+    try:
+        subject.run_starved(budget=budget)
+    except Exception:  # noqa: BLE001 - the subject may refuse with any class
+        return False
+    return True
+
+
+@register(43, "new_process", "A second run, in a new process, is bitwise equal", kind="calibration")
+def new_process(subject: Calibration, look: Look) -> str:
+    """Compare everything that the two made."""
+    rows = _rows(subject, look, (12, 12, 12))
+    with tempfile.TemporaryDirectory() as folder:
+        given, out = Path(folder) / "rows.safetensors", Path(folder) / "out.safetensors"
+        save_file({"input_ids": torch.stack(rows)}, given)
+        command = subject.command(given, out)
+        if command is None:
+            raise NothingToCheckError("the subject names no command")
+        if isinstance(command, str):
+            raise Broken("command() returned one text; return its words in a list")
+        done = subprocess.run(list(command), capture_output=True, text=True, check=False, timeout=_SECONDS)
+        if not done.returncode and not out.is_file():
+            raise Broken("the command exits with 0 and has written no tensors to `out`")
+        if done.returncode:
+            raise Broken(f"the command exits with {done.returncode}: {' '.join(done.stderr.split())[-300:]}")
+        there = load_file(out)
+    return f"{_all_equal(_run(subject, rows).tensors, there, 'a new process')} tensors"
+
+
+def _all_equal(here: Mapping[str, Tensor], there: Mapping[str, Tensor], what: str) -> int:
+    _same_names(here, there)
+    for name, expected in here.items():
+        if not bool(expected.isfinite().all()):
+            raise Broken(f"{name} holds values that are not finite")
+        found = compare(there[name], expected, T0(), name=name)
+        if not found.ok:
+            raise Broken(f"{name} differs in {what}: {found.summary}")
+    if not here:
+        raise Broken("the run made no tensor")
+    return len(here)
+
+
+@register(44, "batch_size", "Batch size 1 against N changes <= 0.1 % of codes", kind="calibration")
+def batch_size(subject: Calibration, look: Look) -> str:
+    """Count codes, with a last batch that is not full; codes rolled by one must be beyond the limit."""
+    rows = _rows(subject, look, (12, 12, 12, 12, 12))
+    one, many = _run(subject, rows, batch_size=1).codes, _run(subject, rows, batch_size=4).codes
+    _same_names(one, many)
+    changed = sum(int((one[name].float() != many[name].float()).sum()) for name in one)
+    total = sum(codes.numel() for codes in one.values())
+    decoy = sum(int((codes.float() != codes.float().roll(1, -1)).sum()) for codes in one.values())
+    if decoy <= _MAX_CODES * total:
+        raise Broken("the limit measures nothing: codes rolled by one would pass")
+    if changed > _MAX_CODES * total:
+        raise Broken(f"{changed} of {total} codes ({changed / total:.2%}) depend on the batch size")
+    return f"{changed} of {total} codes"
+
+
+@register(45, "siblings", "Fused siblings (q/k/v, gate/up) share a global scale exactly", kind="calibration")
+def siblings(subject: Calibration, look: Look) -> str:
+    """Group modules by the names that runtimes fuse."""
+    scales = _run(subject, _rows(subject, look, (12, 12))).global_scales
+    if not scales:
+        raise NothingToCheckError("the format has no global scale")
+    count = 0
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in scales):
+        for family in _FUSED:
+            present = [f"{parent}.{last}" for last in family if f"{parent}.{last}" in scales]
+            values = {name: scales[name].flatten().tolist() for name in present}
+            if any(value != values[present[0]] for value in values.values()):
+                raise Broken(f"{', '.join(f'{name} {value}' for name, value in values.items())}: runtimes fuse them and keep one scale")
+            count += len(present) > 1
+    if not count:
+        raise NothingToCheckError("the model has no modules that runtimes fuse")
+    return f"{count} families, one scale each"
+
+
+@register(46, "one_layer", "Sequential equals basic, bitwise, for a model of one layer", kind="calibration")
+def one_layer(subject: Calibration, look: Look) -> str:
+    """Compare everything that both made; of two layers the statistics must differ, else the second sees the first uncompressed."""
+    rows = _rows(subject, look, (12, 12, 12))
+    sequential = _run(subject, rows, sequential=True, num_layers=1)
+    count = _all_equal(sequential.tensors, _run(subject, rows, sequential=False, num_layers=1).tensors, "the basic pipeline")
+    ways = [_run(subject, rows, sequential=way, num_layers=2).statistics for way in (True, False)]
+    if ways[0] and all(torch.equal(ways[0][name], ways[1].get(name, torch.empty(0))) for name in ways[0]):
+        raise Broken(
+            "statistics of two layers are the same, sequential or not: the second is calibrated on what the first gave uncompressed"
+        )
+    return f"{count} tensors"
+
+
+@register(None, "every_token", "Every token counts: another first, last or middle token changes every statistic", kind="calibration")
+def every_token(subject: Calibration, look: Look) -> str:
+    """Exchange one token at a time, in rows that need no padding; of a dense model every target sees all tokens."""
+    rows = _rows(subject, look, (6, 9, 7))
+    plain, total = _run(subject, rows), sum(map(len, rows))
+    if wrong := [f"{name} saw {count} of {total} tokens" for name, count in plain.num_tokens.items() if count < total]:
+        raise Broken(f"{wrong[0]} of a dense model", wrong)
+    if not plain.statistics:
+        raise NothingToCheckError("the subject keeps no statistics")
+    for row, place in ((0, 0), (1, 4), (1, 8), (2, 6)):
+        others = [tokens.clone() for tokens in rows]
+        others[row][place] = 3 + (others[row][place] - 2) % (subject.vocabulary - 3)
+        changed = _run(subject, others).statistics
+        _same_names(plain.statistics, changed)
+        blind = [name for name, expected in plain.statistics.items() if torch.equal(expected, changed[name])]
+        if blind:
+            raise Broken(f"{blind[0]}: token {place} of row {row} ({len(rows[row])} tokens) counts for nothing", blind)
+    return f"{len(plain.statistics)} statistics, 4 tokens"

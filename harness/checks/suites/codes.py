@@ -1,0 +1,392 @@
+"""Checks of a quantizer's codes: 3 to 9 and 15."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.inputs.examine import each_weight, eps_of, examine, refuse
+from harness.checks.oracles import at_tie, nearest, units
+from harness.checks.protocols import Quantized, Quantizer
+from harness.checks.strategies import hurtful, shapes
+
+
+@register(None, "dequantizes", "The values are (code - zero point) * scale, over the global scale: 4 u", kind="quantizer")
+def dequantizes(subject: Quantizer, look: Look) -> str:
+    """Compute the values of the codes in float64: a turned sign or a neighbour's scale is told here, and not by what it does to weights."""
+
+    def examined(weight: Tensor) -> None:
+        found = examine(subject, weight)
+        exact = (found.codes - found.zero) * found.scale
+        info = torch.finfo(found.quantized.scale.dtype)
+        limit = 4 * info.eps * (found.codes.abs() + found.zero.abs()) * found.scale.abs() + info.tiny
+        values = found.values.to(torch.float64)
+        refuse((values - exact).abs() > limit, "a value is not (code - zero point) * scale", value=values, exact=exact)
+
+    return each_weight(subject, look, examined)
+
+
+@register(
+    15,
+    "nearest_codes",
+    "Codes are the nearest in exact arithmetic, but for one step at ties (|frac(w/s) - 1/2| < 4 u |w/s|), and so agree across platforms",
+    kind="quantizer",
+    caught_by=("compressed-tensors#308",),
+)
+def nearest_codes(subject: Quantizer, look: Look) -> str:
+    """Hold every code against the nearest value of the grid in float64."""
+    grid = subject.code_values
+
+    def examined(weight: Tensor) -> None:
+        found = examine(subject, weight)
+        positions = found.positions
+        expected = nearest(positions, grid)
+        excused = at_tie(positions, grid, eps_of(weight.dtype), found.reach)
+        one_step = (torch.searchsorted(grid, found.codes) - torch.searchsorted(grid, expected)).abs() <= 1
+        wrong = (found.codes != expected) & ~(excused & one_step)
+        refuse(wrong, "a code is not the nearest one", code=found.codes, nearest=expected, position=positions)
+
+    seen = each_weight(subject, look, examined)
+    return f"{seen}, {_beside_middles(subject)}"
+
+
+def _beside_middles(subject: Quantizer) -> str:
+    """Plant values a little beside every middle of two codes, where a threshold that was rounded shows; no tie, and no rounding error."""
+    grid = subject.code_values
+    middles = (grid[1:] + grid[:-1]) / 2
+    columns = -(-len(middles) // subject.column_multiple) * subject.column_multiple
+    like = power_scales(subject, columns, 1.0)
+    offset = 0.0 if like.zero_point is None else float(like.zero_point.flatten()[0])
+    for share in (-(2.0**-19), 2.0**-19):
+        exact = middles.repeat(-(-columns // len(middles)))[:columns] - offset
+        values = (exact * (1 + share)).to(torch.float32)[None].repeat(2, 1)
+        positions = values.to(torch.float64) + offset
+        excused = at_tie(positions, grid, eps_of(torch.float32), torch.maximum(positions.abs(), values.abs().to(torch.float64)))
+        codes, expected = subject.encode(values, like).to(torch.float64), nearest(positions, grid)
+        text = "beside the middle of two codes: a code is not the nearest one"
+        refuse((codes != expected) & ~excused, text, code=codes, nearest=expected, position=positions)
+    return f"and beside {len(middles)} middles"
+
+
+@register(5, "zero", "0 becomes 0 exactly", kind="quantizer", needs=("zero",))
+def zero(subject: Quantizer, look: Look) -> str:
+    """Look at the zeros of every weight."""
+
+    def examined(weight: Tensor) -> None:
+        values = examine(subject, weight).values.to(torch.float64)
+        refuse((weight == 0) & (values != 0), "0 does not come back as 0", value=values)
+
+    return each_weight(subject, look, examined)
+
+
+@register(
+    4,
+    "half_step",
+    "|dq - w| <= s/2 + 2 ulp(w) inside the clipping range, in steps of the grid where they are not all equal",
+    kind="quantizer",
+)
+def half_step(subject: Quantizer, look: Look) -> str:
+    """Measure the error of every value that is not cut off."""
+    grid = subject.code_values
+
+    def examined(weight: Tensor) -> None:
+        """Hold the error of each value against half a step where it lies, and the rounding of both dtypes."""
+        found = examine(subject, weight)
+        positions = found.positions
+        inside = (positions >= grid[0]) & (positions <= grid[-1])
+        place = torch.searchsorted(grid, positions.clamp(grid[0], grid[-1]).contiguous()).clamp(1, len(grid) - 1)
+        values = found.values.to(torch.float64)
+        dtypes = weight.dtype, found.values.dtype
+        ulp = max(float(torch.finfo(dtype).eps) for dtype in dtypes) * torch.maximum(found.exact.abs(), values.abs())
+        tiny = max(float(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps) for dtype in dtypes)
+        limit = (grid[place] - grid[place - 1]) / 2 * found.scale * (1 + 4 * eps_of(weight.dtype)) + 2 * ulp + tiny
+        error = (values - found.exact).abs()
+        refuse(inside & ~(error <= limit), "a value is more than half a step away", error=error, limit=limit, weight=found.exact)
+
+    return each_weight(subject, look, examined)
+
+
+@register(
+    None, "covers", "The range covers the weight: no value is cut off by more than a step, and no scale is twice as wide as needed",
+    kind="quantizer", needs=("covers",),
+)  # fmt: skip
+def covers(subject: Quantizer, look: Look) -> str:
+    """Measure how far values lie outside of the codes, and how many codes a unit leaves unused."""
+    grid = subject.code_values
+    # Between the last two codes of the grid; a float format ends in wide steps.
+    last, widest = float(grid[-1] - grid[-2]), float(grid[-1])
+
+    def examined(weight: Tensor) -> None:
+        """Refuse a scale that cuts values off, and one that leaves codes unused."""
+        found = examine(subject, weight)
+        positions = found.positions
+        slack = last * (1 + 1e-6) + float(torch.finfo(found.values.dtype).eps) * 4 * widest
+        over = torch.maximum(positions - grid[-1], grid[0] - positions)
+        # Scales that underflow are raised to a floor, or rounded coarsely.
+        largest = units(found.exact, found.unit).abs().nan_to_num(nan=0.0).amax(1)
+        normal = largest > float(torch.finfo(found.values.dtype).tiny) * 4 * widest
+        over = units(over, found.unit).nan_to_num(nan=-1.0).amax(1)
+        refuse(normal & (over > slack), "a value is cut off by more than a step", steps=over)
+        reach = units((positions - found.zero).abs(), found.unit).nan_to_num(nan=0.0).amax(1)
+        spans = units(found.zero, found.unit)[:, 0]
+        needed = torch.where(spans == 0, widest, float(grid[-1] - grid[0]) / 2) / 2 - last
+        unused = normal & (reach < needed) & _is_alone(found.quantized)
+        refuse(unused, "less than half of the codes are used: the scale is too wide", reach=reach, needed=needed)
+
+    return each_weight(subject, look, examined)
+
+
+def _is_alone(quantized: Quantized) -> bool:
+    """Under a global scale, the smallest groups may fall below what their own scale can say."""
+    return quantized.global_scale is None
+
+
+@register(
+    3,
+    "codes_come_back",
+    "quantize(dequantize(q)) == q bitwise in float32, where the bits of a code are fewer than those of the significand",
+    kind="quantizer",
+)
+def codes_come_back(subject: Quantizer, look: Look) -> str:
+    """Quantize the values again, with the scales that are there."""
+
+    def examined(weight: Tensor) -> None:
+        found = examine(subject, weight)
+        again = subject.encode(found.values, found.quantized).to(torch.float64)
+        refuse(again != found.codes, "a value does not come back as its own code", code=found.codes, again=again)
+
+    return each_weight(subject, look, examined, dtypes=[torch.float32, torch.float64])
+
+
+@register(6, "monotone", "w1 <= w2 in one unit gives q1 <= q2", kind="quantizer")
+def monotone(subject: Quantizer, look: Look) -> str:
+    """Sort each unit by its weights and look at the codes."""
+
+    def examined(weight: Tensor) -> None:
+        found = examine(subject, weight)
+        values, codes = units(weight, found.unit), units(found.codes, found.unit)
+        order = values.nan_to_num(nan=torch.inf).argsort(dim=1, stable=True)
+        sorted_codes = codes.gather(1, order)
+        refuse(sorted_codes.diff(dim=1) < 0, "a larger weight has a smaller code", code=sorted_codes[:, 1:])
+
+    return each_weight(subject, look, examined)
+
+
+@register(7, "homogeneous", "Q(2^k w) == 2^k Q(w) bitwise", kind="quantizer", needs=("homogeneous",))
+def homogeneous(subject: Quantizer, look: Look) -> str:
+    """Scale weights by powers of two, away from the ends of their dtype."""
+
+    def examined(weight: Tensor) -> None:
+        if not _is_central(weight):
+            return
+        values = subject.dequantize(subject.quantize(weight)).to(torch.float64)
+        for power in (-3, 1, 6):
+            again = subject.dequantize(subject.quantize(weight * 2.0**power)).to(torch.float64)
+            refuse(again != values * 2.0**power, f"2^{power} times the weight gives something else", value=values, scaled=again)
+
+    return each_weight(subject, look, examined)
+
+
+def _is_central(weight: Tensor) -> bool:
+    """All of it stays a normal number when it is divided by a scale of 8 bits or multiplied by 2^6."""
+    live = weight[weight != 0].abs().to(torch.float64)
+    info = torch.finfo(weight.dtype)
+    margin = 2.0**12 if weight.dtype == torch.float16 else 2.0**20
+    return live.numel() == 0 or bool((live.amin() > info.tiny * margin) & (live.amax() < info.max / 2.0**8))
+
+
+@register(8, "odd", "Q(-w) == -Q(w), away from the last code of the longer side", kind="quantizer", needs=("odd",))
+def odd(subject: Quantizer, look: Look) -> str:
+    """Turn the sign of every weight."""
+    last = min(abs(float(subject.code_values[0])), float(subject.code_values[-1]))
+
+    def examined(weight: Tensor) -> None:
+        codes = subject.quantize(weight).codes.to(torch.float64)
+        turned = subject.quantize(-weight).codes.to(torch.float64)
+        refuse((codes != -turned) & (codes.abs() < last), "the codes of -w are not those of w, negated", code=codes, turned=turned)
+
+    return each_weight(subject, look, examined)
+
+
+@register(9, "ties", "The declared tie mode, half to even, is exact on planted ties, and one ulp beside them", kind="quantizer",
+          needs=("half_even",))  # fmt: skip
+def ties(subject: Quantizer, look: Look) -> str:
+    """Plant every tie of the grid, and its two neighbours, under scales that are powers of two."""
+    grid = subject.code_values
+    middles = (grid[1:] + grid[:-1]) / 2
+    columns = -(-len(middles) // subject.column_multiple) * subject.column_multiple
+    for scale_power in (-3, 0):
+        like = power_scales(subject, columns, 2.0**scale_power)
+        offset = 0.0 if like.zero_point is None else float(like.zero_point.flatten()[0])
+        exact = (middles.repeat(-(-columns // len(middles)))[:columns] - offset) * 2.0**scale_power
+        at = exact.to(torch.float32)[None].repeat(2, 1)
+        up, down = torch.full_like(at, torch.inf), torch.full_like(at, -torch.inf)
+        for name, values in (
+            ("on a tie", at),
+            ("just above a tie", torch.nextafter(at, up)),
+            ("just below a tie", torch.nextafter(at, down)),
+        ):
+            codes = subject.encode(values, like).to(torch.float64)
+            positions = values.to(torch.float64) / 2.0**scale_power + offset
+            expected = nearest(positions, grid)
+            # An ulp that is lost when the zero point is added in float32 leaves a tie; either side is right then.
+            kept = positions.to(torch.float32).to(torch.float64) == positions
+            refuse(kept & (codes != expected), f"{name}: not half to even", code=codes, expected=expected, position=positions)
+    return f"{len(middles)} ties and their neighbours under 2 scales"
+
+
+def power_scales(subject: Quantizer, columns: int, scale: float) -> Quantized:
+    """Return scales of one power of two, and zero points at the lowest code, to encode values with.
+
+    Args:
+        subject: a quantizer.
+        columns: of the tensor, which has 2 rows.
+        scale: the power.
+
+    Returns:
+        Codes of no meaning under these scales.
+    """
+    weight = hurtful("bell", (2, columns), torch.float32 if torch.float32 in subject.dtypes else subject.dtypes[0])
+    like = subject.quantize(weight)
+    wide = torch.full_like(like.scale.to(torch.float32), scale)
+    # An even one: whether codes are rounded before or after it is added must not decide which neighbour is even.
+    zero_point = None if like.zero_point is None else torch.full_like(like.zero_point, float(subject.code_values[0]))
+    return replace(like, scale=wide, zero_point=zero_point, global_scale=None if like.global_scale is None else torch.ones(1))
+
+
+# Checks of a quantizer's units and of its inputs as a whole: 11, 12, 16 and 64, and of what it reports.
+
+
+@register(
+    11,
+    "local",
+    "Changing one unit changes no other unit's codes or scale, bitwise",
+    kind="quantizer",
+    needs=("local",),
+    caught_by=("compressed-tensors#308",),
+)
+def local(subject: Quantizer, look: Look) -> str:
+    """Change each unit of some weights in turn."""
+    shape = shapes(subject.column_multiple)[0]
+    unit = subject.unit(shape)
+    counts = -(-shape[0] // unit[0]), -(-shape[1] // unit[1])
+    if counts[0] * counts[1] == 1:
+        raise NothingToCheckError("all values share one scale")
+    for dtype in subject.dtypes:
+        for name in ("spread groups", "lopsided"):
+            weight = hurtful(name, shape, dtype, group=unit[1])
+            before = subject.quantize(weight)
+            for number in range(counts[0] * counts[1]):
+                _change_unit(subject, weight, before, divmod(number, counts[1]), unit)
+    return f"each of {counts[0] * counts[1]} units was changed"
+
+
+def _change_unit(subject: Quantizer, weight: Tensor, before: Quantized, place: tuple[int, int], unit: tuple[int, int]) -> None:
+    changed = weight.clone()
+    rows, columns = (slice(index * size, (index + 1) * size) for index, size in zip(place, unit, strict=True))
+    changed[rows, columns] *= -5
+    after = subject.quantize(changed)
+    others = torch.ones_like(weight, dtype=torch.bool)
+    others[rows, columns] = False
+    moved = (before.codes.to(torch.float64) != after.codes.to(torch.float64)) & others
+    refuse(moved, f"codes outside of the unit {list(place)} that was changed have changed", before=before.codes, after=after.codes)
+    number = place[0] * -(-weight.shape[1] // unit[1]) + place[1]
+    for name, one, two in (("scale", before.scale, after.scale), ("zero point", before.zero_point, after.zero_point)):
+        if one is None or two is None:
+            continue
+        differs = one.flatten().to(torch.float64) != two.flatten().to(torch.float64)
+        differs[number] = False
+        if bool(differs.any()):
+            raise Broken(f"the {name} of unit {int(differs.nonzero()[0])} changed with the values of unit {number}")
+
+
+@register(
+    12,
+    "saturates",
+    "Codes saturate: what lies beyond the range takes the last code, and no code is NaN",
+    kind="quantizer",
+    caught_by=("Model-Optimizer#1633",),
+)
+def saturates(subject: Quantizer, look: Look) -> str:
+    """Encode values far beyond the range, and just beyond it."""
+    grid = subject.code_values
+    like = power_scales(subject, subject.column_multiple * 8, 0.5)
+    offset = 0.0 if like.zero_point is None else float(like.zero_point.flatten()[0])
+    width = like.codes.shape[1]
+    for factor in (1.001, 1.1, 1.2, 2.0, 3.7, 300.0, 1e6):
+        for end, sign in ((grid[-1], 1.0), (grid[0], -1.0)):
+            target = float(end) + sign * abs(float(end)) * (factor - 1)
+            values = torch.full((2, width), (target - offset) * 0.5, dtype=torch.float32)
+            codes = subject.encode(values, like).to(torch.float64)
+            refuse(~(codes == end), f"{factor:g} times the last code does not become it", code=codes)
+    return f"14 values beyond the codes {float(grid[0]):g} to {float(grid[-1]):g}"
+
+
+@register(
+    16,
+    "per_token",
+    "Dynamic per-token quantization is equivariant to token permutation, bitwise",
+    kind="quantizer",
+    needs=("per_token",),
+)
+def per_token(subject: Quantizer, look: Look) -> str:
+    """Permute the rows of some activations, and leave some out."""
+    count = 0
+    for dtype in subject.dtypes:
+        for name in ("spread groups", "outliers", "dead groups", "lopsided"):
+            x = hurtful(name, (7, shapes(subject.column_multiple)[0][1]), dtype, group=max(8, subject.column_multiple))
+            order = torch.tensor([3, 0, 6, 2, 5, 1, 4])
+            whole = subject.quantize(x)
+            for kept in (order, order[:4], order[2:3]):
+                part = subject.quantize(x[kept])
+                same = torch.equal(part.codes.to(torch.float64), whole.codes[kept].to(torch.float64))
+                same &= torch.equal(part.scale.reshape(len(kept), -1), whole.scale.reshape(7, -1)[kept])
+                if not same:
+                    raise Broken(f"{name} in {dtype}: tokens {kept.tolist()} by themselves are quantized differently")
+                count += 1
+    return f"{count} permutations and selections of tokens"
+
+
+@register(
+    64,
+    "shapes",
+    "Odd, one-wide and prime shapes, and other memory layouts, in every supported dtype give the same codes twice",
+    kind="quantizer",
+)
+def every_shape(subject: Quantizer, look: Look) -> str:
+    """Quantize every shape in every dtype, also as a transposed view and as a part of a larger tensor."""
+    count = 0
+    for dtype in subject.dtypes:
+        for shape in shapes(subject.column_multiple):
+            weight = hurtful("spread groups", shape, dtype, group=max(8, subject.column_multiple))
+            found = examine(subject, weight)
+            larger = torch.zeros(shape[0] + 2, shape[1] + 3, dtype=dtype)
+            larger[1:-1, 2:-1] = weight
+            views = {"again": weight, "a transposed view": weight.t().contiguous().t(), "a part of a larger tensor": larger[1:-1, 2:-1]}
+            for name, view in views.items():
+                same = examine(subject, view)
+                if not (torch.equal(same.codes, found.codes) and torch.equal(same.scale, found.scale)):
+                    raise Broken(f"{list(shape)} {dtype}: {name} gives other codes or scales")
+                count += 1
+    return f"{count} shapes, dtypes and layouts"
+
+
+@register(None, "reported_error", "The reported relative squared error is that of the values, to 1e-3", kind="quantizer")
+def reported_error(subject: Quantizer, look: Look) -> str:
+    """Compute the error of every weight in float64."""
+
+    def examined(weight: Tensor) -> None:
+        found = examine(subject, weight)
+        reported = found.quantized.relative_error
+        if reported is None:
+            raise NothingToCheckError("the quantizer reports no error")
+        energy = float(found.exact.square().sum())
+        exact = float((found.values.to(torch.float64) - found.exact).square().sum()) / energy if energy else 0.0
+        # In float32 the squares of the smallest and the largest numbers are none.
+        if 1e-30 < energy < 1e30 and abs(reported - exact) > 1e-3 * exact:
+            raise Broken(f"the reported error is {reported:.6g}, that of the values {exact:.6g}")
+
+    return each_weight(subject, look, examined)

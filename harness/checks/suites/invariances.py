@@ -1,0 +1,252 @@
+"""Checks of what must not matter to a second-order solver: 20 to 24 and 30."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.inputs.examine import refuse
+from harness.checks.inputs.solver_problems import (
+    Problem,
+    each_problem,
+    group_of,
+    per_value,
+    permuted,
+    problem,
+    problems,
+    same_codes,
+    solve,
+    wide_problem,
+)
+from harness.checks.oracles import nearest
+from harness.checks.protocols import Quantized, Solver
+
+
+@register(
+    20,
+    "block_size",
+    "block_size does not matter: <= 0.1 % of codes differ",
+    kind="solver",
+    caught_by=("mlx-lm#1880",),
+)
+def block_size(subject: Solver, look: Look) -> str:
+    """Solve with blocks of one column, of prime and round sizes, and with one block for everything."""
+    one = wide_problem(subject)
+    columns = one.weight.shape[1]
+    whole = solve(subject, one.weight, one.hessian, columns)
+    shares = []
+    for size in (1, 7, 16, 32, 128, columns - 1):
+        other = solve(subject, one.weight, one.hessian, size, whole.quantized if whole.group_C is None else None)
+        shares.append(same_codes(other.quantized.codes, whole.quantized.codes, f"block_size={size} against {columns}"))
+    return f"at most {max(shares):.3%} of the codes of {len(shares)} block sizes differ"
+
+
+@register(21, "hessian_scale", "Scaling H by 1e-4 .. 1e4 changes <= 0.1 % of codes", kind="solver")
+def hessian_scale(subject: Solver, look: Look) -> str:
+    """Multiply the Hessian."""
+
+    def examined(one: Problem) -> str:
+        codes = solve(subject, one.weight, one.hessian).quantized.codes
+        for factor in (1e-4, 3.0, 1e4):
+            same_codes(solve(subject, one.weight, one.hessian * factor).quantized.codes, codes, f"{factor:g} H")
+        return "equal"
+
+    return each_problem(subject, examined)
+
+
+@register(22, "sample_order", "Sample order and batch split change <= 0.1 % of codes", kind="solver")
+def sample_order(subject: Solver, look: Look) -> str:
+    """Accumulate the same tokens in other orders and batches, an empty one among them."""
+
+    def examined(one: Problem) -> str:
+        codes = solve(subject, one.weight, subject.hessian([one.x])).quantized.codes
+        uneven = [one.x[:1], one.x[1:3], one.x[3:3], one.x[3:]]
+        for name, batches in {"reversed": [one.x.flip(0)], "single tokens": list(one.x.split(1)), "uneven": uneven}.items():
+            same_codes(solve(subject, one.weight, subject.hessian(batches)).quantized.codes, codes, f"tokens {name}")
+        return "equal"
+
+    return each_problem(subject, examined)
+
+
+@register(23, "rows", "Permuting rows permutes the codes, bitwise", kind="solver", needs=("rows_apart",))
+def rows(subject: Solver, look: Look) -> str:
+    """Turn the rows of the ordinary problem around, and rotate them."""
+    one = problems(subject)[0]
+    codes = solve(subject, one.weight, one.hessian).quantized.codes
+    for name, order in {"reversed": torch.arange(len(codes)).flip(0), "rotated": torch.arange(len(codes)).roll(5)}.items():
+        other = solve(subject, one.weight[order].contiguous(), one.hessian).quantized.codes
+        if not torch.equal(other, codes[order]):
+            raise Broken(f"rows {name}: {int((other != codes[order]).sum())} of {codes.numel()} codes differ")
+    return "2 permutations"
+
+
+@register(24, "groups", "Permuting whole groups under act-order changes <= 0.1 % of codes", kind="solver", needs=("act_order",))
+def groups(subject: Solver, look: Look) -> str:
+    """Move whole groups of columns."""
+    if subject.group_size is None:
+        raise NothingToCheckError("whole rows share a scale")
+
+    def examined(one: Problem) -> str:
+        size = subject.group_size or 1
+        order = torch.arange(one.weight.shape[1]).reshape(-1, size).flip(0).flatten()
+        codes = solve(subject, one.weight, one.hessian).quantized.codes
+        other = permuted(one, order)
+        same_codes(solve(subject, other.weight, other.hessian).quantized.codes, codes[:, order], "groups reversed")
+        return "equal"
+
+    return each_problem(subject, examined)
+
+
+@register(7, "homogeneous", "2^k times the weight gives the same codes: <= 0.1 % differ", kind="solver")
+def homogeneous(subject: Solver, look: Look) -> str:
+    """Multiply weights by powers of two that float32 and bfloat16 hold."""
+
+    def examined(one: Problem) -> str:
+        codes = solve(subject, one.weight, one.hessian).quantized.codes
+        for power in (-20, -3, 12):
+            other = solve(subject, one.weight * 2.0**power, one.hessian).quantized.codes
+            same_codes(other, codes, f"2^{power} times the weight")
+        return "equal"
+
+    return each_problem(subject, examined)
+
+
+@register(
+    None,
+    "scales_fit",
+    "The scales of a group are those of its own columns: nothing is cut off by more than a step, and a third of the codes is used",
+    kind="solver",
+    needs=("fixed_scales",),
+)
+def scales_fit(subject: Solver, look: Look) -> str:
+    """Solve for groups of very different magnitudes, more rows and more columns than a solver takes at once."""
+    size = subject.group_size or 1
+    for rows, columns in ((12, 4 * size if subject.group_size else 40), (150, -(-300 // size) * size)):
+        one = problem("groups of very different magnitudes", rows, columns, 2 * columns, seed=7)
+        weight = one.weight * 6.0 ** (torch.arange(columns) // size % 4 if subject.group_size else torch.arange(rows)[:, None] % 4)
+        solved = solve(subject, weight, one.hessian)
+        scale, zero = per_value(solved)
+        grid, values = subject.code_values, weight.to(torch.float64) / scale
+        last, widest = float(grid[-1] - grid[-2]), float(grid[-1] - grid[0])
+        over = torch.maximum(values + zero - grid[-1], grid[0] - values - zero)
+        refuse(over > last * 1.001, f"{rows} x {columns}: a weight is cut off by more than a step of its scale", steps=over)
+        group_C = group_of(solved, columns)
+        for group in group_C.unique().tolist():
+            used = values[:, group_C == group].abs().amax()
+            if float(used) < widest / 6:
+                raise Broken(f"{rows} x {columns}: of the codes of group {group} only those up to {float(used):.3g} of {widest:g} are used")
+    return "groups of 4 magnitudes"
+
+
+@register(30, "batched", "Batched modules == one by one, bitwise", kind="solver")
+def batched(subject: Solver, look: Look) -> str:
+    """Solve weights of one input together and apart, two of one shape among them."""
+    one = problems(subject)[0]
+    weights = [one.weight, one.weight.flip(0) * -0.3, one.weight[:5] * 3, one.weight[7:8] * -0.1]
+    together = subject.solve(weights, one.hessian)
+    if len(together) != len(weights):
+        raise Broken(f"{len(together)} solutions for {len(weights)} weights")
+    for number, (weight, found) in enumerate(zip(weights, together, strict=True)):
+        alone = subject.solve([weight], one.hessian)[0]
+        same = torch.equal(found.quantized.codes, alone.quantized.codes) and all(map(torch.equal, per_value(found), per_value(alone)))
+        if not same:
+            share = float((found.quantized.codes.double() != alone.quantized.codes.double()).double().mean())
+            raise Broken(f"weight {number} of {len(weights)}: other scales or codes than alone ({share:.2%} of the codes)")
+    return f"{len(weights)} weights"
+
+
+# A check of the ties of second-order solvers: check 9, where no column moves another.
+
+_POWERS = (-3, 0)
+
+
+@register(
+    9,
+    "ties",
+    "Under H = c I planted ties go to the even code, and what lies an ulp beside them to the nearest",
+    kind="solver",
+    needs=("half_even",),
+)
+def ties(subject: Solver, look: Look) -> str:
+    """Plant ties of the grid on scales that are powers of two: those that the solver chooses by itself, or those that it is given.
+
+    Args:
+        subject: a solver.
+        look: how closely.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        NothingToCheckError: it neither chooses such scales for any of the weights, nor takes scales from outside.
+    """
+    count = sum(_examined(subject, weight, None) for weight in _weights(subject))
+    count += sum(_examined(subject, *given) for given in _given(subject))
+    if not count:
+        raise NothingToCheckError("this solver chose no scale that is a power of two, and takes none from outside")
+    return f"{count} ties, and their neighbours"
+
+
+def _examined(subject: Solver, weight: Tensor, like: Quantized | None) -> int:
+    """The number of ties in a weight; each has to go to the even code, whatever the block."""
+    count = 0
+    for factor, block in ((1.0, None), (37.0, 1)):
+        eye = torch.eye(weight.shape[1]) * factor
+        for step in (0.0, torch.inf, -torch.inf):
+            planted = torch.nextafter(weight, torch.full_like(weight, step)) if step else weight
+            solved = solve(subject, planted, eye, block, like)
+            scale, zero = per_value(solved)
+            positions = planted.to(torch.float64) / scale + zero
+            # Only here is a position the same in every precision: nothing is rounded on the way to it.
+            exact = (torch.frexp(scale)[0] == 0.5) & (positions.to(torch.float32).to(torch.float64) == positions)
+            expected = nearest(positions, subject.code_values)
+            codes = solved.quantized.codes.to(torch.float64)
+            where = f"H = {factor:g} I, {'on a tie' if not step else 'an ulp beside a tie'}"
+            refuse(exact & (codes != expected), f"{where}: not half to even", code=codes, expected=expected, position=positions)
+            middles = (subject.code_values[1:] + subject.code_values[:-1]) / 2
+            count += int((exact & torch.isin(positions, middles)).sum()) if not step else 0
+    return count
+
+
+def _weights(subject: Solver) -> Iterator[Tensor]:
+    """Ties of the whole grid, in groups whose ends ask for a power of two under one of the rules that scales follow."""
+    grid = subject.code_values
+    half = (grid[-1] - grid[0]) / 2
+    columns = problems(subject)[0].weight.shape[1]
+    size = subject.group_size or columns
+    for low, high, offset in ((-half, half, 0.0), (-grid[-1], grid[-1], 0.0), (grid[0], grid[-1], 0.0), (0.0, 2 * half, float(-grid[0]))):
+        weight = (_planted(grid, 8, columns) + offset).clamp(float(low), float(high))
+        weight[:, ::size], weight[:, 1::size] = low, high
+        for power in _POWERS:
+            yield (weight * 2.0**power).to(torch.float32)
+
+
+def _given(subject: Solver) -> Iterator[tuple[Tensor, Quantized]]:
+    """Ties of the whole grid with the scales that go with them; none where the solver takes no scales."""
+    grid, one = subject.code_values, problems(subject)[0]
+    rows, columns = one.weight.shape
+    solved = solve(subject, one.weight, one.hessian)
+    if solved.group_C is not None:
+        return
+    # An even one: whether codes are rounded before or after it is added must not decide which neighbour is even.
+    zero = None if solved.quantized.zero_point is None else torch.full_like(solved.quantized.zero_point, float(grid[0]))
+    for power in _POWERS:
+        wide = torch.full_like(solved.quantized.scale, 2.0**power)
+        whole = None if solved.quantized.global_scale is None else torch.ones_like(solved.quantized.global_scale)
+        like = replace(solved.quantized, scale=wide, zero_point=zero, global_scale=whole)
+        weight = ((_planted(grid, rows, columns) - (0.0 if zero is None else float(grid[0]))) * 2.0**power).to(torch.float32)
+        try:
+            solve(subject, weight, torch.eye(columns), None, like)
+        except NothingToCheckError:
+            return
+        yield weight, like
+
+
+def _planted(grid: Tensor, rows: int, columns: int) -> Tensor:
+    """The middles between all neighbours of a grid, one after the other, as often as they fit."""
+    middles = (grid[1:] + grid[:-1]) / 2
+    return middles[torch.arange(rows * columns) % len(middles)].reshape(rows, columns)

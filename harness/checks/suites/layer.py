@@ -1,0 +1,157 @@
+"""Checks of runtime layers: 14 and 64 for them, and that their product is that of their weight."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.protocols import Layer
+from harness.checks.strategies import hurtful, uniform
+from harness.lifecycle.driving.snapshot import Snapshot
+from harness.tolerance import T3, compare, vacuous_decoys
+
+
+def _linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, name: str = "spread groups") -> nn.Linear:
+    linear = nn.Linear(shape[1], shape[0], bias=bias, dtype=dtype)
+    with torch.no_grad():
+        linear.weight.copy_(hurtful(name, shape, dtype, group=16))
+        if bias:
+            linear.bias.copy_(uniform((shape[0],), torch.Generator().manual_seed(3)))
+    return linear
+
+
+def _shapes(subject: Layer) -> list[tuple[int, int]]:
+    multiple = subject.column_multiple
+    if multiple == 1:
+        return [(5, 37), (33, 64), (1, 13), (7, 1), (1, 1)]
+    return [(5, 3 * multiple), (33, multiple), (1, 2 * multiple)]
+
+
+@register(14, "weight_as_calibrated", "The stored weight is what calibration computed, bitwise, after a state dict too", kind="layer")
+def weight_as_calibrated(subject: Layer, look: Look) -> str:
+    """Build layers of every shape and dtype, copy them, and send them through their state dict."""
+    count = 0
+    for dtype in subject.dtypes:
+        for shape in _shapes(subject):
+            for name in ("spread groups", "dead groups", "lopsided"):
+                linear = _linear(shape, dtype, name=name)
+                before = linear.weight.detach().clone()
+                layer = subject.build(linear)
+                _hold(subject.weight(layer), subject.expected_weight(linear), f"{name} {list(shape)} {dtype}")
+                if not torch.equal(before, linear.weight):
+                    raise Broken("building the layer has changed the float layer")
+                other = subject.build(_linear(shape, dtype, name="outliers"))
+                with torch.no_grad():
+                    other(torch.ones(2, shape[1], dtype=dtype))  # what it has unpacked by now it must not keep
+                other.load_state_dict(layer.state_dict())
+                _hold(subject.weight(other), subject.weight(layer), f"{name} {list(shape)} {dtype}, from a state dict")
+                _hold(subject.weight(copy.deepcopy(layer)), subject.weight(layer), f"{name} {list(shape)} {dtype}, a deepcopy")
+                count += 1
+    return f"{count} layers"
+
+
+def _hold(actual: Tensor, expected: Tensor, what: str) -> None:
+    result = compare(actual, expected)
+    if not result.ok:
+        raise Broken(f"{what}: the weight is another one: {result.summary}")
+
+
+@register(None, "product", "The output is the product of the quantized input and the weight, plus the bias: 32 u sqrt(C)", kind="layer")
+def product(subject: Layer, look: Look) -> str:
+    """Multiply inputs of one to three dimensions, and none."""
+    worst = 0.0
+    for dtype in subject.dtypes:
+        for shape, bias in ((_shapes(subject)[0], True), (_shapes(subject)[1], False)):
+            layer = subject.build(_linear(shape, dtype, bias, name="bell"))
+            for leading in ((7,), (2, 3), (1, 1), (0, 4)):
+                x = uniform((*leading, shape[1]), torch.Generator().manual_seed(1)).to(dtype)
+                x = x * torch.arange(1, x.shape[-1] + 1).sqrt().to(dtype)
+                worst = max(worst, _hold_product(subject, layer, x, shape))
+    return f"relative error up to {worst:.1e}"
+
+
+def _hold_product(subject: Layer, layer: nn.Module, x: Tensor, shape: tuple[int, int]) -> float:
+    actual = _run_again_and_again(layer, x)
+    wide = subject.expected_input(layer, x).to(torch.float64) @ subject.weight(layer).to(torch.float64).t()
+    bias = getattr(layer, "bias", None)
+    exact = (wide if bias is None else wide + bias.detach().to(torch.float64)).to(x.dtype)
+    if actual.shape != exact.shape or actual.dtype != exact.dtype:
+        raise Broken(f"{actual.dtype} {list(actual.shape)} came out where {exact.dtype} {list(exact.shape)} is due")
+    if not exact.numel():
+        return 0.0
+    tier = T3(max_relative_error=min(0.2, 32 * float(torch.finfo(x.dtype).eps) * shape[1] ** 0.5))
+    decoys = vacuous_decoys(exact, tier)
+    if decoys and exact.numel() > 1:
+        raise Broken(f"the limit {tier} measures nothing: {', '.join(decoys)} would pass")
+    result = compare(actual, exact, tier, name="output")
+    if not result.ok:
+        raise Broken(f"an input of {list(x.shape)} in {x.dtype}: {result.summary}")
+    return result.distance.relative_error if result.distance else 0.0
+
+
+def _run_again_and_again(layer: nn.Module, x: Tensor) -> Tensor:
+    """Run a layer several times; each time gives the same, and changes neither its input nor the process."""
+    before, around, first = x.clone(), Snapshot.of_surroundings(), None
+    for _ in range(8):
+        with torch.no_grad():
+            actual = layer(x)
+        if not torch.equal(before, x):
+            raise Broken("the forward has changed its input")
+        if changed := around.differences(Snapshot.of_surroundings(), ("threads",)):
+            raise Broken(f"the forward has changed something of the process: {changed[0]}")
+        first = actual.clone() if first is None else first
+        if not torch.equal(first, actual):
+            raise Broken(f"an input of {list(x.shape)} in {x.dtype}: a later forward gives another output than the first one")
+    return actual
+
+
+@register(64, "shapes", "Odd, one-wide and prime shapes in every supported dtype build, run and keep to their dtype", kind="layer")
+def every_shape(subject: Layer, look: Look) -> str:
+    """Build and run every shape, and move layers to every dtype and back."""
+    count = 0
+    for dtype in subject.dtypes:
+        for shape in _shapes(subject):
+            layer = subject.build(_linear(shape, dtype))
+            x = uniform((2, 3, shape[1]), torch.Generator().manual_seed(2)).to(dtype)
+            with torch.no_grad():
+                y = layer(x)
+            if y.shape != (2, 3, shape[0]) or y.dtype != dtype or not bool(y.isfinite().all()):
+                raise Broken(f"{list(shape)} {dtype}: the output is {y.dtype} {list(y.shape)}, finite: {bool(y.isfinite().all())}")
+            for part in range(2):
+                with torch.no_grad():
+                    alone = layer(x[part : part + 1])
+                limit = 16 * float(torch.finfo(dtype).eps) * float(y.abs().amax())
+                if float((alone - y[part : part + 1]).abs().amax()) > limit:
+                    raise Broken(f"{list(shape)} {dtype}: a sequence by itself gives another output than in a batch")
+            count += 1
+    return f"{count} layers"
+
+
+@register(None, "moves", "Moving a layer to another dtype leaves codes and scales of one byte alone, and its weight to 4 u", kind="layer")
+def moves(subject: Layer, look: Look) -> str:
+    """Move float32 layers to bfloat16 and float16, and run them there."""
+    if torch.float32 not in subject.dtypes:
+        raise NothingToCheckError("the subject takes no float32 layers")
+    shape = _shapes(subject)[0]
+    for dtype in (torch.bfloat16, torch.float16):
+        layer = subject.build(_linear(shape, torch.float32, name="bell"))
+        kept = {
+            key: value.clone() for key, value in layer.state_dict().items() if value.dtype.itemsize == 1 or not value.is_floating_point()
+        }
+        before = subject.weight(layer).to(torch.float64)
+        moved = copy.deepcopy(layer).to(dtype)
+        after = moved.state_dict()
+        for key, value in kept.items():
+            if after[key].dtype != value.dtype or not torch.equal(after[key].view(torch.uint8), value.view(torch.uint8)):
+                raise Broken(f"{key} has become {after[key].dtype} when the layer went from float32 to {dtype}")
+        error = float((subject.weight(moved).to(torch.float64) - before).norm())
+        if not error <= 4 * float(torch.finfo(dtype).eps) * float(before.norm()):
+            raise Broken(f"the weight has changed by {error / float(before.norm()):.3g} when the layer went to {dtype}")
+        with torch.no_grad():
+            y = moved(uniform((3, shape[1]), torch.Generator().manual_seed(4)).to(dtype))
+        if y.dtype != dtype or not bool(y.isfinite().all()):
+            raise Broken(f"a layer in {dtype} gives {y.dtype}, finite: {bool(y.isfinite().all())}")
+    return "bfloat16 and float16"

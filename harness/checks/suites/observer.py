@@ -1,0 +1,188 @@
+"""Checks of observers of static activations: 1, 2, 13 and 22 for them, and the rule that their scales follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.oracles import RULES, nearest
+from harness.checks.protocols import Observer, Quantized
+from harness.checks.strategies import NOT_FINITE
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _batches(kind: str, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    draw = torch.rand(6, 3, 16, generator=generator, dtype=torch.float64)
+    made = {
+        "both signs": draw * 5 - 2,
+        "positive": draw + 0.5,
+        "negative": -draw - 0.25,
+        "zeros": draw * 0,
+        "rising": draw * torch.arange(1, 7)[:, None, None] - 0.5,
+        "spike": torch.where(draw > 0.995, 40.0, draw - 0.5),
+        "small": (draw - 0.4) * 2.0**-4,
+        "large": (draw - 0.4) * 2.0**13,
+        "long": _long(generator),
+    }
+    return list(made[kind].to(dtype))
+
+
+def _long(generator: torch.Generator) -> Tensor:
+    """Two batches of many values, whose ends are the very first value and the very last."""
+    long = torch.rand(2, 33, 131, generator=generator, dtype=torch.float64) - 0.5
+    long[0, 0, 0], long[-1, -1, -1] = -7.0, 9.0
+    return long
+
+
+class _Reused(Sequence[Tensor]):
+    """Batches that all lie in one piece of memory, one after the other, as a data loader may give them."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self._batches, self._memory = batches, batches[0].clone()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._memory.copy_(self._batches[place])
+
+
+_KINDS = ("both signs", "positive", "negative", "zeros", "rising", "spike", "small", "large", "long")
+
+
+@register(1, "scales_positive", "Scales are finite and above 0, for batches of zeros too", kind="observer", caught_by=("GPTQModel#1531",))
+def scales_positive(subject: Observer, look: Look) -> str:
+    """Observe batches of every kind."""
+    for dtype in _DTYPES:
+        for kind in _KINDS:
+            found = subject.observe(_batches(kind, dtype))
+            wide = found.scale.to(torch.float64)
+            if not bool((wide.isfinite() & (wide > 0)).all()):
+                raise Broken(f"{kind} in {dtype}: scale {wide.flatten()[:3].tolist()}")
+            zero = torch.zeros(1) if found.zero_point is None else found.zero_point.to(torch.float64)
+            if bool(((zero < subject.code_values[0]) | (zero > subject.code_values[-1]) | (zero != zero.round())).any()):
+                raise Broken(f"{kind} in {dtype}: zero point {zero.flatten()[:3].tolist()} is no code")
+    return f"{len(_KINDS)} kinds of batches in {len(_DTYPES)} dtypes"
+
+
+@register(None, "scale_rule", "Scale and zero point are those of all values of all batches together", kind="observer")
+def scale_rule(subject: Observer, look: Look) -> str:
+    """Hold them against the rule in float64."""
+    if subject.scale_rule is None:
+        raise NothingToCheckError("the scale is searched; no rule is declared")
+    for dtype in _DTYPES:
+        for kind in _KINDS:
+            if kind == "zeros":
+                continue
+            batches = _batches(kind, dtype)
+            found = subject.observe(batches)
+            flat = torch.cat([x.flatten() for x in batches]).to(torch.float64)[None]
+            scale, zero = RULES[subject.scale_rule](flat, subject.code_values)
+            eps = float(torch.finfo(dtype).eps)
+            actual = float(found.scale.to(torch.float64).reshape(()))
+            if abs(actual - float(scale)) > 2 * eps * float(scale):
+                raise Broken(f"{kind} in {dtype}: scale {actual:.9g}, the rule {subject.scale_rule} says {float(scale):.9g}")
+            if zero is not None and found.zero_point is not None:
+                _hold_zero(found, zero, subject, eps, f"{kind} in {dtype}")
+    return f"the rule {subject.scale_rule}"
+
+
+def _hold_zero(found: Quantized, zero: Tensor, subject: Observer, eps: float, what: str) -> None:
+    assert found.zero_point is not None
+    actual = float(found.zero_point.to(torch.float64).reshape(()))
+    wanted = float(zero.clamp(subject.code_values[0], subject.code_values[-1]))
+    if abs(actual - wanted) > 0.5 + 4 * eps * float(subject.code_values[-1] - subject.code_values[0]) * 2:
+        raise Broken(f"{what}: zero point {actual:g}, the rule {subject.scale_rule} says {wanted:g}")
+
+
+@register(22, "batch_order", "Neither the order of the batches nor where they are cut changes one bit", kind="observer")
+def batch_order(subject: Observer, look: Look) -> str:
+    """Observe the same values in other orders and batches."""
+    for dtype in _DTYPES:
+        for kind in _KINDS:
+            batches = _batches(kind, dtype)
+            whole = subject.observe(batches)
+            others = {
+                "reversed": batches[::-1],
+                "one by one": [row[None] for x in batches for row in x],
+                "in one batch": [torch.cat(batches)],
+                "with an empty batch": [batches[0][:0], *batches, batches[0][:0]],
+            }
+            for name, other in others.items():
+                before = [x.clone() for x in other]
+                _same(subject.observe(other), whole, f"{kind} in {dtype}, {name}")
+                if not all(map(torch.equal, before, other)):
+                    raise Broken(f"{kind} in {dtype}, {name}: observing has changed a batch")
+            _same(subject.observe(_Reused(batches)), whole, f"{kind} in {dtype}, all in one piece of memory")
+    return f"{len(_KINDS) * len(_DTYPES)} sets of batches"
+
+
+def _same(one: Quantized, two: Quantized, what: str) -> None:
+    pairs = ((one.scale, two.scale), (one.zero_point, two.zero_point), (one.global_scale, two.global_scale))
+    if not all(left is right is None or (left is not None and right is not None and torch.equal(left, right)) for left, right in pairs):
+        raise Broken(f"{what}: scale {one.scale.flatten()[:2].tolist()} where it was {two.scale.flatten()[:2].tolist()}")
+
+
+@register(
+    13, "refuses_nonfinite", "NaN or infinity in a batch raises an error with a message", kind="observer", needs=("refuses_nonfinite",)
+)
+def refuses_nonfinite(subject: Observer, look: Look) -> str:
+    """Plant NaN and infinities into the first and the last batch."""
+    for value in NOT_FINITE:
+        for place in (0, -1):
+            batches = [x.clone() for x in _batches("both signs", torch.float32)]
+            batches[place][1, 3] = value
+            try:
+                subject.observe(batches)
+            except Exception as error:  # the subject may refuse with any class
+                if not str(error).strip():
+                    raise Broken(f"{value}: {type(error).__name__} came without a message") from error
+                continue
+            raise Broken(f"{value} in batch {place} was observed as if nothing had happened")
+    return "6 planted values were refused"
+
+
+@register(36, "search_pays", "A searched range loses at most 2 % more than the full one: |dq - x|^2.4 over all values", kind="observer")
+def search_pays(subject: Observer, look: Look) -> str:
+    """Round all values with the scale that was found, and with that of the full range."""
+    if subject.scale_rule is not None:
+        raise NothingToCheckError("the scale follows a rule")
+    ratios = []
+    for dtype in _DTYPES:
+        for kind in _KINDS:
+            batches = _batches(kind, dtype)
+            found = subject.observe(batches)
+            flat = torch.cat([x.flatten() for x in batches]).to(torch.float64)
+            scale, zero = RULES["half_range" if found.zero_point is None else "range"](flat[None], subject.code_values)
+            own_zero = 0.0 if found.zero_point is None else float(found.zero_point)
+            full_zero = 0.0 if zero is None else float(zero.round())
+            own = _error(flat, float(found.scale), own_zero, subject.code_values)
+            full = _error(flat, float(scale), full_zero, subject.code_values) if float(scale) else 0.0
+            if own > 1.02 * full + 1e-30:
+                raise Broken(f"{kind} in {dtype}: an error of {own:.6g}, with the full range it is {full:.6g}")
+            ratios.append(own / full if full else 1.0)
+    return f"{min(ratios):.3f} to {max(ratios):.3f} of the error of the full range"
+
+
+def _error(flat: Tensor, scale: float, zero: float, grid: Tensor) -> float:
+    return float((((nearest(flat / scale + zero, grid) - zero) * scale - flat).abs() ** 2.4).sum())
+
+
+@register(42, "refuses_nothing", "No value at all raises an error with a message: there is no range", kind="observer")
+def refuses_nothing(subject: Observer, look: Look) -> str:
+    """Observe no batch, and batches without values."""
+    for name, batches in {"no batch": [], "batches without values": [torch.zeros(0, 16), torch.zeros(2, 0, 16)]}.items():
+        try:
+            subject.observe(batches)
+        except Exception as error:  # the subject may refuse with any class
+            if not str(error).strip():
+                raise Broken(f"{name}: {type(error).__name__} came without a message") from error
+            continue
+        raise Broken(f"{name}: a scale came out of nothing")
+    return "no batch, and batches without values"

@@ -1,0 +1,352 @@
+"""Checks of second-order solvers against exact arithmetic: 17 to 19, 25 to 28, and what their parts say of each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from harness.checks.catalogue.registry import Broken, Look, register
+from harness.checks.inputs.examine import refuse
+from harness.checks.inputs.solver_problems import (
+    Problem,
+    each_problem,
+    group_of,
+    hessian_of,
+    loss_of,
+    must_raise,
+    per_value,
+    problem,
+    problems,
+    rounded,
+    same_codes,
+    solve,
+    wide_problem,
+)
+from harness.checks.oracles import at_tie, damped, nearest, quadratic_loss, solve_dense
+from harness.checks.protocols import Solved, Solver
+from harness.tolerance import T3, compare, vacuous_decoys
+
+_EPS = float(torch.finfo(torch.float32).eps)
+
+
+@register(
+    17,
+    "hessian",
+    "H == H^T, lambda_min >= -1e-6 lambda_max, and H is 2 * mean(x x^T): relative 1e-5",
+    kind="solver",
+)
+def hessian(subject: Solver, look: Look) -> str:
+    """Accumulate inputs in batches of several sizes and dtypes."""
+    one = problem("many columns", 2, 401, 96, seed=9)
+    worst = 0.0
+    narrow = one.x.to(torch.bfloat16)
+    kinds = ([one.x], list(one.x.split(7)), [one.x[:50].reshape(5, 10, -1), one.x[50:]], [narrow])
+    for batches in kinds:
+        H = subject.hessian(batches).to(torch.float64)
+        if not torch.equal(H, H.t()):
+            raise Broken(f"H is not symmetric: |H - H^T| up to {float((H - H.t()).abs().max()):.3g}")
+        tier = T3(max_relative_error=1e-5)
+        if passed := vacuous_decoys(one.hessian, tier):
+            raise Broken(f"the limit measures nothing: {', '.join(passed)} would pass")
+        expected = hessian_of(narrow) if batches[0] is narrow else one.hessian
+        result = compare(H.to(torch.float32), expected, tier, name="H")
+        if not result.ok:
+            raise Broken(f"H is not 2 * mean(x x^T): {result.summary}")
+        eigenvalues = torch.linalg.eigvalsh(H)
+        if float(eigenvalues[0]) < -1e-6 * float(eigenvalues[-1]):
+            raise Broken(f"lambda_min {float(eigenvalues[0]):.3g} against lambda_max {float(eigenvalues[-1]):.3g}")
+        worst = max(worst, result.distance.relative_error if result.distance else 0.0)
+    _hold_few_tokens(subject, one.x)
+    return f"relative error up to {worst:.1e}"
+
+
+def _hold_few_tokens(subject: Solver, x: Tensor) -> None:
+    """A single token is enough for an H; none at all is an error, not an H of zeros."""
+    single = subject.hessian([x[:1]]).to(torch.float64)
+    exact = hessian_of(x[:1]).to(torch.float64)
+    if float((single - exact).abs().max()) > 1e-5 * float(exact.abs().max()):
+        raise Broken("H of a single token is not 2 x x^T")
+    must_raise(lambda: subject.hessian([x[:0]]), "no token at all")
+
+
+@register(None, "parts_agree", "Values are (code - zero point) * scale of their group, and codes are codes", kind="solver")
+def parts_agree(subject: Solver, look: Look) -> str:
+    """Compute the values of a loader from the codes."""
+
+    def examined(one: Problem) -> str:
+        solved = solve(subject, one.weight, one.hessian)
+        codes = solved.quantized.codes.to(torch.float64)
+        refuse(nearest(codes, subject.code_values) != codes, "a code is none", code=codes)
+        scale, zero = per_value(solved)
+        exact = (codes - zero) * scale
+        limit = 3 * float(torch.finfo(solved.values.dtype).eps) * exact.abs()
+        values = solved.values.to(torch.float64)
+        refuse((values - exact).abs() > limit, "a value is not (code - zero) * scale of its group", value=values, exact=exact)
+        counts = torch.bincount(group_of(solved, codes.shape[1]))
+        if subject.group_size is not None and bool((counts != subject.group_size).any()):
+            raise Broken(f"groups have {sorted(set(counts.tolist()))} columns, not {subject.group_size}")
+        return "equal"
+
+    return each_problem(subject, examined)
+
+
+@register(18, "beats_rounding", "Reconstruction loss <= 1.001 x the loss of round-to-nearest on the same scales", kind="solver")
+def beats_rounding(subject: Solver, look: Look) -> str:
+    """Compare losses under the damped Hessian, in float64."""
+
+    def examined(one: Problem) -> str:
+        solved = solve(subject, one.weight, one.hessian)
+        own = loss_of(subject, one, solved.values)
+        other = loss_of(subject, one, rounded(one.weight, solved, subject.code_values)[1])
+        if not own <= 1.001 * other:
+            raise Broken(f"loss {own:.6g}, where rounding to nearest has {other:.6g}")
+        return f"{own / other:.3f} of the loss of rounding"
+
+    size = subject.group_size or 1
+    examined(problem("large", 150, -(-300 // size) * size, 700, seed=8))
+    return each_problem(subject, examined)
+
+
+@register(
+    None,
+    "search_pays",
+    "Searched scales have no more loss than those of the range, where tokens outnumber columns",
+    kind="solver",
+    needs=("searches_scales",),
+)
+def search_pays(subject: Solver, look: Look) -> str:
+    """Solve with and without the search."""
+    ratios = []
+
+    def examined(one: Problem) -> str:
+        if len(one.x) < one.x.shape[1]:
+            return "not asked"
+        searched = loss_of(subject, one, solve(subject, one.weight, one.hessian).values)
+        plain = loss_of(subject, one, subject.unsearched().solve([one.weight], one.hessian)[0].values)
+        # A single row may lose a little where the whole layer gains.
+        limit = 1.05 if len(one.weight) == 1 else 1.001
+        ratios.append(searched / plain)
+        if not searched <= limit * plain:
+            raise Broken(f"loss {searched:.6g} with the search, {plain:.6g} without")
+        return f"{searched / plain:.3f} of the loss without"
+
+    seen = each_problem(subject, examined)
+    if min(ratios) > 0.999:
+        raise Broken("the search never gains anything")
+    return seen
+
+
+@register(19, "identity_rounds", "H = c I gives exactly round-to-nearest", kind="solver")
+def identity_rounds(subject: Solver, look: Look) -> str:
+    """Solve with multiples of the identity."""
+
+    def examined(one: Problem) -> str:
+        for factor in (1.0, 1e-4, 37.0):
+            solved = solve(subject, one.weight, torch.eye(one.weight.shape[1]) * factor)
+            _hold_nearest(subject, one.weight, solved.quantized.codes, *per_value(solved))
+        return "nearest codes"
+
+    return each_problem(subject, examined)
+
+
+def _hold_nearest(subject: Solver, weight: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+    """Refuse codes that are not the nearest ones, but for those at a tie."""
+    positions = weight.to(torch.float64) / scale + zero
+    found, expected = codes.to(torch.float64), nearest(positions, subject.code_values)
+    reach = torch.maximum(positions.abs(), (positions - zero).abs())
+    wrong = (found != expected) & ~at_tie(positions, subject.code_values, _EPS, reach)
+    refuse(wrong, "not the nearest code", code=found, nearest=expected, position=positions)
+
+
+@register(25, "grid_is_fixed", "A weight already on the grid is a fixed point", kind="solver")
+def grid_is_fixed(subject: Solver, look: Look) -> str:
+    """Solve for the values of a solution, on its scales."""
+
+    def examined(one: Problem) -> str:
+        solved = solve(subject, one.weight, one.hessian)
+        again = solve(subject, solved.values.to(torch.float32), one.hessian, None, solved.quantized)
+        refuse(
+            again.quantized.codes.double() != solved.quantized.codes.double(), "a weight on the grid has moved", code=again.quantized.codes
+        )
+        return "unmoved"
+
+    return each_problem(subject, examined)
+
+
+@register(
+    26,
+    "dead_columns",
+    "Dead columns (H_ii = 0) stay finite, take the declared value, and change nothing in the others",
+    kind="solver",
+)
+def dead_columns(subject: Solver, look: Look) -> str:
+    """Make the first, the last and a middle column of the input zero, and the others small against any constant."""
+
+    def examined(one: Problem) -> str:
+        dead = torch.tensor([0, one.weight.shape[1] // 2, one.weight.shape[1] - 1])
+        H = one.hessian * 1e-4
+        H[dead], H[:, dead] = 0, 0
+        solved = solve(subject, one.weight, H)
+        values = solved.values.to(torch.float64)
+        refuse(~values.isfinite(), "a value is not finite", value=values)
+        if subject.dead_value is None:
+            _hold_nearest(subject, one.weight[:, dead], solved.quantized.codes[:, dead], *(part[:, dead] for part in per_value(solved)))
+        else:
+            refuse(values[:, dead] != subject.dead_value, f"a dead column is not {subject.dead_value:g}", value=values[:, dead])
+        alive = torch.ones(one.weight.shape[1], dtype=torch.bool)
+        alive[dead] = False
+        exact, order = damped(H, subject.damp_frac), subject.order(H)
+        oracle = solve_dense(one.weight, exact, *per_value(solved), subject.code_values, order, solved.values.dtype)[1]
+        own, best = (quadratic_loss((one.weight.double() - found)[:, alive], exact[alive][:, alive]) for found in (values, oracle))
+        if not own <= 1.01 * best:
+            raise Broken(f"the other columns have a loss of {own:.6g}, the oracle's have {best:.6g}")
+        return f"{len(dead)} dead columns"
+
+    return each_problem(subject, examined)
+
+
+@register(27, "last_column", "For the last column no step of +-1 code lowers the loss", kind="solver")
+def last_column(subject: Solver, look: Look) -> str:
+    """Move the codes of the column that was rounded last."""
+    grid = subject.code_values
+
+    def examined(one: Problem) -> str:
+        if one.weight.dtype != torch.float32:
+            return "not asked"  # values that are rounded once more have other nearest ones
+        solved = solve(subject, one.weight, one.hessian)
+        H = damped(one.hessian, subject.damp_frac)
+        last = int(subject.order(one.hessian)[-1])
+        scale, zero = (part[:, last] for part in per_value(solved))
+        error = one.weight.to(torch.float64) - solved.values.to(torch.float64)
+        place = torch.searchsorted(grid, solved.quantized.codes[:, last].to(torch.float64))
+        before = ((error @ H) * error).sum(1)
+        for step in (-1, 1):
+            moved = error.clone()
+            code = grid[(place + step).clamp(0, len(grid) - 1)]
+            moved[:, last] = one.weight[:, last].to(torch.float64) - (code - zero) * scale
+            after = ((moved @ H) * moved).sum(1)
+            refuse(after < before * (1 - 1e-4), f"a step of {step:+d} in the last column lowers the loss", before=before, after=after)
+        return f"column {last}"
+
+    return each_problem(subject, examined)
+
+
+@register(
+    28,
+    "dense_oracle",
+    "The loss is within 1 % of a dense optimal-brain solution in float64, and 95 % of the codes are its codes",
+    kind="solver",
+)
+def dense_oracle(subject: Solver, look: Look) -> str:
+    """Solve small problems twice, on the scales that the subject chose."""
+    kept = "no problem whose limit measures anything"
+    is_measured = False
+    for one in problems(subject):
+        solved = solve(subject, one.weight, one.hessian)
+        H = damped(one.hessian, subject.damp_frac)
+        codes, values = solve_dense(one.weight, H, *per_value(solved), subject.code_values, subject.order(one.hessian), solved.values.dtype)
+        own, exact = loss_of(subject, one, solved.values), loss_of(subject, one, values)
+        naive = loss_of(subject, one, rounded(one.weight, solved, subject.code_values)[1])
+        is_measured |= naive > 1.02 * exact  # else rounding to nearest, the decoy, would pass
+        if not 0.99 * exact <= own <= 1.01 * exact:
+            raise Broken(f"{one.name}: loss {own:.6g}, the oracle's is {exact:.6g}")
+        same_codes(solved.quantized.codes, codes, f"{one.name}, against the oracle", 0.05)
+        kept = f"{one.name}: {own / exact:.5f} of the oracle's loss, rounding has {naive / exact:.2f}"
+    if not is_measured:
+        raise Broken("rounding to nearest would pass this limit on every problem: it measures nothing")
+    return kept
+
+
+# Checks of what a second-order solver reports and refuses: 29, its order, and values that are not finite.
+
+
+@register(29, "float64", "float32 against float64: the loss is within 0.5 %, and so is the loss that the solver reports", kind="solver")
+def float64_loss(subject: Solver, look: Look) -> str:
+    """Hold a larger problem against the oracle, and every reported loss against its own codes."""
+    reported = 0
+    for one in (*problems(subject), wide_problem(subject)):
+        solved = solve(subject, one.weight, one.hessian)
+        own = loss_of(subject, one, solved.values)
+        _hold_relative_error(one, solved)
+        if solved.loss is not None:
+            reported += 1
+            if not abs(solved.loss - own) <= 5e-3 * own:
+                raise Broken(f"{one.name}: the reported loss is {solved.loss:.6g}, that of the codes {own:.6g}")
+    _hold_many_rows(subject)
+    H = damped(one.hessian, subject.damp_frac)
+    values = solve_dense(one.weight, H, *per_value(solved), subject.code_values, subject.order(one.hessian), solved.values.dtype)[1]
+    exact = quadratic_loss(one.weight.to(torch.float64) - values, H)
+    if not abs(own - exact) <= 5e-3 * exact:
+        raise Broken(f"{one.name}: loss {own:.6g}, in float64 it is {exact:.6g}")
+    return f"{own / exact:.5f} of the loss in float64; {reported} reported losses are right"
+
+
+def _hold_relative_error(one: Problem, solved: Solved) -> None:
+    """Our problems have at most 128 rows, so that all of them count."""
+    if solved.relative_error is None:
+        return
+    H, weight = one.hessian.to(torch.float64), one.weight.to(torch.float64)
+    exact = quadratic_loss(weight - solved.values.to(torch.float64), H) / quadratic_loss(weight, H)
+    if not abs(solved.relative_error - exact) <= 5e-3 * exact:
+        raise Broken(f"{one.name}: the reported relative error is {solved.relative_error:.6g}, that of the codes {exact:.6g}")
+
+
+def _hold_many_rows(subject: Solver) -> None:
+    """Of many rows some may stand for all, as long as they lie everywhere: here all but the last third are rounded without an error."""
+    small = problems(subject)[0]
+    weight = small.weight.repeat(13, 1)
+    weight[: 2 * len(weight) // 3] = 0
+    one = replace(small, name="many rows", weight=weight)
+    solved = solve(subject, one.weight, one.hessian)
+    if solved.relative_error is None:
+        return
+    H, wide = one.hessian.to(torch.float64), one.weight.to(torch.float64)
+    exact = quadratic_loss(wide - solved.values.to(torch.float64), H) / quadratic_loss(wide, H)
+    if not exact / 2 <= solved.relative_error <= 2 * exact:
+        raise Broken(f"{one.name}: the reported relative error is {solved.relative_error:.6g}, that of the codes {exact:.6g}")
+
+
+@register(
+    None,
+    "reported_order",
+    "Under act-order the columns are taken by decreasing H_ii, equal ones in their own order",
+    kind="solver",
+    needs=("act_order",),
+)
+def reported_order(subject: Solver, look: Look) -> str:
+    """Ask for the order of some diagonals, with ties."""
+    one = problems(subject)[0]
+    diagonal = one.hessian.diagonal().clone()
+    diagonal[5], diagonal[9] = diagonal[2], diagonal[2]
+    order = subject.order(torch.diag(diagonal))
+    expected = sorted(range(len(diagonal)), key=lambda column: (-float(diagonal[column]), column))
+    if order.tolist() != expected:
+        raise Broken(f"the order begins with {order.tolist()[:6]}, by decreasing H_ii it is {expected[:6]}")
+    return f"{len(expected)} columns"
+
+
+@register(
+    None,
+    "refuses_nonfinite",
+    "NaN or infinity in a weight or a Hessian, and an indefinite H, raise an error",
+    kind="solver",
+)
+def solver_refuses(subject: Solver, look: Look) -> str:
+    """Plant NaN and infinity in the weight and in the inputs, and a negative eigenvalue in the Hessian."""
+    one = problems(subject)[0]
+    for value in (float("nan"), float("inf"), float("-inf")):
+        weight, x = one.weight.clone(), one.x.clone()
+        weight[0, -1], x[-1, 0] = value, value
+        must_raise(partial(subject.solve, [weight], one.hessian), f"{value} in the weight")
+        must_raise(partial(_accumulate_and_solve, subject, one.weight, x), f"{value} in the inputs")
+    indefinite = one.hessian.clone()
+    indefinite[0, 1] = indefinite[1, 0] = 5 * float(one.hessian.diagonal().max())
+    must_raise(partial(subject.solve, [one.weight], indefinite), "an H with a negative eigenvalue")
+    return "6 planted values, and an H that is no Hessian, were refused"
+
+
+def _accumulate_and_solve(subject: Solver, weight: Tensor, x: Tensor) -> None:
+    subject.solve([weight], subject.hessian([x]))

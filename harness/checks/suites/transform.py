@@ -1,0 +1,229 @@
+"""Checks of transforms: 31 to 36. The float model before is the oracle; nothing of the transform's own arithmetic is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, token_ids, truly
+from harness.checks.protocols import Transform
+from harness.tolerance import T3, climb, vacuous_decoys
+
+_UNITS = 32.0
+_LEAST_CHANGE = 1e-4
+
+
+def _apply(subject: Transform, model: nn.Module, look: Look) -> None:
+    with torch.no_grad():
+        subject.apply(model, token_ids(model, seed=look.seed + 7))
+
+
+def _ladder(subject: Transform, architecture: str, look: Look) -> str:
+    """Compare float outputs before and after at three dtypes; the error must fall with each."""
+    model = build(architecture, seed=look.seed)
+    ids = token_ids(model, seed=look.seed)[0]
+
+    def both(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        own = in_dtype(model, dtype)
+        with truly(dtype):
+            before = logits(own, ids)
+            _apply(subject, own, look)
+            after = logits(own, ids)
+        refuse_vacuous(before, _UNITS * torch.finfo(dtype).eps)
+        return after, before
+
+    ladder = climb(both, max_units=_UNITS)
+    if not ladder.ok:
+        raise Broken(f"{architecture}: the float output has changed: {ladder}, where {_UNITS:g} eps are allowed")
+    return f"{architecture} {ladder}"
+
+
+def refuse_vacuous(expected: Tensor, limit: float) -> None:
+    """Raise where a limit on the relative error lets a decoy through.
+
+    Args:
+        expected: the right tensor.
+        limit: relative error.
+
+    Raises:
+        Broken: the limit measures nothing here.
+    """
+    if passed := vacuous_decoys(expected, T3(max_relative_error=limit)):
+        raise Broken(f"the limit {limit:.3g} measures nothing: {', '.join(passed)} would pass")
+
+
+@register(
+    31,
+    "float_output",
+    "The float output is unchanged: relative error <= 32 eps in bfloat16, float32 and float64",
+    kind="transform",
+    needs=("invariant_fp",),
+    caught_by=("SpinQuant#14", "QuaRot#7"),
+)
+def float_output(subject: Transform, look: Look) -> str:
+    """Look at the first architecture."""
+    return _ladder(subject, subject.architectures[0], look)
+
+
+@register(
+    32,
+    "every_architecture",
+    "The float output is unchanged for every architecture, with random norm weights and embeddings whose mean is not zero",
+    kind="transform",
+    needs=("invariant_fp",),
+    caught_by=("llm-compressor#2500", "llm-compressor#1455"),
+)
+def every_architecture(subject: Transform, look: Look) -> str:
+    """Look at all the others."""
+    rest = list(subject.architectures[1:])
+    if not rest:
+        raise NothingToCheckError("the subject claims one architecture only, which check 31 looks at")
+    failed = []
+    for architecture in rest:
+        try:
+            _ladder(subject, architecture, look)
+        except Broken as broken:
+            failed.append(str(broken))
+    if failed:
+        raise Broken(f"{len(failed)} of {len(rest)} architectures; first: {failed[0]}", failed)
+    return f"{len(rest)} architectures: {', '.join(rest)}"
+
+
+@register(33, "orthogonal", "||R R^T - I|| <= 32 eps sqrt(n)", kind="transform")
+def orthogonal(subject: Transform, look: Look) -> str:
+    """Multiply in float64."""
+    model = build(subject.architectures[0], seed=look.seed)
+    rotations = subject.rotations(model)
+    if not rotations:
+        raise NothingToCheckError("the subject does not rotate")
+    worst = 0.0
+    for name, rotation in rotations.items():
+        if rotation.ndim != 2 or rotation.shape[0] != rotation.shape[1]:
+            raise Broken(f"{name} has the shape {list(rotation.shape)}, which is no rotation")
+        n = rotation.shape[0]
+        unit = torch.eye(n, dtype=torch.float64)
+        limit = _UNITS * torch.finfo(rotation.dtype).eps * math.sqrt(n)
+        refuse_vacuous(unit, limit / math.sqrt(n))
+        wide = rotation.to(torch.float64)
+        error = float((wide @ wide.t() - unit).norm())
+        if not error <= limit:
+            raise Broken(f"{name}: ||R R^T - I|| = {error:.3g}, where {limit:.3g} are allowed")
+        worst = max(worst, error / limit)
+    return f"{len(rotations)} matrices, at most {worst:.1%} of the limit"
+
+
+@register(
+    34,
+    "tied_weights",
+    "Tied weights are untied first, or handled exactly, and are what they are after tying again, as loading does",
+    kind="transform",
+    needs=("invariant_fp",),
+    caught_by=("GPTQModel#1550",),
+)
+def tied_weights(subject: Transform, look: Look) -> str:
+    """Transform a model whose embedding is its head, then tie its weights as `from_pretrained` would."""
+    architecture = subject.architectures[0]
+    model = build(architecture, seed=look.seed, tied=True)
+    ids = token_ids(model, seed=look.seed)[0]
+    before = logits(model, ids)
+    limit = _UNITS * torch.finfo(before.dtype).eps
+    refuse_vacuous(before, limit)
+    _apply(subject, model, look)
+    _hold(logits(model, ids), before, limit, f"{architecture} with tied weights: the float output has changed")
+    model.tie_weights()  # type: ignore[operator]
+    _hold(logits(model, ids), before, limit, f"{architecture}: tying again, as a loader does, changes it; set tie_word_embeddings to False")
+    return f"{architecture}: relative error <= {limit:.2g}"
+
+
+def _hold(actual: Tensor, expected: Tensor, limit: float, what: str) -> None:
+    error = float((actual - expected).double().norm() / expected.double().norm())
+    if not error <= limit:
+        raise Broken(f"{what}: relative error {error:.3g}, where {limit:.3g} are allowed")
+
+
+@register(35, "not_vacuous", "The targeted weights did change, each of them", kind="transform")
+def not_vacuous(subject: Transform, look: Look) -> str:
+    """Compare parameters by name on every architecture."""
+    count = 0
+    for architecture in subject.architectures:
+        model = build(architecture, seed=look.seed)
+        targets = list(subject.targets(model))
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        unknown = [name for name in targets if name not in before]
+        if unknown or not targets:
+            raise Broken(f"{architecture}: {f'{unknown[0]} is no parameter' if unknown else 'no weight is targeted'}")
+        _apply(subject, model, look)
+        after = dict(model.named_parameters())
+        still = [name for name in targets if name in after and _change(after[name], before[name]) < _LEAST_CHANGE]
+        if still:
+            raise Broken(f"{architecture}: {len(still)} of {len(targets)} targeted weights did not change; first: {still[0]}", still)
+        count += len(targets)
+    return f"{count} weights of {len(subject.architectures)} architectures changed"
+
+
+def _change(after: Tensor, before: Tensor) -> float:
+    return math.inf if after.shape != before.shape else float((after.detach() - before).double().norm() / before.double().norm())
+
+
+@register(
+    36,
+    "search_pays",
+    "A searched loss is <= the loss of the identity, at every group of layers that read one input",
+    kind="transform",
+    caught_by=("llm-compressor#2522",),
+)
+def search_pays(subject: Transform, look: Look) -> str:
+    """Quantize the weights of all targeted layers before and after; compare relative output errors on the data of the search."""
+    if subject.fake_quantize is None:
+        raise NothingToCheckError("the subject does not search")
+    model = build(subject.architectures[0], seed=look.seed)
+    modules = dict(model.named_modules())
+    names = [name.removesuffix(".weight") for name in subject.targets(model)]
+    linears = [name for name in names if isinstance(modules.get(name), nn.Linear)]
+    batches = token_ids(model, seed=look.seed + 7)
+    plain = _losses(model, linears, batches, subject.fake_quantize)
+    _apply(subject, model, look)
+    searched = _losses(model, linears, batches, subject.fake_quantize)
+    worse = [
+        f"{' and '.join(group)}: {searched[group]:.4g} after the search, {plain[group]:.4g} without it"
+        for group in plain
+        if not searched.get(group, math.inf) <= plain[group] * (1 + 1e-5)
+    ]
+    if worse:
+        raise Broken(f"{len(worse)} of {len(plain)} groups lose by the search; first: {worse[0]}", worse)
+    return f"{len(plain)} groups, {sum(searched.values()) / max(sum(plain.values()), 1e-30):.3f} of the loss of the identity"
+
+
+def _losses(
+    model: nn.Module, names: list[str], batches: list[Tensor], fake_quantize: Callable[[Tensor], Tensor]
+) -> dict[tuple[str, ...], float]:
+    """Squared error over squared output of each group of linear layers that read one input tensor."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+    handles = [model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0])) for name in names]
+    try:
+        for ids in batches:
+            logits(model, ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        if seen[name]:
+            groups.setdefault(seen[name][0].data_ptr(), []).append(name)
+    return {tuple(group): _group_loss(model, group, seen, fake_quantize) for group in groups.values()}
+
+
+def _group_loss(model: nn.Module, group: list[str], seen: dict[str, list[Tensor]], fake_quantize: Callable[[Tensor], Tensor]) -> float:
+    noise = signal = 0.0
+    for name in group:
+        weight = model.get_parameter(f"{name}.weight").detach()
+        error = (fake_quantize(weight.clone()) - weight).double()
+        for x in seen[name]:
+            rows = x.reshape(-1, x.shape[-1]).double()
+            noise += float((rows @ error.t()).square().sum())
+            signal += float((rows @ weight.double().t()).square().sum())
+    return noise / max(signal, 1e-300)

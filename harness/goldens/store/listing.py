@@ -1,0 +1,164 @@
+"""What lies in a store: every golden, whether its file is the one of the manifest, whether a test uses it, and where it comes from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import GoldenError
+from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, read_manifest, tensors_data
+from harness.goldens.store.paths import MANIFEST, SUFFIX, folder_of
+
+
+def manifests_of(root: Path) -> Iterator[Manifest]:
+    """Yield the manifest of every folder of a store, by path.
+
+    Args:
+        root: of the store.
+
+    Yields:
+        Manifests.
+
+    Raises:
+        GoldenError: there is no store, or a manifest cannot be read.
+    """
+    if not root.is_dir():
+        raise GoldenError(f"{root}: is no folder of goldens; name it with --golden-dir, or write one with pytest --golden-update=new")
+    for path in sorted(root.rglob(MANIFEST)):
+        yield read_manifest(path.parent)
+
+
+def find(root: Path, name: str) -> GoldenEntry:
+    """Return the entry of a golden.
+
+    Args:
+        root: of the store.
+        name: of the golden.
+
+    Returns:
+        The entry.
+
+    Raises:
+        GoldenError: there is none; the message gives the nearest name.
+    """
+    entry = read_manifest(root / folder_of(name)).goldens.get(name)
+    if entry is None:
+        known = [other for manifest in manifests_of(root) for other in manifest.goldens]
+        near = get_close_matches(name, known, n=1)
+        raise GoldenError(f"golden {name!r}: does not exist below {root}; " + (f"did you mean {near[0]!r}?" if near else "see golden list"))
+    return entry
+
+
+def unused_goldens(root: Path, usage: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the goldens that no test used, and those of which it cannot be known because their test did not run through.
+
+    Args:
+        root: of the store.
+        usage: the record of a complete run.
+
+    Returns:
+        Names, and names.
+    """
+    used, stopped = set(usage["used"]), tuple(usage["unknown_tests"])
+    idle = [entry for manifest in manifests_of(root) for entry in manifest.goldens.values() if entry.name not in used]
+    unsure = {entry.name for entry in idle if any(entry.test == test or entry.test.startswith(f"{test}::") for test in stopped)}
+    return sorted(entry.name for entry in idle if entry.name not in unsure), sorted(unsure)
+
+
+def state_of_goldens(root: Path) -> list[dict[str, Any]]:
+    """Return every golden of a store, and every file that no manifest lists, with its state.
+
+    Args:
+        root: of the store.
+
+    Returns:
+        JSON types, by name.
+    """
+    rows = []
+    for manifest in manifests_of(root):
+        folder, listed = manifest.path.parent, set()
+        for name, entry in sorted(manifest.goldens.items()):
+            listed |= {variant.file for variant in entry.variants}
+            states = {_state(folder, variant) for variant in entry.variants}
+            rows.append(
+                {
+                    "name": name,
+                    "tensors": len(entry.variants[0].tensors),
+                    "bytes": sum(_size(folder / variant.file) for variant in entry.variants),
+                    "tier": str(entry.tier),
+                    "platforms": [str(variant.platform) for variant in entry.variants],
+                    "state": "ok" if states == {"ok"} else ", ".join(sorted(states - {"ok"})),
+                }
+            )
+        for path in sorted(folder.glob(f"*{SUFFIX}")):
+            if path.name not in listed:
+                facts = {"name": path.name, "tensors": 0, "bytes": _size(path), "tier": "", "platforms": []}
+                rows.append({**facts, "state": "in no manifest"})
+    return rows
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _state(folder: Path, variant: Variant) -> str:
+    try:
+        data = (folder / variant.file).read_bytes()
+    except OSError:
+        return "file missing"
+    return "ok" if hashlib.sha256(data).hexdigest() == variant.sha256 else "file differs from manifest"
+
+
+def explain(entry: GoldenEntry) -> tuple[dict[str, Any], list[str]]:
+    """Return where a golden comes from, as JSON types and as lines.
+
+    Args:
+        entry: of the manifest.
+
+    Returns:
+        Both forms.
+    """
+    variants = [
+        {"platform": str(variant.platform), "versions": dict(variant.versions), "tensors": tensors_data(variant.tensors)}
+        for variant in entry.variants
+    ]
+    data = {
+        "name": entry.name,
+        "test": entry.test,
+        "tier": str(entry.tier),
+        "elsewhere": str(entry.elsewhere) if entry.elsewhere else None,
+        "reason": entry.reason,
+        "recipe": entry.recipe,
+        "seed": entry.seed,
+        "inputs": tensors_data(entry.inputs),
+        "variants": variants,
+        "history": [dict(step) for step in entry.history],
+    }
+    lines = [
+        entry.name,
+        f"  written by  {entry.test}",
+        f"  tier        {entry.tier}",
+        f"  elsewhere   {entry.elsewhere or 'the same tier'}",
+        f"  reason      {entry.reason or 'none given'}",
+        f"  recipe      {entry.recipe or 'none'}",
+        f"  seed        {'none' if entry.seed is None else entry.seed}",
+        *(f"  input       {name}: {tensor}" for name, tensor in entry.inputs.items()),
+        *(line for variant in entry.variants for line in _variant_lines(variant)),
+        "  history",
+        *(f"    {_step(step)}" for step in entry.history),
+    ]
+    return data, lines
+
+
+def _variant_lines(variant: Variant) -> list[str]:
+    numbers = ", ".join(f"{name} {number}" for name, number in sorted(variant.versions.items()))
+    head = f"  accepted on {variant.platform} with {numbers}"
+    return [head, *(f"    {name}: {tensor}" for name, tensor in variant.tensors.items())]
+
+
+def _step(step: Mapping[str, str]) -> str:
+    change = f" from {step['from']} to {step['to']}" if "from" in step else ""
+    return f"{step['date']}  {step['what']}{change}: {step['reason'] or 'no reason given'}"

@@ -1,0 +1,244 @@
+"""The manifest beside the goldens of one folder: what each file holds, where it came from, and every loosening. No torch.
+
+One sorted JSON file, so that a difference in version control reads line by line. It is read strictly: a mark of a merge conflict, a key
+that stands there twice or a format of a newer harness is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from compressor.errors import GoldenError, UserInputError
+from harness.goldens.store.paths import MANIFEST, file_name, folder_of
+from harness.goldens.store.provenance import Platform
+from harness.tolerance.tiers import TierMap
+
+FORMAT = 1
+_CONFLICT_MARKS = ("<<<<<<<", "=======", ">>>>>>>", "|||||||")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What identifies one tensor.
+
+    Attributes:
+        sha256: of its bytes, in memory order.
+        shape: of the tensor; for an input that is no tensor its number of bytes.
+        dtype: torch's name for it; for an input that is no tensor a word for its kind.
+    """
+
+    sha256: str
+    shape: list[int]
+    dtype: str
+
+    def __str__(self) -> str:
+        """Dtype, shape and the beginning of the hash."""
+        return f"{self.dtype}{self.shape} {self.sha256[:12]}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one platform accepted.
+
+    Attributes:
+        platform: where it was computed.
+        file: name of the file, in the manifest's folder.
+        sha256: of the file.
+        tensors: what the file holds.
+        versions: of torch and whatever else was loaded.
+    """
+
+    platform: Platform
+    file: str
+    sha256: str
+    tensors: Mapping[str, TensorEntry]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class GoldenEntry:
+    """One golden.
+
+    Attributes:
+        name: as the test calls it.
+        tier: how equal outputs must be on the platform that accepted them.
+        elsewhere: the tier on every other platform; None for the same.
+        reason: why the tiers are what they are.
+        inputs: hashes of what the outputs were computed from.
+        recipe: hash of the recipe, or None.
+        seed: of everything random, or None.
+        test: the test that wrote it.
+        history: what happened to it, oldest first: date, what, reason and, for a loosening, from and to.
+        variants: one per platform, the oldest first.
+    """
+
+    name: str
+    tier: TierMap
+    elsewhere: TierMap | None
+    reason: str
+    inputs: Mapping[str, TensorEntry]
+    recipe: str | None
+    seed: int | None
+    test: str
+    history: tuple[Mapping[str, str], ...]
+    variants: tuple[Variant, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The goldens of one folder.
+
+    Attributes:
+        path: of the manifest.
+        goldens: by full name.
+    """
+
+    path: Path
+    goldens: Mapping[str, GoldenEntry] = field(default_factory=dict)
+
+    def with_entries(self, entries: Mapping[str, GoldenEntry]) -> Manifest:
+        """Return the manifest with some entries replaced or added."""
+        return replace(self, goldens={**self.goldens, **entries})
+
+    def without(self, names: set[str]) -> Manifest:
+        """Return the manifest without some goldens."""
+        return replace(self, goldens={name: entry for name, entry in self.goldens.items() if name not in names})
+
+    def to_text(self) -> str:
+        """Return the sorted JSON text; equal manifests give equal bytes."""
+        data = {"format": FORMAT, "goldens": {name: _entry_data(entry) for name, entry in self.goldens.items()}}
+        return json.dumps(data, sort_keys=True, indent=1, allow_nan=False) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a folder.
+
+    Args:
+        folder: of the goldens.
+
+    Returns:
+        The manifest; an empty one where there is none yet.
+
+    Raises:
+        GoldenError: it cannot be read, is in conflict, from a newer harness, or describes what cannot be.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        return Manifest(path)
+    except UnicodeDecodeError as error:
+        raise GoldenError(f"{path}: is no text ({error.reason}); take it from version control again") from error
+    except OSError as error:
+        raise GoldenError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
+    return Manifest(path, _read(path, text))
+
+
+def _read(path: Path, text: str) -> dict[str, GoldenEntry]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith(_CONFLICT_MARKS):
+            raise GoldenError(
+                f"{path}:{number}: holds the mark of a merge conflict, {line[:40]!r}; keep both sides' entries "
+                "(each golden is one entry of its own), or take one side and update the other's goldens again"
+            )
+    try:
+        data = json.loads(text, object_pairs_hook=_no_key_twice)
+    except json.JSONDecodeError as error:
+        raise GoldenError(f"{path}:{error.lineno}: is no JSON ({error.msg}); take it from version control again") from error
+    except UserInputError as error:
+        raise GoldenError(f"{path}: {error}") from error
+    version = data.get("format") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > FORMAT:
+        raise GoldenError(f"{path}: has format {version}, and this harness reads up to {FORMAT}; install the newer compressor-harness")
+    if version != FORMAT or not isinstance(data.get("goldens"), dict):
+        raise GoldenError(f"{path}: is no manifest of goldens (format {version!r}); take it from version control again")
+    return {name: _read_entry(path, name, entry) for name, entry in data["goldens"].items()}
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserInputError(f"holds the key {twice!r} twice, as a merge can leave it; keep one of both")
+    return found
+
+
+def _read_entry(path: Path, name: str, data: Any) -> GoldenEntry:
+    try:
+        entry = GoldenEntry(
+            name=name,
+            tier=TierMap.from_dict(data["tier"]),
+            elsewhere=None if data["elsewhere"] is None else TierMap.from_dict(data["elsewhere"]),
+            reason=data["reason"],
+            inputs=_read_tensors(data["inputs"]),
+            recipe=data["recipe"],
+            seed=data["seed"],
+            test=data["test"],
+            history=tuple(dict(item) for item in data["history"]),
+            variants=tuple(_read_variant(variant) for variant in data["variants"]),
+        )
+    except UserInputError as error:
+        raise GoldenError(f"{path}: golden {name!r}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise GoldenError(f"{path}: golden {name!r}: is incomplete ({error!r}); take it from version control again") from error
+    _check_place(path, entry)
+    return entry
+
+
+def _check_place(path: Path, entry: GoldenEntry) -> None:
+    """A file name is decided by the golden's name; one that is not was edited, and could lead out of the folder."""
+    allowed = {file_name(entry.name), *(file_name(entry.name, str(variant.platform)) for variant in entry.variants)}
+    files = [variant.file for variant in entry.variants]
+    folder = folder_of(entry.name)
+    if not files or not set(files) <= allowed or len(set(files)) != len(files):
+        raise GoldenError(f"{path}: golden {entry.name!r}: names the files {files}; it must be {sorted(allowed)}: undo the edit")
+    if folder and not path.parent.as_posix().endswith(folder):
+        raise GoldenError(f"{path}: golden {entry.name!r}: belongs into the folder {folder}; move manifest and files back")
+
+
+def _read_variant(data: Any) -> Variant:
+    return Variant(
+        Platform.from_dict(data["platform"]), data["file"], data["sha256"], _read_tensors(data["tensors"]), dict(data["versions"])
+    )
+
+
+def _read_tensors(data: Any) -> dict[str, TensorEntry]:
+    return {name: TensorEntry(entry["sha256"], list(entry["shape"]), entry["dtype"]) for name, entry in data.items()}
+
+
+def tensors_data(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """Return hashes, shapes and dtypes as JSON types."""
+    return {name: vars(entry) for name, entry in tensors.items()}
+
+
+def read_tensors(data: Any) -> dict[str, TensorEntry]:
+    """Read `tensors_data` back."""
+    return _read_tensors(data)
+
+
+def _entry_data(entry: GoldenEntry) -> dict[str, Any]:
+    return {
+        "tier": entry.tier.to_dict(),
+        "elsewhere": None if entry.elsewhere is None else entry.elsewhere.to_dict(),
+        "reason": entry.reason,
+        "inputs": tensors_data(entry.inputs),
+        "recipe": entry.recipe,
+        "seed": entry.seed,
+        "test": entry.test,
+        "history": [dict(item) for item in entry.history],
+        "variants": [
+            {
+                "platform": variant.platform.to_dict(),
+                "file": variant.file,
+                "sha256": variant.sha256,
+                "tensors": tensors_data(variant.tensors),
+                "versions": dict(variant.versions),
+            }
+            for variant in entry.variants
+        ],
+    }

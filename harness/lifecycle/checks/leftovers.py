@@ -1,0 +1,303 @@
+"""Checks of what a run leaves behind: on the model, in the process, on disk, and after a failure at any point."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import tempfile
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compressor.errors import CheckpointError
+from compressor.lifecycle import Session
+from compressor.model.base import check_unclaimed, contents
+from harness.lifecycle.checks.registry import register
+from harness.lifecycle.driving.callback_recorder import Act, PlannedError, Recorder, record
+from harness.lifecycle.driving.compare import Outcome, Violation, describe
+from harness.lifecycle.driving.oracle_run import CheckedRun, causes, is_added, list_differences, outermost, replaced_modules
+from harness.lifecycle.driving.snapshot import Snapshot, num_hooks
+from harness.lifecycle.machines.strategies import Setup
+from harness.lifecycle.oracle import ANSWERING
+from harness.lifecycle.subject import NothingToCheckError, Subject, frozen_class_values
+from harness.lifecycle.witness import Witness
+
+RAISES = (Act(ending="raised"), Act(ending="interrupted", skip_own=True))
+# What a run that is over must have left as it was; modules and weights are what it is there to change.
+SURROUNDINGS = ("training", "requires_grad", "grad", "attribute", "class", "rng", "torch", "threads", "hooks", "settings")
+
+
+def _points(subject: Subject) -> list[tuple[int, str]]:
+    """Every callback of a whole life, with the number of the moment in which it comes."""
+    run = subject.open()
+    checked = subject.check(run)
+    points = []
+    for number, (moment, names) in enumerate(subject.life()):
+        if moment == "SEQUENTIAL_EPOCH_END":
+            checked.forward(partial(subject.forward, run))
+        failed = checked.go(moment, modules=names).kind == "failed"
+        points += [(number, entry.seen.callback) for entry in run.recorder.entries]
+        if failed:
+            break
+    return points
+
+
+def _faults(subject: Subject, keep_originals: bool = False) -> Iterator[tuple[CheckedRun, str, Outcome]]:
+    """Fail in every way at every callback of a whole life; each time return the run, the fault in words and its outcome."""
+    for number, callback in _points(subject):
+        moment, names = subject.life()[number]
+        answers = (Act(answer=False), Act(answer=None)) if callback in ANSWERING else ()
+        for act in (*RAISES, *answers):
+            run = subject.open(Setup((subject.settings,), keep_originals=keep_originals))
+            checked = subject.check(run)
+            checked.compares_all = False
+            subject.live(checked, run, until=number)
+            checked.compares_all = True
+            checked.look_again()
+            outcome = checked.go(moment, {(0, callback): act}, names)
+            yield checked, f"a failure in {callback} of {moment}", outcome
+
+
+@register(
+    "nothing_left",
+    "No hook, observer or patched attribute is left outside calibration, after an exception too",
+    number=49,
+    caught=("quic/aimet#4115", "vllm-project/llm-compressor 0.14: 14 hooks and observers stay after an exception"),
+)
+def nothing_left(subject: Subject) -> str:
+    """Fail at every callback and in a forward, and look at the model; then drop everything and see it go.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: something is left.
+    """
+    num_faults = sum(1 for _ in _faults(subject))
+    _after_forward_error(subject)
+    if "session_hooks" not in subject.tags and not subject.trains:
+        _after_calibration(subject)
+    _after_all(subject)
+    _activations_are_freed(subject)
+    return f"{num_faults} failures, one in a forward, and a whole run"
+
+
+def _after_forward_error(subject: Subject) -> None:
+    """Leave the block by an exception while hooks lie on the model."""
+    run = subject.open()
+    checked = subject.check(run)
+    middle = next((number for number, (moment, _) in enumerate(subject.life()) if moment in ("CALIBRATION_START", "LOSS_CALCULATED")), 0)
+    subject.live(checked, run, until=middle + 1)
+    if checked.oracle.place not in ("before", "over"):
+        checked.leave(PlannedError("a forward failed"))
+
+
+def _after_calibration(subject: Subject) -> None:
+    run = subject.open()
+    checked = subject.check(run)
+    before = num_hooks(run.model)
+    subject.live(checked, run, until=len(subject.life()) - 1)
+    left = num_hooks(run.model) - before
+    if left and not checked.is_over:
+        text = f"{left} hooks are on the model after CALIBRATION_END; call self.remove_hooks() there, or declare 'session_hooks'"
+        raise Violation("left behind", text, ["hooks"])
+
+
+def _after_all(subject: Subject) -> None:
+    """The model can be freed once a run is over: nothing outside of the run holds it."""
+    run = subject.open()
+    subject.live(subject.check(run), run)
+    model = weakref.ref(run.model)
+    del run
+    subject.latest = None
+    gc.collect()
+    if model() is not None:
+        raise Violation(
+            "left behind", "the model is still held after the run and its modifier are gone; keep no reference in a class or module"
+        )
+
+
+def _activations_are_freed(subject: Subject) -> None:
+    """A run that is over, and its modifiers, hold nothing of what flowed through the model."""
+    run = subject.open()
+    checked = subject.check(run)
+    witness = Witness(run.model)
+    for moment, names in subject.life():
+        if moment == "SEQUENTIAL_EPOCH_END" or (subject.trains and moment == "LOSS_CALCULATED"):
+            checked.forward(partial(witness.run, partial(subject.forward, run)))
+        if checked.go(moment, modules=names).kind == "failed":
+            break
+    gc.collect()
+    if held := witness.held():
+        what = f"{len(held)} activations are still held after the run, such as {held[0]}; drop them in on_calibration_end or on_finalize"
+        raise Violation("left behind", what)
+
+
+@register("surroundings", "RNG state, training flags, requires_grad, use_cache, dtype and config are as before", number=51)
+def surroundings(subject: Subject) -> str:
+    """Compare the surroundings before and after whole lives, over a model in training mode and one in evaluation mode.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: something is not as it was.
+    """
+    for training in (True, False):
+        model = copy.deepcopy(subject.model).train(training)
+        for parameter in list(model.parameters())[::2]:
+            parameter.requires_grad_(not training)
+        for module in model.modules():  # of the caller: they must still be there afterwards, in this order
+            module.register_forward_hook(_look)
+            module.register_forward_hook(_look_again)
+        run = subject.open(model=model)
+        start = Snapshot(model, {**run.shared(), "class": subject.class_values})
+        subject.live(subject.check(run), run)
+        end = Snapshot(model, {**run.shared(), "class": frozen_class_values(subject.template)})
+        _compare(subject, start, end)
+    return "a model in training mode and one in evaluation mode"
+
+
+def _look(*args: object) -> None:
+    """A hook that changes nothing."""
+
+
+def _look_again(*args: object) -> None:
+    """Another one."""
+
+
+def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
+    differences = start.differences(end)
+    replaced = tuple(f"{name}." for name in replaced_modules(differences))
+    found = []
+    for one in outermost(differences):
+        is_inside = bool(replaced) and one.where.startswith(replaced)
+        if one.kind == "training":
+            counts = "->" in one.text
+        elif one.kind in ("module", "tensor"):
+            is_new = is_added(one) and "attribute" not in subject.allowed
+            counts = not is_inside and (is_new or (one.kind == "tensor" and "->" in one.text))
+        else:
+            counts = one.kind in SURROUNDINGS and one.kind not in subject.allowed and not is_inside
+        if counts:
+            found.append(one)
+    if found:
+        raise Violation("left behind", f"a run changed {list_differences(found)}", causes(found))
+
+
+@register("claims", "What a run changes of the model it has claimed or touched, so that the result can be saved", number=51)
+def claims(subject: Subject) -> str:
+    """Go through a whole life, and hold the model's tensors against those before it, as every way of saving does.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: something has changed that the modifier has not named.
+    """
+    run = subject.open()
+    before = contents(run.model)
+    subject.live(subject.check(run), run)
+    try:
+        check_unclaimed(run.model, before, run.state.claims.keys() | run.state.touched)
+    except CheckpointError as error:
+        advice = "call state.claim(names, self.label) for modules that are this modifier's alone, or state.touch(names)"
+        raise Violation("left behind", f"the result could not be saved: {error}; {advice}") from error
+    return f"{len(before)} tensors, {len(run.state.claims.keys() | run.state.touched)} modules claimed or touched"
+
+
+@register("already_quantized", "Applying to an already quantized model raises", number=52, tags=("idempotent",))
+def already_quantized(subject: Subject) -> str:
+    """Run a second, fresh modifier over the result of the first.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        NothingToCheckError: it replaces no module.
+        Violation: the second one is accepted, or leaves a change behind.
+    """
+    run = subject.open()
+    start = Snapshot(run.model)
+    subject.live(subject.check(run), run)
+    if not [one for one in start.differences(Snapshot(run.model)) if one.kind == "module"]:
+        raise NothingToCheckError("it replaces no module")
+    second = subject.open(model=run.model)
+    before = Snapshot(run.model)
+    refusals: tuple[type[BaseException], ...] = (*subject.refusals, ValueError, RuntimeError)
+    try:
+        second.initialize()
+    except refusals:
+        left = before.differences(Snapshot(run.model))
+        if left:
+            raise Violation("unchanged", f"a quantized model is refused, and changed: {left[0]}", causes(left)) from None
+        return "refused at initialize"
+    raise Violation(
+        "accepted", "a model that it has quantized before is accepted again; refuse it in on_initialize, or declare 'idempotent'"
+    )
+
+
+@register(
+    "rolls_back", "A failure in the middle rolls back, or leaves a directory that no loader takes for a finished checkpoint", number=54
+)
+def rolls_back(subject: Subject) -> str:
+    """Fail at every callback with originals kept, and compare the model; then fail in the main path with a folder to write to.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: the model is not as it was, or something like a checkpoint is in the folder.
+    """
+    kinds = {"state", "session", *subject.allowed, *(("tensor",) if "in_place" in subject.tags else ())}
+    num_faults = 0
+    for checked, fault, outcome in _faults(subject, keep_originals=True):
+        left = outermost(checked.start.differences(checked.now, kinds)) if outcome.kind == "failed" else []
+        if left := [one for one in left if not (is_added(one) and "attribute" in subject.allowed)]:
+            raise Violation("left behind", f"{fault}: {list_differences(left[:1])}", causes(left))
+        num_faults += 1
+    if subject.is_tiny and not subject.trains and subject.session_class is Session:
+        _fail_on_the_main_path(subject)
+    return f"{num_faults} failures"
+
+
+def _fail_on_the_main_path(subject: Subject) -> None:
+    subject.stopwatch.pause()
+    from compressor.entrypoints.oneshot import oneshot  # heavy: transformers, and all that it imports
+
+    subject.stopwatch.restart()
+    recorder = Recorder()
+    modifier = record(subject.fresh(), recorder, 0)
+    recorder.begin({(0, "on_finalize"): Act(ending="raised")})
+    model: nn.Module = copy.deepcopy(subject.model)
+    data = torch.cat([batch for batch in subject.batches if isinstance(batch, torch.Tensor)])
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "checkpoint"
+        try:
+            oneshot(model, recipe=[modifier], dataset=data, output_dir=target)
+        except Exception as error:  # noqa: BLE001 - which error comes out is judged elsewhere
+            text = describe(error)
+        else:
+            raise Violation("errors", "oneshot went on after on_finalize had raised")
+        found = [path.name for path in target.rglob("*") if path.suffix in (".safetensors", ".json")] if target.exists() else []
+        if found:
+            raise Violation("left behind", f"oneshot failed ({text}), and left {', '.join(sorted(found))} in the output folder")

@@ -1,0 +1,173 @@
+"""Checks of what comes when: a whole run, illegal calls, start and end, nested contexts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from harness.lifecycle.checks.registry import register
+from harness.lifecycle.driving.compare import Violation, failures, failures_in
+from harness.lifecycle.driving.driver import CompressorRun
+from harness.lifecycle.driving.oracle_run import CheckedRun
+from harness.lifecycle.driving.snapshot import num_hooks
+from harness.lifecycle.machines.strategies import Setup
+from harness.lifecycle.oracle import BATCH_EVENTS, MOMENTS, Settings
+from harness.lifecycle.subject import NothingToCheckError, Subject
+
+# Times for check 48: whole and fractional, from the first batch, with and without an end, with an update interval; the last two are over
+# before the first batch, and between two batches.
+TIMES = (
+    Setup((Settings(0.0, 2.0),)),
+    Setup((Settings(1.0, None),)),
+    Setup((Settings(1.0, 3.0, 2.0),)),
+    Setup((Settings(0.5, 1.5),), steps_per_epoch=2),
+    Setup((Settings(0.1, None, 0.2),), steps_per_epoch=10),
+    Setup((Settings(1 / 3, 4 / 3, 2 / 3),), steps_per_epoch=3),
+    Setup((Settings(-2.0, -1.0),)),
+    Setup((Settings(0.3, 0.7),)),
+)
+
+
+@register("completes", "A whole run over the model comes to its end, with every callback where the contract has it")
+def completes(subject: Subject) -> str:
+    """Go through a whole life without any fault.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: the run fails, or goes another way than the oracle.
+    """
+    run = subject.open()
+    checked = subject.check(run)
+    outcome = subject.live(checked, run)
+    if outcome is None or outcome.kind == "failed":
+        what = failures(outcome, run.recorder.entries) if outcome else "it has no moments"
+        raise Violation("refused", f"a run without any fault stopped: {what}", failures_in(run.recorder.entries))
+    return f"{len(subject.life())} moments, {run.model.__class__.__name__}"
+
+
+@register("illegal_calls", "An illegal call raises and changes nothing", number=47)
+def illegal_calls(subject: Subject) -> str:
+    """Try every illegal call at every point of a whole life.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+    """
+    run = subject.open()
+    checked = subject.check(run)
+    num_tried = _try_illegal(checked)
+    for moment, names in subject.life():
+        if moment == "SEQUENTIAL_EPOCH_END":
+            checked.forward(lambda: subject.forward(run))
+        if checked.go(moment, modules=names).kind == "failed":
+            break
+        num_tried += _try_illegal(checked)
+    return f"{num_tried} illegal calls"
+
+
+def _try_illegal(checked: CheckedRun) -> int:
+    forbidden = [moment for moment in MOMENTS if not checked.oracle.allows(moment)]
+    for moment in forbidden:
+        checked.go(moment)
+    misfits = [("BATCH_START", True, ()), ("LOSS_CALCULATED", False, ()), ("CALIBRATION_START", False, ("x",))]
+    for event, has_loss, modules in misfits:
+        checked.send(event, has_loss=has_loss, modules=modules)
+    methods = [method for method in ("initialize", "update_event", "finalize") if checked.oracle.modifiers[0].refuses(method)]
+    for method in methods:
+        checked.call_modifier(0, method)
+    return len(forbidden) + len(misfits) + len(methods)
+
+
+@register(
+    "start_and_end",
+    "Callbacks come exactly at start and end, for whole and fractional indices",
+    number=48,
+    caught=("vllm-project/llm-compressor 0.14: start and end never fire",),
+)
+def start_and_end(subject: Subject) -> str:
+    """Train with several settings, beside the oracle.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+    """
+    for setup in TIMES:
+        run = subject.open(setup)
+        checked = subject.check(run)
+        if checked.initialize().kind == "failed":
+            what = failures_in(run.recorder.entries)
+            text = f"it does not initialize with {setup.settings[0]}: {'; '.join(what)}"
+            raise Violation("refused", text, what)
+        for event in BATCH_EVENTS * 5:
+            if checked.send(event).kind == "failed":
+                break
+        checked.close()
+    return f"{len(TIMES)} settings, 5 batches each"
+
+
+@register(
+    "nested_contexts",
+    "Contexts nest: leaving an inner disable_hooks() does not wake the hooks in the outer one",
+    number=50,
+    caught=("vllm-project/llm-compressor 0.14: leaving the inner context wakes all hooks",),
+)
+def nested_contexts(subject: Subject) -> str:
+    """Enter two contexts at every point where hooks lie on the model, and leave them one by one.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        NothingToCheckError: it never has a hook.
+        Violation: a hook runs that must sleep, or none runs afterwards.
+    """
+    run = subject.open()
+    checked = subject.check(run)
+    num_points = 0
+    for moment, names in subject.life():
+        if checked.go(moment, modules=names).kind == "failed":
+            break
+        if num_hooks(run.model):
+            num_points += _nest(subject, run, checked)
+    checked.close()
+    if not num_points:
+        raise NothingToCheckError("it never has a hook on the model")
+    return f"hooks at {num_points} points of the run"
+
+
+def _nest(subject: Subject, run: CompressorRun, checked: CheckedRun) -> int:
+    owned = sum(len(modifier.hooked_modules()) for modifier in run.modifiers)
+    if num_hooks(run.model) > owned:
+        strangers = num_hooks(run.model) - owned
+        raise Violation(
+            "hooks",
+            f"{strangers} hooks after {checked.oracle.last} were not made with register_hook, so they cannot be put to sleep",
+            ["hooks"],
+        )
+    for outer, inner in pairwise((None, 0, None)):
+        checked.enter_disabled(outer)
+        checked.enter_disabled(inner)
+        checked.forward(lambda: subject.forward(run))
+        checked.exit_disabled(1)
+        checked.forward(lambda: subject.forward(run))
+        checked.exit_disabled(0)
+    checked.enter_disabled(None)
+    checked.enter_disabled(0)
+    checked.exit_disabled(0)  # out of order, as two contexts of different owners may be left
+    checked.forward(lambda: subject.forward(run))
+    checked.exit_disabled(0, ValueError("left"))
+    checked.forward(lambda: subject.forward(run))
+    if not run.recorder.fired:
+        raise Violation("hooks", f"after {checked.oracle.last} hooks lie on the model, and none runs after the outermost exit")
+    return 1

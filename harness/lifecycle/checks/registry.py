@@ -1,0 +1,116 @@
+"""The table of lifecycle checks: what each states, which number it has in the catalogue, which bugs of others it would have caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from harness.lifecycle.driving.compare import Violation, describe
+from harness.lifecycle.driving.time_limit import TimeLimitError
+from harness.lifecycle.subject import NothingToCheckError, Subject
+from harness.reporting.record import CheckRecord, Claim, Outcome
+
+CheckFunction = Callable[[Subject], str]
+"""Looks into a subject and returns what it saw, in one line; a Violation is a failure."""
+
+
+@dataclass(frozen=True)
+class LifecycleCheck:
+    """One check.
+
+    Attributes:
+        name: dotted, family first.
+        title: the statement that is checked, as a sentence.
+        function: looks into a subject.
+        number: in the catalogue of numeric, lifecycle and artifact checks; None for those that it does not list.
+        tags: contract tags that take the check out.
+        caught: public bugs that it would have caught.
+    """
+
+    name: str
+    title: str
+    function: CheckFunction
+    number: int | None = None
+    tags: frozenset[str] = frozenset()
+    caught: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> int:
+        """Where it runs: a whole run first, then by number, the state machine last."""
+        return self.number or (0 if self.name.endswith(".completes") else 99)
+
+    @property
+    def claim(self) -> Claim:
+        """What the records are about."""
+        return Claim(self.name, self.title if self.number is None else f"{self.title} (check {self.number})")
+
+    def run(self, subject: Subject) -> CheckRecord:
+        """Look into a subject.
+
+        Args:
+            subject: what is verified.
+
+        Returns:
+            The record; a subject that breaks the check is a failed one.
+        """
+        excused = sorted(self.tags & subject.tags)
+        if excused:
+            return self.claim.skipped(f"the modifier declares {excused[0]!r}")
+        try:
+            summary = self.function(subject)
+        except NothingToCheckError as reason:
+            return self.claim.skipped(str(reason))
+        except Violation as violation:
+            return self._failed(violation)
+        except TimeLimitError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a subject may break anything, and call sys.exit(); what it did is the finding
+            if (inner := _violation_in(error)) is not None:
+                return self._failed(inner)
+            text = f"the check could not be completed: {describe(error)}"
+            return self.claim.record(Outcome.FAIL, text, evidence={"causes": [describe(error)]}, findings=[text])
+        return self.claim.record(Outcome.PASS, summary)
+
+    def _failed(self, violation: Violation) -> CheckRecord:
+        evidence = {"causes": sorted(violation.causes)}
+        return self.claim.record(Outcome.FAIL, str(violation), evidence=evidence, findings=[str(violation), *_example(violation)])
+
+
+def _violation_in(error: BaseException) -> Violation | None:
+    """What a state machine saw that saw something else, or nothing, when it went the same way again: the subject keeps state outside."""
+    found = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return next((one for one in found if isinstance(one, Violation)), None)
+
+
+def _example(violation: Violation) -> list[str]:
+    """The shortest failing run of a state machine, as Hypothesis notes it on the error."""
+    return [line for note in getattr(violation, "__notes__", ()) for line in note.splitlines() if line.startswith(("state", "Draw"))]
+
+
+CHECKS: dict[str, LifecycleCheck] = {}
+"""Every check by its name."""
+
+
+def register(
+    name: str, title: str, number: int | None = None, tags: tuple[str, ...] = (), caught: tuple[str, ...] = ()
+) -> Callable[[CheckFunction], CheckFunction]:
+    """Return a decorator that puts a function into the table.
+
+    Args:
+        name: without the family.
+        title: the statement, as a sentence.
+        number: in the catalogue.
+        tags: contract tags that take the check out.
+        caught: public bugs that it would have caught.
+
+    Returns:
+        The decorator; it gives the function back unchanged.
+    """
+
+    def put(function: CheckFunction) -> CheckFunction:
+        full = f"lifecycle.{name}"
+        assert full not in CHECKS, f"two checks are called {full}"
+        CHECKS[full] = LifecycleCheck(full, title, function, number, frozenset(tags), caught)
+        return function
+
+    return put

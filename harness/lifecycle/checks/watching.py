@@ -1,0 +1,217 @@
+"""A check of what hooks do to a forward: they watch it. Everybody but the modifier sees and gets what there would be without them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from harness.lifecycle.checks.registry import register
+from harness.lifecycle.driving.compare import Violation, describe
+from harness.lifecycle.driving.oracle_run import CheckedRun, causes, list_differences
+from harness.lifecycle.driving.probes import masked_batch
+from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze
+from harness.lifecycle.process_state import random_numbers_kept, torch_states
+from harness.lifecycle.subject import Batch, Subject, begin_random_numbers, call
+from harness.lifecycle.witness import Witness
+
+# A hook may wait for its second call, or for its fifth: these many batches, in evaluation and in training mode.
+LEAST_BATCHES = 4
+# What a modifier keeps for itself and in the shared state of the run.
+_ITS_OWN = ("state", "settings", "session")
+_ADVICE = "hooks watch, and return None; change values in copies, or declare 'changes_forward'"
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A batch and the mode in which the model gets it."""
+
+    number: int
+    batch: Batch
+    training: bool
+
+    def __str__(self) -> str:
+        return f"batch {self.number}, in {'training' if self.training else 'evaluation'} mode"
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What one forward shows to everybody but the modifier: values by their places, in order, and what is not as it was before it."""
+
+    values: list[tuple[str, object]]
+    changes: list[Difference]
+
+
+class _Watch:
+    """Runs forwards of one run with hooks awake and asleep, and compares them.
+
+    Args:
+        subject: what is verified.
+        model: of the run that will be opened; the caller's own hooks are hung up on it.
+    """
+
+    def __init__(self, subject: Subject, model: nn.Module) -> None:
+        self._subject = subject
+        batches = [*subject.batches, *([masked_batch()] if subject.is_tiny else [])]
+        some = list(islice(cycle(batches), max(LEAST_BATCHES, len(batches))))
+        # Where random numbers may be drawn, those of the model's own training mode cannot be held against one another.
+        modes = (False,) if "random" in subject.tags else (False, True)
+        self._cases = [_Case(number + 1, batch, training) for training in modes for number, batch in enumerate(some)]
+        self._callers: list[nn.Module] = []
+        self._own = set(model.modules())
+        self._hung: set[object] = set()  # they may have gone over to a module that took the place of another
+        for module in self._own:
+            for hook in _callers_hooks(self._callers):
+                module.register_forward_hook(hook)
+                self._hung.add(hook)
+        self._begin = self._latest = Snapshot(model)
+        self._original = [self._forward(model, one, nullcontext()) for one in self._cases]
+        self._turn = 0
+
+    def compare(self, checked: CheckedRun) -> int:
+        """Hold forwards with the hooks awake against the same with the hooks asleep, or before the run where nothing was changed since.
+
+        Args:
+            checked: the run.
+
+        Returns:
+            The number of forwards.
+
+        Raises:
+            Violation: a hook has changed something.
+        """
+        run, now = checked.run, Snapshot(checked.run.model)
+        is_as_at_first = not [one for one in self._begin.differences(now) if one.kind in ("module", "tensor")]
+        cases = list(enumerate(self._cases))
+        if not self._latest.differences(now):  # the same hooks as before: what they do may depend on what has come since
+            self._turn += 1
+            cases = [cases[self._turn % len(cases)]] if self._begin.differences(now) else []
+        self._latest = now
+        for number, case in cases:
+            where = f"after {checked.oracle.last}, {case}"
+            due = self._original[number] if is_as_at_first else self._forward(run.model, case, run.hooks_disabled(None))
+            try:
+                came = self._forward(run.model, case, nullcontext())
+            except Violation:
+                raise
+            except Exception as error:  # hooks are their author's, and raise what they like
+                raise Violation("hooks", f"{where}: with its hooks the forward raised {describe(error)}", [describe(error)]) from error
+            self._hold(where, due, came)
+        checked.look_again()
+        return len(cases)
+
+    def _hold(self, where: str, due: _Forward, came: _Forward) -> None:
+        changes = [one for one in came.changes if one not in due.changes and one.kind not in (*_ITS_OWN, *self._subject.allowed)]
+        if changes:
+            text = f"{where}: with its hooks a forward changed {list_differences(changes)}"
+            raise Violation("hooks", text, causes(changes))
+        for (place, one), (other_place, other) in zip(due.values, came.values, strict=False):
+            if place != other_place or one != other:
+                raise Violation("hooks", f"{where}: with its hooks {other_place} is not what it is without; {_ADVICE}", [other_place])
+        if len(due.values) != len(came.values):
+            raise Violation("hooks", f"{where}: with its hooks other modules are called than without; {_ADVICE}", ["other modules"])
+
+    def _forward(self, model: nn.Module, case: _Case, sleep: AbstractContextManager[None]) -> _Forward:
+        witness, batch = Witness(model), copy.deepcopy(case.batch)
+        self._callers.clear()
+        gradients: list[Any] = []
+        with sleep, _kept(model, case.training), random_numbers_kept(), torch.set_grad_enabled(self._subject.trains):
+            begin_random_numbers()
+            before = Snapshot(model)
+            output = witness.run(lambda: call(model, batch))
+            after = Snapshot(model)
+            if self._subject.trains:
+                gradients = _gradients(model, output)
+            tensors = freeze(dict(model.state_dict()))
+            drawn = [] if "random" in self._subject.tags else [freeze(torch_states())]
+        self._hold_callers(model, witness)
+        values = [*witness.seen, ("what the model returns", freeze(output)), ("the caller's batch", freeze(batch))]
+        values += [("the model's state dict", tensors), ("what gradients reach the parameters", freeze(gradients))]
+        return _Forward([*values, ("what the caller draws next", drawn)], before.differences(after))
+
+    def _hold_callers(self, model: nn.Module, witness: Witness) -> None:
+        """The hooks that the caller hung up before the run have run at every module, in their order."""
+        hung = self._hung
+        called = [one for one in witness.called if one in self._own or not hung.isdisjoint(one._forward_hooks.values())]
+        if self._callers != [module for module in called for _ in range(2)]:
+            raise Violation("hooks", "hooks that were on the model before the run do not run any more, or in another order", ["hooks"])
+
+
+@register(
+    "hooks_watch",
+    "Hooks only watch: with them a forward gives what it gives without, and changes nothing",
+    number=50,
+    tags=("changes_forward",),
+)
+def hooks_watch(subject: Subject) -> str:
+    """Run forwards at every point of a whole life, and hold what flows against forwards without the modifier.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+    """
+    model = copy.deepcopy(subject.model)
+    watch = _Watch(subject, model)
+    run = subject.open(model=model)
+    checked = subject.check(run)
+    num_forwards = 0
+    for moment, names in subject.life():
+        if moment == "SEQUENTIAL_EPOCH_END":
+            checked.forward(lambda: subject.forward(run))
+        if checked.go(moment, modules=names).kind == "failed":
+            break
+        num_forwards += watch.compare(checked)
+    checked.close()
+    return f"{num_forwards} forwards"
+
+
+def _callers_hooks(called: list[nn.Module]) -> tuple[Callable[..., None], ...]:
+    """Two hooks of the caller; functions, so that a modifier can copy a module that carries them."""
+
+    def first(module: nn.Module, *values: object) -> None:
+        called.append(module)
+
+    def second(module: nn.Module, *values: object) -> None:
+        if called and called[-1] is module:
+            called.append(module)
+
+    return first, second
+
+
+def _gradients(model: nn.Module, output: object) -> list[object]:
+    """The gradients of the sum of all that came out, by the names of the parameters; nothing is written into them."""
+    ends = [leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(torch.autograd.grad(ends, wanted, allow_unused=True)) if ends and wanted else []
+
+
+@contextmanager
+def _kept(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put the model into a mode, and put its modes and tensors back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    held: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
+    tensors = [(own, dict(own), _copies(own.values())) for own in held]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for own, before, copies in tensors:
+            own.update(before)
+            for tensor, value in zip(before.values(), copies, strict=True):
+                if tensor is not None and value is not None:
+                    tensor.data.copy_(value)
+
+
+def _copies(tensors: Any) -> Sequence[Tensor | None]:
+    return [None if tensor is None else tensor.detach().clone() for tensor in tensors]

@@ -1,0 +1,126 @@
+"""The contract of torch.nn.Module, checked on one module: what torch promises must hold for a layer that takes another's place.
+
+A pipeline, a tracer and a modifier all rely on it: they hang hooks on layers, switch modes, copy them and save their state. The module is
+left as it was, whatever a check finds.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from harness.modules import copies, hooks, state
+from harness.modules.subject import ModuleCheck, NotApplicableError, Subject, untouched
+from harness.reporting.record import EXIT_CODES, CheckRecord, Claim, Outcome, Verdict, decide, to_json, to_table
+
+CALL = Claim("module.call", "The module takes the inputs that it is checked with")
+
+
+CHECKS: tuple[ModuleCheck, ...] = (*hooks.CHECKS, *state.CHECKS, *copies.CHECKS)
+"""Every check, in the order of the report."""
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What `verify_module` found.
+
+    Attributes:
+        subject: class of the module.
+        records: one per check.
+    """
+
+    subject: str
+    records: tuple[CheckRecord, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the records together mean."""
+        return decide(self.records)
+
+    @property
+    def passed(self) -> bool:
+        """True when some check passed and none failed or could not tell."""
+        return self.verdict is Verdict.PASS
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the checks that failed."""
+        return tuple(record.name for record in self.records if record.outcome is Outcome.FAIL)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command line for this verdict."""
+        return EXIT_CODES[self.verdict]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON types; equal for equal modules."""
+        return {"subject": self.subject, "verdict": self.verdict.value, "checks": [record.to_dict() for record in self.records]}
+
+    def to_json(self) -> str:
+        """Return the report as JSON text."""
+        return to_json(self.to_dict())
+
+    def to_text(self) -> str:
+        """Return the report as a table, the deviations of failed checks below it."""
+        from rich.console import Console
+
+        file = io.StringIO()
+        console = Console(file=file, width=140, no_color=True)
+        console.print(to_table(self.records))
+        for record in self.records:
+            if record.outcome is Outcome.FAIL:
+                console.print(f"{record.name}: {record.title}", *record.findings, sep="\n  ", markup=False, highlight=False)
+        console.print(f"{self.subject}: {self.verdict.value}", markup=False, highlight=False)
+        return file.getvalue()
+
+
+def verify_module(module: nn.Module, inputs: object) -> ModuleReport:
+    """Check that a module keeps the contract of torch.nn.Module. The module is left as it was.
+
+    Args:
+        module: any module that is built; not modified.
+        inputs: inputs that it takes: a tuple of positional ones, a mapping of keyword ones, or a single positional one; not modified.
+
+    Returns:
+        One record per check; a module that does not take the inputs fails `module.call`, and what needs a call is skipped.
+
+    Raises:
+        UserInputError: no module object, or a lazy one that has not seen an input.
+    """
+    subject = Subject.of(module, inputs)
+    called = _call(subject)
+    records = [called]
+    for check in CHECKS:
+        if check.calls and called.outcome is Outcome.FAIL:
+            records.append(check.claim.skipped("the module does not take the inputs"))
+        else:
+            records.append(_run(check, subject))
+    return ModuleReport(type(module).__name__, tuple(records))
+
+
+def _call(subject: Subject) -> CheckRecord:
+    with untouched(subject.module):
+        try:
+            subject.call()
+        except Exception as error:  # noqa: BLE001 - a module that raises is a finding, never the end of the run
+            return CALL.found([_describe(error)], "")
+    return CALL.found([], "it does")
+
+
+def _run(check: ModuleCheck, subject: Subject) -> CheckRecord:
+    with untouched(subject.module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch warns of while it is probed is not the caller's concern
+        try:
+            return check.claim.found(check.run(subject), "as torch promises", noun="deviation")
+        except NotApplicableError as reason:
+            return check.claim.skipped(str(reason))
+        except Exception as error:  # noqa: BLE001 - a module that raises is a finding, never the end of the run
+            return check.claim.found([_describe(error)], "")
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

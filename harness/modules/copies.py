@@ -1,0 +1,104 @@
+"""Checks of a module on the move: copied, converted, sent to another device, none of it through pickle."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from harness.modules.subject import PROBE, ModuleCheck, Subject, collect, run, untouched
+from harness.modules.tensors import FLOATS, all_tensors, known_tensors, same_bits, share_memory
+
+CHECKS: list[ModuleCheck] = []
+_check = collect(CHECKS)
+
+
+@_check("module.deepcopy")
+def _deepcopy(subject: Subject) -> list[str]:
+    """A deep copy is equal, computes the same, and shares no tensor with the original."""
+    module = subject.module
+    with untouched(module):
+        twin = copy.deepcopy(module)
+        if type(twin) is not type(module) or twin is module:
+            return ["the copy is the module itself, or of another class"]
+        findings = []
+        tensors, others = all_tensors(module), all_tensors(twin)
+        if tensors.keys() != others.keys():
+            findings.append(f"only one of the two has {sorted(tensors.keys() ^ others.keys())}")
+        for name in tensors.keys() & others.keys():
+            findings += [] if same_bits(tensors[name], others[name]) else [f"{name} differs in the copy"]
+            findings += [f"{name} is shared with the copy"] if share_memory(tensors[name], others[name]) else []
+        modes, other_modes = ([part.training for part in each.modules()] for each in (module, twin))
+        findings += [] if modes == other_modes else ["the copy is not in the same mode"]
+        module.eval()
+        twin.eval()
+        return findings if same_bits(subject.call(), run(twin, subject.args, subject.kwargs)) else [*findings, "the copy's output differs"]
+
+
+@_check("module.to_dtype")
+def _to_dtype(subject: Subject) -> list[str]:
+    """`to(dtype)` converts floating-point parameters and buffers and no others, returns the module, and it runs in that dtype.
+
+    8-bit floats are codes rather than numbers to compute with: they may stay or be converted. So may what a module names in `kept_dtypes`:
+    buffers whose dtype is part of a file format.
+    """
+    module = subject.module
+    known = [*known_tensors(module).values(), *(leaf for leaf in tree_leaves((subject.args, subject.kwargs)) if isinstance(leaf, Tensor))]
+    old = next((tensor.dtype for tensor in known if tensor.dtype in FLOATS), torch.float32)
+    new = torch.bfloat16 if old is not torch.bfloat16 else torch.float32
+    with untouched(module):
+        before = {name: tensor.dtype for name, tensor in known_tensors(module).items()}
+        kept = {f"{where}.{name}".lstrip(".") for where, part in module.named_modules() for name in getattr(part, "kept_dtypes", ())}
+        findings = [] if module.to(new) is module else ["to(dtype) did not return the module"]
+        for name, tensor in known_tensors(module).items():
+            allowed = {new} if before[name] in FLOATS else {before[name], new} if before[name].is_floating_point else {before[name]}
+            allowed |= {before[name]} if name in kept else set()
+            findings += [] if tensor.dtype in allowed else [f"{name} went from {before[name]} to {tensor.dtype} where {new} was asked for"]
+
+        def convert(tensor: Tensor) -> Tensor:
+            return tensor.to(new) if tensor.is_floating_point() else tensor
+
+        if not findings:
+            run(module, *tree_map_only(Tensor, convert, (subject.args, subject.kwargs)))
+    return findings
+
+
+@_check("module.to_device")
+def _to_device(subject: Subject) -> list[str]:
+    """`to(device)` moves every tensor, and returns the module, which runs there; without a second device only the move is seen."""
+    module = subject.module
+    devices = {tensor.device.type for tensor in all_tensors(module).values()}
+    target = torch.device("cpu" if "cuda" in devices else "cuda" if torch.cuda.is_available() else "meta")
+    with untouched(module):
+        findings = [] if module.to(target) is module else ["to(device) did not return the module"]
+        left = [name for name, tensor in all_tensors(module).items() if tensor.device.type != target.type]
+        findings += [f"{name} stayed behind when the module went to {target.type}" for name in left]
+        if target.type != "meta" and not findings:
+            run(module, *tree_map_only(Tensor, lambda tensor: tensor.to(target), (subject.args, subject.kwargs)))
+    return findings
+
+
+@_check("module.no_pickling")
+def _no_pickling(subject: Subject) -> list[str]:
+    """An attribute that cannot be pickled does not stand in the way of a copy, a call or a state dict, which holds tensors only."""
+    module = subject.module
+    findings = [
+        f"{name} in the state dict is of {type(value)}, no tensor"
+        for name, value in module.state_dict().items()
+        if not isinstance(value, Tensor)
+    ]
+    with untouched(module):
+        setattr(module, PROBE, lambda: None)
+        for what, action in (
+            ("deepcopy", lambda: copy.deepcopy(module)),
+            ("a call", subject.call),
+            ("a state dict", lambda: module.load_state_dict(module.state_dict())),
+        ):
+            try:
+                action()
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                findings.append(f"{what} fails beside an attribute that cannot be pickled: {error}")
+    return findings

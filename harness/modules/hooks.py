@@ -1,0 +1,229 @@
+"""Checks of a module's call: which hook comes when, what it is given, and what it may replace.
+
+Hooks that are seen to run hand on clones, so a check sees by identity (`is`) whether the next one got what the last one returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from harness.modules.subject import ForwardKind, Hooks, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
+
+CHECKS: list[ModuleCheck] = []
+_check = collect(CHECKS)
+
+
+class _PlannedError(Exception):
+    """What a watched forward raises on purpose."""
+
+
+@_check("module.forward_hook_order")
+def _forward_hook_order(subject: Subject) -> list[str]:
+    """Global pre-hooks, own pre-hooks, forward, global hooks and own hooks run in this order; a prepended one is the first of its kind."""
+    log: list[str] = []
+    with subject.watched_forward(lambda args, kwargs: log.append("forward")), subject.hooks() as hooks:
+        _note_forward_hooks(hooks, log)
+        subject.call()
+    expected = ["global pre-hook", "prepended pre-hook", "pre-hook 1", "pre-hook 2", "forward"]
+    return _difference(log, [*expected, "global hook", "prepended hook", "hook 1", "hook 2"])
+
+
+@_check("module.backward_hooks")
+def _backward_hooks(subject: Subject) -> list[str]:
+    """Full backward pre-hooks run before full backward hooks, each kind in order, and each may replace the gradients that it is given."""
+    places, args = _differentiable(subject)
+    leaves = [args[place] for place in places]
+    log: list[str] = []
+    seen: list[Tensor] = []
+    reached: list[Tensor] = []
+
+    def replace_output(module: nn.Module, grad_output: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        log.append("pre-hook 1")
+        return tuple(None if grad is None else torch.full_like(grad, 0.5) for grad in grad_output)
+
+    def replace_input(module: nn.Module, grad_input: Sequence[Tensor | None], grad_output: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        log.append("hook 1")
+        seen.extend(grad for grad in grad_output if grad is not None)
+        reached.extend(leaf for leaf, grad in zip(leaves, (grad_input[place] for place in places), strict=True) if grad is not None)
+        return tuple(None if grad is None else torch.full_like(grad, 3.0) for grad in grad_input)
+
+    with subject.hooks() as hooks, torch.enable_grad():
+        hooks.own("full_backward_pre", replace_output)
+        hooks.own("full_backward_pre", _note(log, "pre-hook 2"))
+        hooks.own("full_backward", replace_input)
+        hooks.own("full_backward", _note(log, "hook 2"))
+        outputs = _outputs_with_gradient(subject, args)
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs], inputs=leaves)
+    findings = _difference(log, ["pre-hook 1", "pre-hook 2", "hook 1", "hook 2"])
+    if not findings and not all(bool((grad == 0.5).all()) for grad in seen):
+        findings.append("the gradient that the pre-hook returned did not reach the backward hook")
+    if not findings and not all(leaf.grad is not None and bool((leaf.grad == 3.0).all()) for leaf in reached):
+        findings.append("the gradient that the backward hook returned did not reach the input")
+    return findings
+
+
+@_check("module.input_replacement")
+def _input_replacement(subject: Subject) -> list[str]:
+    """What a pre-hook returns, as a tuple or as one value, goes to the next pre-hook and to forward."""
+    first = tree_map_only(Tensor, torch.clone, subject.in_order())
+    second = tree_map_only(Tensor, torch.clone, first)
+    got: dict[str, tuple[Any, ...]] = {}
+
+    def replace_again(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        got["the second pre-hook"] = args
+        return second[0] if len(second) == 1 else second
+
+    with subject.watched_forward(lambda args, kwargs: got.update(forward=args)), subject.hooks() as hooks:
+        hooks.own("forward_pre", lambda module, args: first)
+        hooks.own("forward_pre", replace_again)
+        run(subject.module, subject.in_order(), {})
+    expected = {"the second pre-hook": first, "forward": second}
+    return [f"{who} did not get what the pre-hook before it returned" for who, what in expected.items() if not _same(got.get(who), what)]
+
+
+@_check("module.output_replacement")
+def _output_replacement(subject: Subject) -> list[str]:
+    """What a forward hook returns goes to the next hook and to the caller; None leaves the output."""
+    outputs: list[Any] = []
+    got: list[Any] = []
+
+    def replace(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        got.append(output)
+        outputs.append(tree_map_only(Tensor, torch.clone, output))
+        return outputs[-1]
+
+    with subject.hooks() as hooks:
+        hooks.own("forward", replace)
+        hooks.own("forward", replace)
+        hooks.own("forward", lambda module, args, output: None)
+        returned = subject.call()
+    if len(got) != 2:
+        return [f"of two forward hooks {len(got)} ran"]
+    findings = [] if got[1] is outputs[0] else ["the second hook did not get what the first returned"]
+    return findings if returned is outputs[1] else [*findings, "the caller did not get what the last hook returned"]
+
+
+@_check("module.hooks_with_kwargs")
+def _hooks_with_kwargs(subject: Subject) -> list[str]:
+    """Keyword inputs go to the hooks that ask for them, to no others, and a pre-hook may replace them."""
+    given = subject.by_keyword()
+    replaced = tree_map_only(Tensor, torch.clone, given)
+    got: dict[str, Any] = {}
+
+    def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        got["the pre-hook with_kwargs"] = (*args, dict(kwargs))
+        return args, dict(replaced)
+
+    with subject.watched_forward(lambda args, kwargs: got.update(forward=(*args, kwargs))), subject.hooks() as hooks:
+        hooks.own("forward_pre", lambda module, *rest: got.update({"the plain pre-hook": rest}))
+        hooks.own("forward_pre", replace, with_kwargs=True)
+        hooks.own("forward", lambda module, *rest: got.update({"the plain hook": rest[:-1]}))
+        hooks.own("forward", lambda module, args, kwargs, out: got.update({"the hook with_kwargs": (*args, kwargs)}), with_kwargs=True)
+        run(subject.module, (), given)
+    expected = {
+        "the plain pre-hook": ((),),
+        "the pre-hook with_kwargs": (given,),
+        "forward": (replaced,),
+        "the plain hook": ((),),
+        "the hook with_kwargs": (replaced,),
+    }
+    return [f"{who} did not get the keyword inputs that it should" for who, what in expected.items() if not _same(got.get(who), what)]
+
+
+@_check("module.always_called_hooks")
+def _always_called_hooks(subject: Subject) -> list[str]:
+    """When forward raises, the error comes through, hooks with always_call run once, and the others do not."""
+    log: list[str] = []
+
+    def fail(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _PlannedError("planned by the harness")
+
+    findings = []
+    with subject.watched_forward(fail), subject.hooks() as hooks:
+        hooks.own("forward", _note(log, "hook"))
+        hooks.own("forward", _note(log, "hook with always_call"), always_call=True)
+        try:
+            subject.call()
+            findings.append("the error that forward raised did not reach the caller")
+        except _PlannedError:
+            pass
+    findings += _difference(log, ["hook with always_call"], "after an error in forward: ")
+    log.clear()
+    with subject.hooks() as hooks:
+        hooks.own("forward", _note(log, "hook with always_call"), always_call=True)
+        subject.call()
+    return findings + _difference(log, ["hook with always_call"], "after a forward without error: ")
+
+
+@_check("module.bare_forward")
+def _bare_forward(subject: Subject) -> list[str]:
+    """`module.forward(...)` runs no hook of the module, neither its own nor a global one."""
+    log: list[str] = []
+    with subject.hooks() as hooks:
+        _note_forward_hooks(hooks, log)
+        run(subject.module.forward, subject.args, subject.kwargs)
+    return _difference(log, [])
+
+
+@_check("module.hook_removal")
+def _hook_removal(subject: Subject) -> list[str]:
+    """A hook whose handle was removed does not run any more, and the one beside it still does."""
+    log: list[str] = []
+    with subject.hooks() as hooks:
+        for kind in get_args(ForwardKind):
+            hooks.own(kind, _note(log, f"removed {kind} hook")).remove()
+            hooks.own(kind, _note(log, f"{kind} hook"))
+        subject.call()
+    return _difference(log, ["forward_pre hook", "forward hook"])
+
+
+def _note_forward_hooks(hooks: Hooks, log: list[str]) -> None:
+    """Register hooks that write their names, in an order that differs from the one they must run in."""
+    names: dict[ForwardKind, str] = {"forward_pre": "pre-hook", "forward": "hook"}
+    for kind, name in names.items():
+        hooks.own(kind, _note(log, f"{name} 1"))
+        hooks.own(kind, _note(log, f"{name} 2"))
+        hooks.own(kind, _note(log, f"prepended {name}"), prepend=True)
+        hooks.everywhere(kind, _note(log, f"global {name}"))
+
+
+def _note(log: list[str], name: str) -> Callable[..., None]:
+    return lambda *seen: log.append(name)
+
+
+def _difference(log: list[str], expected: list[str], where: str = "") -> list[str]:
+    if log == expected:
+        return []
+    return [f"{where}{', '.join(log) or 'nothing'} ran, where {', '.join(expected) or 'nothing'} should"]
+
+
+def _same(first: Any, second: Any) -> bool:
+    """The same structure around the very same objects."""
+    (leaves, tree), (other_leaves, other_tree) = tree_flatten(first), tree_flatten(second)
+    return tree == other_tree and all(leaf is other for leaf, other in zip(leaves, other_leaves, strict=True))
+
+
+def _differentiable(subject: Subject) -> tuple[list[int], tuple[Any, ...]]:
+    """Clone the inputs; those at the returned places carry gradients, and the output sends them some. Hooks see no nested ones."""
+    args = tuple(arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in subject.in_order())
+    places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor) and arg.is_floating_point()]
+    for place in places:
+        args[place].requires_grad_()
+    if not places:
+        raise NotApplicableError("no input can carry a gradient")
+    with untouched(subject.module), torch.enable_grad():
+        outputs = _outputs_with_gradient(subject, args)
+        ones = [torch.ones_like(output) for output in outputs]
+        gradients = torch.autograd.grad(outputs, [args[place] for place in places], ones, allow_unused=True) if outputs else ()
+    if all(gradient is None for gradient in gradients):
+        raise NotApplicableError("no gradient goes from an output to an input")
+    return places, args
+
+
+def _outputs_with_gradient(subject: Subject, args: tuple[Any, ...]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(run(subject.module, args, {})) if isinstance(leaf, Tensor) and leaf.requires_grad]

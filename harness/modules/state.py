@@ -1,0 +1,157 @@
+"""Checks of what a module holds: its children, its mode, its text and its state dict."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.modules.subject import PROBE, ModuleCheck, Subject, collect, untouched
+from harness.modules.tensors import non_persistent_names, overwrite, persistent_names, same_bits
+
+CHECKS: list[ModuleCheck] = []
+_check = collect(CHECKS)
+MAX_LEFT_OUT = 32
+"""How many keys are left out of a state dict, one at a time, to see whether a strict load notices."""
+
+
+@_check("module.apply_order", calls=False)
+def _apply_order(subject: Subject) -> list[str]:
+    """`apply` visits children before their parent, each as often as torch does, and returns the module."""
+    outer = nn.Sequential(subject.module)  # so that a module without children has an order, too
+    visited: list[nn.Module] = []
+    outer.apply(visited.append)
+    findings = [] if [id(part) for part in visited] == [id(part) for part in _post_order(outer)] else [f"visited {_classes(visited)}"]
+    return findings if subject.module.apply(lambda module: None) is subject.module else [*findings, "apply did not return the module"]
+
+
+@_check("module.train_and_eval", calls=False)
+def _train_and_eval(subject: Subject) -> list[str]:
+    """`train` and `eval` reach every descendant and return the module; a mode that is no bool is refused and changes nothing."""
+    module, findings = subject.module, []
+    with untouched(module):
+        for mode, switch in ((False, module.eval), (True, module.train), (False, lambda: module.train(False))):
+            for part in module.modules():
+                part.training = not mode
+            returned = switch()
+            findings += [
+                f"{name or 'the module'} stayed in training={not mode}" for name, part in module.named_modules() if part.training != mode
+            ]
+            findings += [] if returned is module else [f"the switch to training={mode} did not return the module"]
+        for wrong in (1, "eval", None):
+            try:
+                module.train(wrong)  # type: ignore[arg-type]
+                findings.append(f"train({wrong!r}) was accepted")
+            except ValueError:
+                findings += [f"train({wrong!r}) raised and yet changed a mode" for part in module.modules() if part.training is not False]
+    return findings
+
+
+@_check("module.extra_repr", calls=False)
+def _extra_repr(subject: Subject) -> list[str]:
+    """`repr` names the class, every line of `extra_repr`, and every child."""
+    module = subject.module
+    text, extra_lines = repr(module), module.extra_repr().splitlines()
+    expected = [type(module).__name__, *extra_lines, *(f"({name}): " for name, _ in module.named_children())]
+    return [f"{part!r} is not in repr" for part in expected if part.strip() not in text]
+
+
+@_check("module.state_dict_keys", calls=False)
+def _state_dict_keys(subject: Subject) -> list[str]:
+    """The state dict holds every parameter and persistent buffer; a strict load refuses a missing and an unexpected key by name."""
+    module = subject.module
+    state = module.state_dict()
+    findings = [f"{name} is not in the state dict" for name in persistent_names(module) if name not in state]
+    needed = [name for name in state if name not in non_persistent_names(module)][:MAX_LEFT_OUT]
+    wrong = {f"with the unexpected key {PROBE}": PROBE, **{f"without the key {name}": name for name in needed}}
+    with untouched(module):
+        for what, name in wrong.items():
+            contents = copy.copy(state)  # a copy like this one keeps the versions, which a load may look at
+            if contents.pop(name, None) is None:
+                contents[name] = torch.zeros(1)
+            try:
+                module.load_state_dict(contents, strict=True)
+                findings.append(f"a strict load accepted a state dict {what}")
+            except RuntimeError as error:
+                findings += [] if name in str(error) else [f"the error of a strict load {what} does not name it"]
+            differing = module.load_state_dict(contents, strict=False)
+            findings += [] if name in (*differing.missing_keys, *differing.unexpected_keys) else [f"strict=False does not report {name}"]
+    return findings
+
+
+@_check("module.state_dict_round_trip")
+def _state_dict_round_trip(subject: Subject) -> list[str]:
+    """Loading its own state dict brings back every tensor, bit for bit, and with them the output."""
+    module = subject.module
+    with untouched(module):
+        module.eval()
+        saved = copy.copy(module.state_dict())
+        for name, value in saved.items():
+            saved[name] = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        output = subject.call()
+        overwrite(module)
+        module.load_state_dict(saved, strict=True)
+        after = module.state_dict()
+        findings = [
+            f"{name} did not come back" for name, value in saved.items() if isinstance(value, Tensor) and not same_bits(value, after[name])
+        ]
+        return findings if same_bits(output, subject.call()) else [*findings, "the output after loading differs"]
+
+
+@_check("module.state_dict_version", calls=False)
+def _state_dict_version(subject: Subject) -> list[str]:
+    """The state dict carries `_version` of every submodule, and loading hands it over."""
+    module = subject.module
+    versions = {name: part._version for name, part in module.named_modules()}
+    handed: dict[str, Any] = {}
+
+    def note(part: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *rest: object) -> None:
+        handed[prefix.removesuffix(".")] = metadata.get("version")
+
+    state = module.state_dict()
+    carried = getattr(state, "_metadata", {})
+    findings = [
+        f"the state dict carries version {carried.get(name, {}).get('version')} of {name or 'the module'}, not {version}"
+        for name, version in versions.items()
+        if carried.get(name, {}).get("version") != version
+    ]
+    with untouched(module):
+        for part in module.modules():
+            part.register_load_state_dict_pre_hook(note)
+        module.load_state_dict(state)
+    if not findings:
+        wrong = [name or "the module" for name, version in versions.items() if handed.get(name) != version]
+        findings = [f"loading did not hand its version to {name}" for name in wrong]
+    return findings
+
+
+@_check("module.non_persistent_buffers", calls=False)
+def _non_persistent_buffers(subject: Subject) -> list[str]:
+    """A non-persistent buffer is a buffer, is not saved, and keeps its value when a state dict is loaded."""
+    module, findings = subject.module, []
+    with untouched(module):
+        module.register_buffer(PROBE, torch.arange(3), persistent=False)
+        if PROBE not in dict(module.named_buffers()):
+            findings.append("a buffer that was registered is not among named_buffers()")
+        state = module.state_dict()
+        left_out = non_persistent_names(module)
+        findings += [f"the non-persistent buffer {name} is in the state dict" for name in sorted(left_out) if name in state]
+        for name in left_out:
+            state.pop(name, None)
+        module.load_state_dict(state)
+        if not torch.equal(getattr(module, PROBE), torch.arange(3)):
+            findings.append("loading changed a non-persistent buffer")
+    return findings
+
+
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _post_order(child)
+    yield module
+
+
+def _classes(modules: list[nn.Module]) -> str:
+    return ", ".join(type(module).__name__ for module in modules) or "nothing"

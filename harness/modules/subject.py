@@ -1,0 +1,279 @@
+"""One module under examination: how to call it, watch its forward, and leave it exactly as it was.
+
+Every check works on the module itself, never on a copy, since copying is one of the things that is checked. `untouched` is what makes that
+safe: it keeps the attributes of every submodule and the bytes of every tensor, and puts both back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from compressor.errors import UserInputError
+from harness.modules.tensors import own_tensors
+from harness.reporting.record import Claim
+
+ForwardKind = Literal["forward_pre", "forward"]
+Kind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
+_CheckFunction = Callable[["Subject"], list[str]]
+Watcher = Callable[[tuple[Any, ...], dict[str, Any]], None]
+
+
+PROBE = "harness_probe"
+"""Name of the attribute, buffer or key that some checks add for a moment."""
+
+
+class NotApplicableError(Exception):
+    """A check has nothing to look at on this module; the text says why."""
+
+
+@dataclass
+class Subject:
+    """A module, and inputs that it takes.
+
+    Attributes:
+        module: the module itself.
+        args: positional inputs.
+        kwargs: keyword inputs.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: object, inputs: object) -> Subject:
+        """Check what the caller gave.
+
+        Args:
+            module: should be an nn.Module whose parameters exist.
+            inputs: a tuple or list of positional inputs, a mapping of keyword inputs, or one positional input.
+
+        Returns:
+            The subject.
+
+        Raises:
+            UserInputError: no module, or a lazy one that has not seen an input.
+        """
+        if not isinstance(module, nn.Module):
+            what = f"the class {module.__name__}" if isinstance(module, type) else f"{type(module).__name__} object"
+            raise UserInputError(f"verify_module: {what} is no nn.Module object; give a module that is built")
+        if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            raise UserInputError(f"verify_module: {type(module).__name__} has parameters without a shape; call it once before")
+        if isinstance(inputs, Mapping):
+            return cls(module, (), dict(inputs))
+        return cls(module, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,))
+
+    def call(self) -> Any:
+        """Call the module on its inputs, with the same random numbers each time; the caller's RNG state stays."""
+        return run(self.module, self.args, self.kwargs)
+
+    def by_keyword(self) -> dict[str, Any]:
+        """Return all inputs by the names that forward gives them.
+
+        Returns:
+            Name -> input.
+
+        Raises:
+            NotApplicableError: forward gives an input no name.
+        """
+        signature = inspect.signature(self.module.forward)
+        bound = signature.bind(*self.args, **self.kwargs)
+        for name in bound.arguments:
+            if signature.parameters[name].kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+                raise NotApplicableError(f"forward takes {name!r} without a name")
+        if not bound.arguments:
+            raise NotApplicableError("forward takes no input")
+        return dict(bound.arguments)
+
+    def in_order(self) -> tuple[Any, ...]:
+        """Return all inputs as positional ones.
+
+        Returns:
+            The inputs in forward's order.
+
+        Raises:
+            NotApplicableError: forward takes one of them by name only.
+        """
+        bound = inspect.signature(self.module.forward).bind(*self.args, **self.kwargs)
+        if bound.kwargs:
+            raise NotApplicableError(f"forward takes {sorted(bound.kwargs)} by name only")
+        return bound.args
+
+    @contextmanager
+    def watched_forward(self, on_call: Watcher) -> Iterator[None]:
+        """Tell what each forward of the module gets; `untouched` takes the watcher away.
+
+        Args:
+            on_call: gets the positional and the keyword inputs, before the real forward does.
+
+        Yields:
+            Nothing.
+        """
+        real = self.module.forward
+
+        @functools.wraps(real)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            on_call(args, kwargs)
+            return real(*args, **kwargs)
+
+        with untouched(self.module):
+            self.module.forward = forward
+            yield
+
+    @contextmanager
+    def hooks(self) -> Iterator[Hooks]:
+        """Register hooks for a while.
+
+        Yields:
+            What registers them.
+        """
+        with untouched(self.module), ExitStack() as stack:
+            yield Hooks(self.module, stack)
+
+
+@dataclass(frozen=True)
+class ModuleCheck:
+    """One statement about a module, and the function that looks for deviations from it.
+
+    Attributes:
+        claim: name and statement.
+        run: returns one line per deviation; raises NotApplicableError where there is nothing to look at.
+        calls: it calls the module, so it needs inputs that the module takes.
+    """
+
+    claim: Claim
+    run: Callable[[Subject], list[str]]
+    calls: bool
+
+
+def collect(checks: list[ModuleCheck]) -> Callable[..., Callable[[_CheckFunction], _CheckFunction]]:
+    """Make the decorator that adds checks to a list; the statement of a check is the first line of its docstring.
+
+    Args:
+        checks: where they go; changed by every use of the decorator.
+
+    Returns:
+        The decorator: it takes the name, and `calls=False` for a check that never calls the module.
+    """
+
+    def check(name: str, calls: bool = True) -> Callable[[_CheckFunction], _CheckFunction]:
+        def add(function: _CheckFunction) -> _CheckFunction:
+            statement = (function.__doc__ or "").splitlines()[0].removesuffix(".").replace("`", "")
+            checks.append(ModuleCheck(Claim(name, statement), function, calls))
+            return function
+
+        return add
+
+    return check
+
+
+@dataclass
+class Hooks:
+    """Hooks on one module that the end of the block removes."""
+
+    module: nn.Module
+    stack: ExitStack
+
+    def own(self, kind: Kind, hook: Callable[..., Any], **options: bool) -> RemovableHandle:
+        """Register a hook on the module.
+
+        Args:
+            kind: which of torch's hooks.
+            hook: with torch's signature for this kind.
+            **options: torch's own, such as `prepend`.
+
+        Returns:
+            torch's handle.
+        """
+        handle: RemovableHandle = getattr(self.module, f"register_{kind}_hook")(hook, **options)
+        self.stack.callback(handle.remove)
+        return handle
+
+    def everywhere(self, kind: ForwardKind, hook: Callable[..., Any]) -> None:
+        """Register a global hook; it only sees the module.
+
+        Args:
+            kind: which of torch's global hooks.
+            hook: with torch's signature for this kind.
+        """
+
+        def only_here(module: nn.Module, *seen: Any) -> Any:
+            return hook(module, *seen) if module is self.module else None
+
+        handle: RemovableHandle = getattr(torch_module, f"register_module_{kind}_hook")(only_here)
+        self.stack.callback(handle.remove)
+
+
+def run(module: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a module with fixed random numbers.
+
+    Args:
+        module: what to call.
+        args: positional inputs.
+        kwargs: keyword inputs.
+
+    Returns:
+        What it returns.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return module(*args, **kwargs)
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Put attributes, hooks and the bytes of tensors back at the end of the block, whatever happened in it.
+
+    Args:
+        module: the module; its submodules are kept too.
+
+    Yields:
+        Nothing.
+    """
+    kept = [(part, _kept_attributes(part)) for part in module.modules()]
+    tensors = {id(tensor): tensor for part, _ in kept for tensor in own_tensors(part).values()}
+    values = [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors.values()]
+    gradients = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors.values() if tensor.is_leaf]
+    try:
+        yield
+    finally:
+        for tensor, data, value in values:
+            with torch.no_grad():
+                data.copy_(value)
+            tensor.data = data
+        for tensor, requires_grad, grad in gradients:
+            tensor.requires_grad_(requires_grad)
+            tensor.grad = grad
+        for part, attributes in kept:
+            _put_back(part, attributes)
+
+
+_Contents = dict[str, tuple[Any, Any]]
+
+
+def _kept_attributes(module: nn.Module) -> _Contents:
+    """Each attribute, and the contents of those that are torch's (or anyone's) plain containers."""
+    return {name: (value, value.copy() if isinstance(value, dict | set | list) else None) for name, value in vars(module).items()}
+
+
+def _put_back(module: nn.Module, attributes: _Contents) -> None:
+    now = vars(module)
+    for name in set(now) - set(attributes):
+        del now[name]
+    for name, (value, contents) in attributes.items():
+        now[name] = value
+        if isinstance(value, dict | set):
+            value.clear()
+            value.update(contents)
+        elif isinstance(value, list):
+            value[:] = contents

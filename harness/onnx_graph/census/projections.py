@@ -1,0 +1,242 @@
+"""Linear layers of a graph: operator, activation, and the weight as a matrix [in_features, out_features], dequantized where it is codes.
+
+A weight may be an initializer, or computed from some (Transpose, Cast, DequantizeLinear ...); what is constant is evaluated. The
+orientation is always activation @ matrix, so that a transposed weight has another fingerprint than the right one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from harness.onnx_graph.census.flow import is_opaque, operands
+from harness.onnx_graph.census.products import Equation
+from harness.onnx_graph.graph.constants import Constants
+from harness.onnx_graph.graph.view import label
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A node that multiplies one activation by a constant matrix.
+
+    Attributes:
+        node: the node.
+        activation: what is multiplied.
+        matrix_IO: [in_features, out_features], float32.
+        sources: the constants that hold the weight; of a slice, what it is cut from.
+        stored: how the weight is kept: `float`, `codes` (computed by DequantizeLinear or inside of a quantized operator).
+    """
+
+    node: ir.Node
+    activation: ir.Value
+    matrix_IO: np.ndarray
+    sources: frozenset[ir.Value]
+    stored: str
+
+    @property
+    def name(self) -> str:
+        """Of the node."""
+        return label(self.node)
+
+    @property
+    def op(self) -> str:
+        """Operator of the node."""
+        return self.node.op_type
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(in_features, out_features)."""
+        rows, columns = self.matrix_IO.shape
+        return int(rows), int(columns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the layer as JSON types."""
+        return {"node": self.name, "op": self.op, "shape": list(self.shape), "stored": self.stored, "fingerprint": self.fingerprint}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of shape and values; another orientation has another one."""
+        return fingerprint(self.matrix_IO)
+
+
+def fingerprint(matrix_IO: np.ndarray) -> str:
+    """Hash a matrix.
+
+    Args:
+        matrix_IO: [in_features, out_features], of any dtype; compared as float32.
+
+    Returns:
+        16 hex digits.
+    """
+    values = np.ascontiguousarray(matrix_IO, dtype=np.float32) + np.float32(0)  # -0.0 becomes 0.0: optimizers swap them freely
+    return hashlib.sha256(repr(values.shape).encode() + values.tobytes()).hexdigest()[:16]
+
+
+def _plain(weight: int) -> Callable[[Constants, ir.Node], np.ndarray | None]:
+    def read(constants: Constants, node: ir.Node) -> np.ndarray | None:
+        matrix = constants.of(node.inputs[weight])
+        return None if matrix is None else _squeezed(matrix)
+
+    return read
+
+
+def _matmul(constants: Constants, node: ir.Node) -> np.ndarray | None:
+    left, right = node.inputs[0], node.inputs[1]
+    is_left = constants.view.is_constant(left)
+    matrix = constants.of(left if is_left else right)
+    if matrix is None or matrix.ndim < 2:
+        return None
+    if node.op_type == "FusedMatMul" and _flag(node, "transA" if is_left else "transB"):
+        matrix = matrix.swapaxes(-1, -2)
+    return _side_by_side(matrix.swapaxes(-1, -2) if is_left else matrix)
+
+
+def _einsum(constants: Constants, node: ir.Node) -> np.ndarray | None:
+    """What is summed becomes rows, the rest of the weight columns, in the order of the output."""
+    if len(node.inputs) != 2:
+        return None
+    held = 0 if constants.view.is_constant(node.inputs[0]) else 1
+    weight, equation = constants.of(node.inputs[held]), Equation.of(node)
+    letters, other = equation.inputs[held], equation.inputs[1 - held]
+    rows = [one for one in other if one in letters and one not in equation.output]
+    columns = [one for one in equation.output if one in letters]
+    if weight is None or not rows or "." in letters or len(rows) + len(columns) != len(letters):
+        return None
+    moved = weight.transpose([letters.index(one) for one in (*rows, *columns)])
+    return moved.reshape(int(np.prod(moved.shape[: len(rows)])), -1)
+
+
+def _gemm(constants: Constants, node: ir.Node) -> np.ndarray | None:
+    matrix = _plain(1)(constants, node)
+    return matrix.T if matrix is not None and _flag(node, "transB") else matrix
+
+
+def _conv(constants: Constants, node: ir.Node) -> np.ndarray | None:
+    weight = constants.of(node.inputs[1])
+    return None if weight is None or _number(node, "group", 1) != 1 else weight.reshape(len(weight), -1).T
+
+
+def _with_scale(weight: int, scale: int, zero_point: int, transpose: str = "") -> Callable[[Constants, ir.Node], np.ndarray | None]:
+    """Read a quantized operator that holds its codes, scale and zero point in these inputs; the scale may run over columns."""
+
+    def read(constants: Constants, node: ir.Node) -> np.ndarray | None:
+        parts = [constants.of(node.inputs[position]) if position < len(node.inputs) else None for position in (weight, scale, zero_point)]
+        codes, step, zero = parts
+        if codes is None or step is None:
+            return None
+        if transpose and _flag(node, transpose):
+            codes = codes.T
+        shift = 0 if zero is None else zero.astype(np.float32)
+        matrix: np.ndarray = (codes.astype(np.float32) - shift) * step.astype(np.float32)
+        return matrix
+
+    return read
+
+
+def _integer_codes(constants: Constants, node: ir.Node) -> np.ndarray | None:
+    """MatMulInteger: the scale is applied further down; the codes less the zero point are the matrix up to a factor."""
+    codes = constants.of(node.inputs[1])
+    zero = constants.of(node.inputs[3]) if len(node.inputs) > 3 else None
+    return None if codes is None else codes.astype(np.float32) - (0 if zero is None else zero.astype(np.float32))
+
+
+def _nbits(constants: Constants, node: ir.Node) -> np.ndarray | None:
+    """MatMulNBits: [N, blocks, block_size * bits / 8] of packed codes, low bits first (source: onnxruntime, ContribOperators.md)."""
+    packed, scales = constants.of(node.inputs[1]), constants.of(node.inputs[2])
+    if packed is None or scales is None:
+        return None
+    bits, size = _number(node, "bits", 4), _number(node, "block_size", 32)
+    num_out, num_in = _number(node, "N", 0), _number(node, "K", 0)
+    codes = _unpack(packed.reshape(num_out, -1), bits).reshape(num_out, -1, size).astype(np.float32)
+    zero = constants.of(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else None
+    num_blocks = codes.shape[1]
+    shift: Any = float(2 ** (bits - 1))
+    if zero is not None:
+        unpacked = _unpack(zero.reshape(num_out, -1), bits)[:, :num_blocks] if zero.dtype == np.uint8 else zero.reshape(num_out, num_blocks)
+        shift = unpacked.astype(np.float32)[..., None]
+    matrix = (codes - shift) * scales.reshape(num_out, num_blocks, 1).astype(np.float32)
+    return matrix.reshape(num_out, -1)[:, :num_in].T
+
+
+_READERS: Mapping[str, Callable[[Constants, ir.Node], np.ndarray | None]] = {
+    "MatMul": _matmul,
+    "FusedMatMul": _matmul,
+    "TransposeMatMul": _matmul,
+    "Gemm": _gemm,
+    "FusedGemm": _gemm,
+    "GemmFastGelu": _plain(1),
+    "Einsum": _einsum,
+    "Conv": _conv,
+    "FusedConv": _conv,
+    "MatMulInteger": _integer_codes,
+    "QLinearMatMul": _with_scale(3, 4, 5),
+    "QGemm": _with_scale(3, 4, 5, "transB"),
+    "DynamicQuantizeMatMul": _with_scale(1, 2, 3),
+    "MatMulIntegerToFloat": _with_scale(1, 3, 5),
+    "MatMulNBits": _nbits,
+}
+_HOLDS_CODES = frozenset({"MatMulInteger", "QLinearMatMul", "QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits"})
+
+
+def find_projection(constants: Constants, node: ir.Node) -> Projection | None:
+    """Read a node as a linear layer.
+
+    Args:
+        constants: of the node's graph.
+        node: any node.
+
+    Returns:
+        The layer; None if it is none: no such operator, not exactly one activation, or no constant matrix of rank 2.
+    """
+    read = _READERS.get(node.op_type)
+    if read is None or is_opaque(node):
+        return None
+    given = operands(node)
+    activations = [value for value in given if not constants.view.is_constant(value)]
+    if len(activations) != 1 or activations[0] is None:
+        return None
+    matrix = read(constants, node)
+    if matrix is None or matrix.ndim != 2 or matrix.shape[0] < 2:
+        return None
+    stored = "codes" if node.op_type in _HOLDS_CODES or any(map(constants.is_dequantized, node.inputs)) else "float"
+    weight = next((value for value in given if value is not None and value is not activations[0]), node.inputs[1])
+    assert weight is not None
+    return Projection(node, activations[0], matrix.astype(np.float32), constants.sources(weight), stored)
+
+
+def _squeezed(matrix: np.ndarray) -> np.ndarray | None:
+    """Drop leading ones; None if the rest has no rank of 2."""
+    while matrix.ndim > 2 and matrix.shape[0] == 1:
+        matrix = matrix[0]
+    return matrix if matrix.ndim == 2 else None
+
+
+def _side_by_side(matrices: np.ndarray) -> np.ndarray:
+    """Several matrices [..., in_features, out_features] that one product applies are columns of one."""
+    if matrices.ndim == 2:
+        return matrices
+    return np.moveaxis(matrices, -2, 0).reshape(matrices.shape[-2], -1)
+
+
+def _flag(node: ir.Node, name: str) -> bool:
+    return bool(_number(node, name, 0))
+
+
+def _number(node: ir.Node, name: str, default: int) -> int:
+    return int(node.attributes[name].as_int()) if name in node.attributes else default
+
+
+def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Split bytes into codes, low bits first."""
+    if bits == 8:
+        return packed
+    per_byte = 8 // bits
+    shifts = np.arange(per_byte, dtype=np.uint8) * bits
+    codes: np.ndarray = (packed[..., None] >> shifts) & (2**bits - 1)
+    return codes.reshape(*packed.shape[:-1], -1)

@@ -1,0 +1,55 @@
+"""`harness onnx check BEFORE AFTER --contract ...`: does what was exported survive in what was optimized?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from harness.onnx_graph.commands.main import EXIT_HOLDS, EXIT_NOT_ANALYSED, EXIT_VIOLATED
+from harness.onnx_graph.contracts.registry import CONTRACTS, contract_from_names
+from harness.onnx_graph.skips.supervision import EVIDENCE, NOT_SEEN
+
+EXIT_OF = {"holds": EXIT_HOLDS, "violated": EXIT_VIOLATED, "not analysed": EXIT_NOT_ANALYSED}
+"""What a contract found, to exit code."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: of the action; changed.
+    """
+    parser.add_argument("before", metavar="BEFORE", help="the model as it was exported")
+    parser.add_argument("after", metavar="AFTER", help="the model as it was optimized")
+    add_contract(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def add_contract(parser: argparse.ArgumentParser) -> None:
+    """Declare `--contract`, and say where contracts end.
+
+    Args:
+        parser: changed.
+    """
+    parser.epilog = f"{NOT_SEEN}. numeric-equal: {EVIDENCE}; {parser.epilog}"
+    names = "; ".join(f"{name}: {one.text}" for name, one in CONTRACTS.items())
+    parser.add_argument("--contract", default="separate-qkv", metavar="NAMES", help=f"what must hold, with commas between. {names}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        0 if all hold, 1 if one is violated, 2 if one could not be analysed.
+    """
+    result = contract_from_names(args.contract).check(args.before, args.after)
+    if args.json:
+        print(json.dumps(result.to_dict(), indent=1, sort_keys=True))
+    else:
+        print(f"{' & '.join(result.contracts)}: {result.holding.value}")
+        if result.message:
+            print(result.message)
+    return EXIT_OF[result.holding]

@@ -1,0 +1,101 @@
+"""`harness onnx run --skip ... -- python third_party.py`: forced skips for a command, without touching its code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from compressor.errors import CheckpointError, UserInputError
+from harness.onnx_graph.skips.call_records import Calls
+from harness.onnx_graph.skips.child_processes import Channel
+from harness.onnx_graph.skips.passes import resolve_skips
+from harness.onnx_graph.skips.supervision import OUT_OF_REACH, Ended, supervise
+from harness.output_file import check_output_file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: of the action; changed.
+    """
+    parser.epilog = f"{OUT_OF_REACH}; exit codes: 0 the command ended well and every call was forced, 2 it failed, or a call is not known"
+    parser.add_argument("--skip", required=True, metavar="PASSES", help="passes to leave out, with commas between: fuse_qkv,fuse_attention")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the recorded calls there, a .json file")
+    parser.set_defaults(refuse=parser.error)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments, after two dashes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command, print the calls of optimizers that it made.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        0 when it ended well, an optimizer that has one of the passes was called, and every program that called one was reached;
+        otherwise 2. Never 1: no contract is asked.
+
+    Raises:
+        SystemExit: no command.
+        UserInputError: one that cannot be run, a file that is no .json, or a pass that no optimizer knows.
+        HarnessError: this system does not let a command be watched.
+    """
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        args.refuse("no command was given; put it after two dashes: harness onnx run --skip fuse_qkv -- python deploy.py")
+    if shutil.which(command[0]) is None:
+        raise UserInputError(
+            f"run: {command[0]!r} is no command that can be run; give its path, make it executable, or start it with `python`"
+        )
+    if args.json is not None:
+        check_output_file(args.json, ".json")
+    skips = resolve_skips([name.strip() for name in args.skip.split(",") if name.strip()])
+    ended, calls = _run(command, skips)
+    code = _conclude(command, ended, calls, skips)
+    if args.json is not None:
+        from compressor.atomic import whole_file  # brings torch, which help and mistakes do without
+
+        found = {"calls": [call.to_dict() for call in calls], "unseen": [asdict(one) for one in ended.unseen]}
+        report = {"command": command, "exit_code": ended.code, "skips": skips} | found
+        try:
+            with whole_file(args.json) as partial:
+                partial.write_text(json.dumps(report, indent=1, sort_keys=True), encoding="utf-8")
+        except CheckpointError as error:  # the command has run: to say that nothing was would be untrue
+            print(f"harness onnx run: {error}", file=sys.stderr)
+            return 2
+    return code
+
+
+def _run(command: Sequence[str], skips: dict[str, tuple[str, ...]]) -> tuple[Ended, Calls]:
+    folder = Path(tempfile.mkdtemp(prefix="forced-skips-"))
+    try:
+        channel = Channel(folder)
+        channel.open(skips, keep_graphs=False)
+        ended = supervise(command, os.environ | channel.environment(), skips, channel.reached, channel.forget)
+        return ended, Calls(channel.received(None))
+    finally:
+        shutil.rmtree(folder)
+
+
+def _conclude(command: Sequence[str], ended: Ended, calls: Calls, skips: dict[str, tuple[str, ...]]) -> int:
+    if calls:
+        print(calls.text())
+    num_forced = sum(call.changed for call in calls)
+    counted = f"{len(calls)} call{'' if len(calls) == 1 else 's'}"
+    print(f"harness onnx run: {counted} of an optimizer, {num_forced} of them with forced skips", flush=True)
+    problems = [f"not every call is known: {one.command}: {one.reason}" for one in ended.unseen]
+    if ended.code:
+        problems.append(f"{command[0]} ended with exit code {ended.code}")
+    elif not any(call.backend in skips for call in calls):
+        problems.append(f"nothing was protected: no Python that the command started called {' or '.join(skips)}")
+    for problem in problems:
+        print(f"harness onnx run: {problem}", file=sys.stderr)
+    return 2 if problems else 0

@@ -1,0 +1,282 @@
+"""The contracts about attention: blocks, their three projections, and the weights of these."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+
+from harness.onnx_graph.census.baseline import RoleWeight, describe, packed_in, same_order
+from harness.onnx_graph.census.census import ROLES, Block, Status
+from harness.onnx_graph.census.projections import Projection
+from harness.onnx_graph.contracts.base import Contract, Finding, Holding, Pair
+from harness.onnx_graph.graph.run_session import sqnr_db
+
+_UNCLEAR = (Status.MISSING, Status.AMBIGUOUS, Status.UNKNOWN)
+
+
+class RoleContract(Contract):
+    """A contract about attention. It holds over no graph in which something mixes activations and is not read."""
+
+    def findings(self, pair: Pair) -> list[Finding]:
+        """Look at what is read, and say what is not.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            One finding per place where the contract does not hold or cannot be decided.
+        """
+        before, after = pair.baseline.census, pair.census_after
+        pair.notes.extend(note for note in (*before.notes, *after.notes) if note not in pair.notes)
+        unread = [self.not_analysed(_unread(block, "as exported"), block.index) for block in before.unknown]
+        if len(before.unknown) != len(after.unknown):
+            unread += [self.not_analysed(_unread(block, "as optimized"), block.index) for block in after.unknown]
+        if not before.read:
+            return unread or [_no_attention(self)]
+        return [*self.of_blocks(pair), *unread, *self._compared(pair)]
+
+    @abstractmethod
+    def of_blocks(self, pair: Pair) -> list[Finding]:
+        """Look at the blocks that are read; there is at least one before.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            None if it holds everywhere.
+        """
+
+    def _compared(self, pair: Pair) -> Iterator[Finding]:
+        """Products that are no attention are said; where they or the shapes of their layers change, nobody knows what was lost."""
+        before, after = pair.baseline.census.comparisons, pair.census_after.comparisons
+        pair.notes.extend(note for one in before if (note := f"not read: {one.text()}") not in pair.notes)
+        shapes = [sorted(sorted(layer.shape for layer in one.layers) for one in several) for several in (before, after)]
+        if shapes[0] != shapes[1]:
+            now = "; ".join(one.text() for one in after) or "there is none"
+            yield self.not_analysed(f"{len(before)} products of two activations that are not read were {shapes[0]}; now: {now}")
+
+
+class SameBlockCount(RoleContract):
+    """As many attention blocks after as before, kind by kind, and at least one."""
+
+    def of_blocks(self, pair: Pair) -> list[Finding]:
+        """Count.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            None, or one.
+        """
+        before, after = (sorted(block.kind for block in one.read) for one in (pair.baseline.census, pair.census_after))
+        if len(before) != len(after):
+            return [self.violated(f"{len(before)} attention blocks before, {len(after)} after")]
+        if before != after and not any(block.status is Status.ABSORBED for block in pair.census_after.blocks):
+            return [self.violated(f"the blocks were {', '.join(before)}, and are {', '.join(after)}")]
+        return []
+
+
+class SeparateQKV(RoleContract):
+    """Q, K and V of every block come from three linear layers of their own, before and after."""
+
+    def of_blocks(self, pair: Pair) -> list[Finding]:
+        """Look at every block.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            One finding per role that was lost, or per block that was never separate or is not clear.
+        """
+        before = pair.baseline.census.read
+        early = [finding for block in before if (finding := self._before(block)) is not None]
+        if early:
+            return early
+        after = pair.census_after.read
+        if len(after) < len(before):
+            lost = len(before) - len(after)
+            return [self.violated(f"{len(before)} attention blocks before, {len(after)} after, so {lost} cannot be found again")]
+        return [finding for block in after for finding in self._after(pair, block)]
+
+    def _before(self, block: Block) -> Finding | None:
+        where = f"block {block.index} ({block.kind}), as exported, before any optimizer"
+        if block.status is Status.SEPARATE:
+            return None
+        if block.status in _UNCLEAR:
+            return self.not_analysed(f"{where}: {describe(block)}; its roles are not clear", block.index)
+        return self.violated(f"{where}: already {describe(block)}; the model itself has Q, K and V in one layer or one weight", block.index)
+
+    def _after(self, pair: Pair, block: Block) -> Iterator[Finding]:
+        if block.status is Status.SEPARATE:
+            return
+        if block.status in _UNCLEAR:
+            yield self.not_analysed(f"block {block.index} ({block.kind}): {describe(block)}; its roles are not clear", block.index)
+            return
+        was = next((index for index, one in pair.counterparts.items() if one is block), -1)
+        for lost in pair.baseline.of_block(was):
+            rows, columns = lost.projection.shape
+            place = packed_in(lost.projection.matrix_IO, block)
+            found = f"packed as {place}" if place else describe(block)
+            yield self.violated(f"{lost.where}: expected a layer of its own [{rows}, {columns}], found {found}", block.index, lost.role)
+
+
+class RoleWeights(RoleContract):
+    """Every role of every block still has its own weight: not another role's, not transposed, not scaled, not another matrix.
+
+    Exact by default. With `min_sqnr_db` a weight that was quantized may differ by so much.
+    """
+
+    def __init__(self, min_sqnr_db: float | None = None) -> None:
+        """Choose how close.
+
+        Args:
+            min_sqnr_db: signal to quantization noise that a role's weight must reach; None asks for equal values.
+        """
+        self._min_sqnr_db = min_sqnr_db
+
+    def of_blocks(self, pair: Pair) -> list[Finding]:
+        """Compare every role by content.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            One finding per role whose weight is not its own, and per block whose weights could not be read before.
+        """
+        blind = [block for block in pair.baseline.census.read if block.status in (*_UNCLEAR, Status.ABSORBED)]
+        unread = [self.not_analysed(f"block {block.index} ({block.kind}), as exported: {describe(block)}", block.index) for block in blind]
+        compared = [self._compare(pair, one, pair.counterparts.get(one.block)) for one in pair.baseline.weights.values()]
+        return [*unread, *(finding for finding in compared if finding is not None), *self._moved(pair)]
+
+    def _moved(self, pair: Pair) -> Iterator[Finding]:
+        """Blocks that have their weights at another place of the data flow: their weights were exchanged, nothing was reordered."""
+        found = pair.counterparts
+        before = {block.index: block for block in pair.baseline.census.read}
+        for index, now in found.items():
+            was = before[index]
+            where = f"block {index} ({was.kind}): its weights are found at block {now.index}"
+            others = [other for other, one in found.items() if other > index and not same_order(was, now, other, one)]
+            if others:
+                text = f"{where}, which lies elsewhere in the data flow: block {others[0]} does not follow or precede it as before"
+                yield self.violated(text, index)
+            elif was.place.outputs != now.place.outputs and len(pair.before.graph.output) == len(pair.after.graph.output):
+                outputs = [[pair.before.graph.output[at].name for at in sorted(place.outputs)] for place in (was.place, now.place)]
+                reached = " and ".join(", ".join(names) or "no output" for names in outputs)
+                yield self.violated(f"{where}, which leads to other outputs of the graph than before: {reached}", index)
+
+    def _compare(self, pair: Pair, was: RoleWeight, block: Block | None) -> Finding | None:
+        if block is None or block.status in (*_UNCLEAR, Status.ABSORBED):
+            state = "no such block" if block is None else describe(block)
+            return Finding(self.name, Holding.NOT_ANALYSED, f"{was.where}: its weight cannot be read: {state}", was.block, was.role)
+        now = block.projection(was.role)
+        assert now is not None
+        if now.fingerprint == was.projection.fingerprint:
+            return None
+        sqnr = sqnr_db(was.projection.matrix_IO, now.matrix_IO)
+        if self._min_sqnr_db is not None and sqnr >= self._min_sqnr_db:
+            return None
+        layer = f"{now.op} {now.name} [{now.shape[0]}, {now.shape[1]}]"
+        text = f"{was.where}: expected its own weight, found {layer} with {_what(pair, was, now, sqnr)}"
+        return self.violated(text, was.block, was.role)
+
+
+class ProjectionOp(RoleContract):
+    """The projections are computed by one of these operators."""
+
+    def __init__(self, operators: Collection[str] = ("MatMul", "Gemm")) -> None:
+        """Choose the operators.
+
+        Args:
+            operators: op types that are allowed.
+        """
+        self._operators = frozenset(operators)
+
+    def of_blocks(self, pair: Pair) -> list[Finding]:
+        """Look at the operator of every projection after.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            One finding per projection with another operator.
+        """
+        if not pair.census_after.read:
+            return [_no_attention(self)]
+        return [finding for block in pair.census_after.read for finding in self._of_block(block)]
+
+    def _of_block(self, block: Block) -> Iterator[Finding]:
+        if block.status in (*_UNCLEAR, Status.ABSORBED):
+            yield self.not_analysed(f"block {block.index} ({block.kind}): {describe(block)}", block.index)
+            return
+        allowed = " or ".join(sorted(self._operators))
+        for role in ROLES:
+            for layer in block.projections[role]:
+                if layer.op not in self._operators:
+                    text = f"block {block.index} {role.upper()}: expected {allowed}, found {layer.op} {layer.name}"
+                    yield self.violated(text, block.index, role)
+
+
+class QDQPreserved(RoleContract):
+    """Projections that were stored in codes are still stored in codes, and mean the same numbers."""
+
+    def of_blocks(self, pair: Pair) -> list[Finding]:
+        """Look at every projection that was quantized.
+
+        Args:
+            pair: before and after.
+
+        Returns:
+            One finding per projection that is float now, or whose numbers changed.
+        """
+        quantized = [one for one in pair.baseline.weights.values() if one.projection.stored == "codes"]
+        if not quantized:
+            return [self.not_analysed("no projection was stored in codes before, so there is nothing to preserve; give a quantized model")]
+        found = []
+        for one in quantized:
+            now = pair.counterparts[one.block].projection(one.role) if one.block in pair.counterparts else None
+            if now is None:
+                found.append(self.not_analysed(f"{one.where}: its layer cannot be found again", one.block, one.role))
+            elif now.stored != "codes":
+                found.append(
+                    self.violated(f"{one.where}: expected codes, found floating point in {now.op} {now.name}", one.block, one.role)
+                )
+            elif now.fingerprint != one.projection.fingerprint:
+                sqnr = sqnr_db(one.projection.matrix_IO, now.matrix_IO)
+                found.append(
+                    self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
+                )
+        return found
+
+
+def _unread(block: Block, when: str) -> str:
+    return f"block {block.index}, {when}: its roles are unknown, so nobody can say whether its layers are kept; {block.note}"
+
+
+def _what(pair: Pair, was: RoleWeight, now: Projection, sqnr: float) -> str:
+    """Say what a wrong weight is."""
+    other = pair.baseline.named(now.fingerprint)
+    if other is not None:
+        return f"the weight of {other.where}"
+    expected: np.ndarray[Any, Any] = was.projection.matrix_IO
+    if expected.T.shape == now.matrix_IO.shape and np.array_equal(expected.T, now.matrix_IO):
+        return "the same weight transposed"
+    if expected.shape == now.matrix_IO.shape and (factor := _factor(expected, now.matrix_IO)) is not None:
+        scaled = f"{factor:.6g}"
+        return f"the same weight times {scaled}" if scaled != "1" else f"nearly the same weight, {sqnr:.1f} dB from its own"
+    if now.shape[0] == expected.shape[0] and now.shape[1] > expected.shape[1]:
+        return f"several projections packed into [{now.shape[0]}, {now.shape[1]}]"
+    return f"another weight, {sqnr:.1f} dB from its own"
+
+
+def _factor(expected: np.ndarray, actual: np.ndarray) -> float | None:
+    """The factor by which all elements differ, if it is one."""
+    norm = float(np.square(expected, dtype=np.float64).sum())
+    factor = float((expected.astype(np.float64) * actual).sum()) / norm if norm else 0.0
+    return factor if factor and np.allclose(expected * factor, actual, rtol=1e-5, atol=0) else None
+
+
+def _no_attention(contract: Contract) -> Finding:
+    return contract.not_analysed("no attention block was found, and nothing to check is never a pass")

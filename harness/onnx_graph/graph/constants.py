@@ -1,0 +1,122 @@
+"""The values of constants in a graph: initializers, and whatever is computed from them alone, evaluated once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from harness.onnx_graph.graph.view import GraphView, tensor_of
+
+
+class Constants:
+    """The values of constants, each evaluated once.
+
+    Attributes:
+        view: of the graph.
+    """
+
+    def __init__(self, view: GraphView) -> None:
+        """Evaluate nothing yet.
+
+        Args:
+            view: of the graph.
+        """
+        self.view = view
+        self._known: dict[ir.Value, np.ndarray | None] = {}
+
+    def of(self, value: ir.Value | None) -> np.ndarray | None:
+        """Evaluate.
+
+        Args:
+            value: of the graph.
+
+        Returns:
+            The array; None if the value is missing, not constant, or computed by an operator that the reference evaluator lacks.
+        """
+        if value is None or not self.view.is_constant(value):
+            return None
+        if value not in self._known:
+            held = tensor_of(value)
+            self._known[value] = self._evaluate(value) if held is None else held
+        return self._known[value]
+
+    def is_dequantized(self, value: ir.Value | None) -> bool:
+        """Whether a constant is computed from codes by DequantizeLinear."""
+        if value is None or not self.view.is_constant(value):
+            return False
+        return any(node.op_type == "DequantizeLinear" for node in self._ancestors(value))
+
+    def sources(self, value: ir.Value) -> frozenset[ir.Value]:
+        """Find what holds a constant: the matrices that it is computed from, or where there are none whatever it is computed from.
+
+        Args:
+            value: a constant.
+
+        Returns:
+            Initializers and outputs of Constants; slices of one packed weight have the same.
+        """
+        made = [one for node in self._ancestors(value) for one in (*node.inputs, *node.outputs)]
+        leaves = [one for one in (value, *made) if one is not None and tensor_of(one) is not None]
+        return frozenset(one for one in leaves if _rank_of(one) > 1) or frozenset(leaves)
+
+    def _ancestors(self, value: ir.Value) -> list[ir.Node]:
+        """Nodes that a constant is computed from, in the order of the graph."""
+        found: set[ir.Node] = set()
+        waiting = [value]
+        while waiting:
+            node = waiting.pop().producer()
+            if node is not None and node not in found:
+                found.add(node)
+                waiting += [below for below in node.inputs if below is not None]
+        return sorted(found, key=self._rank.__getitem__)
+
+    @functools.cached_property
+    def _rank(self) -> dict[ir.Node, int]:
+        return {node: rank for rank, node in enumerate(self.view.nodes)}
+
+    def _evaluate(self, value: ir.Value) -> np.ndarray | None:
+        from onnx.reference import ReferenceEvaluator
+
+        nodes = self._ancestors(value)
+        protos = [_standard(ir.serde.serialize_node(node)) for node in nodes]
+        leaves = {below for node in nodes for below in node.inputs if below is not None and below.producer() is None}
+        tensors = [_named(below) for below in leaves if below.const_value is not None]
+        output = onnx.helper.make_tensor_value_info(str(value.name), onnx.TensorProto.UNDEFINED, None)
+        graph = onnx.helper.make_graph(protos, "constant", [], [output], tensors)
+        opsets = _evaluated_opsets(self.view.model.opset_imports, protos)
+        try:
+            evaluator = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=opsets))
+            outputs: Any = evaluator.run(None, {})
+            return np.asarray(outputs[0])
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            return None  # an operator that the reference evaluator lacks: the caller says which weight could not be read
+
+
+def _evaluated_opsets(imports: Mapping[str, int], nodes: Sequence[onnx.NodeProto]) -> list[onnx.OperatorSetIdProto]:
+    """The model's own versions, but for DequantizeLinear, which the evaluator has from 19 on, with the meaning that it had before."""
+    least = 21 if any(node.op_type == "DequantizeLinear" for node in nodes) else 0
+    return [onnx.helper.make_opsetid(name, version if name else max(version, least)) for name, version in imports.items()]
+
+
+def _rank_of(value: ir.Value) -> int:
+    held = tensor_of(value)
+    return 0 if held is None else held.ndim
+
+
+def _named(value: ir.Value) -> onnx.TensorProto:
+    assert value.const_value is not None
+    tensor = ir.serde.serialize_tensor(value.const_value)
+    tensor.name = str(value.name)
+    return tensor
+
+
+def _standard(node: onnx.NodeProto) -> onnx.NodeProto:
+    """onnxruntime has quantize and dequantize in a domain of its own, with the meaning of the standard ones."""
+    if node.domain == "com.microsoft" and node.op_type in ("DequantizeLinear", "QuantizeLinear"):
+        node.domain = ""
+    return node

@@ -1,0 +1,170 @@
+"""The report of a round trip: a page with the matrix and before/after pictures of the blocks, JSON, and JUnit for a test server."""
+
+from __future__ import annotations
+
+import base64
+import html
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from compressor.atomic import whole_file
+from compressor.errors import CompressorError, OutputError
+from harness.onnx_graph.census.baseline import describe
+from harness.onnx_graph.census.block_picture import picture_of, to_svg
+from harness.onnx_graph.census.census import Block, Census, census
+from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.graph.view import GraphView, load_graph
+from harness.onnx_graph.roundtrip.matrix import RoundTrip, RoundTripRow
+from harness.onnx_graph.skips.passes import effective_passes, installed_backends
+from harness.reporting.record import CheckRecord, Outcome, html_badge, to_json, to_junit
+from harness.validation.report.page import STYLE
+
+_OUTCOMES = {Holding.HOLDS: Outcome.PASS, Holding.VIOLATED: Outcome.FAIL, Holding.NOT_ANALYSED: Outcome.INCONCLUSIVE}
+_FILES = ("report.json", "junit.xml", "report.html")
+_MAX_BLOCKS = 3
+"""Blocks drawn per row: those with findings first."""
+
+
+def check_report_folder(folder: Path) -> None:
+    """Refuse a folder that holds something else than an earlier report of a round trip, before anything runs.
+
+    Args:
+        folder: of the report; may be missing.
+
+    Raises:
+        OutputError: it is a file, or a folder with other contents.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder}: it is a file; choose another folder")
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if present and not present >= set(_FILES):
+        raise OutputError(
+            f"{folder}: it is not empty ({', '.join(sorted(present)[:3])}), and not an earlier report; choose a new or empty folder"
+        )
+
+
+def write_roundtrip_report(trip: RoundTrip, rows: Sequence[RoundTripRow], folder: Path, title: str) -> Path:
+    """Write `report.html`, `report.json` and `junit.xml`.
+
+    Args:
+        trip: gives the exported graphs.
+        rows: of its matrix.
+        folder: made if it is missing; files of an earlier report are replaced.
+        title: of the page: the model's name.
+
+    Returns:
+        The page.
+
+    Raises:
+        OutputError: the folder cannot be made.
+        CheckpointError: a file cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: it cannot be made: {error}; choose another folder") from error
+    provenance = _provenance()
+    texts = (
+        to_json({"title": title, "rows": [row.to_dict() for row in rows], "provenance": provenance}),
+        to_junit([_record(row) for row in rows], f"onnx round trip of {title}"),
+        _page(trip, rows, title, provenance),
+    )
+    for name, text in zip(_FILES, texts, strict=True):
+        with whole_file(folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
+    return folder / "report.html"
+
+
+def _record(row: RoundTripRow) -> CheckRecord:
+    name = ".".join(["onnx", row.exporter, row.optimizer, *([f"skip-{'-'.join(row.skips)}"] if row.skips else [])])
+    lines = row.result.message.splitlines()
+    summary = lines[0] if lines else "holds"
+    return CheckRecord(name, " & ".join(row.result.contracts), _OUTCOMES[row.result.holding], summary, findings=tuple(lines))
+
+
+def _page(trip: RoundTrip, rows: Sequence[RoundTripRow], title: str, provenance: dict[str, Any]) -> str:
+    worst = next((one for one in (Holding.VIOLATED, Holding.NOT_ANALYSED) if any(row.result.holding is one for row in rows)), Holding.HOLDS)
+    contracts = " &amp; ".join(html.escape(name) for name in rows[0].result.contracts) if rows else ""
+    parts = [
+        f'<header><p class="kicker">ONNX round trip</p><h1>{html.escape(title)}</h1>'
+        f'<p class="verdict" role="status">{html_badge(_OUTCOMES[worst].value)}<span>{contracts}: {worst.value}</span></p></header>',
+        _matrix(rows),
+        *(_section(trip, row) for row in rows),
+        f"<section><h2>Versions and passes</h2><pre>{html.escape(to_json(provenance))}</pre></section>",
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}: {worst.value}</title>\n<style>\n{STYLE}\n"
+        ".pair{display:flex;gap:2rem;flex-wrap:wrap;align-items:flex-end}.pair figure{margin:0;flex:1 1 20rem;max-width:47%}"
+        ".pair img{max-width:100%}.pair figcaption{font-weight:400;font-size:.85rem}"
+        "pre{white-space:pre-wrap}"
+        "</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _matrix(rows: Sequence[RoundTripRow]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("exporter", "optimizer", "skipped", "verdict", "nodes", "golden dB", "deploy dB", "ms"))
+    body = []
+    for row in rows:
+        decibels = [f"{row.numbers[name].sqnr_db:.0f}" if name in row.numbers else "–" for name in ("golden", "deploy")]
+        link = f'<a href="#{_anchor(row)}">{html_badge(_OUTCOMES[row.result.holding].value)}</a>'
+        nodes = f"{row.num_nodes[0]} → {row.num_nodes[1]}"
+        cells = [row.exporter, row.optimizer, ", ".join(row.skips) or "–", link, nodes, *decibels, f"{row.seconds * 1e3:.0f}"]
+        body.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    return f'<section><h2>Ways</h2><div class="scroll">{table}</div></section>'
+
+
+def _section(trip: RoundTrip, row: RoundTripRow) -> str:
+    skipped = f", skipping {', '.join(row.skips)}" if row.skips else ""
+    heading = f"{row.exporter}, {row.optimizer}{skipped}"
+    changes = ", ".join(f"{name} {change:+d}" for name, change in row.op_changes.items()) or "none"
+    findings = f"<pre>{html.escape(row.result.message)}</pre>" if row.result.message else ""
+    return (
+        f'<section id="{_anchor(row)}"><h2>{html.escape(heading)} {html_badge(_OUTCOMES[row.result.holding].value)}</h2>{findings}'
+        f"<p>Operators that changed in number: {html.escape(changes)}</p>{_pictures(trip, row)}</section>"
+    )
+
+
+def _pictures(trip: RoundTrip, row: RoundTripRow) -> str:
+    if row.optimized is None:
+        return ""
+    sides = [
+        (word, GraphView(load_graph(model))) for word, model in (("before", trip.exported(row.exporter).model), ("after", row.optimized))
+    ]
+    blocks = [(word, view, census(view.model)) for word, view in sides]
+    wanted = list(dict.fromkeys([*(found.block for found in row.result.findings if found.block >= 0), 0]))[:_MAX_BLOCKS]
+    pairs = []
+    for number in wanted:
+        figures = [_figure(word, view, found, number) for word, view, found in blocks]
+        pairs.append(f'<h3>Block {number}</h3><div class="pair">{"".join(figures)}</div>')
+    return "".join(pairs)
+
+
+def _figure(word: str, view: GraphView, found: Census, number: int) -> str:
+    block: Block | None = next((one for one in found.blocks if one.index == number), None)
+    if block is None:
+        return f"<figure><figcaption>{word}: there is no such block</figcaption></figure>"
+    image = base64.b64encode(to_svg(picture_of(view, block)).encode()).decode()
+    text = html.escape(f"{word}: {describe(block)}")
+    return f'<figure><img alt="{text}" src="data:image/svg+xml;base64,{image}"><figcaption>{text}</figcaption></figure>'
+
+
+def _anchor(row: RoundTripRow) -> str:
+    return html.escape("-".join([row.exporter, row.optimizer, *row.skips]))
+
+
+def _provenance() -> dict[str, Any]:
+    """Versions, and the pass lists with their hashes."""
+    passes: dict[str, Any] = {}
+    for backend in installed_backends():
+        try:
+            passes[backend] = effective_passes(backend).to_dict()
+        except CompressorError as error:
+            passes[backend] = str(error)
+    return {"python": platform.python_version(), "onnx": onnx.__version__, "passes": passes}

@@ -1,0 +1,93 @@
+"""`harness replay hazards`: run the catalogue of hazards, and print one table."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.replay.hazards.registry import HazardResult
+
+
+EPILOG = """exit codes: 0 every hazard is equal or refused with the error that the table names, 1 one is silently different or otherwise not
+as the table says, 3 bad input or a failure of the harness itself"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: of the action; changed.
+    """
+    parser.epilog = EPILOG
+    parser.add_argument("--only", action="append", metavar="NAME", help="a hazard or a theme; may be given several times (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the table without running anything")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run hazards, and print what became of them.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        0, or 1 if one is red.
+    """
+    from compressor.progress import RichProgress
+    from harness.replay.hazards.registry import chosen_hazards, run_hazards
+    from harness.reporting.record import to_json
+
+    chosen = chosen_hazards(args.only)
+    if args.list:
+        rows = [{"theme": theme, **_known(hazard)} for theme, hazard in chosen.values()]
+        print(to_json({"hazards": rows}) if args.json else _listing(rows), end="")
+        return 0
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), RichProgress().task("hazards", len(chosen)) as task:
+        warnings.simplefilter("ignore")
+        results = run_hazards(args.only, lambda result: task.advance(note=f"{result.hazard.name}: {result.fate.value}"))
+    if args.json:
+        print(to_json(_summary(results)), end="")
+    else:
+        _print(results)
+    return 0 if all(result.is_well for result in results) else 1
+
+
+def _known(hazard: Any) -> dict[str, Any]:
+    expected = "equal" if hazard.expected is None else hazard.expected.__name__
+    return {"name": hazard.name, "what": hazard.what, "expected": expected, "source": hazard.source}
+
+
+def _listing(rows: Sequence[dict[str, Any]]) -> str:
+    return "".join(f"{row['theme']:<11} {row['name']:<26} {row['expected']:<26} {row['what']}  [{row['source']}]\n" for row in rows)
+
+
+def _summary(results: Sequence[HazardResult]) -> dict[str, Any]:
+    rows = [
+        {"theme": one.theme, **_known(one.hazard), "fate": one.fate.value, "detail": one.detail, "seconds": round(one.seconds, 3)}
+        for one in results
+    ]
+    return {"hazards": rows, "counts": dict(Counter(one.fate.value for one in results)), "red": sum(not one.is_well for one in results)}
+
+
+def _print(results: Sequence[HazardResult]) -> None:
+    from rich.table import Table
+
+    from compressor.console import Console
+
+    table = Table("theme", "hazard", "what the step does", "outcome", "error, or first difference", box=None, pad_edge=False)
+    for one in results:
+        named = one.hazard.expected.__name__ if one.is_well and one.hazard.expected is not None else ""
+        table.add_row(one.theme, one.hazard.name, one.hazard.what, one.fate.value, named if one.is_well else one.detail)
+    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False)
+    console.print(table, "")
+    counts = Counter(one.fate.value for one in results)
+    text = ", ".join(f"{count} {fate}" for fate, count in counts.items())
+    console.print(
+        f"{len(results)} hazards in {sum(one.seconds for one in results):.0f} s: {text}; {sum(not one.is_well for one in results)} red."
+    )

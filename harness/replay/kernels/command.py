@@ -1,0 +1,127 @@
+"""`harness replay kernels MODEL --swap aten.silu=module:function`: what another kernel changes in a training step, all else fixed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+from compressor.errors import UserInputError
+from harness.reporting.record import EXIT_CODES, Verdict
+
+if TYPE_CHECKING:
+    from harness.replay.kernels.report import KernelReport
+
+
+EPILOG = """Every FUNCTION is imported from the current folder or from what is installed, and runs: give only code that you trust. It is
+called with the arguments of the op, and returns what the op returns, or writes into the arguments that the op writes. Several swaps are
+reported one by one, and then all at once, unless two mean the same op. exit codes: 0 measured, and within the tolerance where one is given;
+1 beyond it; 2 nothing can be said about the tolerance: the original does not repeat its own bits, or gives nothing but zeros; 3 bad input,
+such as a function that cannot take the op's place, or a failure of the harness itself"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: of the action; changed.
+    """
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder of a causal language model, or an architecture of the zoo (harness trace-audit), tiny and random",
+    )
+    parser.add_argument(
+        "--swap",
+        metavar="OP=MODULE:FUNCTION",
+        action="append",
+        required=True,
+        help="exchange an op, such as aten.silu=mine:silu; repeatable",
+    )
+    parser.add_argument("--steps", metavar="N", type=int, default=10, help="compare the state after 1 step and after N (default: 10)")
+    parser.add_argument("--rounds", metavar="N", type=int, default=15, help="rounds of interleaved timing, 0 for none (default: 15)")
+    parser.add_argument("--batch-size", metavar="N", type=int, default=2, help="rows of a batch (default: 2)")
+    parser.add_argument("--seq-length", metavar="N", type=int, default=16, help="tokens of a row (default: 16)")
+    parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of every random generator (default: 0)")
+    parser.add_argument(
+        "--max-ulps", metavar="N", type=float, help="fail where a result of the op is further away, in units in the last place"
+    )
+    parser.add_argument("--max-error", metavar="X", type=float, help="fail where a result of the op differs by more, absolutely")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of the text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exchange, measure, and print what came of it.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        0, 1 or 2, as the epilog says.
+    """
+    _check_limits(args)
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # what models and variants print must not mix with the verdict
+        warnings.simplefilter("ignore")
+        reports = _reports(args)
+    beyond = [line for report in reports for line in report.exceeded(args.max_ulps, args.max_error)]
+    verdict, reason = _verdict(args, reports, list(dict.fromkeys(beyond)))
+    if args.json:
+        result = {"model": args.model, "verdict": verdict.value, "reason": reason, "reports": [report.to_dict() for report in reports]}
+        print(json.dumps(result, indent=1, sort_keys=True))
+    else:
+        print("\n\n".join(report.text() for report in reports))
+        if reason:
+            print(f"\n{verdict.value}: {reason}")
+    return EXIT_CODES[verdict]
+
+
+def _check_limits(args: argparse.Namespace) -> None:
+    for flag, value in (("--max-ulps", args.max_ulps), ("--max-error", args.max_error)):
+        if value is not None and not value >= 0:
+            raise UserInputError(f"{flag} {value}: a tolerance is a number of 0 or more; 0 asks for equal values")
+
+
+def _reports(args: argparse.Namespace) -> list[KernelReport]:
+    import torch
+
+    from compressor.progress import RichProgress, SilentProgress
+    from compressor.training.engines.tape import Tape
+    from harness.replay.equivalence.models import Size, steps_of
+    from harness.replay.kernels.compare import compare_kernels
+    from harness.replay.kernels.exchange import find_ops
+    from harness.replay.kernels.sources import plan_on_tape, read_swap
+
+    swaps = [read_swap(text) for text in args.swap]
+    subject = steps_of(args.model, Size(args.batch_size, args.seq_length), device=args.device)
+    torch.manual_seed(args.seed)
+    plan = plan_on_tape(subject.factory(), subject.batch_at)
+    tape = plan.captured
+    assert isinstance(tape, Tape)
+    meant = [op.index for swap in swaps for op in find_ops(tape.ops, swap.match)]
+    at_once = [swaps] if len(swaps) > 1 and len(set(meant)) == len(meant) else []
+    progress = RichProgress() if sys.stderr.isatty() else SilentProgress()
+    return [
+        compare_kernels(
+            plan, subject.batch_at(0), chosen, steps=args.steps, rounds=args.rounds, batch_at=subject.batch_at, progress=progress
+        )
+        for chosen in [*([swap] for swap in swaps), *at_once]
+    ]
+
+
+def _verdict(args: argparse.Namespace, reports: list[KernelReport], beyond: list[str]) -> tuple[Verdict, str]:
+    if args.max_ulps is None and args.max_error is None:
+        return Verdict.PASS, ""
+    if beyond:
+        return Verdict.REGRESSION, "\n  ".join(["beyond the tolerance", *beyond])
+    sites = [site for report in reports for site in report.sites]
+    unsteady = [site.place for site in sites if not site.control_equal]
+    if unsteady:
+        return Verdict.INCONCLUSIVE, f"the original does not repeat its own bits at {unsteady[0]}"
+    if all(error.scale == 0 for site in sites for error in site.errors):
+        return Verdict.INCONCLUSIVE, "the original gives nothing but zeros, which any function may"
+    return Verdict.PASS, "every op is within the tolerance"

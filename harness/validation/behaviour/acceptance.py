@@ -1,0 +1,137 @@
+"""Checks of the format: do those who will load the checkpoint accept it, and get from it what lies in the file?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from compressor.model.folder import some
+from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.validation.format.container import Checkpoint
+from harness.validation.format.record import read_record
+from harness.validation.loading import LOADER_ERRORS, first_line, load_compressed, load_with_our_reader
+from harness.validation.subject import Subject
+
+ACCEPTED = Claim("format.accepted", "transformers and compressed-tensors accept quantization_config")
+LOADS = Claim("format.loads", "transformers loads it with no missing, unexpected or mismatched key")
+
+
+def check_accepted(subject: Subject) -> CheckRecord:
+    """Hand quantization_config to both parsers, without any weight.
+
+    Args:
+        subject: both folders.
+    Returns:
+        The record.
+    """
+    from compressed_tensors.quantization import QuantizationConfig
+    from transformers import CompressedTensorsConfig
+
+    config = subject.quantization_config
+    if config is None and not subject.quantizes_weights:
+        return ACCEPTED.skipped("there is no quantization_config: the trained model is dense")
+    if config is None:
+        return ACCEPTED.record(Outcome.FAIL, subject.problems[0])
+    findings = list(subject.problems)
+    if config.get("quant_method") != "compressed-tensors":
+        findings.append(f"quant_method is {config.get('quant_method')!r}, not 'compressed-tensors'")
+    try:
+        fields = {key: config.get(key) for key in QuantizationConfig.model_fields if config.get(key) is not None}
+        QuantizationConfig.model_validate(fields)
+        parsed = CompressedTensorsConfig.from_dict(dict(config))
+        if subject.quantizes_weights and not parsed.is_quantization_compressed:
+            findings.append(f"quantization_status is {config.get('quantization_status')!r}: loaders take the weights for uncompressed")
+    except LOADER_ERRORS as error:
+        findings.append(first_line(error))
+    findings += _contradictions(config, subject.compressed)
+    schemes = sorted({group.scheme.label for group in subject.readable_modules.values() if group.scheme})
+    return ACCEPTED.found(
+        findings, "; ".join(schemes) or "keys and values only", evidence={"schemes": schemes, "version": str(config.get("version"))}
+    )
+
+
+def _contradictions(config: Mapping[str, Any], compressed: Checkpoint) -> list[str]:
+    """Entries that no loader reads twice, and that the groups or the tensors belie."""
+    groups = config.get("config_groups")
+    formats = {group.get("format") for group in groups.values() if isinstance(group, Mapping)} if isinstance(groups, Mapping) else set()
+    findings = []
+    if len(formats) == 1 and (only := formats.pop()) and config.get("format") not in (None, "mixed-precision", only):
+        findings.append(f"format is {config.get('format')!r}, and every group says {only!r}")
+    sparsity = config.get("sparsity_config")
+    sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+    if sparse not in (None, "dense") and not any(name.endswith((".bitmask", ".compressed")) for name in compressed.entries):
+        findings.append(f"sparsity_config says {sparse!r}, and no tensor is stored so")
+    transforms = config.get("transform_config")
+    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
+        findings.append(
+            f"transform_config says {some(sorted(transforms['config_groups']))}, which loaders apply or pass over; none is judged"
+        )
+    return findings
+
+
+def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[CheckRecord, torch.nn.Module | None]:
+    """Load the compressed checkpoint and compare what was not quantized with the file.
+
+    Some versions cannot load every format as it stands, but can when asked to dequantize at once (transformers 5.23 with compressed-tensors
+    0.20: packed zero points). Where activations are not quantized both ways give the same model, so the later checks can go on with it.
+
+    Args:
+        subject: both folders.
+        allow_dequantize_load: whether loading only in that second way is good enough.
+    Returns:
+        The record, and the model where it loaded in either way.
+    """
+    attempt, limit = load_compressed(subject.compressed.folder), "plain from_pretrained"
+    plain = [name for name in subject.compressed.entries if name.rpartition(".")[0] not in subject.modules]
+    evidence: dict[str, Any] = {"tensors not quantized": len(plain), "loaded with dequantize=True": False}
+    if attempt.model is None and _is_weight_only(subject):
+        second = load_compressed(subject.compressed.folder, dequantize=True)
+        if second.model is not None and not second.problems:
+            evidence["loaded with dequantize=True"] = True
+            outcome = Outcome.PASS if allow_dequantize_load else Outcome.FAIL
+            summary = f"loads with dequantize=True only; plain from_pretrained says {_first(attempt.problems)}"
+            return LOADS.record(outcome, summary, limit=limit, evidence=evidence, findings=attempt.problems), second.model
+    if attempt.model is None and _is_announced(subject):
+        own = load_with_our_reader(subject.compressed.folder)
+        if own.model is not None:
+            summary = (
+                f"transformers does not load it, as the run said beforehand; compressor.load_compressed does: {_first(attempt.problems)}"
+            )
+            return LOADS.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=attempt.problems), own.model
+    if attempt.model is None:
+        summary = f"transformers does not load it: {_first(attempt.problems)}"
+        return LOADS.record(Outcome.FAIL, summary, limit=limit, evidence=evidence, findings=attempt.problems), None
+    findings = [*attempt.problems, *_changed_by_loader(subject.compressed, attempt.model.state_dict(), plain)]
+    return LOADS.found(findings, f"whole; {len(plain)} unquantized tensors are in memory as in the file", evidence=evidence), attempt.model
+
+
+def _is_announced(subject: Subject) -> bool:
+    """Whether the compressor wrote down, before it began, that transformers would not load the experts of this checkpoint."""
+    record = read_record(subject.compressed.folder) or {}
+    return any("will not load these experts" in str(note) for note in record.get("notes") or [])
+
+
+def _is_weight_only(subject: Subject) -> bool:
+    groups = (subject.quantization_config or {}).get("config_groups")
+    return isinstance(groups, Mapping) and all(
+        isinstance(group, Mapping) and not group.get("input_activations") for group in groups.values()
+    )
+
+
+def _first(problems: list[str]) -> str:
+    return problems[0] if len(problems) == 1 else f"{problems[0]} and {len(problems) - 1} more"
+
+
+def _changed_by_loader(compressed: Checkpoint, state: Mapping[str, torch.Tensor], names: list[str]) -> list[str]:
+    findings = []
+    for name in names:
+        stored, loaded = compressed.tensor(name), state.get(name)
+        if loaded is None:
+            continue  # renamed or fused by the loader; missing keys are listed by the loader itself
+        if loaded.dtype != stored.dtype or not torch.equal(
+            loaded.cpu().reshape(-1).view(torch.uint8), stored.reshape(-1).view(torch.uint8)
+        ):
+            findings.append(f"{name}: {stored.dtype} in the file, in memory {loaded.dtype} with other bytes")
+    return findings

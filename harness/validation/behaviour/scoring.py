@@ -1,0 +1,157 @@
+"""Runs both models over the held-out tokens and keeps what the quality checks need: a few numbers per token, never the logits.
+
+A decoy runs along: the compressed model's own predictions shifted by one token. They are wrong by construction, so a limit that lets them
+pass measures nothing on this model and data (an untrained model, or tokens that nothing predicts).
+
+B batch, T positions, V vocabulary, N scored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from compressor.errors import DatasetError
+from compressor.progress import Progress, SilentProgress
+from harness.validation.behaviour.metrics import TokenScores, score_tokens
+
+_DECOY_TOKENS = 4096
+"""How many tokens the decoy is measured on; its errors are so large that a few suffice."""
+
+LogitsFn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Token ids and attention mask [B, T] -> logits [B, T, V]."""
+
+
+_SEEN_AHEAD = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""How far, relative to the logits, later tokens may move a prediction; other dtypes: 2e-2. Experts' kernels round by number of tokens."""
+_TOKENS_AHEAD = 64
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Token ids [B, T], int64, and which of them are real; None where all are."""
+
+    input_ids: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """All scored tokens of a data set.
+
+    Attributes:
+        tokens: both models at every scored token.
+        sequence: the sequence of each token, int64 [N], counted from 0 without gaps.
+        decoy: the base against the shifted predictions, at the first tokens.
+    """
+
+    tokens: TokenScores
+    sequence: np.ndarray
+    decoy: TokenScores
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences with at least one scored token."""
+        return int(self.sequence[-1]) + 1
+
+
+def score_models(base: LogitsFn, compressed: LogitsFn, batches: Sequence[TokenBatch], *, progress: Progress | None = None) -> Scores:
+    """Score both models on the same tokens.
+
+    Args:
+        base: logits of the base model.
+        compressed: logits of the compressed model.
+        batches: the held-out data.
+        progress: shows a bar.
+    Returns:
+        The scores of every position that has a real token after a real token.
+    Raises:
+        DatasetError: no sequence has two tokens.
+    """
+    pieces: list[TokenScores] = []
+    decoys: list[TokenScores] = []
+    sequences: list[np.ndarray] = []
+    num_decoys = first_sequence = 0
+    with (progress or SilentProgress()).task("predictions", len(batches)) as task, torch.inference_mode():
+        for batch in batches:
+            scored = _scored_positions(batch)
+            task.advance(1)
+            if not bool(scored.any()):
+                continue
+            base_BTV, compressed_BTV = (model(batch.input_ids, batch.mask) for model in (base, compressed))
+            pieces.append(_score(base_BTV, compressed_BTV, batch.input_ids, scored))
+            if num_decoys < _DECOY_TOKENS and bool(scored[:, 1:].any()):
+                decoys.append(_score_decoy(base_BTV, compressed_BTV, batch.input_ids, scored))
+                num_decoys += len(decoys[-1])
+            rows = torch.nonzero(scored)[:, 0].cpu().numpy()
+            present, numbers = np.unique(rows, return_inverse=True)
+            sequences.append(numbers + first_sequence)
+            first_sequence += len(present)
+    if not pieces:
+        raise DatasetError("the data holds no sequence of two real tokens; nothing can be predicted from it")
+    return Scores(TokenScores.concatenate(pieces), np.concatenate(sequences), TokenScores.concatenate(decoys or [_no_tokens()]))
+
+
+def sees_ahead(model: LogitsFn, batches: Sequence[TokenBatch]) -> bool:
+    """Tell whether predictions depend on tokens that come later, as those of encoders and masked language models do.
+
+    Args:
+        model: its logits.
+        batches: the data; the first sequence of two tokens is run twice, once with another second half.
+    Returns:
+        True where they do; such a model has read the token that it would have to predict.
+    """
+    rows = (row if batch.mask is None else row[batch.mask[at].bool()] for batch in batches for at, row in enumerate(batch.input_ids))
+    ids = next((row[None, :_TOKENS_AHEAD] for row in rows if len(row) > 1), None)
+    if ids is None:
+        return False
+    half, other = ids.shape[1] // 2, ids.clone()
+    other[:, half:] = (ids[:, half:] + 1) % (ids.max() + 1)
+    with torch.inference_mode():
+        first, second = (model(tokens, None)[:, :half] for tokens in (ids, other))
+    scale = (first.float() - first.float().mean(-1, keepdim=True)).norm()
+    return bool((first.float() - second.float()).norm() > _SEEN_AHEAD.get(first.dtype, 2e-2) * scale)
+
+
+def _scored_positions(batch: TokenBatch) -> torch.Tensor:
+    """Return bool [B, T-1]: position t predicts t+1, and both are real."""
+    if batch.mask is None:
+        return torch.ones_like(batch.input_ids[:, 1:], dtype=torch.bool)
+    mask = batch.mask.to(torch.bool)
+    return mask[:, :-1] & mask[:, 1:]
+
+
+def _score(base_BTV: torch.Tensor, compressed_BTV: torch.Tensor, input_ids: torch.Tensor, scored: torch.Tensor) -> TokenScores:
+    scored = scored.to(base_BTV.device)
+    targets = input_ids[:, 1:].to(base_BTV.device)[scored]
+    return score_tokens(base_BTV[:, :-1][scored], compressed_BTV[:, :-1][scored], targets)
+
+
+def _score_decoy(base_BTV: torch.Tensor, compressed_BTV: torch.Tensor, input_ids: torch.Tensor, scored: torch.Tensor) -> TokenScores:
+    return _score(base_BTV[:, 1:], compressed_BTV[:, :-1], input_ids[:, 1:], scored[:, 1:])
+
+
+def _no_tokens() -> TokenScores:
+    return TokenScores(*(np.empty(0) for _ in range(6)))
+
+
+def model_logits(model: torch.nn.Module, device: torch.device) -> LogitsFn:
+    """Return the logits function of a transformers causal language model.
+
+    Args:
+        model: the model; moved to `device`.
+        device: where it runs.
+    Returns:
+        A function of token ids and mask.
+    """
+    model.to(device)
+
+    def logits(input_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        attention_mask = mask.to(device, torch.long) if mask is not None else None
+        result: torch.Tensor = model(input_ids=input_ids.to(device), attention_mask=attention_mask, use_cache=False).logits
+        return result
+
+    return logits

@@ -1,0 +1,269 @@
+"""Checks of the folder: is everything that belongs to the base there, unchanged, and nothing else? Nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.validation.format.container import Checkpoint
+from harness.validation.format.decoder import expected_parts
+from harness.validation.loading import LOADER_ERRORS, first_line
+from harness.validation.subject import Subject
+
+CONFIG = Claim("files.config", "config.json describes the base's model; only quantization_config is new")
+GENERATION_CONFIG = Claim("files.generation_config", "generation_config.json equals the base's")
+TOKENIZER = Claim("files.tokenizer", "The tokenizer files equal the base's byte for byte")
+SHARDS = Claim("files.shards", "The safetensors files are well formed and the index tells the truth")
+TENSORS = Claim("files.tensors", "Every base tensor is there, unchanged or as the parts of its quantized form, and no other")
+# Weights whose owner keeps keys and values in a cache.
+_KV_PROJECTIONS = (".k_proj.weight", ".qkv_proj.weight", ".kv_b_proj.weight")
+
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "*processor_config.json",
+)
+"""What belongs to a tokenizer or processor, as patterns below the model folder."""
+
+_VOLATILE_KEYS = {"transformers_version", "_name_or_path", "_from_model_config"}
+
+
+def check_files(subject: Subject) -> list[CheckRecord]:
+    """Run every check of this family.
+
+    Args:
+        subject: both folders.
+    Returns:
+        One record per check.
+    """
+    base_dir, folder = subject.base.folder, subject.compressed.folder
+    return [
+        check_config(subject),
+        check_generation_config(base_dir, folder),
+        check_tokenizer(base_dir, folder),
+        check_shards(subject.compressed),
+        check_tensors(subject),
+    ]
+
+
+def check_config(subject: Subject) -> CheckRecord:
+    """Compare config.json key by key, and by meaning where a newer transformers spells the same thing differently.
+
+    Args:
+        subject: both folders.
+    Returns:
+        The record.
+    """
+    if subject.config is None:
+        return CONFIG.record(Outcome.FAIL, subject.problems[0])
+    differing = _differing_keys(subject.base_config, subject.config)
+    if not differing:
+        return CONFIG.record(Outcome.PASS, "equal, apart from quantization_config")
+    try:
+        differing = _differing_keys(*(_normalized(part.folder) for part in (subject.base, subject.compressed)))
+    except LOADER_ERRORS as error:
+        return CONFIG.record(Outcome.FAIL, f"transformers cannot read it: {first_line(error)}", findings=differing)
+    return CONFIG.found(differing, "equal in meaning; spelled by another version of transformers", noun="differing key")
+
+
+def _normalized(folder: Path) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    config: dict[str, Any] = json.loads(AutoConfig.from_pretrained(folder, local_files_only=True).to_json_string(use_diff=False))
+    return {key: _meaning(value, config.get("dtype")) for key, value in config.items()}
+
+
+def _meaning(value: Any, dtype: Any) -> Any:
+    """What a config inside a config says of itself: neither who wrote it, nor the dtype of the whole, which loading fills in."""
+    if isinstance(value, list):
+        return [_meaning(part, dtype) for part in value]
+    if not isinstance(value, dict):
+        return value
+    told = {key: part for key, part in value.items() if key not in _VOLATILE_KEYS and not (key == "dtype" and part in (None, dtype))}
+    return {key: _meaning(part, dtype) for key, part in told.items()}
+
+
+def _differing_keys(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    ignored = _VOLATILE_KEYS | {"quantization_config"}
+    keys = sorted((base.keys() | other.keys()) - ignored)
+    return [f"{key}: {_shown(base, key)} became {_shown(other, key)}" for key in keys if _shown(base, key) != _shown(other, key)]
+
+
+def _shown(config: Mapping[str, Any], key: str) -> str:
+    return json.dumps(config[key], sort_keys=True) if key in config else "(absent)"
+
+
+def check_generation_config(base_dir: Path, folder: Path) -> CheckRecord:
+    """Compare generation_config.json; the version of transformers that wrote it may differ.
+
+    Args:
+        base_dir: folder of the base.
+        folder: the compressed checkpoint.
+    Returns:
+        The record.
+    """
+    name = "generation_config.json"
+    base, other = base_dir / name, folder / name
+    if not base.is_file():
+        return GENERATION_CONFIG.skipped("the base has none")
+    if not other.is_file():
+        return GENERATION_CONFIG.record(Outcome.FAIL, f"{name} is missing")
+    if base.read_bytes() == other.read_bytes():
+        return GENERATION_CONFIG.record(Outcome.PASS, "equal byte for byte")
+    try:
+        differing = _differing_keys(json.loads(base.read_text("utf-8")), json.loads(other.read_text("utf-8")))
+    except (ValueError, AttributeError) as error:
+        return GENERATION_CONFIG.record(Outcome.FAIL, f"{name} is not a JSON object: {error}")
+    return GENERATION_CONFIG.found(differing, "equal, apart from who wrote it", noun="differing key")
+
+
+def check_tokenizer(base_dir: Path, folder: Path) -> CheckRecord:
+    """Compare every tokenizer file of either folder.
+
+    Args:
+        base_dir: folder of the base.
+        folder: the compressed checkpoint.
+    Returns:
+        The record.
+    """
+    expected, found = _tokenizer_files(base_dir), _tokenizer_files(folder)
+    if not expected and not found:
+        return TOKENIZER.skipped("neither folder holds a tokenizer")
+    findings = [f"{name}: is missing" for name in sorted(expected.keys() - found.keys())]
+    findings += [f"{name}: the base has no such file" for name in sorted(found.keys() - expected.keys())]
+    findings += [text for name in sorted(expected.keys() & found.keys()) if (text := _byte_difference(name, expected[name], found[name]))]
+    return TOKENIZER.found(findings, f"{len(expected)} files equal byte for byte", evidence={"files": sorted(expected)}, noun="file")
+
+
+def _tokenizer_files(folder: Path) -> dict[str, Path]:
+    paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
+    return {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
+
+
+def _byte_difference(name: str, base: Path, other: Path) -> str | None:
+    old, new = base.read_bytes(), other.read_bytes()
+    if old == new:
+        return None
+    position = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    return f"{name}: {len(old)} bytes became {len(new)}, first difference at byte {position}"
+
+
+def check_shards(compressed: Checkpoint) -> CheckRecord:
+    """Report what the reader found wrong with headers, offsets, index and stray files.
+
+    Args:
+        compressed: the checkpoint as read.
+    Returns:
+        The record.
+    """
+    stray = [f"{path.name}: is no part of a finished checkpoint" for path in sorted(compressed.folder.glob("*"))
+             if path.suffix in (".tmp", ".bin", ".pt", ".part", ".incomplete")]  # fmt: skip
+    evidence = {"files": compressed.num_files, "tensors": len(compressed.entries), "bytes": compressed.num_bytes}
+    return SHARDS.found(
+        [*compressed.problems, *stray],
+        f"{len(compressed.entries)} tensors in {compressed.num_files} file{'s' if compressed.num_files != 1 else ''}",
+        evidence=evidence,
+    )
+
+
+def check_tensors(subject: Subject) -> CheckRecord:
+    """Account for every tensor of both checkpoints.
+
+    Args:
+        subject: both folders.
+    Returns:
+        The record: missing, unexpected and changed tensors by name.
+    """
+    if not subject.modules and (subject.problems or subject.quantizes_weights):
+        return TENSORS.record(Outcome.FAIL, subject.problems[0] if subject.problems else "nothing is quantized", findings=subject.problems)
+    plain, parts, open_modules = _expected_names(subject)
+    there = subject.compressed.entries.keys()
+    loose = {name for name in there if name.rpartition(".")[0] in open_modules}
+    tied = {name for name in plain - there if _is_tied_copy(subject, name)}
+    twins = {name for name in there - plain - parts - loose if _is_stored_twice(subject, name)}
+    missing, unexpected = plain - there - tied | parts - there, there - plain - parts - loose - twins
+    changes = {name: text for name in sorted(plain & there) if (text := _change(subject, name))}
+    moved = {name for name in changes if subject.trained and _same_form(subject, name)}
+    changed = [text for name, text in changes.items() if name not in moved]
+    if subject.trained and not moved and not subject.modules:
+        changed.append("no tensor differs from the base: nothing was trained")
+    findings = [f"{name}: is missing" for name in sorted(missing)] + [f"{name}: is unexpected" for name in sorted(unexpected)] + changed
+    evidence = {
+        "base tensors": len(subject.base.entries),
+        "unchanged": len(plain & there) - len(changes),
+        "trained": len(moved),
+        "quantized modules": len(subject.modules),
+        "their parts": len(parts & there),
+        "tied copies left away": sorted(tied),
+        "tied copies added": sorted(twins),
+    }
+    kept = f"{len(plain & there) - len(moved)} tensors unchanged, " + (f"{len(moved)} trained, " if subject.trained else "")
+    return TENSORS.found(findings, f"{kept}{len(subject.modules)} weights quantized", evidence=evidence)
+
+
+def _expected_names(subject: Subject) -> tuple[set[str], set[str], set[str]]:
+    """Return names that must be as in the base, names of quantized parts, and modules whose format is not known here."""
+    plain = {name for name in subject.base.entries if name.removesuffix(".weight") not in subject.modules}
+    parts: set[str] = set()
+    for module, group in subject.readable_modules.items():
+        assert group.scheme is not None
+        shape = subject.base.entries[f"{module}.weight"].shape
+        has_g_idx = f"{module}.weight_g_idx" in subject.compressed.entries
+        parts |= {f"{module}.{part}" for part in expected_parts(group.scheme, shape, has_g_idx=has_g_idx)}
+    return plain, parts | _kv_names(subject), subject.modules.keys() - subject.readable_modules.keys()
+
+
+def _kv_names(subject: Subject) -> set[str]:
+    """Return the scales (and zero points) that static quantization of keys and values adds to every attention module."""
+    scheme = (subject.quantization_config or {}).get("kv_cache_scheme")
+    if not isinstance(scheme, Mapping) or scheme.get("dynamic"):
+        return set()
+    kinds = ("scale",) if scheme.get("symmetric", True) else ("scale", "zero_point")
+    owners = {name.rpartition(".")[0].rpartition(".")[0] for name in subject.base.entries if name.endswith(_KV_PROJECTIONS)}
+    return {f"{owner}.{part}_{kind}" for owner in owners for part in ("k", "v") for kind in kinds}
+
+
+def _is_tied_copy(subject: Subject, name: str) -> bool:
+    """Say whether a tensor may be left away, because the config ties it to another one that is there with the same bytes."""
+    entry = subject.base.entries[name]
+    twins = [other for other, found in subject.base.entries.items() if other != name and found.shape == entry.shape]
+    is_tied = bool(subject.base_config.get("tie_word_embeddings"))
+    return is_tied and any(
+        twin in subject.compressed.entries and np.array_equal(subject.base.raw(name), subject.base.raw(twin)) for twin in twins
+    )
+
+
+def _is_stored_twice(subject: Subject, name: str) -> bool:
+    """Say whether a tensor that the base does not store is the copy of one to which the config ties it: loaders read either."""
+    compressed, entry = subject.compressed, subject.compressed.entries[name]
+    if not subject.base_config.get("tie_word_embeddings") or len(entry.shape) != 2:
+        return False
+    twins = [other for other in subject.base.entries if other in compressed.entries and compressed.entries[other].shape == entry.shape]
+    return any(
+        compressed.entries[twin].dtype == entry.dtype and np.array_equal(compressed.raw(name), compressed.raw(twin)) for twin in twins
+    )
+
+
+def _same_form(subject: Subject, name: str) -> bool:
+    old, new = subject.base.entries[name], subject.compressed.entries[name]
+    return old.dtype == new.dtype and old.shape == new.shape
+
+
+def _change(subject: Subject, name: str) -> str | None:
+    old, new = subject.base.entries[name], subject.compressed.entries[name]
+    if not _same_form(subject, name):
+        return f"{name}: {old.dtype} {list(old.shape)} became {new.dtype} {list(new.shape)}"
+    differing = np.flatnonzero(subject.base.raw(name) != subject.compressed.raw(name))
+    return f"{name}: {len(differing)} bytes differ, first at {differing[0]}" if len(differing) else None

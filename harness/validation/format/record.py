@@ -1,0 +1,157 @@
+"""Checks of compression.json, the compressor's own account of the run, against what lies here. Optional: other writers have none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.validation.format.container import DTYPES, Checkpoint
+
+BASE = Claim("record.base", "compression.json was written for this base")
+DATA = Claim("record.data", "The data of the validation is not the calibration data")
+DIGESTS = Claim("record.tensors", "Every tensor is, bit for bit, the one that compression.json says was written, and there is no other")
+CONFIG = Claim("record.config", "quantization_config is, key by key, the one that compression.json says was written")
+RECORD_FILE = "compression.json"
+
+_DIGEST = re.compile(r"[A-Z0-9_]+\[[0-9,]*\] [0-9a-f]{64}")
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Return the sha256 of every file of a folder.
+
+    Args:
+        folder: a model folder.
+    Returns:
+        Hashes by path below the folder, sorted.
+    """
+    hashes = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as stream:
+            hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashes
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Return what compression.json holds.
+
+    Args:
+        folder: the compressed checkpoint.
+    Returns:
+        The record; None where there is none or it is no JSON object.
+    """
+    path = folder / RECORD_FILE
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def check_quantization_config(folder: Path, config: Mapping[str, Any] | None) -> CheckRecord:
+    """Hold the quantization_config of config.json against the one that was written; no tensor tells whether inputs were quantized.
+
+    Args:
+        folder: the compressed checkpoint.
+        config: its config.json, None where it cannot be read.
+    Returns:
+        The record: keys that differ. A record that names no quantization_config cannot tell.
+    """
+    record = read_record(folder)
+    if record is None:
+        return CONFIG.skipped(f"there is no {RECORD_FILE} that can be read; what leaves no tensor (dynamic inputs) is taken on trust")
+    if "quantization_config" not in record:
+        why = f"{RECORD_FILE} names no quantization_config, so nothing says what was written; compress again"
+        return CONFIG.record(Outcome.INCONCLUSIVE, why)
+    noted, found = _leaves(record["quantization_config"]), _leaves((config or {}).get("quantization_config"))
+    keys = sorted(key for key in noted.keys() | found.keys() if noted.get(key) != found.get(key))
+    findings = [f"{key or 'quantization_config'}: is {_told(found, key)}, was written as {_told(noted, key)}" for key in keys]
+    return CONFIG.found(findings, f"{len(noted)} entries as written", noun="other value")
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, str]:
+    """Flatten JSON: dotted path to value as text."""
+    if isinstance(value, Mapping) and value:
+        return {key: text for name, inner in value.items() for key, text in _leaves(inner, f"{path}.{name}" if path else name).items()}
+    return {path: json.dumps(value)}
+
+
+def _told(leaves: Mapping[str, str], key: str) -> str:
+    """The value of a key, which may have keys of its own here."""
+    inner = [name for name in leaves if name.startswith(f"{key}.")]
+    return leaves.get(key, f"a table with {inner[0].removeprefix(f'{key}.').partition('.')[0]}" if inner else "absent")
+
+
+def check_digests(compressed: Checkpoint) -> CheckRecord:
+    """Hold every tensor against the digest that was noted when it was written.
+
+    Args:
+        compressed: the checkpoint as read.
+    Returns:
+        The record: missing, unexpected and changed tensors by name. A record without digests cannot tell.
+    """
+    record = read_record(compressed.folder)
+    if record is None:
+        return DIGESTS.skipped(f"there is no {RECORD_FILE} that can be read; damage shows where weights.rows sees it")
+    noted = record.get("tensors")
+    if noted is None:
+        why = f"{RECORD_FILE} holds no digests, so nothing says what was written; compress again, or judge by weights.rows"
+        return DIGESTS.record(Outcome.INCONCLUSIVE, why)
+    if not isinstance(noted, dict) or not all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in noted.values()):
+        return DIGESTS.record(Outcome.FAIL, f"{RECORD_FILE}: tensors is no table of digests by name")
+    there = compressed.entries.keys()
+    findings = [f"{name}: is missing" for name in sorted(noted.keys() - there)]
+    findings += [f"{name}: was never written" for name in sorted(there - noted.keys())]
+    findings += [text for name in sorted(there & noted.keys()) if (text := _difference(compressed, name, noted[name]))]
+    return DIGESTS.found(findings, f"{len(noted)} tensors have the digest of the writer", noun="tensor")
+
+
+def _difference(compressed: Checkpoint, name: str, noted: str) -> str | None:
+    entry, (form, _, sha256) = compressed.entries[name], noted.partition(" ")
+    found = f"{_DTYPE_NAMES[entry.dtype]}[{','.join(map(str, entry.shape))}]"
+    if found != form:
+        return f"{name}: is {found}, was written as {form}"
+    return None if hashlib.sha256(compressed.raw(name).data).hexdigest() == sha256 else f"{name}: has other bytes than were written"
+
+
+def check_record(folder: Path, base_hashes: Mapping[str, str], data_sha256: str) -> list[CheckRecord]:
+    """Run every check of this family.
+
+    Args:
+        folder: the compressed checkpoint.
+        base_hashes: sha256 of the base's files.
+        data_sha256: of the token ids that are validated on.
+    Returns:
+        One record per check.
+    """
+    record = read_record(folder)
+    if record is None:
+        if not os.path.lexists(folder / RECORD_FILE):
+            return [claim.skipped(f"there is no {RECORD_FILE}") for claim in (BASE, DATA)]
+        return [BASE.record(Outcome.FAIL, f"{RECORD_FILE} is no JSON object"), DATA.skipped(f"{RECORD_FILE} cannot be read")]
+    return [_check_base(record.get("base"), base_hashes), _check_data(record.get("data"), data_sha256)]
+
+
+def _check_base(recorded: Any, base_hashes: Mapping[str, str]) -> CheckRecord:
+    if not isinstance(recorded, Mapping) or not recorded:
+        return BASE.skipped(f"{RECORD_FILE} names no base")
+    findings = [f"{name}: has another sha256 here" if name in base_hashes else f"{name}: is not here"
+                for name, sha256 in sorted(recorded.items()) if base_hashes.get(name) != sha256]  # fmt: skip
+    return BASE.found(findings, f"{len(recorded)} files have the recorded sha256", noun="file")
+
+
+def _check_data(recorded: Any, data_sha256: str) -> CheckRecord:
+    sha256 = recorded.get("sha256") if isinstance(recorded, Mapping) else None
+    if sha256 is None:
+        return DATA.skipped(f"{RECORD_FILE} names no calibration data")
+    if sha256 == data_sha256:
+        return DATA.record(Outcome.FAIL, "these are the very tokens that the model was calibrated on; give held-out data")
+    return DATA.record(Outcome.PASS, "another data set than that of the calibration")

@@ -1,0 +1,83 @@
+"""Check of pruned weights: are the zeros that compression.json promises in the file, and in the pattern that it names?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.validation.format.decoder import decode_module
+from harness.validation.format.record import RECORD_FILE, read_record
+from harness.validation.subject import Subject
+
+SPARSITY = Claim("weights.sparsity", "The zeros that the compressor's record promises are in the file, in their pattern")
+_PATTERN = re.compile(r"^(\d+):(\d+)\b")
+_ROUNDING = 1e-6  # of a share that was written as a decimal number
+
+
+def check_sparsity(subject: Subject) -> CheckRecord:
+    """Count the zeros of every module for which the record names a share.
+
+    Args:
+        subject: both folders.
+    Returns:
+        The record; skipped where nothing was promised.
+    """
+    promised = dict(_promises(read_record(subject.compressed.folder) or {}))
+    if not promised:
+        return SPARSITY.skipped(f"{RECORD_FILE} promises no zeros")
+    findings, zeros, total = [], 0, 0
+    for name, (share, pattern) in sorted(promised.items()):
+        weight = _weight(subject, name)
+        if weight is None:
+            findings.append(f"{name}: its weight cannot be read")
+            continue
+        zeros, total = zeros + int((weight == 0).sum()), total + weight.numel()
+        findings += [f"{name}: {text}" for text in _faults(weight, share, pattern)]
+    evidence = {"modules": len(promised), "share of zeros": zeros / total if total else None}
+    summary = f"{zeros / max(total, 1):.1%} of {total:,} weights in {len(promised)} modules are zero"
+    if findings:
+        return SPARSITY.record(Outcome.FAIL, f"{len(findings)} modules: {findings[0]}", evidence=evidence, findings=findings)
+    return SPARSITY.record(Outcome.PASS, summary, evidence=evidence)
+
+
+def _promises(record: Mapping[str, Any]) -> Iterator[tuple[str, tuple[float, tuple[int, int] | None]]]:
+    modules = record.get("modules")
+    for name, entry in (modules if isinstance(modules, Mapping) else {}).items():
+        details = entry.get("details") if isinstance(entry, Mapping) else None
+        share = details.get("sparsity") if isinstance(details, Mapping) else None
+        if isinstance(share, int | float) and share > 0:
+            found = _PATTERN.match(str(entry.get("scheme")))
+            yield name, (float(share), (int(found[1]), int(found[2])) if found else None)
+
+
+def _weight(subject: Subject, name: str) -> torch.Tensor | None:
+    """Return the weight as its users will have it; None where there is none or it cannot be decoded."""
+    group = subject.modules.get(name)
+    if group is None:
+        key = f"{name}.weight"
+        return subject.compressed.tensor(key) if key in subject.compressed.entries else None
+    if group.scheme is None:
+        return None
+    try:
+        return decode_module(subject.compressed.parts(name), group.scheme).weight
+    except ValueError:  # told by weights.qparams
+        return None
+
+
+def _faults(weight: torch.Tensor, share: float, pattern: tuple[int, int] | None) -> Iterator[str]:
+    found = float((weight == 0).double().mean())
+    if found < share - _ROUNDING:
+        yield f"{found:.2%} of its weights are zero, and {share:.2%} were promised"
+    if pattern is None:
+        return
+    kept, block = pattern
+    if weight.shape[-1] % block:
+        yield f"rows of {weight.shape[-1]} do not divide into blocks of {block}"
+        return
+    full = int((weight.unflatten(-1, (-1, block)).ne(0).sum(-1) > kept).sum())
+    if full:
+        yield f"{full} blocks of {block} keep more than {kept} weights, so the pattern {kept}:{block} is broken"

@@ -1,0 +1,93 @@
+"""Planted bugs in quantizers, packers, observers, layers and solvers, against the numeric catalogue on our own subjects.
+
+A killer is one check, shown a few subjects without random draws: each bug has to fall to fixed inputs, which take milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from harness.checks import ours
+from harness.checks.catalogue.registry import Look, find_checks
+from harness.mutants.family import Family, Killer
+from harness.mutants.patches import Mutant
+from harness.reporting.record import Outcome
+from tests.mutation.numerics.codes import QUANTIZER_MUTANTS
+from tests.mutation.numerics.scales import SCALE_MUTANTS
+from tests.mutation.numerics.solvers import SOLVER_MUTANTS
+from tests.mutation.numerics.storage import LAYER_MUTANTS, OBSERVER_MUTANTS, PACKER_MUTANTS
+
+_LOOK = Look(draws=False)
+# Of our subjects by kind, those that differ in the code that they run; the tests of the catalogue look at all of them.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "quantizer": (
+        "int4-group16",
+        "int8-asym-group16",
+        "int8-channel",
+        "fp8-tensor",
+        "fp8-block4x8",
+        "fp4-tensor_group16",
+        "fp4-group32-mx",
+        "int8-asym-token-dynamic",
+        "int4-group16-mse",
+    ),
+    "packer": ("pack_int32-3bit-dim1", "pack_int32-4bit-dim1", "pack_int32-5bit-dim0", "pack_int32-8bit-dim1", "pack_fp4"),
+    "layer": (
+        "layer-int3-asym-group16-pack-quantized",
+        "layer-int4-asym-group16-pack-quantized-g_idx",
+        "layer-int8-channel-int8-tensor-int-quantized",
+        "layer-int8-channel-int8-asym-tensor-int-quantized-native",
+        "layer-fp8-channel-fp8-token-dynamic-float-quantized-native",
+        "layer-fp4-tensor_group16-nvfp4-pack-quantized",
+        "layer-fp4-group32-mx-mxfp4-pack-quantized",
+    ),
+    "solver": (
+        "gptq-r_form-int4-group16-actorder",
+        "gptq-reference-int4-asym-group16-plain",
+        "gptq-r_form-int3-group16-g_idx",
+        "gptq-r_form-int4-asym-group16-actorder-search",
+        "gptq-r_form-fp8-block5x8-actorder",
+    ),
+}
+
+
+def _subjects(kind: str) -> list[Any]:
+    every: Sequence[Any] = ours.SUBJECTS
+    found = [subject for subject in every if subject.kind == kind]
+    wanted = _NAMES.get(kind)
+    return [subject for subject in found if wanted is None or subject.name in wanted]
+
+
+def killers(kind: str, mutant: Mutant | None) -> Sequence[Killer]:
+    """Return the checks of a kind, in their order.
+
+    Args:
+        kind: of the subjects.
+        mutant: the bug that will be planted; every one is shown to all checks.
+
+    Returns:
+        Those who look.
+    """
+    return [Killer(check.name, partial(_look, check.name, kind)) for check in find_checks(None, kind)]
+
+
+def _look(name: str, kind: str) -> str | None:
+    check = find_checks([name], kind)[0]
+    for subject in _subjects(kind):
+        record = check.run(subject, _LOOK)
+        if record.outcome is Outcome.FAIL:
+            return f"{subject.name}: {record.summary}"
+    return None
+
+
+def _family(name: str, kind: str, mutants: Sequence[Mutant]) -> Family:
+    return Family(name, {mutant.name: mutant for mutant in mutants}, partial(killers, kind))
+
+
+QUANTIZERS = _family("quantizers", "quantizer", (*SCALE_MUTANTS, *QUANTIZER_MUTANTS))
+PACKERS = _family("packers", "packer", PACKER_MUTANTS)
+OBSERVERS = _family("observers", "observer", OBSERVER_MUTANTS)
+LAYERS = _family("layers", "layer", LAYER_MUTANTS)
+SOLVERS = _family("solvers", "solver", SOLVER_MUTANTS)

@@ -1,0 +1,88 @@
+"""Planted bugs in how scales and zero points are chosen."""
+
+from __future__ import annotations
+
+from harness.mutants.code_swap import bug
+from harness.mutants.patches import Edit, Mutant, Table
+
+_QPARAMS = "compressor.numerics.qparams:"
+_OBSERVERS = "compressor.numerics.observers:"
+_MX = "compressor.numerics.formats:"
+_CALCULATE = _QPARAMS + "calculate_qparams"
+_SYMMETRIC = _QPARAMS + "_symmetric_scale"
+_RULE = "quantizer.scale_rule"
+
+SCALE_MUTANTS: tuple[Mutant, ...] = (
+    bug("zero_left_out_below", "scales", "the range of positive groups begins at their minimum, not at zero", "quantizer.scale_rule",
+        Edit(_CALCULATE, "min_vals = torch.minimum(min_vals, torch.zeros_like(min_vals))", "pass")),
+    bug("zero_left_out_above", "scales", "the range of negative groups ends at their maximum, not at zero", _RULE,
+        Edit(_CALCULATE, "max_vals = torch.maximum(max_vals, torch.zeros_like(max_vals))", "pass")),
+    bug("one_step_more", "scales", "the range is divided by one step too many", _RULE,
+        Edit(_CALCULATE, "num_steps = (high - low).to", "num_steps = (high - low + 1).to")),
+    bug("scale_by_the_largest_code", "scales", "symmetric scales are absmax / 7 in place of absmax / 7.5", _RULE,
+        Edit(_CALCULATE, "num_steps / 2, args", "high.to(max_vals.dtype), args")),
+    bug("only_the_maximum", "scales", "the absolute value of the minimum is forgotten", _RULE,
+        Edit(_CALCULATE, "torch.maximum(min_vals.abs(), max_vals.abs())", "max_vals")),
+    bug("zero_point_of_the_other_sign", "scales", "the zero point has the wrong sign", _RULE,
+        Edit(_CALCULATE, "low - min_vals / scale", "low + min_vals / scale")),
+    bug("zero_point_not_clamped", "scales", "a zero point past the codes wraps around in int8", _RULE,
+        Edit(_CALCULATE, "torch.clamp(low - min_vals / scale, low, high)", "(low - min_vals / scale + 1)")),
+    bug("zero_point_cut_off", "scales", "the zero point is cut off in place of rounded", _RULE,
+        Edit(_CALCULATE, ".round().to(torch.int8)", ".to(torch.int8)")),
+    bug("zero_point_from_the_maximum", "scales", "the zero point is computed from the upper end, off by one", _RULE,
+        Edit(_CALCULATE, "low - min_vals / scale", "high - max_vals / scale + 1")),
+    bug("no_floor_under_scales", "scales", "the scale of a group of zeros stays zero", "quantizer.scales_positive",
+        Edit(_CALCULATE, "torch.where(scale == 0,", "torch.where(scale < 0,")),
+    bug("scale_in_float16", "scales", "symmetric scales take a detour through float16", "quantizer.scales_positive",
+        Edit(_SYMMETRIC, "scale = max_abs / largest_code", "scale = (max_abs / largest_code).half().to(max_abs.dtype)")),
+    bug("scale_in_bfloat16", "scales", "symmetric scales take a detour through bfloat16", _RULE,
+        Edit(_SYMMETRIC, "scale = max_abs / largest_code", "scale = (max_abs / largest_code).bfloat16().to(max_abs.dtype)")),
+    bug("scale_a_little_wide", "scales", "scales are 0.5 % too wide", _RULE,
+        Edit(_SYMMETRIC, "scale = max_abs / largest_code", "scale = max_abs * 1.005 / largest_code")),
+    bug("floor_too_high", "scales", "scales below 1e-3 are raised to 1e-3", _RULE,
+        Edit(_SYMMETRIC, "scale = max_abs / largest_code", "scale = (max_abs / largest_code).clamp(min=1e-3)")),
+    bug("nvfp4_scale_not_stored_so", "scales", "NVFP4 calibrates with scales that fp8 does not hold", "quantizer.scales_positive",
+        Edit(_SYMMETRIC, ".to(torch.float8_e4m3fn).to(scale.dtype)", "")),
+    bug("global_scale_without_the_codes", "scales", "the global scale of NVFP4 forgets the largest fp4 code", _RULE,
+        Edit(_QPARAMS + "calculate_global_scale", "scale = (FP8_MAX * FP4_MAX /", "scale = (FP8_MAX /")),
+    bug("global_scale_overflows", "scales", "the global scale of small float16 weights overflows and becomes 1", _RULE,
+        Edit(_QPARAMS + "calculate_global_scale", "torch.where(scale.isinf(), wide, scale)", "scale")),
+    bug("mx_rounds_down", "scales", "MX scales take the power of two below, also from 1.75 times it on", _RULE,
+        Edit(_MX + "_round_to_power_of_two", "((bits + (1 << (significand_bits - 2))) & mask)", "(bits & mask)")),
+    bug("mx_rounds_at_the_middle", "scales", "MX scales round up from 1.5 times a power of two on", _RULE,
+        Edit(_MX + "_round_to_power_of_two", "(significand_bits - 2)", "(significand_bits - 1)")),
+    bug("mx_one_exponent_up", "scales", "MX scales of fp4 are twice as wide", _RULE,
+        Table(_MX + "_MAX_EXPONENT", lambda right: {**right, 4: 1})),
+    bug("groups_shifted_by_one", "scales", "the range of a group is taken from columns one to the left", _RULE,
+        Edit(_OBSERVERS + "_as_groups", "weight.reshape(-1, args.group_size)", "weight.roll(1, -1).reshape(-1, args.group_size)")),
+    bug("groups_down_the_rows", "scales", "groups are runs of rows in place of columns", _RULE,
+        Edit(_OBSERVERS + "_as_groups", "return weight.reshape(-1, args.group_size),",
+             "return weight.t().reshape(-1, args.group_size),")),
+    bug("tail_group_ignored", "scales", "the range of the last group is that of the one before", _RULE,
+        Edit(_OBSERVERS + "_as_groups", "return weight.reshape(-1, args.group_size),",
+             "size = args.group_size; weight = torch.cat((weight[:, :-size], weight[:, :size]), 1); return weight.reshape(-1, size),")),
+    bug("blocks_not_gathered", "scales", "blocks are runs of a row in place of rectangles", _RULE,
+        Edit(_OBSERVERS + "_as_blocks", ".transpose(1, 2)", "")),
+    bug("one_scale_for_all_rows", "scales", "per-channel scales are that of the whole tensor", _RULE,
+        Edit(_OBSERVERS + "_as_groups", "return weight.reshape(-1, weight.shape[-1]),",
+             "return weight.abs().amax().expand(weight.shape[0], 1),")),
+    bug("nan_is_let_through", "scales", "a weight with NaN or infinity is quantized", "quantizer.refuses_nonfinite",
+        Edit(_OBSERVERS + "_check_range", "if not bool(", "if name == '' and not bool("),
+        Edit("compressor.numerics.quantize:quantize", "if checked and scaled.numel() and", "if checked and not scaled.numel() and")),
+    bug("infinity_cut_off", "scales", "infinity is taken for the largest number, and quantized", "quantizer.refuses_nonfinite",
+        Edit(_OBSERVERS + "weight_qparams", "_as_groups(weight, args, name)",
+             "_as_groups(weight.nan_to_num(nan=torch.nan), args, name)")),
+    bug("search_takes_the_worst", "scales", "the search for a range keeps the one with the most error", "quantizer.search_pays",
+        Edit(_OBSERVERS + "_search_range", "better_n = error_n < best_error_n",
+             "better_n = (error_n > best_error_n) | best_error_n.isinf()")),
+    bug("search_never_shrinks", "scales", "the search tries the full range again and again", "quantizer.search_pays",
+        Edit(_OBSERVERS + "_search_range", "shrink = 1 - candidate / settings.grid", "shrink = 1")),
+    bug("search_for_all_groups", "scales", "a group takes a shrunken range when the sum over all groups gains", "quantizer.local",
+        Edit(_OBSERVERS + "_search_range", "better_n = error_n < best_error_n",
+             "better_n = (error_n.sum() < best_error_n.sum()) & (error_n < torch.inf)")),
+    bug("scale_of_each_sequence", "scales", "dynamic scales are shared by the tokens of a sequence", "quantizer.scales_positive",
+        Edit("compressor.numerics.quantize:dynamic_qparams", "tuple(range(2, x.ndim))", "tuple(range(1, x.ndim))")),
+    bug("range_of_256_values", "scales", "the range of a group is that of its first 256 values", _RULE,
+        Edit(_OBSERVERS + "weight_qparams", "min_n, max_n = groups_nS.amin(-1), groups_nS.amax(-1)",
+             "min_n, max_n = groups_nS[:, :256].amin(-1), groups_nS[:, :256].amax(-1)")),
+)  # fmt: skip
