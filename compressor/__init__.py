@@ -21,7 +21,7 @@ _PUBLIC = {
     "State": "compressor.lifecycle",
     "register_modifier": "compressor.modifiers.registry",
     "GPTQModifier": "compressor.modifiers.gptq",
-    "QuantizationModifier": "compressor.modifiers.quantization.modifier",
+    "QuantizationModifier": "compressor.modifiers.quantization",
     "ConstantPruningModifier": "compressor.modifiers.magnitude",
     "MagnitudePruningModifier": "compressor.modifiers.magnitude",
     "QuantizationArgs": "compressor.numerics",

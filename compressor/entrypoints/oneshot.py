@@ -33,7 +33,7 @@ from compressor.model.experts.stages import expert_targets
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device, resolve_tokenizer
 from compressor.model.saving import attach_save, save_compressed
-from compressor.modifiers.quantization.base import SchemeModifier
+from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.nn import QuantizedLayer
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record

@@ -22,12 +22,11 @@ from compressor.model.loading.sample_batches import MODALITIES, Modality, Sample
 from compressor.model.loading.stand_in import StandIn, stand_in
 from compressor.model.targets import resolve_targets
 from compressor.pipelines.calibration_mode import calibration_mode
-from compressor.tracing import Engine, Plan, Verify, trace
+from compressor.tracing import Engine, Plan, Verify, partition, trace
 from compressor.tracing.flow import Stop, measure_flow
 from compressor.tracing.footprint import Footprint
 from compressor.tracing.graph.nodes import Unreached
 from compressor.tracing.picture import Picture, make_picture, shortened, size
-from compressor.tracing.targets import partition
 from compressor.tracing.targets.call_order import called
 
 _NUM_SAMPLES = 2  # of a dataset

@@ -1,13 +1,9 @@
 """Models: from a folder to modules, from modules to a folder.
 
-load.py           folder or model in memory -> model that may be compressed     folder.py  what can be wrong with a folder
-targets.py        patterns -> modules
-format.py         schemes -> the config that readers of compressed-tensors need
-checkpoint.py     compressed model -> folder, whole or not at all
-experts.py        fused experts -> one linear layer each (experts_names.py: what files call them; experts_stages.py: which are stages)
-experts_format.py what of that transformers reads back
-stand_in.py       a model that runs, from a config alone                        sample_batches.py  random inputs for any model
-audit.py          the last look before writing (base.py: what is nobody's is as loaded)   atomic_folder.py  temporary sibling, flush, rename
+folder.py    what can be wrong with a folder               targets.py   patterns -> modules
+loading/     folder or config -> a model that runs         saving.py    what `save_pretrained` writes
+experts/     fused experts -> one linear layer each        base.py      what is nobody's is as loaded
+checkpoints/ compressed model -> folder, and back          disk_room.py whether it fits, before the run
 """
 
 from __future__ import annotations

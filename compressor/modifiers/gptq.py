@@ -15,9 +15,9 @@ from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError, SchemeError
 from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
-from compressor.modifiers.quantization.base import SchemeModifier
-from compressor.modifiers.quantization.input_statistics import InputHessians, InputHook, mask_of_input
-from compressor.modifiers.quantization.targets import scheme_label
+from compressor.modifiers.schemes.base import SchemeModifier
+from compressor.modifiers.schemes.input_statistics import InputHessians, InputHook, mask_of_input
+from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import weight_of
 from compressor.nn.experts import Expert
 from compressor.numerics import QuantizationArgs, QuantizationScheme, weight_qparams

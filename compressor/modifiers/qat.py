@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compressor.errors import RecipeError, SchemeError
 from compressor.lifecycle import Event, EventType, State
-from compressor.modifiers.quantization.base import SchemeModifier, shared_global_scales
+from compressor.modifiers.schemes.base import SchemeModifier, shared_global_scales
 from compressor.nn.fake_quant import FakeQuantizedLayer, fake_quantized
 from compressor.numerics import QParams, make_observer
 

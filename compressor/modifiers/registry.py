@@ -26,7 +26,7 @@ MODIFIERS: Mapping[str, str] = MappingProxyType(
         "ConstantPruningModifier": "compressor.modifiers.magnitude:ConstantPruningModifier",
         "GPTQModifier": "compressor.modifiers.gptq:GPTQModifier",
         "MagnitudePruningModifier": "compressor.modifiers.magnitude:MagnitudePruningModifier",
-        "QuantizationModifier": "compressor.modifiers.quantization.modifier:QuantizationModifier",
+        "QuantizationModifier": "compressor.modifiers.quantization:QuantizationModifier",
     }
 )
 

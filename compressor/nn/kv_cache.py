@@ -3,7 +3,7 @@
 `attach_kv_quantizer` gives an attention module the scales `k_scale` and `v_scale`, under the names that compressed-tensors and vLLM read,
 and a hook that puts a view in front of whatever cache the module is handed: keys and values are quantized and dequantized on their way into
 it, operation for operation as compressed-tensors does in transformers. That holds for every kind of cache, and for none.
-Where the cache is a `QuantizedKVCache` (see kv_storage.py) the codes themselves are kept, one byte each, with the same results.
+Where the cache is a `QuantizedKVCache` (below) the codes themselves are kept, one byte each, with the same results.
 
 Scales are static (calibrated; one per tensor or per head) or dynamic (one per tensor or per head and batch row of each new piece).
 
@@ -272,10 +272,11 @@ def _is_cached_attention(module: nn.Module) -> bool:
 
 # QuantizedKVCache: a cache of transformers that keeps codes, one byte per key and value, in the place of floats.
 #
-#     cache = QuantizedKVCache(model)                      # a model whose attention has quantizers, see kv_cache.py
+#     cache = QuantizedKVCache(model)                      # a model whose attention has quantizers, see above
 #     model.generate(**inputs, past_key_values=cache)
 #
-# What comes out is what the quantizers give with any other cache. Half the bytes of a bfloat16 cache, plus the scales where they are dynamic.
+# What comes out is what the quantizers give with any other cache.
+# Half the bytes of a bfloat16 cache, plus the scales where they are dynamic.
 
 
 class QuantizedKVCache(Cache):

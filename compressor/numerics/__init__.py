@@ -1,11 +1,11 @@
 """Number formats, scales, quantization and packing: tensors in, tensors out, no model in sight.
 
-scheme.py      what a tensor is to become (QuantizationArgs, QuantizationScheme)      presets.py  the schemes that have a name
-formats.py     the codes of a format: ranges, rounding, saturation
-qparams.py     range -> scale and zero point                                          mx.py       scales that are powers of two
+scheme.py      what a tensor is to become (QuantizationArgs, QuantizationScheme), and the schemes that have a name
+formats.py     the codes of a format: ranges, rounding, saturation, scales that are powers of two
+qparams.py     range -> scale and zero point
 quantize.py    real values -> codes -> real values
-observers.py   tensors -> range                                                       observer_settings.py
-packing.py     integer codes -> int32 words                                           packing_fp4.py  fp4 codes -> bytes
+observers.py   tensors -> range
+packing.py     codes -> int32 words and bytes
 products.py    codes times codes, summed exactly                                      sizes.py    bytes of a format
 """
 

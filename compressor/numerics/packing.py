@@ -115,8 +115,8 @@ def _check_arguments(tensor: Tensor, dtype: torch.dtype, num_bits: int, dim: int
 
 # fp4 codes, two to a byte: the layout of NVFP4 and MXFP4 in compressed-tensors 0.20.
 #
-# A nibble is sign, two bits of exponent and one of significand; its lower three bits count through 0, 0.5, 1, 1.5, 2, 3, 4, 6. The first code
-# of a pair takes the lower nibble. Unpacked, codes are kept in float8_e4m3fn, which holds each of the sixteen (minus zero included) exactly.
+# A nibble is sign, two bits of exponent and one of significand; its lower three bits count through 0, 0.5, 1, 1.5, 2, 3, 4, 6. The first
+# code of a pair takes the lower nibble. Unpacked, codes are kept in float8_e4m3fn, which holds each of the sixteen exactly, minus zero too.
 
 _NO_CODE = 255
 

@@ -22,8 +22,7 @@ from compressor.pipelines.offload.open_store import open_store
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.pipelines.settings import SequentialSettings
 from compressor.progress import Progress, Task
-from compressor.tracing import Partition, Plan, Run, RunningStage, ValueStore, module_names, trace
-from compressor.tracing.targets import partition
+from compressor.tracing import Partition, Plan, Run, RunningStage, ValueStore, module_names, partition, trace
 
 
 @runtime_checkable

@@ -35,7 +35,7 @@ from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.stages import Setting, lay_out
 from compressor.planning.workload import Batches, Target, bytes_of, guess_footprints, stages_of
 from compressor.recipe import load_recipe
-from compressor.tracing.targets import partition
+from compressor.tracing import partition
 
 # How much memory this process has: the baseline that tensors come on top of.
 

@@ -1,4 +1,9 @@
-"""What a user hands to a trace, and where it is no batch or no model that can run: said in our words, before anything runs."""
+"""What a target makes of its weights once and keeps: later stages would go on with the weights as they were before compression.
+
+Attributes and cached properties of modules belong to one forward each, so what is kept there is made anew. What is kept elsewhere (a dict,
+`functools.lru_cache`, a global) shows in this: a second forward no longer reads a weight that the first one has read. What had been kept
+before anybody looked does not show. The first half looks at what a user hands to a trace, before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -77,13 +82,6 @@ def check_model(model: nn.Module) -> None:
             f"{bare[0]}: is on the meta device, without values{more}, and a plan is made by running the model; load its weights, or use "
             "`compressor trace`, which makes some"
         )
-
-
-# What a target makes of its weights once and keeps: later stages would go on with the weights as they were before compression.
-#
-# Attributes and cached properties of modules belong to one forward each, so what is kept there is made anew. What is kept elsewhere (a dict,
-# `functools.lru_cache`, a global) shows in this: a second forward no longer reads a weight that the first one has read. What had been kept
-# before anybody looked does not show.
 
 
 class KeptWeights(Unrepeatable):

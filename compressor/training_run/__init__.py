@@ -2,9 +2,9 @@
 
 run.py       THE main path; read first      phases.py    load, read, train
 settings.py  what a user chooses            place.py     the folders of a run
-loss.py      next-token loss                loop.py      steps, evaluations, saved states, interruptions
-states.py    the run folder                 record.py    what compression.json says
-result.py    weights to checkpoint          attention.py causal masks without the host
+loop.py      steps, evaluations, saved states, interruptions
+states.py    the run folder                 result.py    weights to checkpoint, and what compression.json says
+attention.py causal masks without the host
 """
 
 from __future__ import annotations

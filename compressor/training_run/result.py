@@ -17,7 +17,7 @@ from compressor.model.checkpoints.format import check_readable
 from compressor.model.checkpoints.save import save_checkpoint
 from compressor.model.folder import weight_files
 from compressor.model.loading.load import LoadedModel, check_float16
-from compressor.modifiers.quantization.base import SchemeModifier
+from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.nn import QuantizedLayer
 from compressor.nn.fake_quant import FakeQuantizedLayer
 from compressor.pipelines.journal.fingerprint import Fingerprint, digest

@@ -5,7 +5,7 @@
     print(bisect("BASE", "COMPRESSED", "heldout.jsonl").to_text())
 
 models.py   both models, and the parts in which they differ, in the order in which they run
-swapping.py a model that is base here and compressed there           difference.py  how far its predictions are from the base's
+difference.py  a model that is base here and compressed there, and how far its predictions are from the base's
 search.py   binary search over the parts, knows nothing of models    locate.py      layers first, then modules of a guilty one
 blame.py    what compression.json and the weights say of a module    reproduce.py   a pytest file that fails until it is repaired
 report.py   the answer as text and JSON                              command.py     the verb

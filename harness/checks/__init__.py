@@ -4,9 +4,9 @@
 
     print(harness.check(my_quantizer))      # a report: text, JSON, JUnit
 
-protocols.py   what a subject has to offer, per kind       catalogue.py  the registry: a check is a decorated function
-adapt.py       from objects that people have to subjects   run.py        subject -> report
-elsewhere.py   checks of the catalogue that other parts of the harness hold
+protocols.py   what a subject has to offer, per kind       catalogue/    the registry: a check is a decorated function
+suites/        the checks                                  run.py        object -> subject -> report
+adapters/      libraries as subjects                       oracles.py    slow and exact, sharing no code with what they judge
 
 Names are imported on first use, so that listing the catalogue needs no torch.
 """

@@ -1,7 +1,7 @@
 """What a subject has to offer, per kind: small protocols, so that a check runs on anybody's code.
 
 A subject is any object with these members; no base class is needed. Every one has a `kind`, a `name` for reports, and `tags`, what it
-promises (see tags.py). Errors with which a subject turns down bad input may be of any class.
+promises (see catalogue/registry.py). Errors with which a subject turns down bad input may be of any class.
 
 Shapes: R rows (out features), C columns (in features), G groups, N tokens. Codes are *values*: an int8 code 3 is the number 3, an fp4 code
 1.5 is the number 1.5 in whatever dtype holds it.

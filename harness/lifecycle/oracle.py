@@ -5,7 +5,7 @@ it; it returns what the call answers, or raises Refused (the call is illegal, no
 wrong). So the model decides what comes when and what it leads to, and never what a callback does.
 
 Numbers are exact: an index is a fraction of integers, and a setting is the simple fraction that its float stands for.
-This file holds the model of one modifier; `oracle_session.py` builds that of a run on it.
+The model of one modifier comes first; that of a run is built on it.
 """
 
 from __future__ import annotations

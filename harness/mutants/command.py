@@ -7,10 +7,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.console import positive
-from harness.mutants.family import FAMILIES
+from harness.mutants.family import TABLE
 
 if TYPE_CHECKING:
     from harness.mutants.family import Family, Fate
@@ -27,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the verb; changed.
     """
     parser.epilog = EPILOG
-    parser.add_argument("family", metavar="FAMILY", nargs="?", choices=tuple(FAMILIES), help=f"{' or '.join(FAMILIES)} (default: all)")
+    parser.add_argument("family", metavar="FAMILY", nargs="?", help="only this family of the table (default: all)")
+    parser.add_argument("--table", metavar="WHERE:NAME", default=TABLE, help=f"lists the families, by name (default: {TABLE})")
     parser.add_argument("--mutant", action="append", metavar="NAME", help="plant only this bug; may be given several times")
     parser.add_argument("--all-checks", action="store_true", help="let every check look, not only up to the first that sees the bug")
     parser.add_argument("--jobs", metavar="N", type=positive, help="processes (default: one per core)")
@@ -43,10 +45,11 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 if a bug survived or the control did not pass.
     """
-    from harness.mutants.family import find_family
+    from harness.mutants.family import find_family, listed_families
 
-    families = [find_family(name) for name in ([args.family] if args.family else FAMILIES)]
-    results = {family.name: _fates(family, args) for family in families}
+    sys.path.insert(0, str(Path.cwd()))  # the repository in which the command is run
+    names = [args.family] if args.family else list(listed_families(args.table))
+    results = {name: _fates(find_family(name, args.table), args) for name in names}
     if args.json:
         print(json.dumps({name: summary(fates) for name, fates in results.items()}, sort_keys=True, indent=1))
     else:
@@ -64,7 +67,7 @@ def _fates(family: Family, args: argparse.Namespace) -> list[Fate]:
     fates: dict[int, Fate] = {}
     jobs = min(args.jobs or os.cpu_count() or 1, len(mutants))
     with RichProgress().task(f"{family.name} mutants", len(mutants)) as task:
-        for number, fate in hunt(family, mutants, args.all_checks, jobs):
+        for number, fate in hunt(family, mutants, args.all_checks, jobs, args.table):
             fates[number] = fate
             task.advance(note=f"{fate.mutant.name if fate.mutant else 'control'}: {next(iter(fate.killed_by), 'nothing is seen')}")
     return [fates[number] for number in sorted(fates)]

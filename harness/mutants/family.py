@@ -1,37 +1,24 @@
 """What a family of planted bugs is: the bugs, and those who must see them.
 
-A new family is a line of FAMILIES and a module with a FAMILY.
+A new family is a module that holds a Family, and a line of the table that lists the families of a repository.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from compressor.arguments import suggest
 from compressor.errors import UserInputError
+from harness.named import find_named
 
 if TYPE_CHECKING:
     from harness.mutants.patches import Mutant
 
 
-# Each family, and the module that holds it, as FAMILY or under the name behind the colon; it is imported when it is asked for.
-FAMILIES: Mapping[str, str] = MappingProxyType(
-    {
-        "lifecycle": "tests.mutation.lifecycle.family",
-        "quantizers": "tests.mutation.numerics.family:QUANTIZERS",
-        "packers": "tests.mutation.numerics.family:PACKERS",
-        "observers": "tests.mutation.numerics.family:OBSERVERS",
-        "layers": "tests.mutation.numerics.family:LAYERS",
-        "solvers": "tests.mutation.numerics.family:SOLVERS",
-        "transforms": "tests.mutation.transforms",
-        "goldens": "tests.mutation.goldens",
-        "checkpoints": "tests.mutation.checkpoints",
-        "replay": "tests.mutation.replay",
-    }
-)
+TABLE = "tests.mutation.families:FAMILIES"
+"""Where the families of a repository are listed, unless it says another place: name to `package.module:NAME`."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +62,6 @@ class Family:
         Raises:
             UserInputError: a name that none has.
         """
-        from compressor.arguments import suggest
-
         wanted = list(self.mutants) if names is None else list(names)
         unknown = [name for name in wanted if name not in self.mutants]
         if unknown:
@@ -111,15 +96,41 @@ class Fate:
         return said | seen
 
 
-def find_family(name: str) -> Family:
+def listed_families(table: str = TABLE) -> Mapping[str, str]:
+    """Read a table of families.
+
+    Args:
+        table: `package.module:NAME` or `path/to/file.py:NAME` of a mapping.
+
+    Returns:
+        Name of a family to where it is.
+
+    Raises:
+        UserInputError: there is no such table, or it is none.
+    """
+    found = find_named(table, "table of planted bugs")
+    if not isinstance(found, Mapping) or not found:
+        raise UserInputError(f"{table}: this is no table of planted bugs; give a mapping from names to 'package.module:NAME'")
+    return found
+
+
+def find_family(name: str, table: str = TABLE) -> Family:
     """Import a family.
 
     Args:
-        name: one of FAMILIES.
+        name: as in the table.
+        table: see `listed_families`.
 
     Returns:
         The family.
+
+    Raises:
+        UserInputError: the table has no such name, or what it names is no family.
     """
-    module, _, attribute = FAMILIES[name].partition(":")
-    family: Family = getattr(importlib.import_module(module), attribute or "FAMILY")
+    families = listed_families(table)
+    if name not in families:
+        raise UserInputError(f"mutants: there is no family {name!r}; {suggest(name, families)}")
+    family = find_named(families[name], "family of planted bugs")
+    if not isinstance(family, Family):
+        raise UserInputError(f"{families[name]}: this is no family of planted bugs; give a harness.mutants.family.Family")
     return family

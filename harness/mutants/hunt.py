@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 
-from harness.mutants.family import Family, Fate, Killer, find_family
+from harness.mutants.family import TABLE, Family, Fate, Killer, find_family
 from harness.mutants.patches import Mutant
 
 Seen = tuple[dict[str, str], list[str]]
@@ -46,7 +46,9 @@ def fate_of(family: Family, mutant: Mutant | None, all_checks: bool = False) -> 
     return Fate(mutant, killed_by, tuple(survived), frozenset(killer.name for killer in killers if killer.is_machine))
 
 
-def hunt(family: Family, mutants: Sequence[Mutant | None], all_checks: bool = False, jobs: int = 1) -> Iterator[tuple[int, Fate]]:
+def hunt(
+    family: Family, mutants: Sequence[Mutant | None], all_checks: bool = False, jobs: int = 1, table: str = TABLE
+) -> Iterator[tuple[int, Fate]]:
     """Look for several bugs, in several processes.
 
     Args:
@@ -54,6 +56,7 @@ def hunt(family: Family, mutants: Sequence[Mutant | None], all_checks: bool = Fa
         mutants: the bugs; None for the control.
         all_checks: as in `fate_of`.
         jobs: processes; 1 looks in this one.
+        table: that lists the family, for other processes.
 
     Yields:
         The place of a bug in the list and its fate, as they become known.
@@ -65,7 +68,7 @@ def hunt(family: Family, mutants: Sequence[Mutant | None], all_checks: bool = Fa
     # A fresh interpreter: a fork of a process in which torch has started threads may never come back.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _prepare) as pool:
         running = {
-            pool.submit(_fate_elsewhere, family.name, mutant.name if mutant else None, all_checks): number
+            pool.submit(_fate_elsewhere, table, family.name, mutant.name if mutant else None, all_checks): number
             for number, mutant in sorted(enumerate(mutants), key=lambda pair: not _is_long(pair[1], family.killers(pair[1])))
         }
         try:
@@ -88,8 +91,10 @@ def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-def _fate_elsewhere(family_name: str, name: str | None, all_checks: bool) -> tuple[dict[str, str], tuple[str, ...], frozenset[str]]:
+def _fate_elsewhere(
+    table: str, family_name: str, name: str | None, all_checks: bool
+) -> tuple[dict[str, str], tuple[str, ...], frozenset[str]]:
     """In a worker: a fate without its bug, whose patches may hold functions that do not travel."""
-    family = find_family(family_name)
+    family = find_family(family_name, table)
     fate = fate_of(family, family.mutants[name] if name else None, all_checks)
     return dict(fate.killed_by), tuple(fate.survived), fate.machines

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from compressor.lifecycle import Session, State
 from compressor.modifiers.magnitude import MagnitudePruningModifier
-from compressor.modifiers.quantization.modifier import QuantizationModifier
+from compressor.modifiers.quantization import QuantizationModifier
 from compressor.training import Snapshot, Trainer, TrainStep, adamw
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

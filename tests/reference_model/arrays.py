@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 after a one-line error.
     """
-    parser = argparse.ArgumentParser(prog="reference_arrays", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tests.reference_model.arrays", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="the reference model's folder")
     parser.add_argument("--root", type=Path, default=Path(), help="the project (default: here)")
     parser.add_argument("--num-calibration", type=int, default=ArrayPlan.num_calibration)

@@ -1,6 +1,6 @@
 """Read a compressed checkpoint back without compressed-tensors: every quantized layer becomes the runtime layer that it was written from.
 
-transformers cannot load every checkpoint that its format allows (see experts_format.py), and where it can it may dequantize. This reader
+transformers cannot load every checkpoint that its format allows (see experts/format.py), and where it can it may dequantize. This reader
 takes the files as they are: experts one by one, packed weights packed, quantized inputs quantized, scales of keys and values where they
 belong. What is missing, left over or of another shape is an error, never random numbers. The float weights are never there: the model is
 built without them, and memory is that of the files.

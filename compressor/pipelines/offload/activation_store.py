@@ -47,7 +47,7 @@ class _Sample:
 
 
 class ActivationStore:
-    """Keeps the live values of every sample; implements `compressor.tracing.targets.store.ValueStore`. A context manager that closes itself."""
+    """Keeps the live values of every sample; implements `compressor.tracing.ValueStore`. A context manager that closes itself."""
 
     def __init__(
         self,

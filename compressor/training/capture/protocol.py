@@ -1,4 +1,4 @@
-"""What a trainer needs of a device: run a step eagerly, and capture it into something that replays. The choice is made in `devices.py`."""
+"""What a trainer needs of a device: run a step eagerly, and capture it into something that replays."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from compressor.training.uncompiled import uncompiled
 
 # Where a refused operator was called from, and what helps there: advice that names the caller's own line and torch's own switch.
 
-_TORCH, _OWN = Path(torch.__file__).parent, Path(__file__).parent
-_STEP = str(_OWN / "step.py")
+_TORCH, _OWN = Path(torch.__file__).parent, Path(__file__).parents[1]
+_STEP = str(_OWN / "step" / "step.py")
 _ADVICE = "keep it a tensor (torch.where, a tensor lr, fused=True), or decide before the step"
 # Part of torch that reads, where several are on the way the innermost: what to do about it.
 _ADVICE_BY_PART = {

@@ -140,7 +140,6 @@ def listing(kind: str | None = None) -> list[dict[str, Any]]:
         A row per check.
     """
     from harness.checks.catalogue.registry import find_checks
-    # MERGED
 
     rows: list[dict[str, Any]] = [
         {

@@ -282,7 +282,6 @@ class Check:
         missing = sorted(self.needs - frozenset(subject.tags))
         if missing:
             return self.claim.skipped(f"the subject does not promise {missing[0]!r}")
-        # MERGED
         from harness.lifecycle.process_state import process_kept
 
         try:

@@ -2,7 +2,7 @@
 
 A program is a legal beginning and then any step at all. All of them are tried up to a length, the shortest first, with the oracle beside
 each; the first deviation names a symptom. The state machines look deeper, at random; this looks everywhere near the start, so what it finds
-has no shorter form. Run `python -m harness.lifecycle.counterexamples.__main__` to search llm-compressor.
+has no shorter form. Run `python -m harness.lifecycle.counterexamples` to search llm-compressor.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from harness.lifecycle.counterexamples.llmcompressor import OWN, PROBE, llm_compressor_versions, open_llm_compressor_run
 
-    parser = argparse.ArgumentParser(
-        prog="python -m harness.lifecycle.counterexamples.__main__", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m harness.lifecycle.counterexamples", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON in place of text")
     parser.add_argument("--steps", type=int, default=MAX_STEPS, metavar="N", help=f"length of the longest programs (default {MAX_STEPS})")
     args = parser.parse_args(argv)

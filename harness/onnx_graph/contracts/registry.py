@@ -32,11 +32,11 @@ class NamedContract:
 
     def make(self) -> Contract:
         """Make the contract."""
-        contract: Contract = getattr(importlib.import_module(f"harness.onnx_graph.{self.module}"), self.kind)(**self.settings)
+        contract: Contract = getattr(importlib.import_module(f"harness.onnx_graph.contracts.{self.module}"), self.kind)(**self.settings)
         return contract
 
 
-_ROLES, _NODES = "role_contracts", "node_contracts"
+_ROLES, _NODES = "roles", "nodes"
 CONTRACTS: Mapping[str, NamedContract] = {
     "separate-qkv": NamedContract("Q, K and V of every block come from three linear layers of their own", _ROLES, "SeparateQKV"),
     "same-block-count": NamedContract("as many attention blocks after as before, kind by kind", _ROLES, "SameBlockCount"),

@@ -60,7 +60,7 @@ class Channel:
             skips: names by backend.
             keep_graphs: whether children store the graphs before and after each call, for a contract that is checked here.
         """
-        root = str(Path(__file__).resolve().parents[2])
+        root = str(Path(__file__).resolve().parents[3])
         (self.folder / "sitecustomize.py").write_text(_SITE.format(variable=VARIABLE, package_root=root), encoding="utf-8")
         policy = {"skips": {backend: list(names) for backend, names in skips.items()}, "keep_graphs": keep_graphs}
         (self.folder / "policy.json").write_text(json.dumps(policy), encoding="utf-8")

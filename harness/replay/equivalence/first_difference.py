@@ -10,8 +10,7 @@ from torch import Tensor
 
 from compressor.errors import CompressorError, ProofError
 from compressor.lifecycle import EventType
-from compressor.training import Plan, Trainer
-from compressor.training.replay import locate
+from compressor.training import Plan, Trainer, locate
 from compressor.training.step.batch import batch_key
 from harness.replay.equivalence.run import Moment, Plot, Refusal, rehearse
 from harness.replay.equivalence.training_state import TrainingState

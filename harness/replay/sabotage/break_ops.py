@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from compressor.errors import UserInputError
-from compressor.training import Plan, Snapshot
+from compressor.training import Plan, Snapshot, locate
 from compressor.training.capture.operators import Kind, Op
 from compressor.training.engines.tape import Tape
-from compressor.training.replay import locate
 from harness.replay.kernels.exchange import first_byte, overlaps_any, swapped
 
 Run = Callable[[], object]

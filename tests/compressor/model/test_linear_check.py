@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from compressor import QuantizationModifier
 from compressor.errors import TargetError
-from compressor.modifiers.quantization.targets import check_linear_forwards
+from compressor.modifiers.schemes.targets import check_linear_forwards
 
 
 class _Router(nn.Linear):

@@ -13,9 +13,9 @@ from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, CompressorError, NumericsError, SchemeError, TargetError
 from compressor.lifecycle import EventType, Session, State
 from compressor.modifiers.gptq import GPTQModifier
-from compressor.modifiers.quantization.base import SchemeModifier
-from compressor.modifiers.quantization.input_statistics import real_tokens, token_sequences
-from compressor.modifiers.quantization.modifier import QuantizationModifier
+from compressor.modifiers.quantization import QuantizationModifier
+from compressor.modifiers.schemes.base import SchemeModifier
+from compressor.modifiers.schemes.input_statistics import real_tokens, token_sequences
 from compressor.nn import QuantizedLinear
 
 GROUPED = {"weights": {"num_bits": 4, "group_size": 16}, "targets": ["Linear"]}

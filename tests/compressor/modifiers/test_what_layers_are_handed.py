@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compressor import GPTQModifier, oneshot
 from compressor.errors import TargetError
-from compressor.modifiers.quantization.input_statistics import real_tokens, token_sequences
+from compressor.modifiers.schemes.input_statistics import real_tokens, token_sequences
 
 WIDTH = 8
 RUNS: tuple[dict[str, Any], ...] = ({"engine": "auto"}, {"engine": "suspend"}, {"pipeline": "basic"})

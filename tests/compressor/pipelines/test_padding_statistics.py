@@ -19,7 +19,7 @@ from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
 from compressor.modifiers import gptq
 from compressor.modifiers.gptq import GPTQModifier
-from compressor.modifiers.quantization import input_statistics
+from compressor.modifiers.schemes import input_statistics
 from compressor.pipelines import basic, run_pipeline, sequential
 from compressor.progress import SilentProgress
 

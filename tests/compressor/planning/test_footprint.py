@@ -82,7 +82,7 @@ def test_a_forward_that_asks_for_what_weights_decide_cannot_be_followed() -> Non
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "opt", "bert", "t5", "mamba2", "gemma3", "qwen2_vl", "whisper"])
 def test_architectures_are_followed(name: str) -> None:
-    from compressor.tracing.targets import partition
+    from compressor.tracing import partition
     from harness.traceability.architectures import zoo
 
     architecture = zoo()[name]

@@ -8,8 +8,7 @@ import pytest
 from torch import Tensor, nn
 
 from compressor.errors import TargetError
-from compressor.tracing import infer_targets, module_names
-from compressor.tracing.targets import partition
+from compressor.tracing import infer_targets, module_names, partition
 
 
 class Layer(nn.Module):

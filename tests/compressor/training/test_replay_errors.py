@@ -27,9 +27,8 @@ from compressor.errors import (
     UntrackedRandomnessError,
     UserInputError,
 )
-from compressor.training import Snapshot, Trainer, TrainStep, adamw, sgd
+from compressor.training import Snapshot, Trainer, TrainStep, adamw, locate, sgd
 from compressor.training.engines.tape import Kind
-from compressor.training.replay import locate
 from compressor.training.replay.prove import prove
 
 

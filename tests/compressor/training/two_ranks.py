@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from compressor.errors import CompressorError
 from compressor.lifecycle import Session, State
 from compressor.modifiers.magnitude import MagnitudePruningModifier
-from compressor.modifiers.quantization.modifier import QuantizationModifier
-from compressor.training import Snapshot, Trainer, TrainStep, adamw, load_training, save_training
-from compressor.training.replay import locate
+from compressor.modifiers.quantization import QuantizationModifier
+from compressor.training import Snapshot, Trainer, TrainStep, adamw, load_training, locate, save_training
 from compressor.training.step.digests import raw_bytes
 
 NUM_STEPS = 22

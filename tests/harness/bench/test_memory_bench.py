@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from compressor.errors import HarnessError
-from compressor.modifiers.quantization.input_statistics import InputHessians
+from compressor.modifiers.schemes.input_statistics import InputHessians
 from tests.bench import memory
 from tests.bench.memory_job import measure_case
 

@@ -198,7 +198,7 @@ def test_a_command_that_cannot_be_meant_is_told(command, said):
 
 
 def test_siblings_with_scales_of_their_own_are_caught():
-    with mock.patch("compressor.modifiers.quantization.base.shared_global_scales", return_value={}):
+    with mock.patch("compressor.modifiers.schemes.base.shared_global_scales", return_value={}):
         found, summary = outcome(OurCalibration(settings=NVFP4), 45)
     assert found is Outcome.FAIL
     assert "runtimes fuse them" in summary

@@ -183,7 +183,7 @@ def run_in_peer(peer_python: Path, repo_root: Path) -> Callable[..., subprocess.
 
 @pytest.fixture(scope="module")
 def peer_examples(run_in_peer: Callable[..., subprocess.CompletedProcess[str]]) -> list[Example]:
-    run = run_in_peer("-m", "harness.lifecycle.counterexamples.__main__", "--json")
+    run = run_in_peer("-m", "harness.lifecycle.counterexamples", "--json")
     assert run.returncode == 1, run.stderr
     examples: list[Example] = json.loads(run.stdout)["counter_examples"]
     return examples

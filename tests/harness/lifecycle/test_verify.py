@@ -19,7 +19,7 @@ import harness
 from compressor.errors import UserInputError
 from compressor.lifecycle import Event, Modifier, Session, State
 from compressor.modifiers.gptq import GPTQModifier
-from compressor.modifiers.quantization.modifier import QuantizationModifier
+from compressor.modifiers.quantization import QuantizationModifier
 from harness.lifecycle.checks.registry import CHECKS
 from harness.lifecycle.driving.compare import Violation
 from harness.lifecycle.driving.probes import CalibratingWorker, TinyModel, TrainingWorker, tiny_batches

@@ -46,7 +46,7 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["my_modifiers:Mute", *QUICK, "--settings", '{"size": 2}'], 1, "returned None"),
         (["my_modifiers:number"], 1, "no modifier"),
         (["compressor.modifiers.gptq:GPTQModifier"], 2, "neither scheme nor config_groups"),
-        (["compressor.modifiers.quantization.modifier:QuantizationModifier", *QUICK, "--settings", '{"scheme": "W8A16"}'], 0, "pass"),
+        (["compressor.modifiers.quantization:QuantizationModifier", *QUICK, "--settings", '{"scheme": "W8A16"}'], 0, "pass"),
         ([WORKER, "--check", "lifecycle.state_machine", "--profile", "dev", "--time-limit", "30"], 0, "steps"),
         ([WORKER, "--check", "lifecycle.already_quantized", "--tag", "idempotent"], 2, "declares 'idempotent'"),
     ],

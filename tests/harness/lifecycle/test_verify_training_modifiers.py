@@ -6,7 +6,7 @@ import pytest
 
 from compressor.lifecycle import Modifier
 from compressor.modifiers.magnitude import ConstantPruningModifier, MagnitudePruningModifier
-from compressor.modifiers.quantization.modifier import QuantizationModifier
+from compressor.modifiers.quantization import QuantizationModifier
 from harness import verify
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
 from harness.reporting.record import Outcome

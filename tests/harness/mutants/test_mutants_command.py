@@ -7,7 +7,7 @@ import json
 import pytest
 
 from harness.cli import main
-from harness.mutants.family import FAMILIES, Family, Fate, Killer, find_family
+from harness.mutants.family import Family, Fate, Killer, find_family, listed_families
 from harness.mutants.hunt import fate_of, hunt
 from harness.mutants.patches import Mutant
 
@@ -66,7 +66,7 @@ def test_the_exit_code_says_whether_all_died_and_sound_code_passed(
     seen: str | None, sound: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     family = _family(_killer("check.a", seen), sound=sound)
-    monkeypatch.setattr("harness.mutants.family.find_family", lambda name: family)
+    monkeypatch.setattr("harness.mutants.family.find_family", lambda name, table: family)
     assert main(["mutants", "lifecycle", "--jobs", "1"]) == code
     out = " ".join(capsys.readouterr().out.split())
     assert f"{2 if seen else 0} of 2 planted bugs were killed" in out
@@ -78,7 +78,7 @@ def test_bugs_that_only_a_machine_saw_are_listed_with_those_who_looked_in_vain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     family = _family(_killer("check.a", None), _killer("check.b", None), _killer("machine", "m", True))
-    monkeypatch.setattr("harness.mutants.family.find_family", lambda name: family)
+    monkeypatch.setattr("harness.mutants.family.find_family", lambda name, table: family)
     assert main(["mutants", "lifecycle", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert "Only a state machine saw these 2: one, two." in out
@@ -107,7 +107,7 @@ def test_all_checks_look_where_that_is_asked(capsys: pytest.CaptureFixture[str])
 
 
 def test_every_family_is_whole() -> None:
-    for name in FAMILIES:
+    for name in listed_families():
         family = find_family(name)
         assert family.name == name
         assert all(mutant.name == key for key, mutant in family.mutants.items())

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from compressor.errors import HarnessError, UserInputError
-from compressor.training import Plan
-from compressor.training.replay import locate
+from compressor.training import Plan, locate
 from harness.replay.equivalence.training_state import state_of
 from harness.replay.kernels import compare as kernels
 from harness.replay.kernels import timing as kernel_timing

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from compressor.errors import UserInputError
-from compressor.training import Snapshot, TrainStep
+from compressor.training import Snapshot, TrainStep, locate
 from compressor.training.capture.operators import Kind
-from compressor.training.replay import locate
 from compressor.training.replay.locate import Difference
 from harness.replay import command
 from harness.replay.kernels.sources import plan_on_tape

@@ -45,7 +45,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "pytorch/pytorch#63269",
     ),
     Hazard(
-        "float_of_tensor", "float() of a tensor", stage(lambda m, h: h * float(h.detach().std())), HostReadError, "hazards_host.py", _NOTES
+        "float_of_tensor", "float() of a tensor", stage(lambda m, h: h * float(h.detach().std())), HostReadError, "host_reads.py", _NOTES
     ),
     Hazard(
         "int_of_tensor", "a slice as long as int() of a tensor says", stage(_sizes_from_data), HostReadError, "_local_scalar_dense", _NOTES

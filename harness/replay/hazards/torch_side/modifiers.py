@@ -179,7 +179,7 @@ def _constant() -> Modifier:
 
 
 def _qat() -> Modifier:
-    from compressor.modifiers.quantization.modifier import QuantizationModifier
+    from compressor.modifiers.quantization import QuantizationModifier
 
     return QuantizationModifier(
         config_groups={"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "symmetric": True, "strategy": "channel"}}},

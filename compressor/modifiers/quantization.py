@@ -5,7 +5,7 @@ from __future__ import annotations
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.lifecycle import CalibrationNeed, ModuleRecord, State
 from compressor.modifiers.qat import TrainingModifier
-from compressor.modifiers.quantization.targets import scheme_label
+from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import weight_of
 from compressor.numerics import weight_qparams
 

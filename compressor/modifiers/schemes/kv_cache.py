@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from compressor.errors import CalibrationError, NumericsError, TargetError
 from compressor.lifecycle import State
 from compressor.model.targets import matches
-from compressor.modifiers.quantization.input_statistics import real_tokens
+from compressor.modifiers.schemes.input_statistics import real_tokens
 from compressor.nn.kv_cache import PARTS, attach_kv_quantizer, attention_modules, check_kv_args, kv_args, num_kv_heads, with_view
 from compressor.numerics import Observer, QuantizationArgs, make_observer
 

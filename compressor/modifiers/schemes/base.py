@@ -15,8 +15,8 @@ from compressor.algorithms.costs import Cost, rounding_cost
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Event, FinishedStage, Modifier, ModuleRecord, State
 from compressor.lifecycle.state import StageValue
-from compressor.modifiers.quantization.input_statistics import InputHook, input_of, observing, static_input_qparams
-from compressor.modifiers.quantization.targets import SchemeTargets
+from compressor.modifiers.schemes.input_statistics import InputHook, input_of, observing, static_input_qparams
+from compressor.modifiers.schemes.targets import SchemeTargets
 from compressor.nn import from_buffers, replacement, weight_of
 from compressor.numerics import Observer, QParams, QuantizationScheme, calculate_global_scale, check_qparams, make_observer
 

@@ -19,7 +19,7 @@ from compressor.lifecycle import PlannedModule
 from compressor.model.experts.unfuse import check_no_unknown_experts
 from compressor.model.folder import some
 from compressor.model.targets import check_patterns, matches, resolve_targets
-from compressor.modifiers.quantization.kv_cache import KVCacheTargets
+from compressor.modifiers.schemes.kv_cache import KVCacheTargets
 from compressor.nn import check_fit, is_quantizable, weight_of
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
 from compressor.numerics.scheme import OBSERVER_KINDS, suggest

@@ -1,0 +1,3 @@
+"""The command `compressor`: a file per verb."""
+
+from __future__ import annotations

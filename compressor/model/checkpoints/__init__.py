@@ -1,0 +1,3 @@
+"""Compressed model -> folder, and folder -> compressed model."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Libraries as subjects: ours, compressed-tensors, torchao."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""The checks, a file per kind of subject."""
+
+from __future__ import annotations

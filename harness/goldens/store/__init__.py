@@ -1,0 +1,3 @@
+"""Goldens on disk: names, manifest, tensors, candidates and their acceptance."""
+
+from __future__ import annotations

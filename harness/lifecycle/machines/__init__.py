@@ -1,0 +1,3 @@
+"""Hypothesis machines over sessions and modifiers."""
+
+from __future__ import annotations

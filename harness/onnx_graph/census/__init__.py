@@ -1,0 +1,3 @@
+"""Which blocks of a graph mix activations, and where their Q, K and V come from."""
+
+from __future__ import annotations

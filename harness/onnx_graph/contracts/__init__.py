@@ -1,0 +1,3 @@
+"""What must hold of a graph against the exported one."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Hazards of torch: addresses, autograd, batches, kernels, models, optimizers."""
+
+from __future__ import annotations

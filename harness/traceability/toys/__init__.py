@@ -1,0 +1,3 @@
+"""Small models made to deceive a tracer."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""What a compressed model predicts, against its base."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""The report as a page with plots."""
+
+from __future__ import annotations

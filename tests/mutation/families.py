@@ -1,0 +1,18 @@
+"""The families of planted bugs of this repository, for `harness mutants`: name to where each is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+FAMILIES: Mapping[str, str] = {
+    "lifecycle": "tests.mutation.lifecycle.family:FAMILY",
+    "quantizers": "tests.mutation.numerics.family:QUANTIZERS",
+    "packers": "tests.mutation.numerics.family:PACKERS",
+    "observers": "tests.mutation.numerics.family:OBSERVERS",
+    "layers": "tests.mutation.numerics.family:LAYERS",
+    "solvers": "tests.mutation.numerics.family:SOLVERS",
+    "transforms": "tests.mutation.transforms:FAMILY",
+    "goldens": "tests.mutation.goldens:FAMILY",
+    "checkpoints": "tests.mutation.checkpoints:FAMILY",
+    "replay": "tests.mutation.replay:FAMILY",
+}
