@@ -1,7 +1,7 @@
 """Hazards: what broke captured training steps elsewhere, each a small step of its own. The outcome is *equal or the named error, never
 silent*, and which of the two stands in the table.
 
-The tables are the files hazards_*.py, one per theme; a new hazard is a line there.
+The tables are the files of `python_side` and `torch_side`, one per theme; a new hazard is a line there.
 """
 
 from __future__ import annotations
