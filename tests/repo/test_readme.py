@@ -1,76 +1,149 @@
-"""README.md is about the project that is there: its tree, its commands, and the tool that writes both."""
+"""README.md and the chapters: they can be read (sizes, links), and what they show works (commands, options, Python)."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from unittest import mock
 
 import pytest
 
-
-@pytest.fixture(scope="module")
-def readme_tool(repo_root: Path) -> ModuleType:
-    """The script .ci/readme.py as a module."""
-    from importlib.util import module_from_spec, spec_from_file_location
-
-    spec = spec_from_file_location("readme_tool", repo_root / ".ci" / "readme.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+ROOT = Path(__file__).parents[2]
+CHAPTERS = sorted(
+    path
+    for path in map(Path, subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+    if (ROOT / path).is_file() and path.parts[0] != "golden"  # that of the reference model is rendered, and has a test of its own
+)
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: [^\n]+ -->\n *```python\n.*?^ *```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(?:\$ )?((?:compressor|harness) [a-z].*?)(?:\s+#.*)?$", re.MULTILINE)
+TEXTS = ["The first sample is short, and there are not many of them.", "A second one, to learn from; it is longer than the first one."]
 
 
-def test_tree_and_command_line_are_the_real_ones(repo_root: Path) -> None:
-    done = subprocess.run([sys.executable, ".ci/readme.py", "--check"], cwd=repo_root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def _text(chapter: Path) -> str:
+    return (ROOT / chapter).read_text(encoding="utf-8")
 
 
-def test_tree_has_one_line_for_each_file(readme_tool: ModuleType, repo_root: Path) -> None:
-    readme = (repo_root / "README.md").read_text()
-    for path in readme_tool.tracked_files():
-        name = path.rsplit("/", 1)[-1]
-        if name != "__init__.py":
-            assert re.search(rf"^ *{re.escape(name)} +\S", readme, re.MULTILINE), f"{path} has no line in the tree"
+def _anchors(text: str) -> set[str]:
+    """Those of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_folders_stand_above_their_files_with_what_the_package_says(readme_tool: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "rooms" / "deep").mkdir(parents=True)
-    (tmp_path / "rooms" / "__init__.py").write_text('"""All rooms. And more."""')
-    (tmp_path / "rooms" / "one.py").write_text('"""The first. room.\n\nLonger."""')
-    (tmp_path / "rooms" / "deep" / "run").write_text("#!/bin/sh\n# Goes down.\n")
-    lines = readme_tool.tree(["rooms/deep/run", "rooms/__init__.py", "rooms/one.py"], tmp_path).splitlines()
-    assert [line.split() for line in lines[1:-1]] == [
-        ["rooms/", "All", "rooms"],
-        ["deep/"],
-        ["run", "Goes", "down"],
-        ["one.py", "The", "first.", "room"],
-    ]
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=str)
+def test_a_chapter_can_be_read(chapter: Path) -> None:
+    lines = _text(chapter).splitlines()
+    assert not [number for number, line in enumerate(lines, 1) if len(line) > 120]
+    assert len(lines) <= 300 or chapter.name == "DECISIONS.md"
+    assert lines[0].startswith("# ")
 
 
-def test_a_file_that_says_nothing_is_refused(readme_tool: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "silent.py").write_text("x = 1\n")
-    with pytest.raises(SystemExit, match=r"silent\.py: says nothing about itself"):
-        readme_tool.own_line("silent.py", tmp_path)
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=str)
+def test_every_link_leads_somewhere(chapter: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", _text(chapter)))
+    for link in (link for link in links if not link.startswith("http")):
+        file, _, anchor = link.partition("#")
+        target = (ROOT / chapter).parent / file if file else ROOT / chapter
+        assert target.exists(), f"{chapter}: {link} leads nowhere"
+        assert not anchor or anchor in _anchors(target.read_text(encoding="utf-8")), f"{chapter}: {link} names no heading"
+
+
+def test_every_chapter_is_on_the_map() -> None:
+    linked = set(re.findall(r"\]\(([^)#\s]+)\)", _text(Path("README.md"))))
+    assert {str(chapter) for chapter in CHAPTERS} - {"README.md"} <= linked
+
+
+class _CaughtError(BaseException):
+    """Ends a command where it would begin to read its arguments; no handler of errors may catch it."""
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    caught: list[argparse.ArgumentParser] = []
+
+    def catch(self: argparse.ArgumentParser, *_: object) -> None:
+        caught.append(self)
+        raise _CaughtError
+
+    main = importlib.import_module({"compressor": "compressor.cli.main", "harness": "harness.cli"}[command]).main
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", catch), pytest.raises(_CaughtError):
+        main([])
+    return caught[0]
+
+
+def _verbs(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not groups:
+        yield name, parser
+    for group in groups:
+        for verb, inner in group.choices.items():
+            yield from _verbs(f"{name} {verb}", inner)
 
 
 @pytest.mark.parametrize("command", ["compressor", "harness"])
-def test_every_flag_is_tried_in_a_test(readme_tool: ModuleType, repo_root: Path, command: str) -> None:
-    tests = "\n".join(path.read_text() for path in (repo_root / "tests").rglob("*.py"))
-    missing = [
-        f"{verb} {option}"
-        for verb, parser in readme_tool.verbs(command).items()
-        for option in (option for action in parser._actions for option in action.option_strings)
-        if option.startswith("--") and option != "--help" and not re.search(rf"{option}(?![\w-])", tests)
+def test_every_verb_has_a_line_and_every_flag_a_test(command: str) -> None:
+    verbs = dict(_verbs(command, _parser(command)))
+    listed = set(re.findall(rf"^\| `({command} [\w-]+)`", _text(Path("README.md")), re.MULTILINE))
+    assert listed == {" ".join(verb.split()[:2]) for verb in verbs}
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    options = {(verb, option) for verb, parser in verbs.items() for action in parser._actions for option in action.option_strings}
+    untried = [f"{verb} {one}" for verb, one in options if one.startswith("--") and not re.search(rf"{one}(?![\w-])", tests)]
+    assert set(untried) <= {f"{verb} --help" for verb in verbs}
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=str)
+def test_commands_have_the_options_that_are_shown(chapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, language, block in FENCE.findall(_text(chapter)):
+        for line in COMMAND.findall(block.replace("\\\n", " ")) if language != "python" else ():
+            words = shlex.split(line)
+            if "..." in words or "error:" in words:  # shortened, or what a command said
+                continue
+            _parser(words[0]).parse_args(_spelled(words))
+
+
+def _spelled(words: list[str]) -> list[str]:
+    """The arguments as the command itself completes them: `harness replay MODEL` is short for `harness replay equivalence MODEL`."""
+    if words[0] != "harness":
+        return words[1:]
+    from harness.replay.command import spell_out
+
+    return [words[1], *(spell_out(words[2:]) if words[1] == "replay" else words[2:])]
+
+
+@pytest.mark.parametrize(
+    "chapter", [chapter for chapter in CHAPTERS if "```python" in NOT_RUN.sub("", (ROOT / chapter).read_text(encoding="utf-8"))], ids=str
+)
+def test_python_runs_as_printed(chapter: Path, tmp_path: Path, reference_model: Path) -> None:
+    blocks = [
+        "\n".join(line.removeprefix(indent) for line in block.splitlines())
+        for indent, language, block in FENCE.findall(NOT_RUN.sub("", _text(chapter)))
+        if language == "python"
     ]
-    assert not missing, f"no test uses {', '.join(missing)}"
+    _workplace(tmp_path, reference_model, "\n".join(blocks))
+    (tmp_path / "chapter.py").write_text("\n\n".join(blocks), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-W", "ignore", "chapter.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_readme_names_the_two_commands(repo_root: Path) -> None:
-    readme = (repo_root / "README.md").read_text()
-    for command in ("bash .ci/demo", "bash .ci/test", "bash .ci/nightly"):
-        assert command in readme
-        assert (repo_root / command.split()[1]).is_file()
+def _workplace(folder: Path, model: Path, code: str) -> None:
+    """What the chapters take for granted: a model, data, a recipe and, where one is used that they do not make, a compressed model."""
+    copy = shutil.copytree(model, folder / "MODEL")
+    config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}), encoding="utf-8")  # as models of today
+    for name in ("calibration.jsonl", "heldout.jsonl"):
+        (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 40), encoding="utf-8")
+    fences = [block for _, language, block in FENCE.findall(_text(Path("README.md"))) if language == "yaml"]
+    (folder / "recipe.yaml").write_text(fences[0], encoding="utf-8")
+    for name in ("MODEL-W4A16", "out/reference-w4a16"):
+        if name in code and "oneshot(" not in code:
+            from compressor import oneshot
+
+            recipe, data = str(folder / "recipe.yaml"), str(folder / "calibration.jsonl")
+            oneshot(str(copy), recipe=recipe, dataset=data, num_calibration_samples=8, max_seq_length=16, output_dir=str(folder / name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -138,3 +139,20 @@ def test_bad_input(given: list[str], says: str, capsys: pytest.CaptureFixture[st
         code = int(str(error.code))
     assert code == 3
     assert says in capsys.readouterr().err
+
+
+def test_a_table_of_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "somebodys_bugs.py").write_text(
+        "from harness.mutants.family import Family, Killer\n"
+        "from harness.mutants.patches import Mutant\n"
+        "BUG = Mutant('one', 'toy', 'it is wrong', (), 'looks')\n"
+        "TOY = Family('toy', {'one': BUG}, lambda mutant: [Killer('looks', lambda: 'seen' if mutant else None)])\n"
+        "FAMILIES = {'toy': 'somebodys_bugs:TOY'}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["mutants", "--table", "somebodys_bugs:FAMILIES", "--jobs", "1"]) == 0
+    assert "1 of 1 planted bugs were killed" in capsys.readouterr().out
+    assert main(["mutants", "tow", "--table", "somebodys_bugs:FAMILIES"]) == 3
+    assert "there is no family 'tow'; did you mean 'toy'" in capsys.readouterr().err
+    assert main(["mutants", "--table", "somebodys_bugs:TOY"]) == 3
+    assert "this is no table of planted bugs" in capsys.readouterr().err
