@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor.cli import trace, train
-from compressor.console import positive, whole, with_output
+from compressor.console import with_output
 from compressor.errors import AlreadyDoneError, CompressorError
+from compressor.settings.options import Settings, add_options, chosen
+from compressor.settings.verbs import OneshotSettings, PlanSettings, RecipeSettings
 
 if TYPE_CHECKING:
     from compressor.entrypoints.oneshot import OneshotResult
@@ -75,71 +77,18 @@ def _notes(error: BaseException) -> str:
     return "; ".join(getattr(error, "__notes__", []))
 
 
-def _key_value(text: str) -> str:
-    key, separator, _ = text.partition("=")
-    if not separator or not key:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return text
-
-
-def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint (config.json, *.safetensors)")
-    parser.add_argument("--recipe", required=True, metavar="R", help="recipe: a YAML or JSON file, or its text")
-    _recipe_arg_argument(parser)
-    parser.add_argument("--num-calibration-samples", type=positive, default=512, metavar="N", help="sequences to calibrate with (512)")
-    parser.add_argument("--max-seq-length", type=positive, metavar="T", help="tokens of each sequence (what the model takes, up to 2048)")
-    parser.add_argument("--pipeline", choices=("data_free", "basic", "sequential"), help="default: what the modifiers need")
-    parser.add_argument("--sequential-targets", nargs="+", metavar="P", help="layers calibrated one after another (default: inferred)")
-    parser.add_argument("--model-class", metavar="C", help="transformers class to load with (AutoModelForCausalLM)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that lies in the model's folder")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
-
-
-def _size_arguments(parser: argparse.ArgumentParser) -> None:
-    """What memory and time depend on, in a run and in the plan of one."""
-    parser.add_argument("--engine", choices=("auto", "graph", "suspend"), default="auto", help="how layers are followed one by one (auto)")
-    parser.add_argument("--batch-size", type=positive, metavar="B", help="sequences in one forward (equally long ones, up to 2048 tokens)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (auto)")
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="dtype to load in (the checkpoint's own)"
-    )
-    parser.add_argument("--activation-memory", metavar="SIZE", help="main memory for activations, such as 4GB (3/4 of what is free)")
+def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser, OneshotSettings)
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    _model_arguments(parser)
-    _size_arguments(parser)
+    _model_arguments(parser, PlanSettings)
 
 
-def _tracing_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-variants", type=positive, default=8, metavar="N", help="recorded graphs at most (8)")
-    parser.add_argument("--leaf", action="append", default=[], metavar="MODULE:FUNCTION", help="function recorded as one node")
-    parser.add_argument(
-        "--verify", choices=("off", "first", "all"), default="first", help="batches on which the graph is held against the model (first)"
-    )
-
-
-def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
-    _model_arguments(parser)
-    _size_arguments(parser)
-    _tracing_arguments(parser)
-    parser.add_argument("--activation-device-memory", metavar="SIZE", help="GPU memory for activations, filled first (2/5 of what is free)")
-    parser.add_argument("--offload-dir", metavar="DIR", help="folder for activations that fit in neither (none: an error)")
-    parser.add_argument("--calibrate-all-experts", action="store_true", help="every expert learns from all tokens; routing stays as it is")
-    parser.add_argument("--no-propagate-error", action="store_true", help="calibrate each layer on the flow before compression")
-    parser.add_argument("--dataset", metavar="D", help="calibration data: .jsonl, .txt, .parquet or .safetensors")
-    parser.add_argument("--output-dir", required=True, metavar="O", help="folder of the checkpoint; must not exist or be empty")
-    parser.add_argument("--run-dir", metavar="R", help="folder that keeps finished stages until the end (O.partial-run)")
-    parser.add_argument("--resume", action="store_true", help="go on where an earlier run of the same command stopped")
-    parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the dataset that holds the text (text)")
-    parser.add_argument("--shuffle", action="store_true", help="choose calibration sequences at random by --seed, not the first ones")
-    parser.add_argument("--seed", type=whole, default=0, metavar="S", help="seed of everything random (0)")
-    parser.add_argument("--quiet", action="store_true", help="show no progress bars")
-
-
-def _train_arguments(parser: argparse.ArgumentParser) -> None:
-    train.add_arguments(parser)
-    _recipe_arg_argument(parser)
+def _model_arguments(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint (config.json, *.safetensors)")
+    add_options(parser, settings)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
 
 
 def _run_oneshot(args: argparse.Namespace) -> int:
@@ -162,37 +111,7 @@ def _run_oneshot(args: argparse.Namespace) -> int:
 def _oneshot(args: argparse.Namespace) -> OneshotResult:
     from compressor.entrypoints.oneshot import oneshot
 
-    return oneshot(
-        args.model,
-        recipe=args.recipe,
-        recipe_args=args.recipe_arg,
-        dataset=args.dataset,
-        output_dir=args.output_dir,
-        run_dir=args.run_dir,
-        resume=args.resume,
-        num_calibration_samples=args.num_calibration_samples,
-        max_seq_length=args.max_seq_length,
-        batch_size=args.batch_size,
-        text_column=args.text_column,
-        shuffle_calibration_samples=args.shuffle,
-        pipeline=args.pipeline,
-        sequential_targets=args.sequential_targets,
-        calibrate_all_experts=args.calibrate_all_experts,
-        propagate_error=not args.no_propagate_error,
-        engine=args.engine,
-        max_variants=args.max_variants,
-        leaves=args.leaf,
-        verify=args.verify,
-        activation_memory=args.activation_memory,
-        activation_device_memory=args.activation_device_memory,
-        offload_dir=args.offload_dir,
-        device=args.device,
-        dtype=args.dtype,
-        model_class=args.model_class,
-        trust_remote_code_model=args.trust_remote_code,
-        seed=args.seed,
-        progress=not args.quiet,
-    )
+    return oneshot(args.model, **chosen(args, OneshotSettings))
 
 
 def _print_result(result: OneshotResult) -> None:
@@ -222,22 +141,7 @@ def _print_result(result: OneshotResult) -> None:
 def _run_plan(args: argparse.Namespace) -> int:
     from compressor.planning import plan
 
-    made = plan(
-        args.model,
-        recipe=args.recipe,
-        recipe_args=args.recipe_arg,
-        num_calibration_samples=args.num_calibration_samples,
-        max_seq_length=args.max_seq_length,
-        batch_size=args.batch_size,
-        pipeline=args.pipeline,
-        sequential_targets=args.sequential_targets,
-        engine=args.engine,
-        activation_memory=args.activation_memory,
-        device=args.device,
-        dtype=args.dtype,
-        model_class=args.model_class,
-        trust_remote_code_model=args.trust_remote_code,
-    )
+    made = plan(args.model, **chosen(args, PlanSettings))
     if args.json:
         print(json.dumps(made.to_dict(), indent=1, sort_keys=True))
     else:
@@ -261,14 +165,8 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     added = {name: verbs.add_parser(name, help=text, description=text) for name, text in texts.items()}
     check = added["check"]
     check.add_argument("recipe", metavar="FILE", help="recipe: a YAML or JSON file, or its text")
-    _recipe_arg_argument(check)
+    add_options(check, RecipeSettings)
     check.add_argument("--model", metavar="M", help="folder of a model; weights are not needed")
-
-
-def _recipe_arg_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--recipe-arg", action="append", type=_key_value, default=[], metavar="NAME=VALUE", help="value for ${NAME} in the recipe"
-    )
 
 
 def _run_recipe(args: argparse.Namespace) -> int:
@@ -277,11 +175,11 @@ def _run_recipe(args: argparse.Namespace) -> int:
     if args.recipe_verb == "schema":
         print(json.dumps(recipe_schema(), indent=1, sort_keys=True))
         return EXIT_OK
-    print(load_recipe(args.recipe, args=args.recipe_arg).dump(), end="")
+    print(load_recipe(args.recipe, args=args.recipe_args).dump(), end="")
     if args.model is not None:
         from compressor.planning import plan
 
-        _print_plan(plan(args.model, recipe=args.recipe, recipe_args=args.recipe_arg))
+        _print_plan(plan(args.model, recipe=args.recipe, recipe_args=args.recipe_args))
     return EXIT_OK
 
 
@@ -289,7 +187,7 @@ VERBS: dict[str, Verb] = {
     "oneshot": Verb("Compress a model with a recipe and calibration data, and save the checkpoint.", _oneshot_arguments, _run_oneshot),
     "plan": Verb("Say what each module would get, with estimates of memory and time; run nothing.", _plan_arguments, _run_plan),
     "trace": Verb(trace.HELP, trace.add_arguments, trace.run),
-    "train": Verb(train.HELP, _train_arguments, train.run),
+    "train": Verb(train.HELP, train.add_arguments, train.run),
     "recipe": Verb("Check a recipe, or print the schema of recipes.", _recipe_arguments, _run_recipe),
 }
 

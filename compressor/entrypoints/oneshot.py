@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from compressor.arguments import check_arguments, check_dtypes_around, plain_number
+from compressor.arguments import check_dtypes_around
 from compressor.data import CalibrationData, check_vocabulary, input_columns, load_dataset_source, max_positions
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
@@ -39,7 +39,8 @@ from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeli
 from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.progress import Progress, RichProgress, SilentProgress
 from compressor.recipe import Recipe, load_recipe
-from compressor.tracing import Engine, Verify
+from compressor.settings.options import from_settings
+from compressor.settings.verbs import OneshotSettings
 
 
 @dataclass(frozen=True)
@@ -86,77 +87,13 @@ class OneshotResult:
         )
 
 
-def oneshot(
-    model: str | Path | nn.Module,
-    *,
-    recipe: Any,
-    dataset: Any = None,
-    output_dir: str | Path | None = None,
-    run_dir: str | Path | None = None,
-    resume: bool = False,
-    recipe_args: Mapping[str, Any] | Sequence[str] | None = None,
-    tokenizer: Any = None,
-    num_calibration_samples: int = 512,
-    max_seq_length: int | None = None,
-    batch_size: int | None = None,
-    text_column: str = "text",
-    shuffle_calibration_samples: bool = False,
-    pipeline: str | None = None,
-    sequential_targets: list[str] | None = None,
-    calibrate_all_experts: bool = False,
-    propagate_error: bool = True,
-    engine: Engine = "auto",
-    max_variants: int = 8,
-    leaves: Sequence[str] = (),
-    verify: Verify = "first",
-    activation_memory: int | str | None = None,
-    activation_device_memory: int | str | None = None,
-    offload_dir: str | Path | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    model_class: str | None = None,
-    trust_remote_code_model: bool = False,
-    seed: int = 0,
-    progress: Progress | bool = False,
-) -> OneshotResult:
+@from_settings(OneshotSettings)
+def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> OneshotResult:
     """Compress a model in one pass over calibration data.
 
     Args:
         model: folder of a transformers checkpoint, or a model (any nn.Module) in memory, which is changed in place.
-        recipe: YAML or JSON text or file, dict, modifier or list of modifiers.
-        dataset: HF Dataset, .jsonl/.txt/.parquet/.safetensors file, list of texts, token tensors or a DataLoader; needed by modifiers
-            that calibrate.
-        output_dir: where the checkpoint goes; must not exist or be empty. None keeps the result in memory, to be saved later by
-            `result.save` or `model.save_pretrained`.
-        run_dir: where finished stages are kept until the run ends, so that it can be resumed; by default `<output_dir>.partial-run`, and
-            nothing is kept without output_dir.
-        resume: go on where an earlier run with the same arguments stopped; the result is bitwise that of a run that never stopped.
-        recipe_args: values for `${name}` in the recipe: a mapping, or texts `name=value`.
-        tokenizer: for texts, or the path of its folder; by default the one in the model's folder.
-        num_calibration_samples: sequences taken from the dataset.
-        max_seq_length: tokens kept of each sequence; by default what the model takes, at most 2048.
-        batch_size: sequences in one forward; by default equally long ones together, up to 2048 tokens. Statistics are summed sequence by
-            sequence, so that the result does not depend on it where the model's forward does not.
-        text_column: column of the dataset that holds the text.
-        shuffle_calibration_samples: choose the sequences at random (by `seed`) instead of the first ones.
-        pipeline: `data_free`, `basic` or `sequential`; by default what the modifiers need.
-        sequential_targets: class names or patterns of the layers that are calibrated one after another; by default inferred.
-        calibrate_all_experts: every expert of a mixture-of-experts layer learns from all tokens, not only from those that are sent to it;
-            what the layer puts out stays that of the routed tokens.
-        propagate_error: False calibrates each layer on what the layers before it gave before they were compressed.
-        engine: how the sequential pipeline follows the model: `graph`, `suspend`, or `auto`, the graph where it can be had.
-        max_variants: recorded graphs at most, for batches that take other ways through the model's Python.
-        leaves: functions that are recorded as one node; `package.module:qualified.name`.
-        verify: batches on which the recorded graph is compared with the plain model: `off`, `first` or `all`.
-        activation_memory: main memory for what is live between layers, such as `4GB`; by default three quarters of what is free.
-        activation_device_memory: the same of a GPU, which is filled first; by default two fifths of what is free.
-        offload_dir: folder for activations that fit in neither; without one that is an error.
-        device: `auto`, `cpu`, `cuda`, `cuda:1`; a model in memory stays where it is.
-        dtype: `auto` keeps the checkpoint's own; a model in memory keeps its own.
-        model_class: transformers class to load with; by default AutoModelForCausalLM.
-        trust_remote_code_model: run Python code that lies in the model's folder.
-        seed: of everything random.
-        progress: show progress bars (True), or an object that shows them.
+        settings: the choices of the run.
 
     Returns:
         The compressed model with its report, and the folder if one was written.
@@ -168,33 +105,29 @@ def oneshot(
         CheckpointError: checkpoint or run folder could not be written; finished stages are kept.
         AlreadyDoneError: `resume` of a run whose checkpoint is there already.
     """
-    check_arguments(oneshot, locals())
-    bars: Progress = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
-    clock = _Clock()
-    settings = SequentialSettings(
-        targets=sequential_targets,
-        propagate_error=propagate_error,
-        engine=engine,
-        max_variants=plain_number(max_variants),
-        leaves=tuple(leaves),
-        verify=verify,
-        activation_memory=activation_memory,
-        activation_device_memory=activation_device_memory,
-        offload_dir=offload_dir,
+    bars: Progress = (
+        settings.progress if not isinstance(settings.progress, bool) else RichProgress() if settings.progress else SilentProgress()
     )
-    place = check_places(output_dir, run_dir, resume=resume, source=None if isinstance(model, nn.Module) else model)
-    parsed = load_recipe(recipe, args=recipe_args, run_type="oneshot")
-    tokenizer = resolve_tokenizer(tokenizer, trust_remote_code_model)
-    reading = _Reading(num_calibration_samples, max_seq_length, batch_size, text_column, shuffle_calibration_samples)
-    chosen = _choose(pipeline, parsed, settings, dataset, reading)
+    clock = _Clock()
+    sequential = SequentialSettings.of(settings)
+    place = check_places(
+        settings.output_dir, settings.run_dir, resume=settings.resume, source=None if isinstance(model, nn.Module) else model
+    )
+    parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot")
+    tokenizer = resolve_tokenizer(settings.tokenizer, settings.trust_remote_code_model)
+    chosen = _choose(parsed, settings, sequential)
     loaded = load_model(
-        model, dtype=dtype, device=resolve_device(device), trust_remote_code=trust_remote_code_model, model_class=model_class
+        model,
+        dtype=settings.dtype,
+        device=resolve_device(settings.device),
+        trust_remote_code=settings.trust_remote_code_model,
+        model_class=settings.model_class,
     )
     base = base_hashes(loaded.source_dir)
     identity = model_identity(loaded, base, tokenizer)  # before anything is done to it
     clock.lap("load")
     state = State(
-        loaded.model, _run_device(loaded, device), plain_number(seed), Report(notes=[*loaded.notes]), keep_originals=loaded.from_memory
+        loaded.model, _run_device(loaded, settings.device), settings.seed, Report(notes=[*loaded.notes]), keep_originals=loaded.from_memory
     )
     with ExitStack() as held:
         with (
@@ -202,21 +135,22 @@ def oneshot(
             unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
             Session(state, parsed.modifiers) as session,
         ):
-            untouched = _initialize(session, experts, calibrate_all_experts, place)
-            settings = replace(settings, targets=expert_targets(loaded.model, state.claims, chosen, settings.targets))
-            data = None if chosen == "data_free" else reading.load(dataset, loaded.model, tokenizer or loaded.tokenizer, state.seed)
-            if data is None and dataset is not None:
+            untouched = _initialize(session, experts, settings.calibrate_all_experts, place)
+            sequential = replace(sequential, targets=expert_targets(loaded.model, state.claims, chosen, sequential.targets))
+            data = None if chosen == "data_free" else _read(settings, loaded.model, tokenizer or loaded.tokenizer)
+            if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
             clock.lap("data")
-            choices = {"pipeline": chosen, "dtype": dtype, "model_class": model_class, "calibrate_all_experts": calibrate_all_experts}
-            run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, settings, state.device)
+            own = {name: getattr(settings, name) for name in ("dtype", "model_class", "calibrate_all_experts")}
+            choices = {"pipeline": chosen, **own}
+            run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, sequential, state.device)
             journal = held.enter_context(place.open(run, session.modifiers))
-            run_pipeline(chosen, session, data, progress=bars, settings=settings, journal=journal)
+            run_pipeline(chosen, session, data, progress=bars, settings=sequential, journal=journal)
             session.finalize()
             _check_changes(state, parsed, untouched)
         clock.lap("compress")
         record = run_record(parsed.dump(), base, data, state.report, choices, state.seed, run)
-        folder = None if output_dir is None else _save(loaded, tokenizer, output_dir, record, journal.token)
+        folder = None if settings.output_dir is None else _save(loaded, tokenizer, settings.output_dir, record, journal.token)
         clock.lap("save")
         journal.finish()
     return _result(loaded, tokenizer, state.report, record, folder, clock.seconds, journal.summary)
@@ -246,23 +180,24 @@ def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) ->
         raise RecipeError(f"recipe: {names} left every tensor of the model as it was; give modifiers that change something in oneshot")
 
 
-def _choose(pipeline: str | None, recipe: Recipe, settings: SequentialSettings, dataset: Any, reading: _Reading) -> str:
+def _choose(recipe: Recipe, settings: OneshotSettings, sequential: SequentialSettings) -> str:
     """Choose the pipeline; refuse one without the data that it needs, and settings that it does not use."""
     check_dtypes_around(oneshot)
-    if isinstance(dataset, DataLoader) and reading.batch_size is not None:
-        raise DatasetError(f"batch_size: {reading.batch_size} was given, but a DataLoader has its own; set it there, or leave it out")
+    dataset = settings.dataset
+    if isinstance(dataset, DataLoader) and settings.batch_size is not None:
+        raise DatasetError(f"batch_size: {settings.batch_size} was given, but a DataLoader has its own; set it there, or leave it out")
     for modifier in recipe.modifiers:
         if modifier.flags != Flags():
             raise RecipeError(f"{modifier.label}: it was used in an earlier run, and remembers it; make a new one")
         times = [f"{name}={getattr(modifier, name)}" for name in ("start", "end", "update") if getattr(modifier, name) is not None]
         if times and type(modifier).on_start is Modifier.on_start:
             raise RecipeError(f"{modifier.label}: {times[0]} is for training, in which it takes no part; leave it out")
-    chosen = choose_pipeline(recipe.modifiers, pipeline)
-    settings.refuse_without_use(chosen)
+    chosen = choose_pipeline(recipe.modifiers, settings.pipeline)
+    sequential.refuse_without_use(chosen)
     if chosen != "data_free" and dataset is None:
         raise DatasetError(f"oneshot: no dataset was given, and the {chosen} pipeline needs one; pass dataset=")
     if dataset is None:
-        reading.refuse_without_use()
+        _refuse_reading(settings)
     return chosen
 
 
@@ -325,38 +260,33 @@ def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: d
     )
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """How a dataset is read: the arguments of `oneshot`, with their defaults."""
+# What says how a dataset is read.
+_READING = ("num_calibration_samples", "max_seq_length", "batch_size", "text_column", "shuffle_calibration_samples")
 
-    num_calibration_samples: int = 512
-    max_seq_length: int | None = None
-    batch_size: int | None = None
-    text_column: str = "text"
-    shuffle_calibration_samples: bool = False
 
-    def refuse_without_use(self) -> None:
-        """Refuse what was given although nothing is read."""
-        usual = asdict(_Reading())
-        for name, value in asdict(self).items():
-            if value != usual[name]:
-                raise DatasetError(f"{name}: {value!r} was given without a dataset to read, and no modifier needs one; leave it out")
+def _refuse_reading(settings: OneshotSettings) -> None:
+    """Refuse what was given although nothing is read."""
+    for name in _READING:
+        value = getattr(settings, name)
+        if value != OneshotSettings.model_fields[name].default:
+            raise DatasetError(f"{name}: {value!r} was given without a dataset to read, and no modifier needs one; leave it out")
 
-    def load(self, source: Any, model: nn.Module, tokenizer: Any, seed: int) -> CalibrationData:
-        data = load_dataset_source(
-            source,
-            tokenizer=tokenizer,
-            num_calibration_samples=self.num_calibration_samples,
-            max_seq_length=self.max_seq_length,
-            batch_size=self.batch_size,
-            text_column=self.text_column,
-            shuffle=self.shuffle_calibration_samples,
-            seed=seed,
-            max_positions=max_positions(model),
-            inputs=input_columns(model),
-        )
-        check_vocabulary(data, model)
-        return data
+
+def _read(settings: OneshotSettings, model: nn.Module, tokenizer: Any) -> CalibrationData:
+    data = load_dataset_source(
+        settings.dataset,
+        tokenizer=tokenizer,
+        num_calibration_samples=settings.num_calibration_samples,
+        max_seq_length=settings.max_seq_length,
+        batch_size=settings.batch_size,
+        text_column=settings.text_column,
+        shuffle=settings.shuffle_calibration_samples,
+        seed=settings.seed,
+        max_positions=max_positions(model),
+        inputs=input_columns(model),
+    )
+    check_vocabulary(data, model)
+    return data
 
 
 class _Clock:

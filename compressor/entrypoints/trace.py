@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compressor.arguments import check_arguments, check_dtypes_around
+from compressor.arguments import check_dtypes_around
 from compressor.data import load_dataset_source
 from compressor.errors import DatasetError, ModelError, TargetError, TracingError
 from compressor.lifecycle import State
@@ -22,7 +22,9 @@ from compressor.model.loading.sample_batches import MODALITIES, Modality, Sample
 from compressor.model.loading.stand_in import StandIn, stand_in
 from compressor.model.targets import resolve_targets
 from compressor.pipelines.calibration_mode import calibration_mode
-from compressor.tracing import Engine, Plan, Verify, partition, trace
+from compressor.settings.options import from_settings
+from compressor.settings.verbs import TraceSettings
+from compressor.tracing import Plan, partition, trace
 from compressor.tracing.flow import Stop, measure_flow
 from compressor.tracing.footprint import Footprint
 from compressor.tracing.graph.nodes import Unreached
@@ -147,41 +149,24 @@ class TraceReport:
         return lines
 
 
+def _given(stood: StandIn, settings: TraceSettings) -> SampleBatches:
+    if settings.dataset is None:
+        return sample_batches(stood.model, settings.modality)
+    return _real_batches(stood, settings.dataset, settings.modality)
+
+
 def _origin(source: int, since: int, stage: int) -> str:
     made = f"given out by subgraph {source + 1}" if source >= 0 else "made outside of the targets"
     return made if since >= stage else f"{made}, and handed to subgraph {since + 1} already"
 
 
-def trace_model(
-    model: str | Path | nn.Module,
-    *,
-    model_class: str | None = None,
-    sequential_targets: Sequence[str] | None = None,
-    ignore: Sequence[str] = (),
-    modality: Modality | None = None,
-    dataset: Any = None,
-    engine: Engine = "auto",
-    targets_per_subgraph: int = 1,
-    max_variants: int = 8,
-    leaves: Sequence[str] = (),
-    verify: Verify = "first",
-    trust_remote_code_model: bool = False,
-) -> TraceReport:
+@from_settings(TraceSettings)
+def trace_model(model: str | Path | nn.Module, settings: TraceSettings) -> TraceReport:
     """Trace a model on small batches; nothing is compressed or written.
 
     Args:
         model: folder with at least a config.json, or a model in memory.
-        model_class: transformers class; by default the one that config.json names.
-        sequential_targets: patterns of the layers to stop at; by default inferred.
-        ignore: patterns of modules that stay as they are: layers inside them are no targets, and the picture shows them as one box.
-        modality: what the random batches hold; by default what the model reads first.
-        dataset: real inputs: texts or token ids, or a .safetensors file whose arrays have the names of the forward's arguments.
-        engine: `graph`, `suspend` or `auto`.
-        targets_per_subgraph: targets that share a stage; more than one needs the graph engine.
-        max_variants: recorded graphs at most.
-        leaves: `package.module:function` that is recorded as one node.
-        verify: batches on which the recorded graph is held against the plain model.
-        trust_remote_code_model: run Python code that lies in the model's folder.
+        settings: the choices of the trace.
 
     Returns:
         The report.
@@ -190,23 +175,22 @@ def trace_model(
         UserInputError: model, patterns or data cannot be used.
         TracingError: the engine cannot follow the model.
     """
-    check_arguments(trace_model, locals())
     check_dtypes_around(trace_model)
-    stood = stand_in(model, model_class=model_class, trust_remote_code=trust_remote_code_model)
+    stood = stand_in(model, model_class=settings.model_class, trust_remote_code=settings.trust_remote_code_model)
     with calibration_mode(State(model=stood.model)), Footprint(stood.model):
-        given = _real_batches(stood, dataset, modality) if dataset is not None else sample_batches(stood.model, modality)
-        ignored = list(resolve_targets(stood.model, list(ignore))) if ignore else []
-        targets, reason = _targets(stood.model, sequential_targets, ignored)
+        given = _given(stood, settings)
+        ignored = list(resolve_targets(stood.model, list(settings.ignore))) if settings.ignore else []
+        targets, reason = _targets(stood.model, settings.sequential_targets, ignored)
         try:
             plan = trace(
                 stood.model,
                 given.batches,
                 targets=targets,
-                leaves=leaves,
-                engine=engine,
-                max_variants=max_variants,
-                verify=verify,
-                targets_per_stage=targets_per_subgraph,
+                leaves=settings.leaves,
+                engine=settings.engine,
+                max_variants=settings.max_variants,
+                verify=settings.verify,
+                targets_per_stage=settings.targets_per_subgraph,
             )
         except Unreached as error:
             found, _ = _reached_by(stood.model, list(partition(stood.model, targets).targets), given.modality)

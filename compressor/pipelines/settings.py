@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from compressor.errors import TargetError
 from compressor.pipelines.offload.open_store import check_offload_dir, parse_bytes
+from compressor.settings.verbs import OneshotSettings
 from compressor.tracing.plan import check_tracing_options
 from compressor.tracing.targets.records import Engine, Verify
 
@@ -52,6 +53,12 @@ class SequentialSettings:
                 parse_bytes(getattr(self, name), name)
         if self.offload_dir is not None:
             check_offload_dir(self.offload_dir)
+
+    @classmethod
+    def of(cls, settings: OneshotSettings) -> SequentialSettings:
+        """Return the part of the choices of a run that is about this pipeline."""
+        own = {one.name: getattr(settings, one.name) for one in fields(cls) if one.name != "targets"}
+        return cls(settings.sequential_targets, **(own | {"leaves": tuple(settings.leaves)}))
 
     @property
     def activation_choices(self) -> dict[str, int | str | Path]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from compressor.arguments import check_arguments, check_dtypes_around, plain_number
+from compressor.arguments import check_dtypes_around
 from compressor.data.datasets import chosen_length
 from compressor.data.vocabulary import max_positions
 from compressor.lifecycle import Modifier, PlannedModule, State
@@ -35,6 +35,8 @@ from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.stages import Setting, lay_out
 from compressor.planning.workload import Batches, Target, bytes_of, guess_footprints, stages_of
 from compressor.recipe import load_recipe
+from compressor.settings.options import from_settings
+from compressor.settings.verbs import PlanSettings
 from compressor.tracing import partition
 
 # How much memory this process has: the baseline that tensors come on top of.
@@ -104,40 +106,13 @@ class Plan:
         }
 
 
-def plan(
-    model: str | Path | nn.Module,
-    *,
-    recipe: Any,
-    recipe_args: Mapping[str, Any] | Sequence[str] | None = None,
-    num_calibration_samples: int = 512,
-    max_seq_length: int | None = None,
-    batch_size: int | None = None,
-    pipeline: str | None = None,
-    sequential_targets: list[str] | None = None,
-    engine: str = "auto",
-    activation_memory: int | str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    model_class: str | None = None,
-    trust_remote_code_model: bool = False,
-) -> Plan:
+@from_settings(PlanSettings)
+def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     """Resolve a recipe against a model and estimate the run; nothing is run and nothing is changed.
 
     Args:
         model: folder with a config.json (weights are not needed), or a model in memory.
-        recipe: as for `oneshot`.
-        recipe_args: values for `${name}` in the recipe: a mapping, or texts `name=value`.
-        num_calibration_samples: sequences that would be taken.
-        max_seq_length: tokens of each; by default what the model takes, at most 2048.
-        batch_size: sequences in one forward; by default as many as make 2048 tokens.
-        pipeline: `data_free`, `basic` or `sequential`; by default what the modifiers need.
-        sequential_targets: layers that would be calibrated one after another; by default inferred.
-        engine: `suspend` keeps whole forwards waiting between layers; any other choice only what they still need.
-        activation_memory: memory for activations between layers; what does not fit is counted as disk. By default all is in memory.
-        device: where the run would be.
-        dtype: to load in; `auto` is the checkpoint's own.
-        model_class: transformers class; by default AutoModelForCausalLM.
-        trust_remote_code_model: run Python code that lies in the model's folder.
+        settings: the choices of the run that is planned.
 
     Returns:
         The plan.
@@ -145,28 +120,29 @@ def plan(
     Raises:
         UserInputError: whatever `oneshot` would refuse of recipe and model.
     """
-    check_arguments(plan, locals())
     check_dtypes_around(plan)
-    num_calibration_samples, max_seq_length, batch_size = map(plain_number, (num_calibration_samples, max_seq_length, batch_size))
-    granted = None if activation_memory is None else parse_bytes(activation_memory, "activation_memory")
-    parsed = load_recipe(recipe, args=recipe_args)
-    chosen = choose_pipeline(parsed.modifiers, pipeline)
-    skeleton = load_skeleton(model, trust_remote_code=trust_remote_code_model, model_class=model_class)
+    dtype, memory = settings.dtype, settings.activation_memory
+    granted = None if memory is None else parse_bytes(memory, "activation_memory")
+    parsed = load_recipe(settings.recipe, args=settings.recipe_args)
+    chosen = choose_pipeline(parsed.modifiers, settings.pipeline)
+    skeleton = load_skeleton(model, trust_remote_code=settings.trust_remote_code_model, model_class=settings.model_class)
     if isinstance(model, nn.Module):
         check_in_memory(model, dtype=dtype)
         skeleton = _without_values(model)
     elif dtype != "auto":
         skeleton = skeleton.to(resolve_dtype(dtype))
-    batches = Batches.of(num_calibration_samples, chosen_length(max_seq_length, max_positions(skeleton)), batch_size)
-    run_device = resolve_device(device)
+    batches = Batches.of(
+        settings.num_calibration_samples, chosen_length(settings.max_seq_length, max_positions(skeleton)), settings.batch_size
+    )
+    run_device = resolve_device(settings.device)
     with unfused_experts(skeleton, hold=True) as experts:
         try:
             targets, skipped = _targets(skeleton, parsed.modifiers)
-            patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, sequential_targets)
+            patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, settings.sequential_targets)
             layers = list(partition(skeleton, patterns).targets) if chosen == "sequential" else []
             speed = measure_speed(run_device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             keeps_float = run_device.type == "cpu" or isinstance(model, nn.Module)
-            setting = Setting(bytes_of(skeleton), keeps_float, engine == "suspend", granted, batches, speed)
+            setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed)
             estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()))
         finally:
             experts.restore()

@@ -21,9 +21,9 @@ from compressor.data import BlockOrder
 from compressor.errors import CompressorError, NumericsError, OutOfMemoryError, ReplayError
 from compressor.lifecycle import Modifier
 from compressor.modifiers.pruning_masks import PruningModifier
+from compressor.settings.verbs import StepSettings
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.training import Trainer
-from compressor.training_run.settings import TrainSettings
 from compressor.training_run.states import States
 
 
@@ -57,7 +57,7 @@ class Loop:
         order: BlockOrder,
         held_out: BlockOrder | None,
         num_steps: int,
-        settings: TrainSettings,
+        settings: StepSettings,
         states: States,
         *,
         shows: bool = False,

@@ -25,12 +25,13 @@ from compressor.model.loading.load import LoadedModel, load_model, resolve_devic
 from compressor.model.saving import attach_save, save_compressed
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity
 from compressor.progress import Progress, RichProgress, SilentProgress
+from compressor.settings.verbs import StepSettings
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmup_cosine
 from compressor.training_run.attention import causal_attention
 from compressor.training_run.loop import Loop, settle_masks
 from compressor.training_run.place import Place
 from compressor.training_run.result import cast_parameters, check_saveable, save_trained, saved_dtype, sparsities, training_record
-from compressor.training_run.settings import TrainSettings, check_recipe, training_fingerprint
+from compressor.training_run.settings import AUTOCAST, check_recipe, training_fingerprint
 
 # The loss of a causal language model.
 
@@ -104,7 +105,7 @@ class TrainingRun:
     """The phases of one run, in order: load, read, train."""
 
     def __init__(
-        self, settings: TrainSettings, place: Place, recipe: str | None, modifiers: tuple[Any, ...], seed: int, progress: Progress | bool
+        self, settings: StepSettings, place: Place, recipe: str | None, modifiers: tuple[Any, ...], seed: int, progress: Progress | bool
     ) -> None:
         self.settings, self.place, self.recipe, self.modifiers, self.seed = settings, place, recipe, modifiers, seed
         self.shows = progress is not False
@@ -115,7 +116,9 @@ class TrainingRun:
     def load(self, model: str | Path | nn.Module, tokenizer: Any, device: str, model_class: str | None, trust: bool) -> None:
         """Load the model and identify it before anything is done to it."""
         chosen = resolve_device(device)
-        is_default = isinstance(model, nn.Module) and self.settings.dtype == TrainSettings.dtype  # which says nothing of such a model
+        is_default = (
+            isinstance(model, nn.Module) and self.settings.dtype == StepSettings.model_fields["dtype"].default
+        )  # which says nothing of such a model
         self.loaded: LoadedModel = load_model(
             model,
             dtype="auto" if is_default else self.settings.dtype,
@@ -254,7 +257,7 @@ class TrainingRun:
             session,
             accumulate=settings.accumulate,
             clip_norm=settings.clip_norm or None,
-            autocast=settings.autocast_dtype,
+            autocast=AUTOCAST[settings.autocast],
             averages=WeightAverages(model, settings.ema, warmup=settings.ema_warmup) if settings.ema else None,
         )
         return Trainer(

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from compressor import __version__
-from compressor.arguments import check_dtypes_around, plain_number
+from compressor.arguments import check_dtypes_around
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.progress import Progress, SilentProgress
+from compressor.settings.kinds import plain_number
 from harness.reporting.record import EXIT_CODES, CheckRecord, Verdict, decide
 from harness.validation.behaviour.acceptance import check_accepted, check_loads
 from harness.validation.behaviour.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality

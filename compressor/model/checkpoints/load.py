@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from compressor.arguments import check_arguments
 from compressor.errors import ModelError
 from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.save import RECORD_FILE
@@ -33,6 +32,8 @@ from compressor.nn.experts import UnfusedExperts, split_weights
 from compressor.nn.kv_cache import attach_kv_quantizer, attention_modules
 from compressor.nn.quantized_linear import is_conv1d
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
+from compressor.settings.kinds import DEVICE, MODEL_CLASS, PATH
+from compressor.settings.options import check_kind
 
 _SCHEME_PARTS = ("weights", "input_activations")
 _NOT_READ = ("observer", "observer_kwargs", "zp_dtype")
@@ -65,7 +66,9 @@ def load_compressed(
         ModelError: the folder holds no compressed checkpoint, or config and tensors do not fit each other.
         SchemeError: a layer cannot have the scheme that the config gives it.
     """
-    check_arguments(load_compressed, {"folder": folder, "device": device, "model_class": model_class})
+    for name, value, kind in (("folder", folder, PATH), ("device", device, DEVICE), ("model_class", model_class, MODEL_CLASS)):
+        if value is not None:
+            check_kind(name, value, kind)
     folder = Path(folder)
     config = read_config(folder)
     check_weight_files(folder)

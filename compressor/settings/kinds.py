@@ -1,0 +1,135 @@
+"""Of what kind an argument of a Python function must be: types of fields, each with a check and the words for it.
+
+What a value means (whether a folder exists, whether an engine has that name) is checked where it is used. Nothing heavy is imported: what
+is an object of torch can only be given where torch is loaded already.
+"""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A check of one value, in place of pydantic's own.
+
+    Attributes:
+        holds: whether the value is of this kind.
+        words: what belongs there, for errors.
+    """
+
+    holds: Callable[[Any], bool]
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        """Check by `holds` alone."""
+        return core_schema.no_info_plain_validator_function(self.checked)
+
+    def checked(self, value: Any) -> Any:
+        """Return the value, a number as one of Python.
+
+        Args:
+            value: as given.
+
+        Returns:
+            The same; what numpy and the like call a number is an int or a float.
+
+        Raises:
+            PydanticCustomError: it is of another kind.
+        """
+        if not self.holds(value):
+            raise PydanticCustomError("kind", "{words}", {"words": self.words})
+        return [plain_number(one) for one in value] if isinstance(value, list) else plain_number(value)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number of numpy, and the like, as one of Python, which JSON can hold.
+
+    Args:
+        value: anything.
+
+    Returns:
+        An int for a whole number, a float for another real one; what is no number, or one of Python already, as it is.
+    """
+    if isinstance(value, bool | int | float) and type(value).__module__ == "builtins":
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _path(value: Any) -> bool:
+    return isinstance(value, Path) or _text(value)
+
+
+def _of_torch(value: Any, name: str) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, getattr(torch, name))
+
+
+def _is_model(value: Any) -> bool:
+    return _path(value) or ("torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module))
+
+
+def _recipe_args(value: Any) -> bool:
+    pairs = [value] if isinstance(value, str) else value
+    if isinstance(pairs, Mapping):
+        return all(_text(name) for name in pairs)
+    return isinstance(pairs, list | tuple) and all(_text(pair) and pair.partition("=")[1:2] == ("=",) and pair[0] != "=" for pair in pairs)
+
+
+def _all(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(map(holds, value))
+
+
+PATH = Kind(_path, "a path")
+MODEL = Kind(_is_model, "the path of a folder, or a model (torch.nn.Module)")
+DEVICE = Kind(lambda value: _text(value) or _of_torch(value, "device"), "the name of a device")
+MODEL_CLASS = Kind(lambda value: _text(value) or isinstance(value, type), "a class of transformers, or its name")
+TEXT = Kind(_text, "a text")
+"""For texts with a Literal type of their own."""
+
+Whole = Annotated[int, Kind(_whole, "a whole number")]
+Number = Annotated[float, Kind(_number, "a number")]
+Flag = Annotated[bool, Kind(lambda value: isinstance(value, bool), "True or False")]
+Text = Annotated[str, TEXT]
+PathLike = Annotated[str | Path, PATH]
+Texts = Annotated[Sequence[str], Kind(_all(_text), "a list of texts")]
+SomeTexts = Annotated[list[str], Kind(lambda value: bool(value) and _all(_text)(value), "a list of at least one text")]
+Numbers = Annotated[Sequence[float], Kind(_all(_number), "a list of numbers")]
+Memory = Annotated[int | str, Kind(lambda value: isinstance(value, str) or _number(value), "a number of bytes, or a text such as '4GB'")]
+Dtype = Annotated[str, Kind(lambda value: _text(value) or _of_torch(value, "dtype"), "the name of a dtype")]
+Device = Annotated[str, DEVICE]
+ModelClass = Annotated[str, MODEL_CLASS]
+Tokenizer = Annotated[
+    Any,
+    Kind(
+        lambda value: _path(value) or (callable(value) and hasattr(value, "save_pretrained")),
+        "a tokenizer of transformers, or the path of its folder",
+    ),
+]
+RecipeArgs = Annotated[
+    Mapping[str, Any] | Sequence[str], Kind(_recipe_args, "a mapping of names to values, or a list of texts 'name=value'")
+]
+ProgressLike = Annotated[
+    Any, Kind(lambda value: isinstance(value, bool) or hasattr(value, "task"), "True, False, or an object with a method task()")
+]
