@@ -105,14 +105,12 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
         CheckpointError: checkpoint or run folder could not be written; finished stages are kept.
         AlreadyDoneError: `resume` of a run whose checkpoint is there already.
     """
-    bars: Progress = (
-        settings.progress if not isinstance(settings.progress, bool) else RichProgress() if settings.progress else SilentProgress()
-    )
+    shown = settings.progress
+    bars: Progress = shown if not isinstance(shown, bool) else (RichProgress() if shown else SilentProgress())
     clock = _Clock()
     sequential = SequentialSettings.of(settings)
-    place = check_places(
-        settings.output_dir, settings.run_dir, resume=settings.resume, source=None if isinstance(model, nn.Module) else model
-    )
+    source = None if isinstance(model, nn.Module) else model
+    place = check_places(settings.output_dir, settings.run_dir, resume=settings.resume, source=source)
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot")
     tokenizer = resolve_tokenizer(settings.tokenizer, settings.trust_remote_code_model)
     chosen = _choose(parsed, settings, sequential)

@@ -48,16 +48,19 @@ class Option:
 
 
 class Settings(BaseModel):
-    """What a user chooses of one verb; the text under a field is its help.
-
-    Raises:
-        UserInputError: an argument is of the wrong kind, missing or unknown.
-    """
+    """What a user chooses of one verb; the text under a field is its help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True)
 
     def __init__(self, **given: Any) -> None:
-        """Check every argument by its kind, then what they mean together."""
+        """Check every argument by its kind, then what they mean together.
+
+        Args:
+            **given: the fields by name.
+
+        Raises:
+            UserInputError: one is of the wrong kind, missing or unknown, or two contradict each other.
+        """
         try:
             super().__init__(**given)
         except ValidationError as error:
@@ -213,8 +216,8 @@ def from_settings(settings: Callable[P, S]) -> Callable[[Callable[[M, S], R]], C
     Returns:
         The decorator.
     """
-    assert isinstance(settings, type) and issubclass(settings, Settings)
-    fields = settings.model_fields
+    made: Any = settings  # a class, which the types call a function, so that its fields become those of the result
+    fields: dict[str, FieldInfo] = made.model_fields
 
     def decorate(function: Callable[[M, S], R]) -> Callable[Concatenate[M, P], R]:
         @functools.wraps(function)
@@ -222,7 +225,7 @@ def from_settings(settings: Callable[P, S]) -> Callable[[Callable[[M, S], R]], C
             check_kind("model", model, MODEL)
             if args:
                 raise UserInputError(f"{function.__name__}: {len(args) + 1} arguments without a name were given; name all but the model")
-            return function(model, settings(**given))
+            return function(model, made(**given))
 
         model, _ = inspect.signature(function).parameters.values()
         keywords = [

@@ -123,9 +123,7 @@ class OneshotSettings(PlanSettings, RecordSettings):
     """Choose the calibration sequences at random, by the seed, not the first ones."""
     calibrate_all_experts: Annotated[Flag, Option()] = False
     """Every expert of a mixture-of-experts layer learns from all tokens; what the layer puts out stays that of the routed tokens."""
-    propagate_error: Annotated[
-        Flag, Option("--no-propagate-error", negates=True, help="calibrate each layer on the flow before compression")
-    ] = True
+    propagate_error: Annotated[Flag, Option("--no-propagate-error", negates=True, help="calibrate on the flow before compression")] = True
     """False calibrates each layer on what the layers before it gave before they were compressed."""
     activation_device_memory: Annotated[Memory | None, Option(metavar="SIZE")] = None
     """GPU memory for activations, filled first; by default two fifths of what is free."""
@@ -196,9 +194,7 @@ class StepSettings(Settings):
     """Begin with smaller decays, (1 + n) / (10 + n) after n steps, so that the first weights are soon forgotten."""
     save_ema: Annotated[Number | None, Option(metavar="DECAY", read=float)] = None
     """Save the averages of this decay in place of the weights."""
-    shuffle: Annotated[
-        Flag, Option("--no-shuffle", negates=True, help="take blocks in the order of the data, not in one drawn for each epoch")
-    ] = True
+    shuffle: Annotated[Flag, Option("--no-shuffle", negates=True, help="take blocks in the order of the data")] = True
     """Draw the order of the blocks anew for each epoch, by the seed."""
     eval_every: Annotated[Whole | None, Option(metavar="N", read=positive)] = None
     """Evaluate after every so many steps, too."""

@@ -86,9 +86,8 @@ def training_fingerprint(
     Returns:
         JSON types.
     """
-    chosen = {
-        name: value for name, value in settings if name in StepSettings.model_fields and name not in (*_CHANGE_NOTHING, "steps", "epochs")
-    }
+    depends = StepSettings.model_fields.keys() - {*_CHANGE_NOTHING, "steps", "epochs"}
+    chosen = {name: value for name, value in settings if name in depends}
     content = {
         "model": model,
         "recipe": recipe,

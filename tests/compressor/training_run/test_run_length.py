@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from compressor.errors import UserInputError
-from compressor.training_run.settings import TrainSettings
+from compressor.settings.verbs import StepSettings
 
 
 @pytest.mark.parametrize("epochs", [0.0, -1.0, float("nan"), float("inf"), 1e300])
 def test_a_number_of_epochs_that_no_run_has_is_refused(epochs: float) -> None:
     with pytest.raises(UserInputError, match=r"epochs: .* must be above 0, and at most 1,000,000"):
-        TrainSettings(epochs=epochs)
+        StepSettings(epochs=epochs)
 
 
 def test_epochs_may_be_fractions_and_make_one_step_at_least() -> None:
-    assert TrainSettings(epochs=2.5).num_steps(8) == 20
-    assert TrainSettings(epochs=0.001).num_steps(8) == 1
+    assert StepSettings(epochs=2.5).num_steps(8) == 20
+    assert StepSettings(epochs=0.001).num_steps(8) == 1
