@@ -37,7 +37,7 @@ def play(script: Script, deeds: dict[tuple[int, str], Deed] | None = None) -> li
         return asked
 
 
-@pytest.mark.parametrize("name", ["oracle", "oracle_session", "terms"])
+@pytest.mark.parametrize("name", ["oracle"])
 def test_the_oracle_imports_nothing_of_what_it_judges(repo_root: Path, name: str) -> None:
     tree = ast.parse((repo_root / "harness" / "lifecycle" / f"{name}.py").read_text())
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

@@ -129,7 +129,7 @@ def test_fates_come_with_their_places() -> None:
     [
         (["lifecycle", "--mutant", "starts_lat"], "did you mean 'starts_late'"),
         (["lifecycle", "--jobs", "0"], "is not a whole number above 0"),
-        (["lifecycles"], "invalid choice"),
+        (["lifecycles"], "there is no family 'lifecycles'; did you mean 'lifecycle'"),
     ],
 )
 def test_bad_input(given: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

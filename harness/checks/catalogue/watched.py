@@ -1,0 +1,112 @@
+"""A subject under watch: whatever a call changes beside its result is told, in every check and with one cause.
+
+A call may change nothing that it was given, nothing that an earlier call has returned, and nothing of the process: no random number is
+drawn but for the first weights of modules that are made, no hook is left, no setting of torch is moved. A transform changes the weights
+of its model, and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from harness.checks import protocols
+from harness.checks.catalogue.registry import KINDS, SideEffectError
+from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze
+from harness.lifecycle.process_state import ModulesMayDraw
+
+# What a method may change of a module that it is given, and what it is that may; by default nothing.
+_MAY_CHANGE: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("transform", "apply"): ("module", "tensor", "attribute"),
+    ("layer", "weight"): ("attribute", "tensor"),  # what it has unpacked it may keep
+    ("layer", "expected_input"): ("attribute", "tensor"),
+}
+# These run models or are run in other processes: what they change is looked at by checks of their own.
+_UNWATCHED = frozenset({"calibration", "artifact"})
+_MAKES_MODULES = frozenset({"build", "apply"})
+
+
+def watched(subject: Any) -> Any:
+    """Return the subject with its methods watched.
+
+    Args:
+        subject: of a kind of the catalogue.
+
+    Returns:
+        Something with the same members.
+    """
+    kind = getattr(subject, "kind", None)
+    return subject if isinstance(subject, Watched) or kind not in KINDS or kind in _UNWATCHED else Watched(subject)
+
+
+class Watched:
+    """A subject whose methods are watched; all else is the subject's own."""
+
+    def __init__(self, subject: Any) -> None:
+        """Nothing has been called yet."""
+        self._subject = subject
+        self._protocol = getattr(protocols, KINDS[subject.kind])
+        self._results: dict[str, tuple[object, object]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the subject's attribute, watched where it is a method of the protocol."""
+        value = getattr(self._subject, name)
+        is_method = inspect.isfunction(getattr(self._protocol, name, None))
+        return partial(self._call, name, value) if is_method else value
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        names = [key for key in inspect.signature(getattr(self._protocol, name)).parameters if key != "self"]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        before, results = _look(given), {key: freeze(value) for key, (value, _) in self._results.items()}
+        around = Snapshot.of_surroundings()
+        try:
+            with ModulesMayDraw() if name in _MAKES_MODULES else nullcontext():
+                result = method(*args, **kwargs)
+        finally:
+            # Whoever refuses what it was given leaves it as it was, too.
+            self._refuse(name, around.differences(Snapshot.of_surroundings(), ("threads",)), before, given, results)
+        if isinstance(getattr(result, "kind", None), str):
+            return watched(result)
+        if not isinstance(result, nn.Module):
+            self._results[name] = result, None
+        return result
+
+    def _refuse(
+        self,
+        name: str,
+        process: Sequence[Difference],
+        before: Mapping[str, object],
+        given: Mapping[str, Any],
+        results: Mapping[str, object],
+    ) -> None:
+        may = _MAY_CHANGE.get((self._subject.kind, name), ())
+        for key, value in _look(given).items():
+            was = before[key]
+            if isinstance(was, Snapshot) and isinstance(value, Snapshot):
+                inside = [one for one in was.differences(value, (*may, *_AROUND)) if "appeared" not in one.text or one.kind == "hooks"]
+                if inside:
+                    raise SideEffectError(f"{name}() has changed the {key} that it was given: {inside[0]}", f"{key} {inside[0].kind}")
+            elif was != value:
+                raise SideEffectError(f"{name}() has changed the {key} that it was given", key)
+        if process:
+            raise SideEffectError(f"{name}() has changed something of the process: {process[0]}", str(process[0]))
+        for key, value in results.items():
+            if freeze(self._results[key][0]) != value:
+                raise SideEffectError(f"{name}() has changed what {key}() returned before; give each call memory of its own", f"{key}()")
+
+
+_AROUND = ("rng", "torch", "threads", "class")
+
+
+def _look(given: Mapping[str, Any]) -> dict[str, object]:
+    return {key: Snapshot(value) if isinstance(value, nn.Module) else freeze(value) for key, value in given.items() if _is_held(value)}
+
+
+def _is_held(value: object) -> bool:
+    """Lists, tensors and modules; other sequences may make their items as they are asked for."""
+    return isinstance(value, list | tuple | Tensor | nn.Module | protocols.Quantized)
