@@ -60,10 +60,14 @@ def _train(args: argparse.Namespace) -> TrainResult:
     return train(args.model, **chosen(args, TrainSettings))
 
 
+def _mode(args: argparse.Namespace) -> str:
+    return str(args.mode or TrainSettings.model_fields["mode"].default)
+
+
 def _payload(args: argparse.Namespace, result: TrainResult) -> dict[str, object]:
     """The record, and what belongs to this run alone: how it ran, and for how long."""
     own = {"output_dir": str(result.output_dir), "seconds": result.seconds, "resumed": result.resumed}
-    return {**result.record, **own, "mode": args.mode, "plans": result.plans, "losses": result.losses}
+    return {**result.record, **own, "mode": _mode(args), "plans": result.plans, "losses": result.losses}
 
 
 def _print(args: argparse.Namespace, result: TrainResult) -> None:
@@ -88,10 +92,10 @@ def _lines(args: argparse.Namespace, result: TrainResult) -> list[str]:
     if result.plans:
         sizes = ", ".join(f"{plan['operators']:,} operators holding {plan['bytes'] / 1e6:.1f} MB" for plan in result.plans)
         lines.append(
-            f"mode:       {args.mode}, {len(result.plans)} {'plan' if len(result.plans) == 1 else 'plans'} captured and proved: {sizes}"
+            f"mode:       {_mode(args)}, {len(result.plans)} {'plan' if len(result.plans) == 1 else 'plans'} captured and proved: {sizes}"
         )
     else:
-        lines.append(f"mode:       {args.mode}")
+        lines.append(f"mode:       {_mode(args)}")
     if result.report.modules:
         lines.append(
             f"modules:    {len(result.report.modules)} changed by the recipe (start, end and update count {training['recipe_counts']})"
