@@ -132,11 +132,16 @@ def add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> No
     """
     groups: dict[str, Any] = {}
     found = [(name, field, option) for name, field in settings.model_fields.items() if (option := _option(field)) is not None]
-    for name, field, option in sorted(found, key=lambda one: not _is_required(one[1], one[2])):
+    for name, field, option in sorted(found, key=lambda one: (not _is_required(one[1], one[2]), _depth(settings, one[0]))):
         if option.group is not None and option.group not in groups:
             groups[option.group] = parser.add_mutually_exclusive_group()
         flag = option.flag or "--" + name.replace("_", "-")
         groups.get(option.group or "", parser).add_argument(flag, dest=name, help=_help(field, option), **_how(field, option))
+
+
+def _depth(settings: type[Settings], name: str) -> int:
+    """How far up the field is declared: what a verb has for itself comes first in its help."""
+    return next(depth for depth, base in enumerate(settings.__mro__) if name in inspect.get_annotations(base))
 
 
 def _option(field: FieldInfo) -> Option | None:
