@@ -47,7 +47,7 @@ class NumericEqual(Contract):
     """Both graphs compute the same on the same inputs, within the limit of a policy.
 
     `golden` runs onnxruntime with its optimizations off, so that only the graphs differ; `deploy` runs it as it is deployed, with the wider
-    limit that its integer kernels need (source: measured, see README).
+    limit that its integer kernels need (source: measured, see the README of this room).
 
     An output that is constant, NaN everywhere, empty or drawn at random is no evidence; another type or shape, or NaN elsewhere, is a
     violation. An error passes if it has less than a billionth of an output's energy and less than a thousandth (3 % in amplitude) of each

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from compressor.errors import HarnessError
 
-# What is not promised, in the words in which README, `--help` and docstrings say it. Light: help imports it.
+# What is not promised, in the words in which the chapter of this room, `--help` and docstrings say it. Light: help imports it.
 
 NOT_SEEN = (
     "Not seen: recurrences (LSTM, GRU, RNN), a Loop, Scan or If without a matrix product, sorting, lookups of what a single layer chose "

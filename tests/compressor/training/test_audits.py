@@ -117,6 +117,6 @@ def test_the_promise_stands_in_the_same_words_everywhere():
 
     parser = argparse.ArgumentParser(prog="train", formatter_class=lambda prog: argparse.HelpFormatter(prog, width=10_000))
     add_arguments(parser)
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[3] / "compressor" / "training" / "README.md").read_text(encoding="utf-8")
     for text in (parser.format_help(), " ".join(str(Trainer.__doc__).split()), " ".join(readme.split())):
         assert PROMISE in text

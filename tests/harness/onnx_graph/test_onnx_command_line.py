@@ -360,7 +360,7 @@ SAID = {
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_not_promised_is_said_in_the_same_words_everywhere(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     actions, texts = SAID[name]
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[3] / "harness" / "onnx_graph" / "README.md").read_text(encoding="utf-8")
     for action in actions:
         with pytest.raises(SystemExit):
             main(["onnx", action, "--help"])

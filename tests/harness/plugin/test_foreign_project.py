@@ -1,4 +1,4 @@
-"""The plugin works in a project that is not ours, with nothing but this distribution installed, and the README says how."""
+"""The plugin works in a project that is not ours, with nothing but this distribution installed, and the chapter on goldens says how."""
 
 from __future__ import annotations
 
@@ -114,16 +114,14 @@ def test_a_reference_model_that_is_not_there_is_an_error_and_a_named_one_is_used
     assert "1 passed" in _run(site, tmp_path).stdout
 
 
-def test_the_section_of_the_readme_is_enough(site: Path, tmp_path: Path, repo_root: Path) -> None:
-    """Do literally what the README says, in an empty folder."""
-    readme = (repo_root / "README.md").read_text()
-    section = readme[readme.index("### Goldens in five minutes") :]
-    section = section[: re.search(r"^##+ ", section[4:], re.MULTILINE).end()]  # type: ignore[union-attr]
-    test = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+def test_the_chapter_of_the_goldens_is_enough(site: Path, tmp_path: Path, repo_root: Path) -> None:
+    """Do literally what harness/goldens/README.md says, in an empty folder."""
+    chapter = (repo_root / "harness" / "goldens" / "README.md").read_text()
+    test = re.search(r"```python\n(.*?)```", chapter, re.DOTALL)
     assert test is not None
     (tmp_path / "test_attention.py").write_text(test.group(1))
     outputs = []
-    for command in re.findall(r"^(pytest\b[^#\n]*)", section, re.MULTILINE):
+    for command in re.findall(r"^(pytest\b[^#\n]*)", chapter, re.MULTILINE):
         outputs.append(_run(site, tmp_path, *command.split()[1:]).stdout)
     assert len(outputs) == 2
     assert "written: attention/causal: created" in outputs[0]

@@ -289,7 +289,7 @@ _AUDITED: tuple[Row, ...] = (
     ("parameter_attribute", "an attribute of a parameter", _on_parameter),
     ("tensor_data", "a tensor whose data are exchanged", kept_in(_tensor_moved)),
 )
-_SOURCE = "README, Training: what the guards see"
+_SOURCE = "compressor/training/README.md: what the guards see"
 HAZARDS: tuple[Hazard, ...] = tuple(
     Hazard(name, what, stage, SignatureDriftError, "found by the audit", _SOURCE, late=1) for name, what, stage in _AUDITED
 )

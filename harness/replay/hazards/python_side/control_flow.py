@@ -142,7 +142,7 @@ HAZARDS: tuple[Hazard, ...] = (
         stage(_count, prepare=_counted),
         GuardDriftError,
         "the step changes the host: module model was calls=",
-        "README, Training: what follows the step index",
+        "compressor/training/README.md: what follows the step index",
         may_leave=("attribute:calls",),
     ),
     Hazard(
@@ -151,7 +151,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _counter_in_closure,
         GuardDriftError,
         "the step changes the host",
-        "README, Training: what follows the step index",
+        "compressor/training/README.md: what follows the step index",
     ),
     Hazard(
         "counter_in_hook",
@@ -167,7 +167,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _optimizer_hook,
         GuardDriftError,
         "the step changes the host",
-        "README, Training: what follows the step index",
+        "compressor/training/README.md: what follows the step index",
     ),
     Hazard(
         "parity",

@@ -361,5 +361,5 @@ _SEEN: tuple[Row, ...] = (
     ("function_code", "the code of a function", kept_in(_code)),
     ("object_class", "the class of an object", kept_in(_other_class)),
 )
-_SOURCE = "README, Training: what the guards see"
+_SOURCE = "compressor/training/README.md: what the guards see"
 HAZARDS: tuple[Hazard, ...] = tuple(Hazard(name, what, stage, GuardDriftError, "since the capture", _SOURCE) for name, what, stage in _SEEN)

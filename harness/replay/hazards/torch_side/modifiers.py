@@ -187,16 +187,19 @@ def _qat() -> Modifier:
     )  # fmt: skip
 
 
-_TENTH = "README, Training: what follows the step index"
+_TENTH = "compressor/training/README.md: what follows the step index"
 HAZARDS: tuple[Hazard, ...] = (
     Hazard(
-        "data", "a tensor of a modifier is filled before every step", _with(lambda: _Scales(start=0)), source="README, Training: modifiers"
+        "data",
+        "a tensor of a modifier is filled before every step",
+        _with(lambda: _Scales(start=0)),
+        source="compressor/training/README.md: modifiers",
     ),
     Hazard(
         "unnamed_data",
         "the same without training_tensors()",
         _with(lambda: _UnnamedScales(start=0)),
-        source="README, Training: modifiers",
+        source="compressor/training/README.md: modifiers",
     ),
     Hazard(
         "number_of_modifier",
@@ -211,7 +214,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "keyed_number",
         "the same number as part of plan_key()",
         _with(lambda: _KeyedNumber(start=0)),
-        source="README, Training: modifiers",
+        source="compressor/training/README.md: modifiers",
         steps=14,
     ),
     Hazard(
@@ -220,7 +223,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _with(lambda: _StepInKey(start=0)),
         PlanStormError,
         "keep step numbers out of plan_key()",
-        "README, Training: plan keys",
+        "compressor/training/README.md: plan keys",
         steps=12,
     ),
     Hazard(
@@ -236,28 +239,28 @@ HAZARDS: tuple[Hazard, ...] = (
         "start_and_end",
         "a hook from step 5 to step 10",
         _with(lambda: _Hooks(start=5, end=10)),
-        source="README, Training: modifiers",
+        source="compressor/training/README.md: modifiers",
         steps=16,
     ),
     Hazard(
         "two_modifiers",
         "two modifiers that start and end at times of their own",
         _with(lambda: _Hooks(start=4, end=9), lambda: _Scales(start=2)),
-        source="README, Training: modifiers",
+        source="compressor/training/README.md: modifiers",
         steps=16,
     ),
     Hazard(
         "swapped_function",
         "a function of the model is exchanged at start",
         _with(lambda: _Swaps(start=6)),
-        source="README, Training: modifiers",
+        source="compressor/training/README.md: modifiers",
         steps=12,
     ),
     Hazard(
         "masks_between",
         "weights are masked in place after every step",
         _with(lambda: _Masks(start=0)),
-        source="README, Training: modifiers",
+        source="compressor/training/README.md: modifiers",
     ),
     Hazard(
         "keeps_loss",
@@ -271,24 +274,28 @@ HAZARDS: tuple[Hazard, ...] = (
         "gradual_pruning",
         "gradual magnitude pruning",
         _with(_gradual("unstructured", 0.6, True)),
-        source="README, Pruning and quantization-aware training",
+        source="compressor/modifiers/README.md: Pruning and quantization-aware training",
         steps=20,
     ),
     Hazard(
         "pruning_2_of_4",
         "2:4 magnitude pruning, whose end lets weights grow",
         _with(_gradual("2:4", 0.5, False)),
-        source="README, Pruning and quantization-aware training",
+        source="compressor/modifiers/README.md: Pruning and quantization-aware training",
         steps=20,
     ),
     Hazard(
-        "constant_pruning", "zeros that stay zeros", _with(_constant), source="README, Pruning and quantization-aware training", steps=18
+        "constant_pruning",
+        "zeros that stay zeros",
+        _with(_constant),
+        source="compressor/modifiers/README.md: Pruning and quantization-aware training",
+        steps=18,
     ),
     Hazard(
         "quantization_aware",
         "quantization-aware training from step 2 on, with observers frozen at step 12",
         _with(_qat),
-        source="README, Pruning and quantization-aware training",
+        source="compressor/modifiers/README.md: Pruning and quantization-aware training",
         steps=18,
     ),
 )

@@ -187,7 +187,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "own_rare",
         "an optimizer that acts otherwise at every tenth step",
         _plain(_Rare),
-        source="README, Training: what follows the step index",
+        source="compressor/training/README.md: what follows the step index",
         steps=13,
     ),
     Hazard("own_replacing", "an optimizer that replaces its state", _plain(_Replacing), source="pytorch/pytorch#70444"),
@@ -205,7 +205,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _plain(_Rare, capturable=True),
         GuardDriftError,
         "num_steps",
-        "README, Training: what follows the step index",
+        "compressor/training/README.md: what follows the step index",
         steps=13,
     ),
     Hazard(
