@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, UserInputError
+from harness.reporting.record import EXIT_FAILURE
 
 EXIT_HOLDS, EXIT_VIOLATED, EXIT_NOT_ANALYSED = 0, 1, 2
 EPILOG = "exit codes: 0 the contracts hold, 1 one is violated, 2 it could not be analysed; never 0 for want of evidence"
@@ -49,13 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of the verb; changed.
     """
-    parser.epilog = f"{EPILOG}; 3 wrong arguments"
+    parser.epilog = f"{EPILOG}; 3 bad input"
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, action in ACTIONS.items():
         module = importlib.import_module(action.module)
         own = actions.add_parser(name, help=action.help, description=action.help, epilog=EPILOG)
         module.add_arguments(own)
-        own.epilog = f"{own.epilog}; 3 wrong arguments"
+        own.epilog = f"{own.epilog}; 3 bad input"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
         args: as declared by `add_arguments`.
 
     Returns:
-        0, 1 or 2, as the epilog says; bad input is 2, with the reason on standard error.
+        0, 1 or 2, as the epilog says; 3 for bad input, with the reason on standard error.
     """
     try:
         code: int = importlib.import_module(ACTIONS[args.action].module).run(args)
     except CompressorError as error:
         print(f"harness onnx {args.action}: {ACTIONS[args.action].failed}: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_NOT_ANALYSED
+        return EXIT_FAILURE if isinstance(error, UserInputError) else EXIT_NOT_ANALYSED
     return code

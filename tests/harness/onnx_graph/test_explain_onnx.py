@@ -85,8 +85,8 @@ def test_the_commands_have_exit_codes_and_json(
     assert "packed as columns" in capsys.readouterr().out
     assert main(["onnx", "check", before, after, "--contract", "same-block-count,numeric-equal", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["holding"] == "holds"
-    assert main(["onnx", "check", before, str(tmp_path / "none.onnx")]) == 2
-    assert main(["onnx", "check", before, after, "--contract", "seperate-qkv"]) == 2
+    assert main(["onnx", "check", before, str(tmp_path / "none.onnx")]) == 3
+    assert main(["onnx", "check", before, after, "--contract", "seperate-qkv"]) == 3
     assert "did you mean 'separate-qkv'" in capsys.readouterr().err
     assert main(["onnx", "explain", before, "--contract", "separate-qkv,same-block-count", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["skips"] == ["fuse_qkv", "fuse_attention"]

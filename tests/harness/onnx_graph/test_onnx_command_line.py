@@ -71,7 +71,7 @@ def _place(attention_graph: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("command", BAD)
 def test_bad_words_and_places_are_refused_and_nothing_is_written(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert main(["onnx", *command.split()]) == 2
+    assert main(["onnx", *command.split()]) == 3
     printed = capsys.readouterr()
     assert BAD[command] in printed.err and printed.err.count("\n") == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -255,10 +255,12 @@ def test_a_graph_out_of_order_is_refused_in_one_line(
     broken.CopyFrom(attention_graph)
     damage(broken.graph)
     Path("broken.onnx").write_bytes(broken.SerializeToString())
-    assert main(["onnx", *verb.format("broken.onnx").split()]) == 2
+    assert main(["onnx", *verb.format("broken.onnx").split()]) in (
+        (2, 3) if "roundtrip" in verb else (3,)
+    )  # there the optimizer may be first
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err + printed.out
-    if "roundtrip" not in verb:  # there the optimizer speaks first
+    if "roundtrip" not in verb:
         assert DISORDER[damage] in printed.err and printed.err.count("\n") == 1
 
 
@@ -293,7 +295,7 @@ def test_what_is_no_contract_and_no_list_is_refused(attention_graph: onnx.ModelP
 @pytest.mark.parametrize("verb", ["fusing-cost a.onnx --figure {}.svg", "run --skip fuse_qkv --json {}.json -- true", "export dir {}.onnx"])
 @pytest.mark.usefixtures("_place")
 def test_a_folder_that_takes_no_file_is_known_before_the_work(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["onnx", *verb.format("/proc/out").split()]) == 2
+    assert main(["onnx", *verb.format("/proc/out").split()]) == 3
     assert "/proc takes no file" in capsys.readouterr().err
 
 
@@ -317,7 +319,7 @@ def _full(target: Path) -> Iterator[Path]:
 @pytest.mark.usefixtures("_place")
 def test_what_is_no_record_of_passes_is_said_in_our_words(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("passes.json").write_text(text, encoding="utf-8")
-    assert main(["onnx", "passes", "--golden", "passes.json"]) == 2
+    assert main(["onnx", "passes", "--golden", "passes.json"]) == 3
     said = capsys.readouterr().err
     assert "passes.json: this is no record of passes (" in said and "object" not in said
 
@@ -388,6 +390,6 @@ def test_help_says_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main(["onnx", action, "--help"])
         said = " ".join(capsys.readouterr().out.split())
-        assert "exit codes: 0 " in said and ", 2 " in said.replace(";", ",") and "; 3 wrong arguments" in said
+        assert "exit codes: 0 " in said and ", 2 " in said.replace(";", ",") and "; 3 bad input" in said
     with pytest.raises(SystemExit, match=r"^3$"):
         main(["onnx", "census"])

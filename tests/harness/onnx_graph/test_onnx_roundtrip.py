@@ -157,8 +157,8 @@ def test_the_commands_export_and_go_round(tmp_path: Path, capsys: pytest.Capture
     folder = str(tmp_path / "llama")
     assert main(["onnx", "export", folder, graph, "--exporter", "torchscript", "--opset", "17", "--dynamic", "input_ids:1=length"]) == 0
     assert onnx.load(graph).opset_import[0].version == 17
-    assert main(["onnx", "export", folder, graph, "--modality", "audio"]) == 2
-    assert main(["onnx", "export", str(tmp_path), graph, "--model-class", "LlamaForCausalLM"]) == 2
+    assert main(["onnx", "export", folder, graph, "--modality", "audio"]) == 3
+    assert main(["onnx", "export", str(tmp_path), graph, "--model-class", "LlamaForCausalLM"]) == 3
     assert main(["onnx", "census", folder, "--model-class", "LlamaForCausalLM"]) == 0
     assert main(["onnx", "explain", folder, "--model-class", "LlamaForCausalLM"]) == 0
     assert "kept by skipping: fuse_qkv" in capsys.readouterr().out
@@ -180,8 +180,8 @@ def test_the_commands_export_and_go_round(tmp_path: Path, capsys: pytest.Capture
     assert [row["result"]["holding"] for row in rows] == ["violated"]
     assert main(["onnx", "roundtrip", graph, "--optimizer", "onnxsim", "--skip", "fuse_qkv", "--contract", "same-block-count"]) == 0
     assert "fuse_qkv" in capsys.readouterr().out
-    assert main(["onnx", "roundtrip", graph, "--skip", "fuse_qvk"]) == 2
-    assert main(["onnx", "roundtrip", graph, "--optimizer", "none"]) == 2
+    assert main(["onnx", "roundtrip", graph, "--skip", "fuse_qvk"]) == 3
+    assert main(["onnx", "roundtrip", graph, "--optimizer", "none"]) == 3
 
 
 def test_dynamic_sizes_are_read_strictly() -> None:

@@ -50,8 +50,8 @@ def test_a_command_that_calls_no_optimizer_or_fails_is_not_a_pass(
         (["--skip", "fuse_qkv", "--", "no-such-command"], "'no-such-command' is no command that can be run"),
     ],
 )
-def test_bad_input_is_exit_code_2_with_the_reason(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["onnx", "run", *arguments]) == 2
+def test_bad_input_is_exit_code_3_with_the_reason(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["onnx", "run", *arguments]) == 3
     assert message in capsys.readouterr().err
 
 
