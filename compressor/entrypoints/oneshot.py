@@ -24,9 +24,8 @@ from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoints.audit import check_values
-from compressor.model.checkpoints.format import check_readable
 from compressor.model.checkpoints.save import MAX_SHARD_BYTES, save_checkpoint
-from compressor.model.class_readers import buffer_notes, class_notes, module_notes
+from compressor.model.class_readers import buffer_notes, check_readable, class_notes, module_notes
 from compressor.model.disk_room import check_room
 from compressor.model.experts.format import reader_notes
 from compressor.model.experts.stages import expert_targets

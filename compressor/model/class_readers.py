@@ -10,13 +10,40 @@ import torch
 from torch import nn
 
 from compressor.errors import ModelError, SchemeError
+from compressor.model.checkpoints.format import check_schemes, hides_weight, unpacked_at_once
 from compressor.model.folder import some
 from compressor.nn import QuantizedLayer
 from compressor.nn.experts import UnfusedExperts
-from compressor.numerics.scheme import QuantizationScheme
+from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 # Settings of modules that say nothing of what a forward computes, or that shapes of weights say better: a layer's number, a size.
 _NO_MATTER = ("training", "gradient_checkpointing", "layer_idx", "vocab_size", "padding_idx")
+
+
+def check_readable(
+    schemes: Mapping[str, QuantizationScheme],
+    model: nn.Module | None = None,
+    kv_cache_scheme: QuantizationArgs | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Refuse schemes that could be written but that transformers with compressed-tensors 0.20 would not read back.
+
+    Args:
+        schemes: dotted name of every module that is to be quantized, to its scheme.
+        model: the model, compressed or not yet; None judges the schemes alone, for a model in bfloat16.
+        kv_cache_scheme: format of keys and values, None where they are not to be quantized.
+        dtype: that the model will be saved in, where its weights have another one for now.
+
+    Raises:
+        SchemeError: columns regrouped by activation, asymmetric packed weights beside another scheme, fp4 or MX formats in a model that
+            does not compute in bfloat16 and that cannot be unpacked at once, layers that it has no quantized form for, or a tied head that
+            is not equal to its embedding.
+        ModelError: the model is built otherwise than its config says.
+    """
+    if model is not None:
+        check_class_builds(model)
+        check_tied_config(model, schemes)
+    check_schemes(schemes, model, kv_cache_scheme, dtype)
 
 
 def class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
@@ -34,8 +61,6 @@ def class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> 
         built from its config, nothing is known.
     """
     from transformers import PreTrainedModel
-
-    from compressor.model.checkpoints.format import hides_weight, unpacked_at_once
 
     if not isinstance(model, PreTrainedModel) or unpacked_at_once(schemes, model):
         return []

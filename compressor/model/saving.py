@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import ModelError, SchemeError, UserInputError
-from compressor.model.checkpoints.format import check_readable
 from compressor.model.checkpoints.save import MAX_SHARD_BYTES, as_pretrained, save_checkpoint
+from compressor.model.class_readers import check_readable
 from compressor.model.experts.format import reader_notes
 from compressor.model.folder import some
 from compressor.nn import QuantizedLayer, float_layer

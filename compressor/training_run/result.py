@@ -13,8 +13,8 @@ from torch import nn
 
 from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier, Report
-from compressor.model.checkpoints.format import check_readable
 from compressor.model.checkpoints.save import save_checkpoint
+from compressor.model.class_readers import check_readable
 from compressor.model.folder import weight_files
 from compressor.model.loading.load import LoadedModel, check_float16
 from compressor.modifiers.schemes.base import SchemeModifier

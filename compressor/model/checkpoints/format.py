@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from compressor.errors import SchemeError
-from compressor.model.class_readers import check_class_builds, check_tied_config
 from compressor.model.experts.format import fused_modules
 from compressor.model.folder import some
 from compressor.model.targets import matches
@@ -210,7 +209,7 @@ def _args(args: QuantizationArgs | None) -> dict[str, Any] | None:
     return {key: value for key, value in args.model_dump(mode="json").items() if key in always or value}
 
 
-def check_readable(
+def check_schemes(
     schemes: Mapping[str, QuantizationScheme],
     model: nn.Module | None = None,
     kv_cache_scheme: QuantizationArgs | None = None,
@@ -226,13 +225,8 @@ def check_readable(
 
     Raises:
         SchemeError: columns regrouped by activation, asymmetric packed weights beside another scheme, fp4 or MX formats in a model that
-            does not compute in bfloat16 and that cannot be unpacked at once, layers that it has no quantized form for, or a tied head that
-            is not equal to its embedding.
-        ModelError: the model is built otherwise than its config says.
+            does not compute in bfloat16 and that cannot be unpacked at once, or layers that it has no quantized form for.
     """
-    if model is not None:
-        check_class_builds(model)
-        check_tied_config(model, schemes)
     dtype = dtype or (torch.bfloat16 if model is None else _float_dtype(model, schemes))
     embeddings = [] if model is None else _of_kind(model, schemes, nn.Embedding | QuantizedEmbedding)
     at_once = _needs_dequantize(schemes, dtype, embeddings)
