@@ -20,6 +20,7 @@ _CODES = {
     "accept": "exit codes: 0 accepted, or nothing to accept; 3 bad input, or a limit loosened without a reason: nothing was written",
     "prune": "exit codes: 0 every golden is used, or the unused ones were deleted; 1 some are unused; 2 no complete run knows; 3 bad input",
     "why": "exit codes: 0 told; 3 there is no such golden, or it cannot be read",
+    "rename": "exit codes: 0 renamed, or every name is right already; 3 bad input, or two goldens would have one file: nothing was renamed",
     "list": "exit codes: 0 every golden can be read, 1 a file is missing or differs from its manifest, 3 a manifest cannot be read",
 }
 _HELP = {
@@ -27,6 +28,7 @@ _HELP = {
     "accept": "make the outputs of failed checks the goldens",
     "prune": "find goldens that no test used in the last complete run",
     "why": "tell where a golden comes from: machine, versions, inputs, and every loosening with its reason",
+    "rename": "give files that an older harness named the names that this one gives; no golden changes",
     "list": "list every golden, and hold its file against the manifest",
 }
 
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument("names", nargs=1, metavar="NAME", help="golden, as the test calls it")
         elif name == "prune":
             action.add_argument("names", nargs="*", metavar="NAME", help="delete these, used or not (with --delete)")
-        elif name != "list":
+        elif name in ("diff", "accept"):
             action.add_argument("names", nargs="*", metavar="NAME", help="goldens, as the tests call them (default: all that failed)")
         action.add_argument("--golden-dir", type=Path, metavar="DIR", help="folder of the goldens (default: the last run's, else golden)")
         action.add_argument("--cache-dir", type=Path, default=Path(".harness_cache"), metavar="DIR",
@@ -114,13 +116,10 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _accept(args: argparse.Namespace) -> int:
     from harness.goldens.store.candidates import CandidateFolder
-    from harness.goldens.store.provenance import ci_variable
     from harness.goldens.store.store import GoldenVerdict
     from harness.goldens.store.writer import accept
 
-    ci = ci_variable()
-    if ci:
-        raise GoldenError(f"golden accept: is refused, because {ci} is set and a CI machine never writes goldens; run it locally")
+    _refuse_ci("accept")
     candidates = _candidates(args)
     vacuous = [candidate for candidate in candidates if candidate.verdict == GoldenVerdict.VACUOUS.value]
     if vacuous:
@@ -131,6 +130,23 @@ def _accept(args: argparse.Namespace) -> int:
         folder.drop(candidate.name, candidate.test)
     lines = [f"written: {line}" for line in done.written] + [f"unchanged: {name}" for name in done.unchanged]
     _print(args, {"written": list(done.written), "unchanged": list(done.unchanged)}, lines or ["nothing to accept"])
+    return 0
+
+
+def _refuse_ci(action: str) -> None:
+    from harness.goldens.store.provenance import ci_variable
+
+    ci = ci_variable()
+    if ci:
+        raise GoldenError(f"golden {action}: is refused, because {ci} is set and a CI machine never writes goldens; run it locally")
+
+
+def _rename(args: argparse.Namespace) -> int:
+    from harness.goldens.store.renaming import rename
+
+    _refuse_ci("rename")
+    done = rename(_root(args))
+    _print(args, {"renamed": list(done)}, [f"renamed: {line}" for line in done] or ["every name is right already"])
     return 0
 
 
@@ -197,5 +213,6 @@ _ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "accept": _accept,
     "prune": _prune,
     "why": _why,
+    "rename": _rename,
     "list": _list,
 }

@@ -19,6 +19,7 @@ from compressor.errors import GoldenError, UserInputError
 from harness.goldens.report import comparison_lines
 from harness.goldens.store.candidates import Candidate, CandidateFolder
 from harness.goldens.store.encoding import as_tensors, describe, devices_of, encode, hash_inputs, hash_recipe
+from harness.goldens.store.paths import relative_path, same_file
 from harness.goldens.store.provenance import current_platform, nearest, versions
 from harness.goldens.store.store import Answer, GoldenStore, GoldenVerdict, Question
 from harness.tolerance import Tier, TierMap
@@ -69,6 +70,7 @@ class Golden:
         self._store = GoldenStore(settings.root)
         self._folder = CandidateFolder(settings.cache)
         self._written: dict[str, dict[str, Any]] = {}
+        self._files: dict[str, str] = {}
 
     def check(
         self,
@@ -100,7 +102,7 @@ class Golden:
 
         Raises:
             GoldenMismatch: outputs regressed, inputs drifted, the golden is missing, a limit was loosened, or lets decoys through.
-            GoldenError: the store cannot be read, or the call makes no sense.
+            GoldenError: the store cannot be read, the golden's file is another golden's, or the call makes no sense.
         """
         __tracebackhide__ = True
         held = as_tensors(name, tensors)
@@ -141,6 +143,7 @@ class Golden:
             GoldenError: the store cannot be read, or make() gives no tensors by name.
         """
         __tracebackhide__ = True
+        self._claim_file(name)
         entry = self._store.find(name)
         platform = current_platform()
         if entry is not None:
@@ -160,12 +163,19 @@ class Golden:
 
     def _answer(self, asked: Question) -> Answer:
         try:
+            self._claim_file(asked.name)
             return self._store.check(asked)
         except UserInputError as error:
             self._outcome(asked.name, "unreadable", str(error))
             if isinstance(error, GoldenError):
                 raise
             raise GoldenError(f"golden {asked.name!r}: {error}") from error
+
+    def _claim_file(self, name: str) -> None:
+        """Refuse two names of one test that would have one file."""
+        owner = self._files.setdefault(relative_path(name), name)
+        if owner != name:
+            raise same_file(name, owner)
 
     def _decide(self, asked: Question, answer: Answer) -> tuple[Answer, bool]:
         """Whether the golden is to be written; limits that measure nothing, and loosened ones without a reason, never are."""

@@ -234,7 +234,7 @@ class GoldenSession:
         for outcome in self.outcomes:
             claims.setdefault(outcome["name"], []).append(outcome)
         wanted: dict[str, Mapping[str, Any]] = {}
-        for name, outcomes in claims.items():
+        for name, outcomes in self._with_own_files(claims).items():
             writing = [outcome for outcome in outcomes if outcome["candidate"]]
             tests = sorted({outcome["test"] for outcome in outcomes if outcome["kind"] == "outputs"})
             failed = [outcome["test"] for outcome in writing if outcome["test"] in self.failed_tests]
@@ -251,6 +251,18 @@ class GoldenSession:
             else:
                 wanted[name] = writing[-1]
         return wanted
+
+    def _with_own_files(self, claims: Mapping[str, list[Mapping[str, Any]]]) -> dict[str, list[Mapping[str, Any]]]:
+        """The goldens to write whose file no other one of them would have."""
+        from harness.goldens.store.paths import relative_path, same_file
+
+        names: dict[str, list[str]] = {}
+        for name, outcomes in claims.items():
+            if any(outcome["candidate"] for outcome in outcomes):
+                names.setdefault(relative_path(name), []).append(name)
+        for first, *others in names.values():
+            self.refused += [str(same_file(other, first)) for other in others]
+        return {name: claims[name] for own in names.values() if len(own) == 1 for name in own}
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Show every golden that does not hold, what was written, and what was held to another platform's tier."""

@@ -1,7 +1,7 @@
 """Candidates: what a failed check would have wanted as its golden, kept in a cache folder that `harness golden diff` and `accept` use.
 
-A candidate is two files of one name: the tensors, in the very bytes that the golden would have, and a JSON record. Its name holds the
-golden's and a hash of the test's, so that two tests, or two worker processes, never write one file. No torch is needed to read one.
+A candidate is two files of one name: the tensors, in the very bytes that the golden would have, and a JSON record. Its file name is
+the golden's and a hash of golden and test, so that no two goldens, tests or worker processes write one file. Reading one needs no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from harness.goldens.store.provenance import Platform
 from harness.reporting.record import to_json
 from harness.tolerance.tiers import TierMap
 
-_FORMAT = 1
+_FORMAT = 2
+"""1 had file names of another form, which nobody would overwrite or delete any more."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class CandidateFolder:
 
     def path_of(self, name: str, test: str) -> Path:
         """Return where the record of a golden and a test lies."""
-        digest = hashlib.sha256(test.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        digest = hashlib.sha256(f"{name}\0{test}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
         return self.folder / f"{relative_path(name).removesuffix(SUFFIX)}@{digest}{SUFFIX}.json"
 
     def save(self, candidate: Candidate, data: bytes) -> Candidate:

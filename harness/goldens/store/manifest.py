@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import GoldenError, UserInputError
-from harness.goldens.store.paths import MANIFEST, file_name, folder_of
+from harness.goldens.store.paths import MANIFEST, file_name, folder_of, same_file
 from harness.goldens.store.provenance import Platform
 from harness.tolerance.tiers import TierMap
 
@@ -108,6 +108,10 @@ class Manifest:
         """Return the manifest without some goldens."""
         return replace(self, goldens={name: entry for name, entry in self.goldens.items() if name not in names})
 
+    def owner_of(self, file: str) -> str | None:
+        """Return the golden that has a file of this name, or None."""
+        return next((name for name, entry in self.goldens.items() if any(variant.file == file for variant in entry.variants)), None)
+
     def to_text(self) -> str:
         """Return the sorted JSON text; equal manifests give equal bytes."""
         data = {"format": FORMAT, "goldens": {name: _entry_data(entry) for name, entry in self.goldens.items()}}
@@ -124,7 +128,77 @@ def read_manifest(folder: Path) -> Manifest:
         The manifest; an empty one where there is none yet.
 
     Raises:
-        GoldenError: it cannot be read, is in conflict, from a newer harness, or describes what cannot be.
+        GoldenError: it cannot be read, is in conflict, from a newer harness, names files as an older one, or describes what cannot be.
+    """
+    manifest = read_anywhere(folder)
+    owners: dict[str, str] = {}
+    for name, entry in manifest.goldens.items():
+        _check_place(manifest.path, entry)
+        for variant in entry.variants:
+            if owners.setdefault(variant.file, name) != name:
+                raise GoldenError(f"{manifest.path}: {same_file(name, owners[variant.file])}")
+    return manifest
+
+
+def find_entry(root: Path, name: str, manifest: Manifest | None = None) -> GoldenEntry | None:
+    """Look up a golden of a store that may have to be written.
+
+    Args:
+        root: of the store.
+        name: of the golden.
+        manifest: of its folder, if it has been read, or is about to be written.
+
+    Returns:
+        Its entry; None where there is none and its file would be its own.
+
+    Raises:
+        GoldenError: the name makes no file, or another golden's, the manifest cannot be read, or an older harness named the folder.
+    """
+    manifest = manifest or read_manifest(root / folder_of(name))
+    entry = manifest.goldens.get(name)
+    if entry is None:
+        owner = manifest.owner_of(file_name(name))
+        if owner is not None:
+            raise same_file(name, owner)
+        check_not_elsewhere(root, name)
+    return entry
+
+
+def check_not_elsewhere(root: Path, name: str) -> None:
+    """Refuse to call a golden missing that lies in a folder as an older harness named it.
+
+    Args:
+        root: of the store.
+        name: of the golden.
+
+    Raises:
+        GoldenError: another folder of the same depth has the golden.
+    """
+    here = root / folder_of(name)
+    for path in sorted(root.glob("*/" * name.count("/") + MANIFEST)):
+        if path.parent != here and _may_hold(path, name) and name in read_anywhere(path.parent).goldens:
+            _check_folder(path, name)
+
+
+def _may_hold(path: Path, name: str) -> bool:
+    """A look at the text spares reading every manifest for every new golden."""
+    try:
+        return json.dumps(name) in path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def read_anywhere(folder: Path) -> Manifest:
+    """Read the manifest of a folder, whatever the folder and its files are called.
+
+    Args:
+        folder: of the goldens.
+
+    Returns:
+        The manifest; an empty one where there is none yet.
+
+    Raises:
+        GoldenError: it cannot be read, is in conflict, or from a newer harness.
     """
     path = folder / MANIFEST
     try:
@@ -186,19 +260,28 @@ def _read_entry(path: Path, name: str, data: Any) -> GoldenEntry:
         raise GoldenError(f"{path}: golden {name!r}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise GoldenError(f"{path}: golden {name!r}: is incomplete ({error!r}); take it from version control again") from error
-    _check_place(path, entry)
     return entry
 
 
 def _check_place(path: Path, entry: GoldenEntry) -> None:
-    """A file name is decided by the golden's name; one that is not was edited, and could lead out of the folder."""
+    """A file name is decided by the golden's name; one that is not is old, or was edited and could lead out of the folder."""
     allowed = {file_name(entry.name), *(file_name(entry.name, str(variant.platform)) for variant in entry.variants)}
     files = [variant.file for variant in entry.variants]
-    folder = folder_of(entry.name)
     if not files or not set(files) <= allowed or len(set(files)) != len(files):
-        raise GoldenError(f"{path}: golden {entry.name!r}: names the files {files}; it must be {sorted(allowed)}: undo the edit")
-    if folder and not path.parent.as_posix().endswith(folder):
-        raise GoldenError(f"{path}: golden {entry.name!r}: belongs into the folder {folder}; move manifest and files back")
+        raise GoldenError(
+            f"{path}: golden {entry.name!r}: names the files {files}; it must be {sorted(allowed)}: rename them with harness golden rename "
+            "if an older harness wrote them, else undo the edit"
+        )
+    _check_folder(path, entry.name)
+
+
+def _check_folder(path: Path, name: str) -> None:
+    folder = folder_of(name)
+    if folder and not f"/{path.parent.as_posix()}".endswith(f"/{folder}"):
+        raise GoldenError(
+            f"{path}: golden {name!r}: belongs into the folder {folder}; rename it with harness golden rename if an older harness "
+            "wrote it, else move manifest and files back"
+        )
 
 
 def _read_variant(data: Any) -> Variant:

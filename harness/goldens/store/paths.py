@@ -1,60 +1,62 @@
-"""A golden's name as a path, so that no two names share a file on any file system.
+"""A golden's name as a path that a person reads and that every file system holds.
 
-    layers/W4A16 5x128   ->   layers/+w4+a16%205x128.safetensors
+    layers/W4A16_ASYM 5x128   ->   layers/w4a16-asym.5x128.safetensors
+    layers/W4A16[sym=True]    ->   layers/w4a16-sym-true~fd024f5a.safetensors
 
-Lower-case letters, digits, `-`, `_` and dots inside a name stay; a capital becomes `+` and its lower case, because some file systems do
-not tell them apart; all else becomes `%` and the hexadecimal bytes of its UTF-8 form. Names that Windows keeps for devices, and leading
-dots, have their first character written as bytes. A part that would be too long is cut, and ends in `~` and the hash of the whole name.
+Letters become lower case, because some file systems do not tell case apart; a space becomes a dot, an underscore a hyphen. A part that
+no file system would hold like that ends in `~` and a hash of the whole part: one with other characters, with a dot or a hyphen at its
+front or a dot at its end, with the name of a device of Windows or of a file of the store, or one that is too long.
+
+So different names can have one file, as `W4A16` and `w4a16` do. Whoever writes a file refuses the second name.
 """
 
 from __future__ import annotations
 
 import hashlib
-import string
+import re
 
 from compressor.errors import GoldenError
 
 SUFFIX = ".safetensors"
 MANIFEST = "manifest.json"
 MAX_PART = 120
-"""Characters of an escaped part; file systems take 255, encrypting ones 143, and the platform of a variant may follow."""
+"""Characters of a part; file systems take 255, encrypting ones 143, and the platform of a variant may follow."""
 
-_PLAIN = frozenset(string.ascii_lowercase + string.digits + "-_")
-_DEVICES = frozenset(
-    ["con", "prn", "aux", "nul", "conin$", "conout$", *(f"{port}{number}" for port in ("com", "lpt") for number in range(10))]
-)
-_HASH_DIGITS = 32
+_PLAIN = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._ -]*[A-Za-z0-9_-])?")
+_REPLACED = str.maketrans(" _", ".-")
+_DEVICES = frozenset(["con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(10))])
+_HASH_DIGITS = 8
 
 
 def folder_of(name: str) -> str:
-    """Return the escaped folder of a golden, relative to the store and with `/` between its parts; empty at the top.
+    """Return the folder of a golden, relative to the store and with `/` between its parts; empty at the top.
 
     Args:
         name: of the golden.
 
     Returns:
-        A path that no other folder name leads to.
+        The path.
 
     Raises:
         GoldenError: the name is empty or has an empty part.
     """
     *folders, _ = _parts(name)
-    return "/".join(_escaped(part, keep_dots=False) for part in folders)
+    return "/".join(_readable(part) for part in folders)
 
 
 def stem_of(name: str) -> str:
-    """Return the escaped file name of a golden, without its suffix.
+    """Return the file name of a golden, without its suffix.
 
     Args:
         name: of the golden.
 
     Returns:
-        A name that no other golden of its folder has; free of `@` and `~` but for a hash at its end.
+        A name free of `@`, and of `~` but for a hash at its end.
 
     Raises:
         GoldenError: the name is empty or has an empty part.
     """
-    return _escaped(_parts(name)[-1], keep_dots=True)
+    return _readable(_parts(name)[-1])
 
 
 def relative_path(name: str, variant: str = "") -> str:
@@ -75,8 +77,24 @@ def relative_path(name: str, variant: str = "") -> str:
 
 
 def file_name(name: str, variant: str = "") -> str:
-    """Return the file name of a golden; a variant follows `@`, which no escaped name holds."""
-    return f"{stem_of(name)}{'@' + _escaped(variant, keep_dots=True) if variant else ''}{SUFFIX}"
+    """Return the file name of a golden; a variant follows `@`, which no name's own part holds."""
+    return f"{stem_of(name)}{'@' + _readable(variant) if variant else ''}{SUFFIX}"
+
+
+def same_file(name: str, other: str) -> GoldenError:
+    """Return the error of a golden whose file is another golden's.
+
+    Args:
+        name: of the golden that is refused.
+        other: of the golden that has the file.
+
+    Returns:
+        The error.
+    """
+    return GoldenError(
+        f"golden {name!r}: its file {relative_path(name)} is that of golden {other!r}, and nothing was written; give one of both "
+        "another name (case, and space or dot, hyphen or underscore make no difference)"
+    )
 
 
 def _parts(name: str) -> list[str]:
@@ -86,29 +104,16 @@ def _parts(name: str) -> list[str]:
     return parts
 
 
-def _escaped(part: str, *, keep_dots: bool) -> str:
-    pieces = [_escaped_char(char, keep_dots) for char in part]
-    if part[0] == "." or part.partition(".")[0].lower() in _DEVICES:
-        pieces[0] = _as_bytes(part[0])
-    whole = "".join(pieces)
-    if len(whole) <= MAX_PART:
-        return whole
+def _readable(part: str) -> str:
+    plain = part.lower().translate(_REPLACED)
+    if _PLAIN.fullmatch(part) and len(plain) <= MAX_PART and not _is_taken(plain):
+        return plain
     digest = hashlib.sha256(part.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_DIGITS]
-    kept = 0
-    for count, piece in enumerate(pieces):
-        if kept + len(piece) > MAX_PART - _HASH_DIGITS - 1:
-            return "".join(pieces[:count]) + "~" + digest
-        kept += len(piece)
-    raise AssertionError("a text that is too long has a place to cut")
+    ascii_only = part.encode("ascii", "replace").decode().lower()
+    kept = re.sub("[^a-z0-9]+", "-", ascii_only).strip("-")[: MAX_PART - _HASH_DIGITS - 1]
+    return f"{kept}~{digest}"
 
 
-def _escaped_char(char: str, keep_dots: bool) -> str:
-    if char in _PLAIN or (keep_dots and char == "."):
-        return char
-    if char in string.ascii_uppercase:
-        return "+" + char.lower()
-    return _as_bytes(char)
-
-
-def _as_bytes(char: str) -> str:
-    return "".join(f"%{byte:02x}" for byte in char.encode("utf-8", "surrogatepass"))
+def _is_taken(plain: str) -> bool:
+    """Whether Windows takes it for a device, or a folder of this name could be taken for a file of the store."""
+    return plain.partition(".")[0] in _DEVICES or plain == MANIFEST or plain.endswith(SUFFIX)

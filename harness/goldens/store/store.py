@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compressor.errors import GoldenError
 from harness.goldens.store.encoding import decode
-from harness.goldens.store.manifest import GoldenEntry, TensorEntry, Variant, read_manifest
+from harness.goldens.store.manifest import GoldenEntry, TensorEntry, Variant, find_entry
 from harness.goldens.store.paths import folder_of, relative_path
 from harness.goldens.store.provenance import Platform, nearest
 from harness.tolerance import Comparison, TierMap, compare, vacuous_decoys
@@ -109,9 +109,9 @@ class GoldenStore:
             The entry.
 
         Raises:
-            GoldenError: the name makes no file, or the manifest cannot be read.
+            GoldenError: the name makes no file, or another golden's, or the manifest cannot be read.
         """
-        return read_manifest(self.root / folder_of(name)).goldens.get(name)
+        return find_entry(self.root, name)
 
     def load(self, entry: GoldenEntry, variant: Variant) -> dict[str, Tensor]:
         """Read the tensors of one variant, and hold every byte against the manifest.

@@ -14,7 +14,7 @@ from pathlib import Path
 from compressor.errors import GoldenError
 from harness.goldens.store.atomic import stage
 from harness.goldens.store.candidates import Candidate
-from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, read_manifest
+from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, check_not_elsewhere, find_entry, read_manifest
 from harness.goldens.store.paths import MANIFEST, file_name, folder_of
 from harness.goldens.store.provenance import today
 from harness.tolerance import TierMap
@@ -46,14 +46,15 @@ def accept(root: Path, candidates: Sequence[Candidate], *, reason: str = "", add
         What was done.
 
     Raises:
-        GoldenError: two candidates for one golden, a loosening without a reason, or a folder that cannot be written; nothing was written.
+        GoldenError: two candidates for one golden or one file, a loosening without a reason, or a folder that cannot be written; nothing
+            was written.
     """
     names = [candidate.name for candidate in candidates]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         tests = sorted(candidate.test for candidate in candidates if candidate.name == twice[0])
         raise GoldenError(f"golden {twice[0]!r}: is written by {' and by '.join(tests)}; nothing was written; give each test its own name")
-    with _locked(root):
+    with locked(root):
         return _accept(root, candidates, reason, add_variant)
 
 
@@ -64,7 +65,7 @@ def _accept(root: Path, candidates: Sequence[Candidate], reason: str, add_varian
     for candidate in candidates:
         folder = root / folder_of(candidate.name)
         manifest = manifests.get(folder) or read_manifest(folder)
-        old = manifest.goldens.get(candidate.name)
+        old = find_entry(root, candidate.name, manifest)
         new, line = _next_entry(old, candidate, reason.strip(), add_variant)
         if new is None:
             unchanged.append(candidate.name)
@@ -152,7 +153,11 @@ def _with_variant(old: GoldenEntry, own: Variant) -> tuple[Variant, ...]:
     for place, variant in enumerate(old.variants):
         if variant.platform == own.platform:
             return (*old.variants[:place], replace(own, file=variant.file), *old.variants[place + 1 :])
-    return (*old.variants, replace(own, file=file_name(old.name, str(own.platform))))
+    file = file_name(old.name, str(own.platform))
+    taken = next((variant.platform for variant in old.variants if variant.file == file), None)
+    if taken:
+        raise GoldenError(f"golden {old.name!r}: its file {file} for {own.platform} is that for {taken}; nothing was written; replace it")
+    return (*old.variants, replace(own, file=file))
 
 
 def _check_no_orphan(folder: Path, old: GoldenEntry | None, new: GoldenEntry) -> None:
@@ -180,11 +185,12 @@ def remove(root: Path, names: Iterable[str]) -> tuple[str, ...]:
     wanted = sorted(set(names))
     files: dict[Path, bytes | None] = {}
     manifests: dict[Path, Manifest] = {}
-    with _locked(root):
+    with locked(root):
         for name in wanted:
             folder = root / folder_of(name)
             manifest = manifests.get(folder) or read_manifest(folder)
             if name not in manifest.goldens:
+                check_not_elsewhere(root, name)
                 raise GoldenError(f"golden {name!r}: does not exist below {root}; nothing was deleted")
             files |= {folder / variant.file: None for variant in manifest.goldens[name].variants}
             manifests[folder] = manifest.without({name})
@@ -239,8 +245,18 @@ def _undo(before: Mapping[Path, bytes | None], staged: Mapping[Path, Path]) -> N
 
 
 @contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Let one process write at a time, where the system can lock a folder."""
+def locked(root: Path) -> Iterator[None]:
+    """Let one process write at a time, where the system can lock a folder.
+
+    Args:
+        root: of the store; it is made.
+
+    Yields:
+        Nothing, while this process alone may write.
+
+    Raises:
+        GoldenError: the folder cannot be made.
+    """
     try:
         import fcntl
     except ImportError:  # Windows: two runs that update one store at once are on their own there
