@@ -5,6 +5,7 @@ What a check found travels with the test's report, which every distribution of t
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Generator, Iterable, Mapping
@@ -260,9 +261,9 @@ class GoldenSession:
         for name, outcomes in claims.items():
             if any(outcome["candidate"] for outcome in outcomes):
                 names.setdefault(relative_path(name), []).append(name)
-        for first, *others in names.values():
-            self.refused += [str(same_file(other, first)) for other in others]
-        return {name: claims[name] for own in names.values() if len(own) == 1 for name in own}
+        for shared in names.values():
+            self.refused += [str(same_file(name, other)) for name, other in itertools.pairwise(shared)]
+        return {name: claims[name] for shared in names.values() if len(shared) == 1 for name in shared}
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Show every golden that does not hold, what was written, and what was held to another platform's tier."""

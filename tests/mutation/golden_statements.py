@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from compressor.errors import GoldenError
 from harness.goldens import golden as golden_module
 from harness.goldens.golden import Golden, GoldenMismatch, GoldenSettings
 from harness.goldens.store import store as store_module
@@ -134,11 +135,22 @@ def sees_tensors_that_came_or_went(shelf: Shelf) -> bool:
 
 
 def keeps_names_apart(shelf: Shelf) -> bool:
-    """Names that differ in punctuation or case have their own files."""
-    every = ("a-b", "a_b", "a/b", "A-b", "a b")
+    """Names that differ in more than case and kind of separator have their own files; the second of any other two is refused."""
+    every = ("a-b", "a/b", "a b", "A+b", "a+b", "ab")
     for number, name in enumerate(every, 1):
         shelf.write(name, torch.full((2,), float(number)))
-    return all(shelf.check(name, torch.full((2,), float(number)))["verdict"] == "pass" for number, name in enumerate(every, 1))
+    are_refused = all(_has_anothers_file(shelf, name) for name in ("a_b", "A-b", "A/B", "a.b", "AB"))
+    return are_refused and all(
+        shelf.check(name, torch.full((2,), float(number)))["verdict"] == "pass" for number, name in enumerate(every, 1)
+    )
+
+
+def _has_anothers_file(shelf: Shelf, name: str) -> bool:
+    try:
+        shelf.write(name, torch.ones(2), update="all")
+    except GoldenError as error:
+        return "is that of golden" in str(error)
+    return False
 
 
 def tells_drifted_inputs_from_regressed_outputs(shelf: Shelf) -> bool:

@@ -127,7 +127,7 @@ _MUTANTS: Sequence[Mutant] = (
         ),
         "sees_the_middle_of_a_long_tensor",
     ),
-    _bug("careless_names", "maps a-b, a_b and A-b to one file", "keeps_names_apart", "harness.goldens.store.paths:stem_of", _careless_stem),
+    _bug("careless_names", "maps a-b and a b to one file", "keeps_names_apart", "harness.goldens.store.paths:stem_of", _careless_stem),
     _bug(
         *("hash_of_a_sample", "hashes the printed form of inputs", "tells_drifted_inputs_from_regressed_outputs"),
         *("harness.goldens.store.encoding:describe", _hash_of_a_sample),

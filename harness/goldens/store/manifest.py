@@ -159,7 +159,7 @@ def find_entry(root: Path, name: str, manifest: Manifest | None = None) -> Golde
     if entry is None:
         owner = manifest.owner_of(file_name(name))
         if owner is not None:
-            raise same_file(name, owner)
+            raise same_file(name, owner, is_stored=True)
         check_not_elsewhere(root, name)
     return entry
 

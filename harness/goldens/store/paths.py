@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 
 from compressor.errors import GoldenError
 
@@ -81,19 +82,21 @@ def file_name(name: str, variant: str = "") -> str:
     return f"{stem_of(name)}{'@' + _readable(variant) if variant else ''}{SUFFIX}"
 
 
-def same_file(name: str, other: str) -> GoldenError:
+def same_file(name: str, other: str, *, is_stored: bool = False) -> GoldenError:
     """Return the error of a golden whose file is another golden's.
 
     Args:
         name: of the golden that is refused.
         other: of the golden that has the file.
+        is_stored: the other one is in the store.
 
     Returns:
         The error.
     """
+    way_out = f", or, if no test uses {other!r} any more, harness golden prune --delete {shlex.quote(other)}" if is_stored else ""
     return GoldenError(
-        f"golden {name!r}: its file {relative_path(name)} is that of golden {other!r}, and nothing was written; give one of both "
-        "another name (case, and space or dot, hyphen or underscore make no difference)"
+        f"golden {name!r}: its file {relative_path(name)} is that of golden {other!r} too, and is not written for both; give one of them "
+        f"another name{way_out}: case makes no difference, nor do space and dot, hyphen and underscore"
     )
 
 

@@ -240,7 +240,7 @@ def test_the_folders_of_the_last_run_are_found(failed, no_ci, monkeypatch: pytes
     assert "deep/y" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("action", ["diff", "accept", "prune", "why", "list"])
+@pytest.mark.parametrize("action", ["diff", "accept", "prune", "why", "rename", "list"])
 def test_help_names_the_exit_codes(action: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["golden", action, "--help"])
@@ -249,7 +249,7 @@ def test_help_names_the_exit_codes(action: str, capsys: pytest.CaptureFixture[st
 
 def test_listing_and_explaining_need_no_torch(failed) -> None:
     code = "import sys; from harness.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    for action in (["list"], ["why", "x"], ["prune"]):
+    for action in (["list"], ["why", "x"], ["prune"], ["rename"]):
         command = [sys.executable, "-c", code, "golden", *action, "--golden-dir", str(failed.root), "--cache-dir", str(failed.cache.parent)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

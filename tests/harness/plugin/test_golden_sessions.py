@@ -139,6 +139,22 @@ def test_two_tests_that_write_one_golden_are_told_and_it_is_not_written(project,
     assert set(project.manifest()) == {"other"}
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_tests_whose_goldens_would_have_one_file_are_told_and_neither_is_written(project, workers: str) -> None:
+    tests = TWO.format(factor="2").replace('"same"', '"n/W4A16"', 1).replace('"same"', '"n/w4a16"')
+    project.tests(test_it=tests)
+    result = project.run_apart(f"-n{workers}", "--dist=load", "--golden-update=new")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        ["golden 'n/[Ww]4[Aa]16': its file n/w4a16.safetensors is that of golden 'n/[Ww]4[Aa]16' too, and is not written*"]
+    )
+    assert set(project.manifest()) == {"other"}
+    assert not (project.path / "golden" / "n").exists()
+    project.tests(test_it=tests.replace("n/w4a16", "n/w4a16 doubled"))
+    project.run_apart(f"-n{workers}", "--golden-update=new").assert_outcomes(passed=3)
+    assert set(project.manifest("golden/n")) == {"n/W4A16", "n/w4a16 doubled"}
+
+
 def test_a_golden_that_one_test_holds_and_another_fails_is_not_replaced(project) -> None:
     project.tests(test_it=TWO.format(factor="1").replace("def test_b", "def b"))
     project.run("--golden-update=new").assert_outcomes(passed=2)
