@@ -2,7 +2,7 @@
 
 golden.py      what a test sees: `golden.check(...)`
 store/         names, manifest, tensors as bytes, candidates of failed checks, and their acceptance
-command.py     `harness golden diff | accept | prune | why | list`
+command.py     `harness golden diff | accept | prune | why | rename | list`
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def same_file(name: str, other: str, *, is_stored: bool = False) -> GoldenError:
     Returns:
         The error.
     """
-    way_out = f", or, if no test uses {other!r} any more, harness golden prune --delete {shlex.quote(other)}" if is_stored else ""
+    way_out = f", or, if no test uses {other!r} any more, harness golden prune {shlex.quote(other)} --delete" if is_stored else ""
     return GoldenError(
         f"golden {name!r}: its file {relative_path(name)} is that of golden {other!r} too, and is not written for both; give one of them "
         f"another name{way_out}: case makes no difference, nor do space and dot, hyphen and underscore"

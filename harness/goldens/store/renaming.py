@@ -43,6 +43,7 @@ def rename(root: Path) -> tuple[str, ...]:
         raise GoldenError(f"{root}: is no folder of goldens; name it with --golden-dir")
     with locked(root):
         old = [read_anywhere(path.parent) for path in sorted(root.rglob(MANIFEST))]
+        _check_depth(root, old)
         moves = [move for manifest in old for entry in manifest.goldens.values() for move in _moves(manifest, entry)]
         _check_apart(moves)
         due = [move for move in moves if move.source != move.target]
@@ -54,6 +55,18 @@ def rename(root: Path) -> tuple[str, ...]:
             with suppress(OSError):  # other files may lie there
                 folder.rmdir()
     return tuple(f"{move.source.relative_to(root).as_posix()} -> {move.target.relative_to(root).as_posix()}" for move in due)
+
+
+def _check_depth(root: Path, manifests: list[Manifest]) -> None:
+    """A golden that lies less deep than its name was moved by hand; counted from there, its folder could lie outside the store."""
+    for manifest in manifests:
+        depth = len(manifest.path.parent.relative_to(root).parts)
+        for name in manifest.goldens:
+            if name.count("/") > depth:
+                raise GoldenError(
+                    f"{manifest.path}: golden {name!r}: belongs into the folder {folder_of(name)}; nothing was renamed; move manifest and "
+                    "files back"
+                )
 
 
 def _moves(manifest: Manifest, entry: GoldenEntry) -> Iterator[_Move]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compressor.errors import GoldenError
 from harness import cli
 from harness.goldens.page import MAX_COLUMNS, MAX_ROWS, heat_map
 from harness.tolerance import T1
@@ -189,6 +191,16 @@ def test_prune_deletes_named_goldens_even_corrupt_ones(run, failed) -> None:
     assert run("prune", "z", "--delete")[0] == 0
     assert failed.check("z", VALUE)["verdict"] == "missing"
     assert run("prune", "nonsense", "--delete")[0] == 3
+
+
+def test_what_the_error_of_a_taken_file_advises_frees_it(run, failed) -> None:
+    failed.write("old NAME", VALUE)
+    with pytest.raises(GoldenError, match="is that of golden 'old NAME' too") as error:
+        failed.check("Old Name", VALUE)
+    advice = re.search(r"harness golden (prune .* --delete)", str(error.value))
+    assert advice
+    assert run(*shlex.split(advice[1]))[0] == 0
+    assert failed.check("Old Name", VALUE)["verdict"] == "missing"
 
 
 def test_why_tells_the_provenance_and_suggests_names(run, failed) -> None:

@@ -147,6 +147,11 @@ def _list_twice(root: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"x_y/plain"', '"x-y/plain"'))
 
 
+def _move_up(root: Path) -> None:
+    for path in (root / "+w4_+a16" / "1%2e5+b").iterdir():
+        path.rename(root / "+w4_+a16" / path.name)
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -154,6 +159,7 @@ def _list_twice(root: Path) -> None:
         (_lose_file, r"plain\.safetensors: cannot be read"),
         (_occupy, r"a-b\.safetensors: exists and is in no manifest\.json; nothing was renamed"),
         (_lead_out, r"names the file '\.\./a_b\.safetensors', as no harness does"),
+        (_move_up, r"golden 'W4_A16/1\.5B/deep': belongs into the folder w4-a16/1\.5b; nothing was renamed; move manifest and files back"),
         (_list_twice, r"would be the file of golden 'x-y/plain', now .*, and of golden 'x_y/plain', now .*; nothing was renamed"),
     ],
 )
