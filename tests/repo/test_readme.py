@@ -44,6 +44,7 @@ def test_a_chapter_can_be_read(chapter: Path) -> None:
     assert not [number for number, line in enumerate(lines, 1) if len(line) > 120]
     assert len(lines) <= 300 or chapter.name == "DECISIONS.md"
     assert lines[0].startswith("# ")
+    assert not [number for number, line in enumerate(lines, 1) if line.startswith(("<<<<<<< ", ">>>>>>> "))]  # of a merge
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=str)
