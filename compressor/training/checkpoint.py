@@ -1,8 +1,8 @@
 """The whole state of a training run as one safetensors file; a run that is killed and resumed gives the same bits.
 
-Stored are parameters, gradients, buffers, optimizer state, learning rates, averages, tensors of modifiers, and the random generators of
-torch and Python, with a digest of all that. Nothing of it is pickled. Where the data stand follows from the number of steps, which
-`Trainer.fit` hands to `batch_at`.
+Stored are parameters, gradients, buffers, optimizer state and what the optimizer keeps on itself, learning rates, averages, tensors of
+modifiers, extra state of modules, and the random generators of torch, Python and numpy and those that the step holds, with a digest of all
+that. Nothing of it is pickled. Where the data stand follows from the number of steps, which `Trainer.fit` hands to `batch_at`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressor.atomic import whole_file
 from compressor.errors import ResumeError
 from compressor.lifecycle import EventType
 from compressor.training.step.digests import raw_bytes, rng_states, set_rng_states
 from compressor.training.step.step import TrainStep
+from compressor.training.stored_values import BOOKS, Reader, Writer, generators
 from compressor.training.trainer import Trainer
 
 _PLAIN = (bool, int, float, str, type(None))
-_FORMAT = "training-state-4"
+_FORMAT = "training-state-5"
+_KEPT = "kept:"
 
 
 def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
@@ -43,28 +46,38 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
 
     Raises:
         UserInputError: averages stand in the model.
+        ResumeError: optimizer or a module's extra state holds what no file of tensors and JSON keeps.
     """
     path = Path(path)
     step = trainer.step
     if step.averages is not None:
         step.averages.refuse_applied("save_training")
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in step.tensors().items()}
-    tensors |= {f"rng:{number}": state for number, state in enumerate(rng_states(step.device))}
-    numbers = {f"{number}.{key}": value for number, key, value in _host_state(trainer)}
+    writer = Writer(step)
     record = {
         "format": _FORMAT,
         "num_steps": trainer.num_steps,
         "python_rng": random.getstate(),
+        "numpy_rng": writer.write(np.random.get_state(legacy=False), "numpy.random"),
         "optimizer": type(step.optimizer).__name__,
         "modifiers": _modifiers(step),
-        "host_state": numbers,
+        "settings": _settings(trainer),
+        "factor": None if trainer.schedule is None else trainer.schedule.given,
+        "host_state": {f"{number}.{key}": value for number, key, value in _host_state(trainer)},
         "optimizer_state": _python_state(step),
-        "optimizer_attributes": _plain_attributes(step.optimizer),
+        "optimizer_attributes": {key: writer.write(value, _attribute(step, key)) for key, value in _attributes(step).items()},
+        "generators": {name: writer.write(generator, name) for name, generator in generators(step).items()},
+        "extra_state": {
+            name: writer.write(module.get_extra_state(), f"extra state of {name or 'the model'}", is_new=True)
+            for name, module in _with_extra_state(step.model).items()
+        },
         "notes": dict(notes or {}),
-        "digest": _digest(tensors),
     }
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in step.tensors().items()}
+    tensors |= {f"rng:{number}": state for number, state in enumerate(rng_states(step.device))}
+    tensors |= writer.tensors
+    text = json.dumps(record)
     with whole_file(path) as partial:
-        save_file(tensors, partial, metadata={"training": json.dumps(record)})
+        save_file(tensors, partial, metadata={"training": f"{_digest(text, tensors)} {text}"})
     return path
 
 
@@ -81,26 +94,21 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
         The notes that were stored with it.
 
     Raises:
-        ResumeError: the file is missing, damaged, of another model, optimizer, recipe or format, or the trainer has made steps already.
+        ResumeError: the file is missing, damaged, of another model, optimizer, recipe, setting or format, or the trainer has made steps
+            already. Nothing has changed then.
     """
+    path = Path(path)
     if trainer.num_steps:
         raise ResumeError(f"{path}: the trainer has made {trainer.num_steps} steps already; resume with a new one")
-    record, stored = _read(Path(path))
-    if record["optimizer"] != type(trainer.step.optimizer).__name__:
-        raise ResumeError(
-            f"{path}: it was stored with {record['optimizer']}, not with {type(trainer.step.optimizer).__name__}; use the same"
-        )
-    if record["modifiers"] != _modifiers(trainer.step):
-        raise ResumeError(f"{path}: {_other_modifiers(record['modifiers'], _modifiers(trainer.step))}; use the recipe that was stored")
-    rng = [stored.pop(name) for name in sorted(name for name in stored if name.startswith("rng:"))]
-    if len(rng) != len(rng_states(trainer.step.device)):
-        raise ResumeError(f"{path}: it was stored on another kind of device; resume on the kind it was stored on")
-    _check_names(trainer, stored, Path(path))
-    odd = sorted({f"{number}.{key}" for number, key, _ in _host_state(trainer)} ^ record["host_state"].keys())
-    if odd:
-        raise ResumeError(
-            f"{path}: optimizer settings {', '.join(odd[:3])} are in one of file and trainer only; make the optimizer as it was made"
-        )
+    record, tensors = _read(path)
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith(_KEPT)}
+    rng = [tensors[name] for name in sorted(name for name in tensors if name.startswith("rng:"))]
+    stored = {name: tensor for name, tensor in tensors.items() if not name.startswith((_KEPT, "rng:"))}
+    _check_fits(trainer, record, stored, len(rng), path)
+    try:
+        _put_values(trainer, record, Reader(trainer.step, kept, dry=True))
+    except ResumeError as error:
+        raise ResumeError(f"{path}: {error}") from error
     _replay_session(trainer, record["num_steps"])
     _make_optimizer_state(trainer, stored, record["optimizer_state"])
     for name, parameter in trainer.step.parameters().items():  # of one that the optimizer does not train, no trainer makes it
@@ -111,13 +119,104 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
             tensor.copy_(stored[name])
     for number, key, _ in _host_state(trainer):
         trainer.step.optimizer.param_groups[number][key] = _tupled(record["host_state"][f"{number}.{key}"])
-    vars(trainer.step.optimizer).update(record["optimizer_attributes"])
+    numpy_rng, attributes, extra = _put_values(trainer, record, Reader(trainer.step, kept, dry=False))
+    vars(trainer.step.optimizer).update(attributes)
+    for name, state in extra.items():
+        trainer.step.model.get_submodule(name).set_extra_state(state)
     trainer.num_steps = record["num_steps"]
     trainer.forget_plans()
     set_rng_states(rng, trainer.step.device)
-    version, state, gauss = record["python_rng"]
-    random.setstate((version, tuple(state), gauss))
+    random.setstate(_python_rng(record))
+    np.random.set_state(numpy_rng)
     return dict(record["notes"])
+
+
+def _check_fits(trainer: Trainer, record: dict[str, Any], stored: dict[str, Tensor], num_rng: int, path: Path) -> None:
+    """Refuse a state of another run, before anything changes."""
+    step = trainer.step
+    if record["optimizer"] != type(step.optimizer).__name__:
+        raise ResumeError(f"{path}: it was stored with {record['optimizer']}, not with {type(step.optimizer).__name__}; use the same")
+    if record["modifiers"] != _modifiers(step):
+        raise ResumeError(f"{path}: {_other_modifiers(record['modifiers'], _modifiers(step))}; use the recipe that was stored")
+    if num_rng != len(rng_states(step.device)):
+        raise ResumeError(f"{path}: it was stored on another kind of device; resume on the kind it was stored on")
+    _check_names(trainer, stored, path)
+    odd = sorted({f"{number}.{key}" for number, key, _ in _host_state(trainer)} ^ record["host_state"].keys())
+    if odd:
+        raise ResumeError(
+            f"{path}: optimizer settings {', '.join(odd[:3])} are in one of file and trainer only; make the optimizer as it was made"
+        )
+    _check_settings(trainer, record, path)
+    for what, there, now in (
+        ("generator", record["generators"], generators(step)),
+        ("extra state", record["extra_state"], _with_extra_state(step.model)),
+    ):
+        for name in sorted(there.keys() ^ now.keys()):
+            raise ResumeError(f"{path}: the {what} of {name or 'the model'} is in one of file and trainer only; make it as it was made")
+
+
+def _check_settings(trainer: Trainer, record: dict[str, Any], path: Path) -> None:
+    """Refuse a trainer with other settings, by the name of the first."""
+    settings = _settings(trainer)
+    for name in {**record["settings"], **settings}:
+        was, now = record["settings"].get(name), settings.get(name)
+        if was != now:
+            raise ResumeError(f"{path}: {name} was {was} when it was stored, and is {now}; make the trainer as the stored one was made")
+    if trainer.schedule is not None and record["factor"] is not None:
+        number, factor = record["factor"]
+        if trainer.schedule.factor(number) != factor:
+            raise ResumeError(
+                f"{path}: the schedule gave {factor} to step {number}, and another one now; give the schedule that was stored"
+            )
+
+
+def _put_values(trainer: Trainer, record: dict[str, Any], reader: Reader) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Read numpy's state, attributes of the optimizer and extra states, and set the generators that the step holds."""
+    step = trainer.step
+    numpy_rng = reader.read(record["numpy_rng"], None)
+    np.random.RandomState().set_state(numpy_rng)
+    random.Random().setstate(_python_rng(record))
+    nodes, there = record["optimizer_attributes"], vars(step.optimizer)
+    attributes = {key: reader.read(node, there.get(key)) for key, node in nodes.items()}
+    now = generators(step)
+    for name, node in record["generators"].items():
+        reader.read(node, now[name])
+    return numpy_rng, attributes, {name: reader.read(node, None) for name, node in record["extra_state"].items()}
+
+
+def _python_rng(record: dict[str, Any]) -> Any:
+    version, state, gauss = record["python_rng"]
+    return version, tuple(state), gauss
+
+
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    """List what makes another run of the same tensors: settings of step and trainer, what is trained, and the classes of the modules."""
+    step = trainer.step
+    names = {parameter: name for name, parameter in step.parameters().items()}
+    found: dict[str, Any] = {
+        "clip_norm": step.clip_norm,
+        "accumulate": step.accumulate,
+        "autocast": None if step.autocast is None else str(step.autocast),
+        "schedule": None if trainer.schedule is None else trainer.schedule.description,
+    }
+    for number, group in enumerate(step.optimizer.param_groups):
+        found |= {f"place {place} of optimizer group {number}": names[p] for place, p in enumerate(group["params"])}
+    found |= {f"requires_grad of {name}": parameter.requires_grad for parameter, name in names.items()}
+    now = {name: type(module).__qualname__ for name, module in step.model.named_modules()}
+    classes = now if step.session is None else step.made_of  # a modifier that starts gives modules others, and starts when it is loaded
+    found |= {f"class of {name or 'the model'}": cls for name, cls in classes.items()}
+    result: dict[str, Any] = json.loads(json.dumps(found))
+    return result
+
+
+def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    found = {name: m for name, m in model.named_modules() if type(m).get_extra_state is not nn.Module.get_extra_state}
+    for name, module in found.items():
+        if type(module).set_extra_state is nn.Module.set_extra_state:
+            raise ResumeError(
+                f"{name or 'the model'}: it has get_extra_state() and no set_extra_state(), which a resumed run needs; add it"
+            )
+    return found
 
 
 def _modifiers(step: TrainStep) -> list[dict[str, Any]]:
@@ -160,22 +259,25 @@ def _tupled(value: Any) -> Any:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a file, and hold all that it says against its digest before any of it is believed."""
     try:
         with safe_open(path, framework="pt") as file:
-            record = json.loads((file.metadata() or {}).get("training", "{}"))
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (OSError, SafetensorError, ValueError) as error:
         raise ResumeError(f"{path}: it cannot be read as a training state ({error}); give a file that save_training wrote") from error
-    if record.get("format") != _FORMAT:
+    digest, _, text = metadata.get("training", "").partition(" ")
+    if f'"{_FORMAT}"' not in text[:80]:
         raise ResumeError(f"{path}: it is no {_FORMAT}; give a file that save_training wrote")
-    if record["digest"] != _digest(tensors):
+    if digest != _digest(text, tensors):
         raise ResumeError(f"{path}: it does not hold what was written; give another state, or start over")
+    record: dict[str, Any] = json.loads(text)
     return record, tensors
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Hash the tensors of a state, so that damage on the disk does not go on as another run."""
-    result = hashlib.blake2b(digest_size=16)
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Hash all of a state, so that damage on the disk does not go on as another run."""
+    result = hashlib.blake2b(f"{len(text)} {text}\n".encode(), digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
         result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -213,10 +315,12 @@ def _python_state(step: TrainStep) -> dict[str, dict[str, Any]]:
     names = {parameter: name for name, parameter in step.parameters().items()}
     for holder, state in step.optimizer.state.items():
         name = names.get(holder)  # type: ignore[call-overload]
-        for key, value in state.items():
-            if name is not None and isinstance(value, Tensor):
+        items: list[tuple[Any, Any]] = list(state.items()) if isinstance(state, Mapping) else [(name or holder, None)]
+        for key, value in items:
+            is_kept = isinstance(state, Mapping) and name is not None and str(key).isidentifier()
+            if is_kept and isinstance(value, Tensor):
                 continue
-            if name is None or type(value) not in _PLAIN:
+            if not is_kept or name is None or type(value) not in _PLAIN:
                 raise ResumeError(
                     f"{type(step.optimizer).__name__}: its state {key!r} is neither a tensor nor a number of a parameter, and a run "
                     "that is resumed would lack it; keep it as one of these"
@@ -225,9 +329,13 @@ def _python_state(step: TrainStep) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers and texts that an optimizer keeps on itself, such as a counter; what begins with an underscore is torch's."""
-    return {key: value for key, value in vars(optimizer).items() if type(value) in _PLAIN and not key.startswith("_")}
+def _attributes(step: TrainStep) -> dict[str, Any]:
+    """What an optimizer keeps on itself, such as a counter or slow weights."""
+    return {key: value for key, value in vars(step.optimizer).items() if key not in BOOKS}
+
+
+def _attribute(step: TrainStep, key: str) -> str:
+    return f"attribute '{key}' of {type(step.optimizer).__name__}"
 
 
 def _make_optimizer_state(trainer: Trainer, stored: dict[str, Tensor], values: Mapping[str, Mapping[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from compressor.errors import PlanStormError, ProofError, ReplayError, SignatureDriftError, UserInputError
+from compressor.errors import GuardDriftError, PlanStormError, ProofError, ReplayError, SignatureDriftError, UserInputError
 from compressor.lifecycle import EventType
 from compressor.progress import Progress, SilentProgress
 from compressor.training.audits import Audits
@@ -71,6 +71,7 @@ class Trainer:
 
     Attributes:
         num_steps: steps made so far.
+        schedule: sets the learning rates before each step; None: nobody does.
         last_action: what the last step was: eager, warm-up, capture, prove, audit or replay.
         agreed_steps: after an audit that failed, the steps that were made when replay and eager last agreed; those after may be wrong.
 
@@ -109,7 +110,7 @@ class Trainer:
         self.num_steps = 0
         self.last_action = ""
         self.agreed_steps: int | None = None
-        self._schedule = None if schedule is None else RateSchedule(step, schedule)
+        self.schedule = None if schedule is None else RateSchedule(step, schedule)
         self._engine = engine_for(step.device, mode)
         self._progress = SilentProgress() if progress is None else progress
         self._keys: dict[_PlanKey, _KeyRecord] = {}
@@ -148,8 +149,8 @@ class Trainer:
         session = self.step.session
         if session is not None and session.last is not EventType.BATCH_START:  # a step that was refused may be tried again
             session.send(EventType.BATCH_START)
-        if self._schedule is not None:
-            self._schedule.set(self.num_steps)
+        if self.schedule is not None:
+            self.schedule.set(self.num_steps)
         self.step.allocate_gradients()
         self.step.ranks.meet(self._settings)
         if self.mode == "eager":
@@ -312,7 +313,7 @@ class Trainer:
         begin = time.monotonic()
         try:
             loss = audit(plan, batch, self._engine)
-        except (ProofError, SignatureDriftError) as error:
+        except (ProofError, SignatureDriftError, GuardDriftError) as error:
             self.agreed_steps = known.audits.agreed + 1
             raise type(error)(f"{error}\n{known.audits.doubt(self.num_steps)}") from error
         known.audits.audited(self.num_steps, begin, time.monotonic())

@@ -89,6 +89,21 @@ def containers(step: TrainStep) -> list[Container]:
     return list(found.values())
 
 
+def containers_of(values: Mapping[str, object]) -> list[Container]:
+    """List the containers that some values hold.
+
+    Args:
+        values: name to value.
+
+    Returns:
+        Each once, with the way to it.
+    """
+    found: dict[int, Container] = {}
+    for name, value in values.items():
+        _visit(value, name, _DEPTH, found)
+    return list(found.values())
+
+
 def watches_update(step: TrainStep) -> bool:
     """Say whether the optimizer's settings and state are guarded: a capture holds its update, or the step's functions reach it.
 
@@ -171,10 +186,27 @@ def own_generators(step: TrainStep) -> list[torch.Generator]:
     Returns:
         Each once.
     """
-    values = [value for module in step.model.modules() for value in module.__dict__.values()]
-    values += [value for held in containers(step) for value in held.values()]
-    values += [getter() for _, getter in variables(step)]
-    return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
+    return list(named_generators(step).values())
+
+
+def named_generators(step: TrainStep) -> dict[str, torch.Generator]:
+    """List the random generators of torch that modules and functions hold, by name.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        A name, the same in every program that makes the same step, to the generator; each once.
+    """
+    values = [
+        (f"attribute '{key}' of {name or 'the model'}", value)
+        for name, module in step.model.named_modules()
+        for key, value in module.__dict__.items()
+    ]
+    values += [(f"{held.name}: {number}", value) for held in containers(step) for number, value in enumerate(held.values())]
+    values += [(name, getter()) for name, getter in variables(step)]
+    found = {id(value): (name, value) for name, value in reversed(values) if isinstance(value, torch.Generator)}
+    return dict(reversed(found.values()))
 
 
 @contextmanager

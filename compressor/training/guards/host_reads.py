@@ -122,6 +122,44 @@ def _put_back(python_state: Any, numpy_state: Any) -> None:
     np.random.set_state(numpy_state)
 
 
+def named_host_generators(step: TrainStep) -> dict[str, Any]:
+    """List the generators of Python and numpy that a step reaches, beside those of the two modules.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Name to generator, each once.
+    """
+    found = {id(generator): (name, generator) for name, generator in reversed(list(_generators(step)))}
+    return dict(reversed(found.values()))
+
+
+def host_state(generator: Any) -> Any:
+    """Return the state of a generator of Python or numpy; None where it has none, as that of the operating system."""
+    try:
+        if isinstance(generator, random.Random):
+            return generator.getstate()
+        return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
+    except NotImplementedError:
+        return None
+
+
+def set_host_state(generator: Any, state: Any) -> None:
+    """Set the state of a generator of Python or numpy. Changes it.
+
+    Args:
+        generator: the generator.
+        state: what `host_state` returned for one of its kind.
+    """
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
 def _generators(step: TrainStep) -> Iterator[tuple[str, Any]]:
     for held in containers(step):
         if isinstance(held.keep, _GENERATORS):
@@ -136,6 +174,4 @@ def _generators(step: TrainStep) -> Iterator[tuple[str, Any]]:
 
 
 def _state(generator: Any) -> str:
-    if isinstance(generator, random.Random):
-        return repr(generator.getstate())
-    return repr(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False))
+    return repr(host_state(generator))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from compressor.training.step.step import TrainStep
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Factor = Callable[[int], float]
+_SPELLED = (bool, int, float, str, tuple, type(None))
 
 
 def _rate(lr: float) -> Tensor:
@@ -108,6 +110,9 @@ class RateSchedule:
         step: its rates are those of its optimizer now, the peak; where a capture holds the update, they must be tensors.
         factor: step number to factor of the peak.
 
+    Attributes:
+        given: the last step that it was asked for, and its factor.
+
     Raises:
         UserInputError: a rate is a Python number, which a capture would freeze.
     """
@@ -122,6 +127,28 @@ class RateSchedule:
                 )
         self._optimizer, self._peaks = step.optimizer, [float(group["lr"]) for group in groups]
         self._factor = factor
+        self.given: tuple[int, float] | None = None
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What tells the schedule from another one, in JSON types: its name, the peaks, and the plain values that it holds."""
+        function, settings = self._factor, []
+        while isinstance(function, partial):
+            settings += [*function.args, *function.keywords.items()]
+            function = function.func
+        code = getattr(function, "__code__", None)
+        cells = getattr(function, "__closure__", None) or ()
+        settings += [
+            *(code.co_consts[1:] if code else ()),
+            *(cell.cell_contents for cell in cells),
+            *getattr(function, "__dict__", {}).items(),
+        ]
+        name = getattr(function, "__name__", type(function).__name__)
+        return {"of": name, "peaks": self._peaks, "settings": [repr(one) for one in settings if isinstance(one, _SPELLED)]}
+
+    def factor(self, step: int) -> float:
+        """Return the factor of a step."""
+        return self._factor(step)
 
     def set(self, step: int) -> None:
         """Set the rates of a step. Changes the optimizer's rates, those in tensors in place.
@@ -130,6 +157,7 @@ class RateSchedule:
             step: its number, from 0.
         """
         factor = self._factor(step)
+        self.given = (step, factor)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=False):  # a group that came later has a rate of its own
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(peak * factor)

@@ -55,7 +55,8 @@ class Snapshot:
         for name, parameter in step.parameters().items():
             if f"grad:{name}" not in self.tensors:  # made by the step; the next backward pass would add to it
                 parameter.grad = None
-            state = step.optimizer.state.get(parameter, {}) if step.update_is_captured else {}
+            state = step.optimizer.state.get(parameter) if step.update_is_captured else None
+            state = state if isinstance(state, dict) else {}
             made = [key for key, value in state.items() if isinstance(value, Tensor) and f"opt.{key}:{name}" not in self.tensors]
             for key in made:  # likewise
                 del state[key]

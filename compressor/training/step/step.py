@@ -63,6 +63,7 @@ class TrainStep:
         averages: moving averages of the weights, updated at the end of every step.
 
     Attributes:
+        made_of: classes of the modules when the step was made; a modifier that starts may give them others.
         update_is_captured: the optimizer's update is part of what a capture holds.
         skipped: parameters of the optimizer that the last step's backward pass did not reach; the update leaves them alone.
         lasting: names of the tensors that recordings of the step met outside of it.
@@ -93,6 +94,7 @@ class TrainStep:
         self.model, self.loss_fn, self.optimizer, self.session = model, loss_fn, optimizer, session
         self.accumulate, self.clip_norm, self.autocast, self.averages = accumulate, clip_norm, autocast, averages
         self.ranks = Ranks(model)
+        self.made_of = {name: type(module).__qualname__ for name, module in model.named_modules()}
         self.lasting = Lasting()
         self.update_is_captured = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         self.mark: Callable[[str], None] = _ignore
@@ -341,7 +343,7 @@ class TrainStep:
             yield from ((f"group{number}.{key}", value) for key, value in group.items() if isinstance(value, Tensor))
             for parameter in group["params"]:
                 name = names[parameter]
-                state = self.optimizer.state.get(parameter, {})
+                state = state_of(self.optimizer, parameter)
                 yield from ((f"opt.{key}:{name}", value) for key, value in state.items() if isinstance(value, Tensor))
 
 
@@ -363,6 +365,12 @@ def _refuse_wrong_types(model: object, loss_fn: object, optimizer: object) -> No
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UserInputError("TrainStep: SparseAdam takes sparse gradients only, and those of a step are dense; take Adam or AdamW")
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapping[str, object]:
+    """Return what an optimizer keeps for a parameter, by key; where that is no mapping, it is called `state`."""
+    state: object = optimizer.state.get(parameter, {})
+    return state if isinstance(state, Mapping) else {"state": state}
 
 
 def _version(tensor: Tensor | None) -> int:

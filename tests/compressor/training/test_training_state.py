@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
 from compressor import Session, State
 from compressor.errors import CheckpointError, ResumeError
@@ -125,3 +126,37 @@ def test_a_state_goes_to_the_modifiers_that_it_came_from(scaled_trainer, batches
         with pytest.raises(ResumeError, match=match):
             load_training(other, path)
         assert before.differences(Snapshot.take(other.step)) == []
+
+
+def test_no_bit_of_a_state_can_be_another_one(new_trainer, batches, mlp_trainer, tmp_path):
+    trainer = mlp_trainer(nn.Linear(8, 4), mode="eager")
+    trainer.fit(batches, 3)
+    path = save_training(trainer, tmp_path / "state", notes={"losses": [0.1]})
+    content, other = path.read_bytes(), mlp_trainer(nn.Linear(8, 4), mode="eager")
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = content[:size].decode()
+    dense = header.index("python_rng") + 200  # then follow thousands of digits
+    places = [*range(dense), *range(dense, size, 211), *range(size, len(content), 61)]
+    before, python = Snapshot.take(other.step), random.getstate()
+    for place in places:
+        (tmp_path / "damaged").write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 7)]) + content[place + 1 :])
+        with pytest.raises(ResumeError):
+            load_training(other, tmp_path / "damaged")
+    assert before.differences(Snapshot.take(other.step)) == [] and random.getstate() == python and other.num_steps == 0
+    assert len(places) > 400
+    assert load_training(other, path) == {"losses": [0.1]}
+
+
+@pytest.mark.parametrize("was", [b'num_steps\\": 3', b'0.betas\\": [0.9', b"python_rng", b"host_state", b'losses\\": [0.1'])
+def test_a_digit_or_a_key_that_changed_is_damage(mlp_trainer, batches, tmp_path, was):
+    trainer = mlp_trainer(mode="eager")
+    trainer.fit(batches, 3)
+    path = save_training(trainer, tmp_path / "state", notes={"losses": [0.1]})
+    content = path.read_bytes()
+    assert content.count(was) == 1
+    path.write_bytes(content.replace(was, was[:-1] + bytes([was[-1] ^ 1])))
+    other = mlp_trainer(mode="eager")
+    before = Snapshot.take(other.step)
+    with pytest.raises(ResumeError, match="does not hold what was written"):
+        load_training(other, path)
+    assert before.differences(Snapshot.take(other.step)) == [] and not other.step.optimizer.state

@@ -81,7 +81,7 @@ def test_a_rate_that_is_rounded_is_seen(ids: Tensor, plain: tuple[dict[str, Tens
     trainer = reference_trainer(SMALL, "eager")
     for group in trainer.step.optimizer.param_groups:
         group["lr"] = group["lr"].float()
-    trainer._schedule._rates = [(group["lr"], 1.0) for group in trainer.step.optimizer.param_groups]
+    trainer.schedule._rates = [(group["lr"], 1.0) for group in trainer.step.optimizer.param_groups]
     trainer.fit(lambda step: batch_of(SMALL, ids, step, trainer.step.device), SMALL.num_steps)
     assert any(not torch.equal(tensor, plain[0][name]) for name, tensor in trainer.step.model.state_dict().items())
 

@@ -1,0 +1,268 @@
+"""A state holds all that a step goes on from, or is refused by name; and it is taken by the trainer that it was made for only."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn.functional import cross_entropy
+
+from compressor.errors import ResumeError
+from compressor.training import Snapshot, Trainer, TrainStep, adamw, load_training, save_training, warmup_cosine
+
+
+class Rated(optim.SGD):
+    """Has a rate that follows what it keeps on itself."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.1 * float(self.rate())
+        super().step()
+
+
+class Counter:
+    """An object of one's own."""
+
+    n = 0
+
+
+def keeping(first: Any, move: Any) -> type[Rated]:
+    class Keeping(Rated):
+        _kept: Any = None
+
+        def rate(self) -> float:
+            self._kept = first() if self._kept is None else self._kept
+            moved = move(self._kept)
+            self._kept = self._kept if moved is None else moved
+            return {
+                list: lambda kept: 1 / len(kept),
+                deque: lambda kept: 1 / sum(kept),
+                dict: lambda kept: 1 / kept["n"],
+                SimpleNamespace: lambda kept: 1 / kept.n,
+                Tensor: lambda kept: 1 / kept.sum(),
+                tuple: lambda kept: 1 / kept[0][0],
+                np.ndarray: lambda kept: 1 / kept[0],
+                torch.Generator: lambda kept: torch.rand((), generator=kept),
+                random.Random: lambda kept: kept.random(),
+                np.random.Generator: lambda kept: kept.random(),
+                np.random.RandomState: lambda kept: kept.rand(),
+            }[type(self._kept)](self._kept)
+
+    return Keeping
+
+
+def add(kept: Any) -> None:
+    kept += 1
+
+
+def count(kept: Any) -> None:
+    kept["n"] += 1
+
+
+ATTRIBUTES = {
+    "list": keeping(list, lambda kept: kept.append(1)),
+    "deque": keeping(lambda: deque([1], maxlen=4), lambda kept: kept.append(kept[-1] + 1)),
+    "dict": keeping(lambda: {"n": 0}, count),
+    "namespace": keeping(lambda: SimpleNamespace(n=0), lambda kept: setattr(kept, "n", kept.n + 1)),
+    "tensor": keeping(lambda: torch.zeros(2), add),
+    "new tensor": keeping(lambda: torch.zeros(2), lambda kept: kept + 1),
+    "tuple of lists of tensors": keeping(lambda: ([torch.zeros(())],), lambda kept: add(kept[0][0])),
+    "array": keeping(lambda: np.zeros(1), add),
+    "generator of torch": keeping(lambda: torch.Generator().manual_seed(1), lambda kept: None),
+    "generator of Python": keeping(lambda: random.Random(1), lambda kept: None),
+    "generator of numpy": keeping(lambda: np.random.default_rng(1), lambda kept: None),
+    "old generator of numpy": keeping(lambda: np.random.RandomState(1), lambda kept: None),
+}
+
+
+class Lookahead(optim.Optimizer):
+    """Slow weights behind another optimizer, whose groups it shares."""
+
+    def __init__(self, params: Any) -> None:
+        self.fast = optim.SGD(params, lr=0.1, momentum=0.9)
+        super().__init__(self.fast.param_groups, {})
+        self.param_groups = self.fast.param_groups
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+        self.count = Counter()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.fast.step()
+        self.count.n += 1
+        if self.count.n % 3 == 0:
+            for parameter, slow in self.slow.items():
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.own = nn.Linear(8, 4), torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + torch.randn(x.shape, generator=self.own))
+
+
+class Shuffled(nn.Module):
+    """Draws from generators of Python and numpy that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.own, self.other = nn.Linear(8, 4), random.Random(1), np.random.default_rng(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x * self.own.random() + self.other.random())
+
+
+class Counting(nn.Module):
+    """Counts in its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.n = nn.Linear(8, 4), {"calls": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n["calls"][0] += 1
+        return self.last(x) / self.n["calls"][0]
+
+    def get_extra_state(self) -> Any:
+        return self.n
+
+    def set_extra_state(self, state: Any) -> None:
+        self.n = state
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+
+def drawing(model: nn.Module, batch: Any) -> Tensor:
+    return classify(model, batch) * (1 + np.random.rand())
+
+
+def of(model: Any = lambda: nn.Linear(8, 4), optimizer: Any = lambda params: adamw(params, lr=1e-2), loss_fn: Any = classify) -> Any:
+    def make(mode: Any) -> Trainer:
+        torch.manual_seed(7)
+        np.random.seed(7)
+        made = model()
+        return Trainer(TrainStep(made, loss_fn, optimizer(made.parameters())), mode, audit_every=0)
+
+    return make
+
+
+RUNS = {
+    **{
+        f"optimizer keeps a {name}": (of(optimizer=lambda params, made=made: made(params, lr=0.1)), True)
+        for name, made in ATTRIBUTES.items()
+    },
+    "optimizer keeps an optimizer and an object": (of(optimizer=Lookahead), True),
+    "module draws from its generator": (of(Noisy), True),
+    "module draws from generators of the host": (of(Shuffled), False),
+    "module has extra state": (of(Counting), False),
+    "loss draws from numpy": (of(loss_fn=drawing), False),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_step_goes_on_from_is_in_its_state(batches: Any, tmp_path: Any, name: str) -> None:
+    make, can_replay = RUNS[name]
+    for mode in ("eager", "replay") if can_replay else ("eager",):
+        whole = make(mode)
+        whole.fit(batches, 7)
+        path = save_training(whole, tmp_path / mode)
+        rest = whole.fit(batches, 14)
+        end = Snapshot.take(whole.step)
+        resumed = make(mode)
+        load_training(resumed, path)
+        assert resumed.fit(batches, 14) == rest
+        assert end.differences(Snapshot.take(resumed.step)) == []
+
+
+class Opaque:
+    """Keeps its value where nobody can write it down."""
+
+    __slots__ = ("value",)
+
+
+def test_what_no_file_keeps_is_refused_when_it_is_saved(batches: Any, tmp_path: Any) -> None:
+    for name, value in (("_slots", Opaque()), ("batches", iter([1])), ("teacher", nn.Linear(1, 1)), ("nested", [{"key": (iter([1]),)}])):
+        trainer = of()("eager")
+        setattr(trainer.step.optimizer, name, value)
+        with pytest.raises(ResumeError, match=f"attribute '{name}' of AdamW.*which no file of tensors and JSON keeps"):
+            save_training(trainer, tmp_path / "state")
+    trainer = of(Counting)("eager")
+    trainer.step.model.n = {"object": Counter()}
+    with pytest.raises(ResumeError, match=r"extra state of the model\['object'\]: it holds a Counter"):
+        save_training(trainer, tmp_path / "state")
+    assert not list(tmp_path.iterdir())
+
+
+class Odd(optim.SGD):
+    """Keeps something for all parameters in its state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state["global"] = self.state.get("global", 0) + 1  # type: ignore[index]
+
+
+class Bare(optim.SGD):
+    """Keeps one tensor for each parameter, without a name."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = 0.9 * self.state.get(parameter, 0) + parameter.grad
+            parameter.sub_(self.state[parameter], alpha=0.1)
+
+
+@pytest.mark.parametrize("cls", [Odd, Bare])
+def test_an_optimizer_whose_state_is_no_dict_trains_in_every_mode_and_is_named_when_it_is_saved(batches, tmp_path, cls) -> None:
+    ends = [of(optimizer=lambda params: cls(params, lr=0.1))(mode) for mode in ("eager", "capture", "replay")]
+    losses = [trainer.fit(batches, 9) for trainer in ends]
+    assert losses[0] == losses[1] == losses[2]
+    with pytest.raises(ResumeError, match=f"{cls.__name__}: its state '.*' is neither a tensor nor a number of a parameter"):
+        save_training(ends[2], tmp_path / "state")
+
+
+def layers(middle: nn.Module, frozen: bool = False) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 4))
+    model[0].requires_grad_(not frozen)
+    return model
+
+
+def test_a_state_goes_to_the_trainer_that_it_was_made_for(batches: Any, tmp_path: Any) -> None:
+    usual = warmup_cosine(2, 20)
+
+    def make(model: nn.Module | None = None, schedule: Any = usual, lr: float = 0.01, **settings: Any) -> Trainer:
+        made = layers(nn.ReLU()) if model is None else model
+        return Trainer(TrainStep(made, classify, adamw(made.parameters(), lr=lr), **{"clip_norm": 1.0, **settings}), schedule=schedule)
+
+    trainer = make()
+    trainer.fit(batches, 1)
+    path = save_training(trainer, tmp_path / "state")
+    for other, match in (
+        (make(layers(nn.GELU())), "class of 1 was ReLU when it was stored, and is GELU"),
+        (make(layers(nn.ReLU(), frozen=True)), r"requires_grad of 0\.weight was True|lacks|has besides grad:0"),
+        (make(clip_norm=0.1), "clip_norm was 1.0 when it was stored, and is 0.1"),
+        (make(clip_norm=None), "clip_norm was 1.0 when it was stored, and is None"),
+        (make(accumulate=2), "accumulate was 1 when it was stored, and is 2"),
+        (make(autocast=torch.bfloat16), "autocast was None when it was stored, and is torch.bfloat16"),
+        (make(schedule=None), "schedule was .* and is None"),
+        (make(schedule=warmup_cosine(2, 50)), "schedule was .*'20'.* and is .*'50'"),
+        (make(lr=0.1), "schedule was .*0.01.* and is .*0.1"),
+        (make(schedule=lambda step: 0.25), "schedule was"),
+        (make(Noisy()), "the file"),
+    ):
+        before = Snapshot.take(other.step)
+        with pytest.raises(ResumeError, match=match):
+            load_training(other, path)
+        assert before.differences(Snapshot.take(other.step)) == [] and not other.step.optimizer.state
+    load_training(make(), path)
