@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from compressor.training.guards.containers import TABLES, classes, containers
+from compressor.training.guards.optimizer_state import optimizer_classes, optimizer_containers
 from compressor.training.guards.python_state import put, variables
 from compressor.training.step.step import TrainStep
 
@@ -22,7 +23,7 @@ class PythonState:
 
     def __init__(self, step: TrainStep) -> None:
         self._contents = [(content, _copy(content)) for content in _contents(step)]
-        self._classes = [(cls, dict(content)) for cls, content in classes(step).items()]
+        self._classes = [(cls, dict(content)) for cls, content in {**classes(step), **optimizer_classes(step)}.items()]
         self._variables = [(getter, getter()) for _, getter in variables(step, with_modules=True)]
 
     def put_back(self) -> None:
@@ -43,9 +44,8 @@ def _contents(step: TrainStep) -> Iterator[Any]:
     for module in step.model.modules():
         yield module.__dict__
         yield from (module.__dict__[name] for name in TABLES)
-    optimizer = step.optimizer
-    yield from (optimizer.__dict__, *optimizer.param_groups, *optimizer.state.values())
-    yield from (held.content for held in containers(step) if isinstance(held.content, list | dict | set | deque))
+    held = [*optimizer_containers(step), *containers(step)]
+    yield from {id(one.content): one.content for one in held if isinstance(one.content, list | dict | set | deque)}.values()
 
 
 def _copy(content: Any) -> Any:

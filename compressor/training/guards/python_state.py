@@ -83,12 +83,20 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         hooks = (*(parameter._backward_hooks or {}).values(), *(after or {}).values())
         yield from ((f"a hook of {name}", hook) for hook in hooks if _runs(hook))
+    yield from _zero_roots(step.optimizer)
     yield from _update_roots(step.optimizer) if step.update_is_captured else ()
     for number, modifier in enumerate(step.modifiers):  # one with a plan key speaks for itself, and so do those of this package
         if not isinstance(modifier, HasPlanKey) and not is_foreign(type(modifier).__module__):
             yield f"on_event() of modifier {number}", modifier.on_event
     for cls in dict.fromkeys(map(type, step.model.modules())):
         yield from ((f"{function.__qualname__}", function) for function in _methods(cls, "forward"))
+
+
+def _zero_roots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """Give a `zero_grad()` of one's own, which is captured with the step even where the update is not."""
+    function = _behind(optimizer.zero_grad)
+    if not isinstance(function, FunctionType) or not is_foreign(_home(function)):
+        yield "zero_grad() of the optimizer", optimizer.zero_grad
 
 
 def _update_roots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
@@ -211,6 +219,9 @@ def _found(name: str, getter: Getter, walk: _Walk, said: frozenset[str]) -> Iter
         yield from _of_class(value, walk, said)
         return
     yield name, getter
+    if isinstance(value, Optimizer):
+        keys = sorted((said & vars(value).keys()) - _WATCHED)
+        yield from ((f"attribute '{key}' of {name}", partial(vars(value).get, key)) for key in keys)
     if isinstance(value, ContextVar):
         yield f"value of {name}", partial(_current, value)
     elif value is os.getenv:

@@ -25,6 +25,7 @@ from compressor.training.guards.containers import guarded_tensors, own_generator
 from compressor.training.guards.escaping_tensors import check_escapes, kept_tensors
 from compressor.training.guards.host_facts import Identities, difference, host_facts, looks_for_nan
 from compressor.training.guards.host_reads import refuse_iterators, watching_host
+from compressor.training.guards.optimizer_state import unmoved
 from compressor.training.step.batch import Batch, InputBuffers, named_leaves
 from compressor.training.step.snapshot import Snapshot
 from compressor.training.step.step import TrainStep
@@ -184,7 +185,7 @@ def _watch(step: TrainStep, buffers: InputBuffers, run: Callable[[Recorder], tup
     def mark(phase: str) -> None:
         recorder.phase = phase
 
-    with whereabouts.watching(), step.marking(mark), watching_host(step):
+    with whereabouts.watching(), step.marking(mark), watching_host(step), unmoved(step):
         result = run(recorder)
     recorder.finish()
     _check_moved(tensors, step.tensors(), recorder)

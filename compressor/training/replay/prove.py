@@ -13,6 +13,8 @@ from compressor.training.capture.protocol import Engine
 from compressor.training.capture.signature import drift
 from compressor.training.guards.containers import undone
 from compressor.training.guards.host_reads import host_generators_kept
+from compressor.training.guards.optimizer_state import unmoved
+from compressor.training.python_state import PythonState
 from compressor.training.replay.plan import Plan, record
 from compressor.training.step.batch import Batch, lent
 from compressor.training.step.snapshot import Snapshot
@@ -56,6 +58,7 @@ def audit(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
 
     Raises:
         SignatureDriftError: the values differ, since the step runs other operators than at capture.
+        GuardDriftError: the step moves the optimizer in Python before its update.
         ProofError: the values differ. After either the state is as before the call.
     """
     # Ranks differ together or not at all: one that records alone would wait for the others.
@@ -64,12 +67,13 @@ def audit(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
 
 def _compared(plan: Plan, batch: Batch, legs: Callable[[Snapshot], Tensor]) -> Tensor:
     plan.guard()
-    start = Snapshot.take(plan.step, plan.captured.generators)
+    start, python = Snapshot.take(plan.step, plan.captured.generators), PythonState(plan.step)
     unseen = not plan.buffers.holds(batch)
     plan.buffers.bind(batch)
     try:
         loss = legs(start)
     except ReplayError:
+        python.put_back()
         start.put_back(plan.step, plan.captured.generators)
         raise
     plan.proven_with_other_batch = plan.proven_with_other_batch or unseen
@@ -118,7 +122,7 @@ def _legs(plan: Plan, batch: Batch, engine: Engine, start: Snapshot, *, is_recor
         for path, tensor in plan.buffers.tensors.items():
             tensor.copy_(inputs[path])  # a step may work on its inputs in place
 
-    with lent(batch) as given:
+    with lent(batch) as given, unmoved(step):
         eager = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(given)))
     rewind()
     if is_recorded:
