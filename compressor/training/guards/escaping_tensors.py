@@ -6,17 +6,20 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
-from compressor.errors import EscapedTensorError
+from compressor.errors import EscapedTensorError, GuardDriftError
 from compressor.training.capture.operators import Record
 from compressor.training.capture.recorder import Recorder
 from compressor.training.guards.python_state import variables
 from compressor.training.remedies import for_kept
+from compressor.training.step.batch import Batch
 from compressor.training.step.step import TrainStep
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+BatchPart = tuple[str, Any, dict[Any, Any]]
 Kept = Mapping[tuple[nn.Module, str], list[Tensor]]
 
 
@@ -57,6 +60,57 @@ def check_escapes(step: TrainStep, recorder: Recorder, before: Kept, kept: Tenso
     left = [number for number in recorder.storages.survivors() if number != own]
     if left:
         raise _escaped(f"{_holder(recorder, left[0])}: it keeps a tensor", recorder.maker_of(left[0]))
+
+
+def batch_contents(batch: Batch) -> list[BatchPart]:
+    """List what a batch consists of, to see what a step puts into it.
+
+    Args:
+        batch: as the step is given it; not changed.
+
+    Returns:
+        Of each container, and of the attributes of each tensor: its name, itself, and a copy of its content.
+    """
+    found: list[BatchPart] = []
+    waiting: list[tuple[str, Any]] = [("batch", batch)]
+    while waiting:
+        name, value = waiting.pop()
+        content = value.__dict__ if isinstance(value, Tensor) else value
+        items = _items(content) if isinstance(content, dict | list | tuple) else {}
+        if isinstance(content, dict | list):
+            found.append((name, content, items))
+        if not isinstance(value, Tensor):
+            waiting += [(f"{name}[{key!r}]", item) for key, item in items.items()]
+    return found
+
+
+def check_batch(before: list[BatchPart], recorder: Recorder) -> None:
+    """Refuse a step that puts something into its batch, where the caller would look for it.
+
+    Args:
+        before: what the batch held before the step.
+        recorder: the record.
+
+    Raises:
+        EscapedTensorError: it puts a tensor of its own there.
+        GuardDriftError: it puts something else there.
+    """
+    for name, content, held in before:
+        there = list(map(id, held.values()))
+        for key, value in _items(content).items():
+            if id(value) in there if isinstance(content, list) else held.get(key, held) is value:
+                continue
+            maker = next((made for made in map(recorder.maker, _tensors(value)) if made is not None), None)
+            if maker is not None:
+                raise _escaped(f"{name}[{key!r}]: the step puts a tensor there", maker)
+            raise GuardDriftError(
+                f"{name}[{key!r}]: the step puts a {type(value).__name__} there, and a replay would not repeat it; keep it in a variable "
+                "of the loss function, or give it with the batch"
+            )
+
+
+def _items(content: Any) -> dict[Any, Any]:
+    return dict(content.items() if isinstance(content, dict) else enumerate(content))
 
 
 def _escaped(text: str, maker: Record, remedy: str = "") -> EscapedTensorError:

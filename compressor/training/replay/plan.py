@@ -22,7 +22,7 @@ from compressor.training.capture.protocol import Captured, Engine
 from compressor.training.capture.recorder import Recorder
 from compressor.training.capture.signature import drift, neutral
 from compressor.training.guards.containers import guarded_tensors, own_generators
-from compressor.training.guards.escaping_tensors import check_escapes, kept_tensors
+from compressor.training.guards.escaping_tensors import BatchPart, batch_contents, check_batch, check_escapes, kept_tensors
 from compressor.training.guards.host_facts import Identities, difference, host_facts, looks_for_nan
 from compressor.training.guards.host_reads import refuse_iterators, watching_host
 from compressor.training.guards.optimizer_state import unmoved
@@ -139,8 +139,8 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
     before = None if engine.runs_while_capturing else _rehearse(step, buffers, engine)
     generators = own_generators(step)
 
-    def capture(recorder: Recorder) -> tuple[Captured, Tensor]:
-        captured = engine.capture(lambda: step.captured_part(buffers.batch), recorder, generators)
+    def capture(recorder: Recorder, batch: Callable[[], Batch]) -> tuple[Captured, Tensor]:
+        captured = engine.capture(lambda: step.captured_part(batch()), recorder, generators)
         return captured, captured.loss
 
     captured, _ = _watch(step, buffers, capture)
@@ -159,10 +159,10 @@ def _rehearse(step: TrainStep, buffers: InputBuffers, engine: Engine) -> list[st
     start = Snapshot.take(step, generators)
     inputs = {path: tensor.clone() for path, tensor in buffers.tensors.items()}
 
-    def run(recorder: Recorder) -> tuple[list[str], None]:
+    def run(recorder: Recorder, batch: Callable[[], Batch]) -> tuple[list[str], None]:
         def recorded() -> Tensor:
             with recorder:
-                return step.captured_part(buffers.batch)
+                return step.captured_part(batch())
 
         engine.eager(recorded)
         return [op.line for op in recorder.ops], None
@@ -175,19 +175,29 @@ def _rehearse(step: TrainStep, buffers: InputBuffers, engine: Engine) -> list[st
             tensor.copy_(inputs[path])
 
 
-def _watch(step: TrainStep, buffers: InputBuffers, run: Callable[[Recorder], tuple[T, Tensor | None]]) -> tuple[T, Tensor | None]:
+def _watch(
+    step: TrainStep, buffers: InputBuffers, run: Callable[[Recorder, Callable[[], Batch]], tuple[T, Tensor | None]]
+) -> tuple[T, Tensor | None]:
     """Run the step under a recorder, and check that it left nothing behind that a replay would not."""
     tensors, facts, kept = step.tensors(), host_facts(step), kept_tensors(step)
     whereabouts = Whereabouts(step.model)
     roles = {**{f"in:{path}": tensor for path, tensor in buffers.tensors.items()}, **tensors, **step.ranks.buckets}
     recorder = Recorder(roles, step.device, whereabouts, groups=step.ranks.groups, lasting=step.lasting)
 
+    given: list[BatchPart] = []
+
+    def batch() -> Batch:
+        made = buffers.batch
+        given.extend(batch_contents(made))
+        return made
+
     def mark(phase: str) -> None:
         recorder.phase = phase
 
     with whereabouts.watching(), step.marking(mark), watching_host(step), unmoved(step):
-        result = run(recorder)
+        result = run(recorder, batch)
     recorder.finish()
+    check_batch(given, recorder)
     _check_moved(tensors, step.tensors(), recorder)
     check_escapes(step, recorder, kept, result[1])
     changed = difference(facts, host_facts(step))

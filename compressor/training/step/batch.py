@@ -30,14 +30,12 @@ def named_leaves(batch: Batch) -> dict[str, Any]:
     Raises:
         BindError: a leaf is neither a dense tensor nor a Python constant.
     """
-    if type(batch) is dict and all(isinstance(leaf, Tensor) for leaf in batch.values()):
-        leaves = {f"[{key!r}]": leaf for key, leaf in batch.items()}  # the same names; a pytree takes a tenth of a small model's step
-    else:
-        leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(batch)[0]}
+    leaves = _leaves(batch)
     for path, leaf in leaves.items():
         if isinstance(leaf, Tensor):
-            if leaf.layout is not torch.strided:
-                raise BindError(f"batch{path}: a tensor of layout {leaf.layout} cannot be copied into a fixed buffer; make it dense")
+            if leaf.layout is not torch.strided or leaf.is_nested:
+                kind = "nested tensor" if leaf.is_nested else f"tensor of layout {leaf.layout}"
+                raise BindError(f"batch{path}: a {kind} cannot be copied into a fixed buffer; make it dense")
             if leaf.is_quantized:  # copied into another scale, it would be rounded anew
                 raise BindError(
                     f"batch{path}: a quantized tensor brings its own scale, which a fixed buffer has not; give its dequantize()"
@@ -46,6 +44,12 @@ def named_leaves(batch: Batch) -> dict[str, Any]:
             how = "give dict() of it" if isinstance(leaf, Mapping) else "convert it before the step"
             raise BindError(f"batch{path}: {type(leaf).__name__} is neither a tensor nor a constant; {how}")
     return leaves
+
+
+def _leaves(batch: Batch) -> dict[str, Any]:
+    if type(batch) is dict and all(isinstance(leaf, Tensor) for leaf in batch.values()):
+        return {f"[{key!r}]": leaf for key, leaf in batch.items()}  # the same names; a pytree takes a tenth of a small model's step
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(batch)[0]}
 
 
 _Key = tuple[tuple[Hashable, ...], ...]
@@ -199,7 +203,8 @@ def num_tokens(batch: Batch) -> int:
     Returns:
         What a progress bar calls tokens.
     """
-    tensors = {path: leaf for path, leaf in named_leaves(batch).items() if isinstance(leaf, Tensor)}
+    leaves = _leaves(batch)  # of whatever kind: an eager step takes them all
+    tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor) and not leaf.is_nested}
     ids = sum(leaf.numel() for path, leaf in tensors.items() if path.endswith("['input_ids']"))
     first = next(iter(tensors.values()), None)
     return ids or (0 if first is None else first.shape[0] if first.dim() else 1)

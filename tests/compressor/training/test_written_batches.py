@@ -1,0 +1,112 @@
+"""What a step puts into its batch is refused by name: a caller would find it there after an eager step, and not after a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from compressor.errors import BindError, EscapedTensorError, GuardDriftError
+from compressor.training import Snapshot, Trainer, TrainStep, adamw
+
+MODES = ("capture", "replay")
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+
+def trainer(loss_fn: Any, mode: Any, **settings: Any) -> Trainer:
+    torch.manual_seed(7)
+    model = nn.Linear(8, 4)
+    return Trainer(TrainStep(model, loss_fn, adamw(model.parameters(), lr=1e-2), **settings), mode, audit_every=0)
+
+
+def logits(model: nn.Module, batch: Any) -> None:
+    batch["logits"] = model(batch["x"]).detach()
+
+
+def nested(model: nn.Module, batch: Any) -> None:
+    batch["more"][0]["kept"] = [batch["x"] * 2]
+
+
+def in_a_list(model: nn.Module, batch: Any) -> None:
+    batch["more"].append(batch["x"] + 1)
+
+
+def replaced(model: nn.Module, batch: Any) -> None:
+    batch["x"] = batch["x"] * 1.0
+
+
+def attribute(model: nn.Module, batch: Any) -> None:
+    batch["x"].logits = model(batch["x"]).detach()
+
+
+def number(model: nn.Module, batch: Any) -> None:
+    batch["seen"] = True
+
+
+def renamed(model: nn.Module, batch: Any) -> None:
+    batch["again"] = batch["x"]
+
+
+def note(model: nn.Module, batch: Any) -> None:
+    batch["y"].note = "targets"
+
+
+PUT: dict[Callable[[nn.Module, Any], None], tuple[type[Exception], str]] = {
+    logits: (EscapedTensorError, r"batch\['logits'\]: the step puts a tensor there that op \d+ \(forward"),
+    nested: (EscapedTensorError, r"batch\['more'\]\[0\]\['kept'\]"),
+    in_a_list: (EscapedTensorError, r"batch\['more'\]\[1\]"),
+    replaced: (EscapedTensorError, r"batch\['x'\]"),
+    attribute: (EscapedTensorError, r"batch\['x'\]\['logits'\]"),
+    number: (GuardDriftError, r"batch\['seen'\]: the step puts a bool there"),
+    renamed: (GuardDriftError, r"batch\['again'\]: the step puts a Tensor there"),
+    note: (GuardDriftError, r"batch\['y'\]\['note'\]: the step puts a str there"),
+}
+
+
+@pytest.mark.parametrize("put", PUT)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_step_puts_into_its_batch_is_refused_by_name(batches: Any, mode: Any, put: Any, accumulate: int) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        put(model, batch)
+        return classify(model, batch)
+
+    run = trainer(loss_fn, mode, accumulate=accumulate)
+    made = [[{**batches(n), "more": [{"z": torch.ones(1)}]} for _ in range(accumulate)] for n in range(3)]
+    given = [batch if accumulate > 1 else batch[0] for batch in made]
+    for batch in given[:2]:
+        run.train_step(batch)
+    before = Snapshot.take(run.step)
+    error, match = PUT[put]
+    with pytest.raises(error, match=match.replace("batch", r"batch(\[\d\])?")):
+        run.train_step(given[2])
+    assert before.differences(Snapshot.take(run.step)) == [] and sorted(made[2][0]) == ["more", "x", "y"]
+
+
+def test_taking_from_a_batch_is_no_writing(batches: Any) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        y = batch.pop("y")
+        return cross_entropy(model(batch["x"]), y)
+
+    assert trainer(loss_fn, "eager").fit(batches, 8) == trainer(loss_fn, "replay").fit(batches, 8)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_in_words_and_runs_eagerly() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return model(torch.nested.to_padded_tensor(batch, 0.0)).pow(2).mean()
+
+    def ragged(number: int) -> Tensor:
+        return torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(2, 8)])
+
+    assert len(trainer(loss_fn, "eager").fit(ragged, 2)) == 2
+    for mode in MODES:
+        with pytest.raises(BindError, match="a nested tensor cannot be copied into a fixed buffer"):
+            trainer(loss_fn, mode).fit(ragged, 2)
