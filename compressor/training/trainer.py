@@ -23,11 +23,11 @@ from compressor.training.audits import Audits
 from compressor.training.capture.signature import drift
 from compressor.training.engines.select import engine_for
 from compressor.training.guards.containers import own_generators
+from compressor.training.outside_of_steps import kept_buffers, kept_generators
 from compressor.training.python_state import PythonState
 from compressor.training.replay.plan import Plan, record, refuse_early
 from compressor.training.replay.prove import audit, compare_recorded, eager_end, prove
 from compressor.training.step.batch import Batch, BatchKey, InputBuffers, batch_key, num_tokens, varying_constants
-from compressor.training.step.digests import rng_states, set_rng_states
 from compressor.training.step.optimizers import Factor, RateSchedule
 from compressor.training.step.ranks import Turn
 from compressor.training.step.snapshot import Snapshot
@@ -124,6 +124,7 @@ class Trainer:
     def forget_plans(self) -> None:
         """Drop all plans, after a change that they must take over; each key warms up and is captured again."""
         self._keys.clear()
+        self.step.choose_update()
 
     def train_step(self, batch: Batch, *, audited: bool = False) -> Tensor:
         """Perform one step. Changes model, optimizer and whatever the modifiers change.
@@ -208,7 +209,8 @@ class Trainer:
         return losses
 
     def evaluate(self, batches: Iterable[Batch], weights: Sequence[float] | None = None) -> float:
-        """Compute the mean loss in eval mode, without a trace: training flags and random generators are as before.
+        """Compute the mean loss in eval mode, without a trace: training flags, buffers, and the random generators of torch, Python and
+        numpy and those that the step holds are as before.
 
         Args:
             batches: micro-batches, as `loss_fn` takes them.
@@ -218,7 +220,7 @@ class Trainer:
             The mean of their losses.
 
         Raises:
-            UserInputError: no batch was given, or not one weight for each.
+            UserInputError: no batch was given, or not one weight for each, or weights that add up to nothing.
         """
         with _TURN:
             losses = self._evaluated(batches)
@@ -229,19 +231,20 @@ class Trainer:
         if len(weights) != len(losses):
             raise UserInputError(f"evaluate: {len(weights)} weights were given for {len(losses)} batches; give one for each")
         shares = torch.tensor(weights, dtype=torch.float64, device=losses[0].device)
+        if not shares.sum() > 0:
+            raise UserInputError(f"evaluate: the weights of {len(weights)} batches add up to {shares.sum().item()}; give positive ones")
         return ((torch.stack(losses) * shares).sum() / shares.sum()).item()
 
     def _evaluated(self, batches: Iterable[Batch]) -> list[Tensor]:
-        flags = [(module, module.training) for module in self.step.model.modules()]
-        states = rng_states(self.step.device)
-        self.step.model.eval()
-        try:
-            with torch.no_grad(), self.step.ranks.apart():
+        model = self.step.model
+        flags = [(module, module.training) for module in model.modules()]
+        with kept_generators(self.step), kept_buffers(self.step), torch.no_grad(), self.step.ranks.apart():
+            model.eval()
+            try:
                 return [self.step.loss_of(batch).double() for batch in batches]
-        finally:
-            for module, training in flags:
-                module.training = training
-            set_rng_states(states, self.step.device)
+            finally:
+                for module, training in flags:
+                    module.training = training
 
     def _planned(self, batch: Batch, audited: bool) -> Tensor:
         found: list[_KeyRecord] = []
