@@ -122,6 +122,7 @@ def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
     yield "anomaly detection", looks_for_nan()
     yield "attention kernels and mkldnn", backends()
     yield "step settings", (Same(step.loss_fn), step.accumulate, step.clip_norm, step.autocast, Same(step.averages))
+    yield "update in the capture", step.update_is_captured
     yield "parts of the step", (Same(step.model), Same(step.optimizer), Same(step.session))
     yield "global hooks", tuple(Same(hook) for table in GLOBAL_HOOKS for hook in table.values())
 
@@ -159,13 +160,14 @@ def _module_facts(module: nn.Module) -> dict[str, object]:
 def _spell(before: Any, after: Any) -> str:
     if isinstance(before, dict) and isinstance(after, dict):
         key = next(key for key in {**before, **after} if before.get(key, _MISSING) != after.get(key, _MISSING))
-        return f"{key}={before.get(key, _MISSING)!r} and is now {after.get(key, _MISSING)!r}"
+        return f"{key}={_spell(before.get(key, _MISSING), after.get(key, _MISSING))}"
     if isinstance(before, tuple) and isinstance(after, tuple) and max(len(before), len(after)) > _MAX_SPELLED:
         # Of a large one only what differs: an environment holds what belongs into no log.
         gone, come = (tuple(item for item in some if item not in other) for some, other in ((before, after), (after, before)))
         if gone or come:
             return f"{gone!r} and is now {come!r}, among {len(after)}"
-    return f"{before!r} and is now {after!r}"
+    same = repr(before) == repr(after)
+    return f"{before!r} and is now {'another of the same kind' if same else repr(after)}"
 
 
 class _Missing:
@@ -241,7 +243,9 @@ class Identities:
             *map(Tensor.data_ptr, self._tensors),
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
-            torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device),
+            torch.is_autocast_enabled(self._device),
+            torch.get_autocast_dtype(self._device),
+            self._step.update_is_captured,
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
             torch.is_grad_enabled(),

@@ -70,9 +70,9 @@ class Plan:
         if now != self._addresses:
             name = next(name for name in {**self._addresses, **now} if now.get(name) != self._addresses.get(name))
             what = "is gone" if name not in now else "is new" if name not in self._addresses else "lies elsewhere"
-            advice = (
-                "end a backward pass of your own with optimizer.zero_grad()" if name.startswith("grad:") else "update in place with copy_"
-            )
+            is_gradient = name.startswith("grad:")
+            own = "end a backward pass of your own, or what else has set it, with optimizer.zero_grad()"
+            advice = own if is_gradient else "update in place with copy_"
             raise PointerDriftError(
                 f"{name}: it {what} since the capture of {len(self.captured.ops)} ops, and a replay writes to the old storage; "
                 f"{advice}, or call Trainer.forget_plans()"

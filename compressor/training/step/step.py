@@ -96,7 +96,7 @@ class TrainStep:
         self.ranks = Ranks(model)
         self.made_of = {name: type(module).__qualname__ for name, module in model.named_modules()}
         self.lasting = Lasting()
-        self.update_is_captured = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        self.choose_update()
         self.mark: Callable[[str], None] = _ignore
         self.trained: list[nn.Parameter] = []
         self._gradients: dict[nn.Parameter, Tensor] = {}
@@ -118,6 +118,10 @@ class TrainStep:
     def modifiers(self) -> Sequence[Modifier]:
         """The modifiers of the session."""
         return () if self.session is None else self.session.modifiers
+
+    def choose_update(self) -> None:
+        """Settle whether a capture holds the update, by what the groups of the optimizer promise now. Changes `update_is_captured`."""
+        self.update_is_captured = all(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
 
     def allocate_gradients(self) -> None:
         """Give every trained parameter without a gradient the one it had, or one of zeros. Changes the parameters' `.grad`."""
@@ -229,8 +233,11 @@ class TrainStep:
                 "TrainStep: torch.autocast is on around the trainer, where it would cover more or less than the loss; "
                 f"end it, and give TrainStep(autocast={torch.get_autocast_dtype(self.device.type)})"
             )
-        with torch.autocast(self.device.type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+        if self.autocast is None:  # not one that is off, which would set torch's dtype of autocast meanwhile
             loss = self.loss_fn(self.model, batch)
+        else:
+            with torch.autocast(self.device.type, self.autocast):
+                loss = self.loss_fn(self.model, batch)
         given: object = loss
         if not isinstance(given, Tensor) or given.dim() or given.is_complex():
             what = f"a {given.dtype} tensor of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
@@ -305,8 +312,12 @@ class TrainStep:
         hidden = [(parameter, parameter.grad) for parameter in self.skipped]
         for parameter, _ in hidden:
             parameter.grad = None
+        gradients = [(parameter, parameter.grad) for parameter in self._in_optimizer()]
         try:
             self.optimizer.step()
+            for parameter, gradient in gradients:
+                if parameter.grad is not gradient and parameter.grad is not None and gradient is not None:
+                    _take_over(parameter, gradient)
         finally:
             for parameter, gradient in hidden:
                 parameter.grad = gradient
@@ -376,6 +387,14 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mappi
 def _version(tensor: Tensor | None) -> int:
     """Return how often a tensor was written in place."""
     return -1 if tensor is None else tensor._version
+
+
+@torch.no_grad()
+def _take_over(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Keep the gradient that a step has allocated where an optimizer put another one, with the values of that."""
+    given = parameter.grad
+    if given is not None and given.layout is torch.strided and (given.shape, given.dtype) == (gradient.shape, gradient.dtype):
+        parameter.grad = gradient.copy_(given)
 
 
 def _ignore(phase: str) -> None:

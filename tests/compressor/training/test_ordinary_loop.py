@@ -294,7 +294,7 @@ def own_backward(number: int, at: SimpleNamespace) -> None:
     [
         (look_for_nan, GuardDriftError, "anomaly detection was False and is now True"),
         (lambda number, at: torch.autograd.set_detect_anomaly(True), HostReadError, "set_detect_anomaly is on"),
-        (own_backward, PointerDriftError, "end a backward pass of your own with optimizer.zero_grad()"),
+        (own_backward, PointerDriftError, "end a backward pass of your own, or what else has set it, with optimizer.zero_grad()"),
     ],
 )
 def test_what_others_do_between_steps_is_refused_in_its_own_words(between: Any, error: Any, text: str) -> None:
