@@ -25,7 +25,7 @@ from compressor.errors import ResumeError
 from compressor.lifecycle import EventType
 from compressor.training.step.digests import raw_bytes, rng_states, set_rng_states
 from compressor.training.step.step import TrainStep
-from compressor.training.stored_values import BOOKS, Reader, Writer, generators
+from compressor.training.stored_values import BOOKS, Reader, Writer, generators, is_writable
 from compressor.training.trainer import Trainer
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -66,6 +66,10 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
         "optimizer_state": _python_state(step),
         "optimizer_attributes": {key: writer.write(value, _attribute(step, key)) for key, value in _attributes(step).items()},
         "generators": {name: writer.write(generator, name) for name, generator in generators(step).items()},
+        "module_tensors": {
+            name: {key: writer.write(value, f"attribute '{key}' of {name or 'the model'}") for key, value in held.items()}
+            for name, held in _module_tensors(step.model).items()
+        },
         "extra_state": {
             name: writer.write(module.get_extra_state(), f"extra state of {name or 'the model'}", is_new=True)
             for name, module in _with_extra_state(step.model).items()
@@ -171,7 +175,7 @@ def _check_settings(trainer: Trainer, record: dict[str, Any], path: Path) -> Non
 
 
 def _put_values(trainer: Trainer, record: dict[str, Any], reader: Reader) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Read numpy's state, attributes of the optimizer and extra states, and set the generators that the step holds."""
+    """Read numpy's state, attributes of the optimizer and extra states; set the generators and tensors that modules hold."""
     step = trainer.step
     numpy_rng = reader.read(record["numpy_rng"], None)
     np.random.RandomState().set_state(numpy_rng)
@@ -181,6 +185,11 @@ def _put_values(trainer: Trainer, record: dict[str, Any], reader: Reader) -> tup
     now = generators(step)
     for name, node in record["generators"].items():
         reader.read(node, now[name])
+    modules = dict(step.model.named_modules())
+    for name, nodes in record["module_tensors"].items():
+        held: dict[str, Any] = modules[name].__dict__ if name in modules else {}  # a modifier that starts may make the module
+        values = {key: reader.read(node, held.get(key)) for key, node in nodes.items()}
+        held.update({} if reader.is_dry else values)
     return numpy_rng, attributes, {name: reader.read(node, None) for name, node in record["extra_state"].items()}
 
 
@@ -202,11 +211,19 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
     for number, group in enumerate(step.optimizer.param_groups):
         found |= {f"place {place} of optimizer group {number}": names[p] for place, p in enumerate(group["params"])}
     found |= {f"requires_grad of {name}": parameter.requires_grad for parameter, name in names.items()}
+    flags = {name: module.training for name, module in step.model.named_modules() if name in step.made_of}
+    found |= {f"training of {name or 'the model'}": flag for name, flag in flags.items()}
     now = {name: type(module).__qualname__ for name, module in step.model.named_modules()}
     classes = now if step.session is None else step.made_of  # a modifier that starts gives modules others, and starts when it is loaded
     found |= {f"class of {name or 'the model'}": cls for name, cls in classes.items()}
     result: dict[str, Any] = json.loads(json.dumps(found))
     return result
+
+
+def _module_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """List the tensors that modules hold without having registered them, such as a scale that is written between steps."""
+    held = {name: {k: v for k, v in vars(m).items() if isinstance(v, Tensor) and is_writable(v)} for name, m in model.named_modules()}
+    return {name: tensors for name, tensors in held.items() if tensors}
 
 
 def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:

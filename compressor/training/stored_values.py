@@ -92,9 +92,9 @@ class Writer:
     def _tensor(self, value: object, where: str) -> Node:
         """Write what becomes a tensor of the file."""
         if isinstance(value, Tensor):
-            if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+            if not is_writable(value):
                 return None
-            return self._put(where, value, "tensor")
+            return self._put(where, value, "tensor") | {"device": str(value.device)}
         if isinstance(value, torch.Generator):
             return self._put(where, value.get_state(), "generator") | {"device": str(value.device)}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.isnative:
@@ -144,10 +144,13 @@ class Reader:
         step: the step; the values that it has are changed in place.
         tensors: those of the file.
         dry: change nothing, to see whether everything fits.
+
+    Attributes:
+        is_dry: the same.
     """
 
     def __init__(self, step: TrainStep, tensors: Mapping[str, Tensor], *, dry: bool) -> None:
-        self._tensors, self._dry = tensors, dry
+        self._tensors, self.is_dry = tensors, dry
         self._named: dict[str, object] = {name: value for name, value in _values_by_name(step)}
         self._read: dict[str, object] = {}
 
@@ -179,11 +182,9 @@ class Reader:
 
     def _tensor(self, node: Node, present: Any) -> Any:
         stored = self._tensors[f"kept:{node['at']}"]
-        if not isinstance(present, Tensor):
-            return stored.clone()
-        if present.shape != stored.shape or present.dtype != stored.dtype:
-            return stored.clone().to(present.device)
-        if not self._dry:
+        if not isinstance(present, Tensor) or present.shape != stored.shape or present.dtype != stored.dtype:
+            return stored.clone() if self.is_dry else stored.clone().to(node["device"])
+        if not self.is_dry:
             with torch.no_grad():
                 present.copy_(stored)
         return present
@@ -192,7 +193,7 @@ class Reader:
         stored = self._tensors[f"kept:{node['at']}"].numpy().copy()
         if not isinstance(present, np.ndarray) or present.shape != stored.shape or present.dtype != stored.dtype:
             return stored
-        if not self._dry:
+        if not self.is_dry:
             present[...] = stored
         return present
 
@@ -202,13 +203,13 @@ class Reader:
     def _generator(self, node: Node, present: Any) -> Any:
         generator = present if isinstance(present, torch.Generator) and str(present.device) == node["device"] else None
         generator = torch.Generator(node["device"]) if generator is None else generator
-        (torch.Generator(node["device"]) if self._dry else generator).set_state(self._tensors[f"kept:{node['at']}"].clone())
+        (torch.Generator(node["device"]) if self.is_dry else generator).set_state(self._tensors[f"kept:{node['at']}"].clone())
         return generator
 
     def _host(self, node: Node, present: Any) -> Any:
         state = self.read(node["of"], None)
         generator = present if type(present).__name__ == node["type"] else _new_host(node, state)
-        if not self._dry:
+        if not self.is_dry:
             set_host_state(generator, state)
         return generator
 
@@ -218,7 +219,7 @@ class Reader:
         items = [self.read(item, there[place] if place < len(there) else None) for place, item in enumerate(node["of"])]
         if cls is tuple:
             return tuple(items)
-        target: Any = present if type(present) is cls and not self._dry else deque(maxlen=node["max"]) if cls is deque else cls()
+        target: Any = present if type(present) is cls and not self.is_dry else deque(maxlen=node["max"]) if cls is deque else cls()
         target.clear()
         (target.update if isinstance(target, set) else target.extend)(items)
         return present if type(present) is cls else target
@@ -229,7 +230,7 @@ class Reader:
         there = present if isinstance(present, dict) else {}
         keys = [self.read(key, None) for key, _ in node["of"]]
         items = {key: self.read(item, there.get(key)) for key, (_, item) in zip(keys, node["of"], strict=True)}
-        if isinstance(present, dict) and not self._dry:
+        if isinstance(present, dict) and not self.is_dry:
             present.clear()
             present.update(items)
         return present if isinstance(present, dict) else items
@@ -244,7 +245,7 @@ class Reader:
             present = _SPACES[node["type"]]()
         self._read[node["at"]] = present  # it may hold itself
         values = {key: self.read(item, vars(present).get(key)) for key, item in node["of"].items()}
-        if not self._dry:
+        if not self.is_dry:
             vars(present).update(values)
         return present
 
@@ -258,6 +259,11 @@ _READERS: dict[str, Callable[[Reader, Node, Any], Any]] = {
     "dict": Reader._dict,
     "object": Reader._object,
 }
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Say whether a file of tensors holds a tensor as it is."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def generators(step: TrainStep) -> dict[str, Any]:

@@ -186,6 +186,33 @@ def test_what_a_step_goes_on_from_is_in_its_state(batches: Any, tmp_path: Any, n
         assert end.differences(Snapshot.take(resumed.step)) == []
 
 
+def test_a_tensor_that_a_module_holds_and_a_flag_come_back_or_are_named(batches: Any, tmp_path: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.norm, self.scale = nn.Linear(8, 4), nn.BatchNorm1d(4), torch.ones(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.last(x)) * self.scale
+
+    make = of(Scaled)
+    for mode in ("eager", "replay"):
+        whole = make(mode)
+        whole.fit(batches, 5)
+        whole.step.model.scale.fill_(0.5)
+        whole.fit(batches, 7)
+        path = save_training(whole, tmp_path / mode)
+        rest = whole.fit(batches, 14)
+        resumed = make(mode)
+        load_training(resumed, path)
+        assert resumed.fit(batches, 14) == rest
+        resumed = make(mode)
+        resumed.step.model.norm.eval()
+        with pytest.raises(ResumeError, match="training of norm was True when it was stored, and is False"):
+            load_training(resumed, path)
+        assert resumed.step.model.scale == 1
+
+
 class Opaque:
     """Keeps its value where nobody can write it down."""
 
