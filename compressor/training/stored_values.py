@@ -37,7 +37,7 @@ _FIXED = (
 _LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
 _SPACES: dict[str, type] = {"SimpleNamespace": SimpleNamespace, "Namespace": Namespace}
 _HOSTS = (random.Random, np.random.Generator, np.random.RandomState)
-BOOKS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0))) | {"_opt_called", "_step_count"}
+BOOKS = frozenset(vars(torch.optim.SGD([torch.zeros(1, dtype=torch.float32)], lr=0.0))) | {"_opt_called", "_step_count"}
 """What torch keeps on an optimizer and on what its schedulers wrap."""
 
 

@@ -6,8 +6,7 @@ pass, would stand still there, and the update, which runs on, would read it. So 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -55,30 +54,15 @@ def optimizer_classes(step: TrainStep) -> dict[type, Mapping[str, Any]]:
     return {cls: vars(cls) for one in optimizers for cls in type(one).__mro__ if not is_foreign(cls.__module__)}
 
 
-@contextmanager
-def unmoved(step: TrainStep) -> Iterator[None]:
-    """Refuse what the block moves on the optimizer in Python.
+def optimizer_facts(step: TrainStep) -> dict[str, object]:
+    """Collect what an optimizer holds in Python.
 
     Args:
-        step: its captured part runs in the block.
+        step: the step; not changed.
 
-    Yields:
-        Nothing.
-
-    Raises:
-        GuardDriftError: the optimizer holds something else afterwards.
+    Returns:
+        Name of the fact to its value; values compare by `==`.
     """
-    before = _facts(step)
-    yield
-    changed = difference(before, _facts(step))
-    if changed is not None:
-        raise GuardDriftError(
-            f"the step changes the optimizer before its update: {changed}, and a replay would not repeat it; move it in step() of the "
-            "optimizer, which runs in Python, or keep it in a buffer of the model, in place"
-        )
-
-
-def _facts(step: TrainStep) -> dict[str, object]:
     facts: dict[str, object] = {}
     for held in optimizer_containers(step):
         values: Any = held.facts()
@@ -86,6 +70,28 @@ def _facts(step: TrainStep) -> dict[str, object]:
     for cls, content in optimizer_classes(step).items():
         facts[f"class {cls.__qualname__}"] = {key: frozen(value) for key, value in content.items() if not key.startswith("__")}
     return facts
+
+
+def refuse_moved(before: Mapping[str, object], step: TrainStep) -> None:
+    """Refuse what the captured part of a step has moved on the optimizer.
+
+    Args:
+        before: the facts before it ran.
+        step: it has just run.
+
+    Raises:
+        GuardDriftError: the optimizer holds something else now.
+    """
+    changed = difference(before, optimizer_facts(step))
+    if changed is None:
+        return
+    where, remedy = ("before its update", "move it in step() of the optimizer, which runs in Python")
+    if step.update_is_captured:
+        where, remedy = "in Python", "leave fused=True and capturable=True out of the optimizer, so that its step() runs in Python"
+    raise GuardDriftError(
+        f"the step changes the optimizer {where}: {changed}, and a replay would not repeat it; {remedy}, or keep it in a buffer of the "
+        "model, in place"
+    )
 
 
 def _optimizers(optimizer: Optimizer, name: str) -> dict[str, Optimizer]:

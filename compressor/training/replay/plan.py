@@ -25,7 +25,7 @@ from compressor.training.guards.containers import guarded_tensors, own_generator
 from compressor.training.guards.escaping_tensors import BatchPart, batch_contents, check_batch, check_escapes, kept_tensors
 from compressor.training.guards.host_facts import Identities, difference, host_facts, looks_for_nan
 from compressor.training.guards.host_reads import refuse_iterators, watching_host
-from compressor.training.guards.optimizer_state import unmoved
+from compressor.training.guards.optimizer_state import optimizer_facts, refuse_moved
 from compressor.training.step.batch import Batch, InputBuffers, named_leaves
 from compressor.training.step.snapshot import Snapshot
 from compressor.training.step.step import TrainStep
@@ -179,7 +179,7 @@ def _watch(
     step: TrainStep, buffers: InputBuffers, run: Callable[[Recorder, Callable[[], Batch]], tuple[T, Tensor | None]]
 ) -> tuple[T, Tensor | None]:
     """Run the step under a recorder, and check that it left nothing behind that a replay would not."""
-    tensors, facts, kept = step.tensors(), host_facts(step), kept_tensors(step)
+    tensors, facts, kept, held = step.tensors(), host_facts(step), kept_tensors(step), optimizer_facts(step)
     whereabouts = Whereabouts(step.model)
     roles = {**{f"in:{path}": tensor for path, tensor in buffers.tensors.items()}, **tensors, **step.ranks.buckets}
     recorder = Recorder(roles, step.device, whereabouts, groups=step.ranks.groups, lasting=step.lasting)
@@ -194,12 +194,13 @@ def _watch(
     def mark(phase: str) -> None:
         recorder.phase = phase
 
-    with whereabouts.watching(), step.marking(mark), watching_host(step), unmoved(step):
+    with whereabouts.watching(), step.marking(mark), watching_host(step):
         result = run(recorder, batch)
     recorder.finish()
     check_batch(given, recorder)
     _check_moved(tensors, step.tensors(), recorder)
     check_escapes(step, recorder, kept, result[1])
+    refuse_moved(held, step)
     changed = difference(facts, host_facts(step))
     if changed is not None:
         raise GuardDriftError(f"the step changes the host: {changed}, and a replay would not repeat it; keep it in a buffer, in place")

@@ -13,7 +13,7 @@ from compressor.training.capture.protocol import Engine
 from compressor.training.capture.signature import drift
 from compressor.training.guards.containers import undone
 from compressor.training.guards.host_reads import host_generators_kept
-from compressor.training.guards.optimizer_state import unmoved
+from compressor.training.guards.optimizer_state import optimizer_facts, refuse_moved
 from compressor.training.python_state import PythonState
 from compressor.training.replay.plan import Plan, record
 from compressor.training.step.batch import Batch, lent
@@ -122,8 +122,10 @@ def _legs(plan: Plan, batch: Batch, engine: Engine, start: Snapshot, *, is_recor
         for path, tensor in plan.buffers.tensors.items():
             tensor.copy_(inputs[path])  # a step may work on its inputs in place
 
-    with lent(batch) as given, unmoved(step):
+    held = optimizer_facts(step)
+    with lent(batch) as given:
         eager = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(given)))
+    step.ranks.together(lambda: refuse_moved(held, step))
     rewind()
     if is_recorded:
         step.ranks.together(lambda: _record_again(plan, eager, engine, rewind))

@@ -136,6 +136,20 @@ def test_what_is_moved_before_the_update_is_refused_and_put_back(batches: Any, m
     assert before.differences(Snapshot.take(trainer.step)) == [] and held(optimizer) == python
 
 
+def test_a_captured_update_that_counts_is_told_how_to_go_on(batches: Any) -> None:
+    class Counting(Held):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            optim.SGD.step(self)
+            self.nested.deep["n"] += 1
+
+    model = nn.Linear(8, 4)
+    optimizer = Counting(model.parameters())
+    optimizer.param_groups[0]["fused"] = True
+    trainer = Trainer(TrainStep(model, classify, optimizer), "replay")
+    with pytest.raises(GuardDriftError, match=r"in Python: .*deep was n=3 and is now 4, .*; leave fused=True and capturable=True out"):
+        trainer.fit(batches, 6)
+
+
 def test_the_update_may_move_what_it_likes(batches: Any) -> None:
     class Counting(Held):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
