@@ -1,0 +1,64 @@
+"""Where a state of a run folder is damaged, wherever in the file, the one before it is taken, and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from compressor.errors import ResumeError
+from compressor.training import Snapshot, Trainer, TrainStep, adamw
+from compressor.training_run.states import opened
+
+
+def classify(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+
+def batch_at(number: int) -> dict[str, Tensor]:
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(number))
+    return {"x": x, "y": (x.sum(1) > 0).long()}
+
+
+def trainer() -> Trainer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    return Trainer(TrainStep(model, classify, adamw(model.parameters())))
+
+
+def damaged(path: Path, was: bytes) -> None:
+    content = path.read_bytes()
+    place = content.index(was) + len(was) - 1
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+
+
+@pytest.mark.parametrize(
+    "was", [b'num_steps\\": 6', b"num_step", b"python_rng", b"host_state", b'0.betas\\": [0.9', b"losses", b"training"]
+)
+def test_the_state_before_a_damaged_one_is_taken(tmp_path: Path, was: bytes) -> None:
+    run: Any = {"model": "one"}
+    whole = trainer()
+    with opened(tmp_path / "run", run, resume=False, output_dir=None) as states:
+        for number in (3, 6):
+            whole.fit(batch_at, number)
+            states.save(whole, {"losses": [float(number)]})
+    rest = whole.fit(batch_at, 9)
+    damaged(tmp_path / "run" / "state-00000006.safetensors", was)
+    resumed = trainer()
+    with opened(tmp_path / "run", run, resume=True, output_dir=None) as states:
+        assert states.load_newest(resumed, 9) == {"losses": [3.0]}
+        assert resumed.num_steps == 3 and "state-00000006" in str(states.resumed)
+        assert resumed.fit(batch_at, 9)[3:] == rest
+    damaged(tmp_path / "run" / "state-00000003.safetensors", was.replace(b"6", b"3"))
+    other = trainer()
+    before = Snapshot.take(other.step)
+    with (
+        opened(tmp_path / "run", run, resume=True, output_dir=None) as states,
+        pytest.raises(ResumeError, match=r"remove .* to start over"),
+    ):
+        states.load_newest(other, 9)
+    assert before.differences(Snapshot.take(other.step)) == [] and other.num_steps == 0
