@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from compressor.arguments import suggest
 from compressor.errors import UserInputError
+from compressor.spelling import suggest
 
 
 def find_named(given: str, noun: str, base: type = object) -> object:

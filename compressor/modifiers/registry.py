@@ -14,9 +14,9 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import TypeVar
 
-from compressor.arguments import suggest
 from compressor.errors import RecipeError
 from compressor.lifecycle import Modifier
+from compressor.spelling import suggest
 
 ENTRY_POINT_GROUP = "compressor.modifiers"
 

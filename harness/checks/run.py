@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compressor.arguments import suggest
 from compressor.errors import UserInputError
+from compressor.spelling import suggest
 from harness.checks.catalogue.registry import KINDS, TAGS, Look, find_checks
 from harness.lifecycle.report import VerifyReport
 from harness.profiles import PROFILES, active_profile

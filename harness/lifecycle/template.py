@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from compressor.arguments import suggest
 from compressor.errors import RecipeError, UserInputError
 from compressor.lifecycle import Modifier
+from compressor.spelling import suggest
 from harness.lifecycle.driving.time_limit import TimeLimitError
 from harness.named import find_named
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from compressor.arguments import suggest
 from compressor.errors import UserInputError
+from compressor.spelling import suggest
 from harness.named import find_named
 
 if TYPE_CHECKING:

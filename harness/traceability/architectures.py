@@ -17,7 +17,7 @@ import yaml
 from torch import nn
 
 from compressor.errors import HarnessError
-from harness.spelling import did_you_mean
+from compressor.spelling import did_you_mean
 from harness.traceability.batches import MAKERS, Batch, make_batches
 from harness.traceability.verdicts import Subject
 

@@ -250,7 +250,7 @@ def find_checks(wanted: Iterable[str | int] | None, kind: str | None = None) -> 
     Raises:
         UserInputError: a name or number that no check of this kind has.
     """
-    from compressor.arguments import suggest
+    from compressor.spelling import suggest
 
     known = [check for check in all_checks().values() if kind in (None, check.kind)]
     if wanted is None:

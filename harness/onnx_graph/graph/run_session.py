@@ -16,7 +16,7 @@ import onnx_ir as ir
 from compressor.errors import HarnessError, UserInputError
 from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.view import RANDOM, GraphView, label, load_graph
-from harness.spelling import plain_text
+from harness.onnx_graph.plain_text import plain_text
 
 # How close two arrays are, in the one measure that limits are stated in.
 

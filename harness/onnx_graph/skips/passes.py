@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from compressor.errors import HarnessError, UserInputError
-from harness.spelling import did_you_mean
+from compressor.spelling import did_you_mean
 
 _ORT_TRANSFORMER = re.compile(r"GraphTransformer (\S+) modified: ")
 

@@ -146,7 +146,7 @@ def chosen_hazards(names: Iterable[str] | None) -> dict[str, tuple[str, Hazard]]
     Raises:
         UserInputError: a name that none has.
     """
-    from compressor.arguments import suggest
+    from compressor.spelling import suggest
 
     known = all_hazards()
     if names is None:
