@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from compressor.errors import UserInputError
+from compressor.object_reference import resolve
 from compressor.spelling import suggest
 from harness.checks.catalogue.registry import KINDS, TAGS, Look, find_checks
 from harness.lifecycle.report import VerifyReport
@@ -61,8 +61,7 @@ def adapt(subject: object) -> Any:
         return subject
     for path, adapter in _ADAPTERS.items():
         if any(f"{cls.__module__}.{cls.__qualname__}" == path for cls in type(subject).__mro__):
-            module, _, name = adapter.partition(":")
-            return getattr(importlib.import_module(module), name)(subject)
+            return resolve(adapter, "adapter").value(subject)
     known = ", ".join(f"{kind} ({protocol})" for kind, protocol in KINDS.items())
     raise UserInputError(
         f"check: {type(subject).__name__} is nothing that can be checked; give it a `kind`, one of {known}, and the members of that "

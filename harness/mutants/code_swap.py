@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from harness.mutants.patches import Edit, Mutant, Patch, find_place
+from compressor.errors import HarnessError
+from compressor.object_reference import resolve
+from harness.mutants.patches import Edit, Mutant, Patch
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,14 @@ class CodeMutant(Mutant):
 
 @contextmanager
 def _exchanged(patch: Patch) -> Iterator[None]:
-    owner, name, current = find_place(patch.where)
+    place = resolve(patch.where, "function or table", error=HarnessError)
+    current = place.stored
     if not isinstance(patch, Edit):
-        setattr(owner, name, patch.make(current))
+        setattr(place.owner, place.name, patch.make(current))
         try:
             yield
         finally:
-            setattr(owner, name, current)
+            setattr(place.owner, place.name, current)
         return
     function = _function(current)
     right = function.__code__
