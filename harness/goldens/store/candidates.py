@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from compressor.atomic import write_whole
 from compressor.errors import GoldenError, UserInputError
-from harness.goldens.store.atomic import write_whole
 from harness.goldens.store.manifest import TensorEntry, read_tensors, tensors_data
 from harness.goldens.store.paths import SUFFIX, relative_path
 from harness.goldens.store.provenance import Platform

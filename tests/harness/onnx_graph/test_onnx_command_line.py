@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from compressor import atomic
 from compressor.errors import CheckpointError, UserInputError
 from harness.cli import main
 from harness.onnx_graph.census import streams
@@ -303,7 +302,7 @@ def test_a_record_of_calls_that_cannot_be_written_does_not_deny_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "calls.json"
-    monkeypatch.setattr(atomic, "whole_file", _full)
+    monkeypatch.setattr("harness.onnx_graph.commands.run.whole_file", _full)
     assert main(["onnx", "run", "--skip", "fuse_qkv", "--json", str(target), "--", "true"]) == 2
     said = capsys.readouterr().err
     assert f"{target}: cannot be written" in said and "nothing was run" not in said
