@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from torch import Tensor
 from compressor.atomic import whole_file
 from compressor.errors import ResumeError
 from compressor.lifecycle import EventType
-from compressor.training.step.digests import raw_bytes, rng_states, set_rng_states
+from compressor.random_state import RandomState, foreign_random
+from compressor.training.step.digests import raw_bytes
 from compressor.training.step.step import TrainStep
 from compressor.training.trainer import Trainer
 
@@ -49,12 +49,13 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
     if step.averages is not None:
         step.averages.refuse_applied("save_training")
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in step.tensors().items()}
-    tensors |= {f"rng:{number}": state for number, state in enumerate(rng_states(step.device))}
+    generators = RandomState.current(foreign=False, devices=step.device).by_device
+    tensors |= {f"rng:{number}": state for number, state in enumerate(generators.values())}
     numbers = {f"{number}.{key}": value for number, key, value in _host_state(trainer)}
     record = {
         "format": _FORMAT,
         "num_steps": trainer.num_steps,
-        "python_rng": random.getstate(),
+        "python_rng": foreign_random().python,
         "optimizer": type(step.optimizer).__name__,
         "modifiers": _modifiers(step),
         "host_state": numbers,
@@ -93,7 +94,8 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     if record["modifiers"] != _modifiers(trainer.step):
         raise ResumeError(f"{path}: {_other_modifiers(record['modifiers'], _modifiers(trainer.step))}; use the recipe that was stored")
     rng = [stored.pop(name) for name in sorted(name for name in stored if name.startswith("rng:"))]
-    if len(rng) != len(rng_states(trainer.step.device)):
+    generators = RandomState.current(foreign=False, devices=trainer.step.device).by_device
+    if len(rng) != len(generators):
         raise ResumeError(f"{path}: it was stored on another kind of device; resume on the kind it was stored on")
     _check_names(trainer, stored, Path(path))
     odd = sorted({f"{number}.{key}" for number, key, _ in _host_state(trainer)} ^ record["host_state"].keys())
@@ -114,9 +116,9 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     vars(trainer.step.optimizer).update(record["optimizer_attributes"])
     trainer.num_steps = record["num_steps"]
     trainer.forget_plans()
-    set_rng_states(rng, trainer.step.device)
     version, state, gauss = record["python_rng"]
-    random.setstate((version, tuple(state), gauss))
+    foreign = foreign_random()._replace(python=(version, tuple(state), gauss))
+    RandomState(dict(zip(generators, rng, strict=True)), foreign).restore()
     return dict(record["notes"])
 
 

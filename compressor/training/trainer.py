@@ -19,6 +19,7 @@ from torch import Tensor
 from compressor.errors import PlanStormError, ProofError, ReplayError, SignatureDriftError, UserInputError
 from compressor.lifecycle import EventType
 from compressor.progress import Progress, SilentProgress
+from compressor.random_state import random_numbers_kept
 from compressor.training.audits import Audits
 from compressor.training.capture.signature import drift
 from compressor.training.engines.select import engine_for
@@ -27,7 +28,6 @@ from compressor.training.python_state import PythonState
 from compressor.training.replay.plan import Plan, record, refuse_early
 from compressor.training.replay.prove import audit, compare_recorded, eager_end, prove
 from compressor.training.step.batch import Batch, BatchKey, InputBuffers, batch_key, num_tokens, varying_constants
-from compressor.training.step.digests import rng_states, set_rng_states
 from compressor.training.step.optimizers import Factor, RateSchedule
 from compressor.training.step.ranks import Turn
 from compressor.training.step.snapshot import Snapshot
@@ -232,15 +232,13 @@ class Trainer:
 
     def _evaluated(self, batches: Iterable[Batch]) -> list[Tensor]:
         flags = [(module, module.training) for module in self.step.model.modules()]
-        states = rng_states(self.step.device)
         self.step.model.eval()
         try:
-            with torch.no_grad(), self.step.ranks.apart():
+            with random_numbers_kept(foreign=False, devices=self.step.device), torch.no_grad(), self.step.ranks.apart():
                 return [self.step.loss_of(batch).double() for batch in batches]
         finally:
             for module, training in flags:
                 module.training = training
-            set_rng_states(states, self.step.device)
 
     def _planned(self, batch: Batch, audited: bool) -> Tensor:
         found: list[_KeyRecord] = []
