@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compressor.atomic import write_whole
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.goldens.differences import Difference
 from harness.goldens.report import HEADINGS, row_cells
 from harness.reporting.record import html_badge

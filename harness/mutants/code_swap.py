@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from compressor.errors import HarnessError
 from compressor.object_reference import resolve
+from harness.errors import HarnessError
 from harness.mutants.patches import Edit, Mutant, Patch
 
 
@@ -58,7 +58,8 @@ def _function(found: Any) -> FunctionType:
     """What lies below properties, static methods and decorators."""
     getter: Any = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
     function = inspect.unwrap(getter)
-    assert isinstance(function, FunctionType), found
+    if not isinstance(function, FunctionType):
+        raise HarnessError(f"{found!r}: this is no Python function, and has no code to replace; plant the bug in one")
     return function
 
 

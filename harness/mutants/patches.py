@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from compressor.errors import HarnessError
 from compressor.object_reference import resolve
+from harness.errors import HarnessError
 
 
 class Patch(Protocol):

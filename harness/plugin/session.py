@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from compressor.atomic import write_whole
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.goldens.report import comparison_lines
 from harness.goldens.store.usage import USAGE_FILE, read_usage
 from harness.plugin.fixtures import GOLDEN

@@ -16,9 +16,9 @@ import torch
 import yaml
 from torch import nn
 
-from compressor.errors import HarnessError
 from compressor.random_state import random_numbers_kept
 from compressor.spelling import did_you_mean
+from harness.errors import HarnessError
 from harness.traceability.batches import MAKERS, Batch, make_batches
 from harness.traceability.verdicts import Subject
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.atomic import whole_file
-from compressor.errors import ResumeError
+from compressor.errors import LifecycleError, ResumeError
 from compressor.lifecycle import Fallback, ModuleRecord, Report, State
 from compressor.lifecycle.state import StageValue
 from compressor.random_state import RandomState
@@ -170,7 +170,8 @@ def _items(report: Report) -> dict[str, dict[Any, Any]]:
     """The items of every field by name or position."""
     names = [field.name for field in fields(report)]
     unknown = [name for name in names if name not in _REPORT_ITEMS]
-    assert not unknown, f"the journal would lose {unknown} of the report; add them to _REPORT_ITEMS"
+    if unknown:
+        raise LifecycleError(f"{type(report).__name__}: the journal would lose {unknown} of the report; add them to _REPORT_ITEMS")
     values = {name: getattr(report, name) for name in names}
     return {name: dict(value) if isinstance(value, dict) else dict(enumerate(value)) for name, value in values.items()}
 

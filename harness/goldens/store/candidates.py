@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.atomic import write_whole
-from compressor.errors import GoldenError, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import GoldenError
 from harness.goldens.store.manifest import TensorEntry, read_tensors, tensors_data
 from harness.goldens.store.paths import SUFFIX, relative_path
 from harness.goldens.store.provenance import Platform

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import GoldenError
 from compressor.spelling import suggest
+from harness.errors import GoldenError
 from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, read_manifest, tensors_data
 from harness.goldens.store.paths import MANIFEST, SUFFIX, folder_of
 

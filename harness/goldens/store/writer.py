@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compressor.atomic import stage, write_whole
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.goldens.store.candidates import Candidate
 from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, check_not_elsewhere, find_entry, read_manifest
 from harness.goldens.store.paths import MANIFEST, file_name, folder_of

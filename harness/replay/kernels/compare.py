@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from compressor.errors import HarnessError, UserInputError
+from compressor.errors import UserInputError
 from compressor.progress import Progress, SilentProgress
 from compressor.random_state import foreign_random
 from compressor.training import Plan, Snapshot
 from compressor.training.capture.operators import Op
 from compressor.training.engines.tape import Tape
+from harness.errors import HarnessError
 from harness.replay.equivalence.training_state import differing_names, state_of
 from harness.replay.kernels.call_site import Site, examine
 from harness.replay.kernels.error_growth import Grown, grown_between, run_steps
