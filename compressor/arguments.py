@@ -1,9 +1,8 @@
-"""What is around a call: the dtypes that torch would compute in, and the nearest of the words that could have been meant."""
+"""What is around a call: the dtypes that torch would compute in."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from compressor.errors import UserInputError
@@ -32,19 +31,3 @@ def check_dtypes_around(function: Callable[..., Any]) -> None:
             "have another dtype than where the result is loaded; call torch.set_default_dtype(torch.float32) first, and cast the model if "
             "that is meant"
         )
-
-
-def suggest(given: str, choices: Iterable[str]) -> str:
-    """Return advice for a word that is not among the choices.
-
-    Args:
-        given: the word.
-        choices: what would be valid.
-
-    Returns:
-        `did you mean 'x'?`, the list of choices where none is near, or to leave it out where there is no choice.
-    """
-    choices = list(choices)
-    by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(given.lower(), by_lower, n=1)
-    return f"did you mean '{by_lower[near[0]]}'?" if near else f"choose from {', '.join(choices)}" if choices else "leave it out"

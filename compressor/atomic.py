@@ -1,7 +1,8 @@
-"""A folder that appears whole or not at all.
+"""Files and folders that appear whole or not at all.
 
-Everything is written into a sibling of the output folder and flushed to the disk; one rename then makes it visible. Whatever ends the work
-before that (a full disk, ctrl-C, a bug) leaves the place as it was.
+Everything is written into a sibling of the place and flushed to the disk; one rename then makes it visible. Whatever ends the work before
+that (a full disk, ctrl-C, a bug) leaves the place as it was. `whole_or_nothing` is for a folder, `whole_file` for a file that a library
+writes, `write_whole` for bytes that several processes may write at one time, `stage` for many files that change together.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from compressor.errors import CheckpointError, ModelError, OutputError, UserInputError
 
@@ -70,9 +70,55 @@ def whole_file(target: Path) -> Iterator[Path]:
     except BaseException as error:
         with suppress(OSError):  # the error that is on its way says more
             remove(place)
-        if isinstance(error, OSError | SafetensorError) and not isinstance(error, CheckpointError):
+        if _is_of_disk(error):
             advice = "make its folder first" if isinstance(error, FileNotFoundError) else "make room or repair the disk"
             raise CheckpointError(f"{target}: cannot be written ({reason(error)}); {advice}") from error
+        raise
+
+
+def stage(path: Path, data: bytes) -> Path:
+    """Write the content of a file beside its place.
+
+    Args:
+        path: where it will stand; its folder is made.
+        data: its content.
+
+    Returns:
+        The partial file; renaming it to `path` makes it visible.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; nothing is left.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{secrets.token_hex(6)}{PARTIAL_SUFFIX}")
+    try:
+        with partial.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    return partial
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, or replace it.
+
+    Args:
+        path: of the file; its folder is made.
+        data: its content.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; the file is as before.
+    """
+    partial = stage(path, data)
+    try:
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
         raise
 
 
@@ -102,6 +148,13 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    """An error of the file system, also where safetensors met it, that nobody has put into words yet."""
+    from safetensors import SafetensorError  # here, so that commands answer without it
+
+    return isinstance(error, OSError | SafetensorError) and not isinstance(error, CheckpointError)
 
 
 def reason(error: BaseException) -> str:
@@ -143,6 +196,29 @@ def real_path(path: object, name: str = "output_dir", error: type[UserInputError
         raise error(f"{name}: {os.fsencode(path)!r} is no UTF-8, and libraries that write there take nothing else; rename it") from problem
     except (RuntimeError, OSError, ValueError) as problem:  # links in a circle, a NUL in the name
         raise error(f"{name}: {str(path)!r} cannot be followed ({problem}); name another folder") from problem
+
+
+def check_output_file(path: Path, *suffixes: str) -> None:
+    """Refuse a name that does not say what the file will hold: whatever lies under it then is of another kind.
+
+    Args:
+        path: to be written; a file with a right name is replaced.
+        *suffixes: endings that the name may have, such as `.json`.
+
+    Raises:
+        OutputError: another ending, a folder of that name, or no folder to put it into, or one that takes no file.
+    """
+    if path.suffix not in suffixes:
+        kinds = " or ".join(suffixes)
+        raise OutputError(f"{path}: a file of the kind {kinds} goes there, and this names another; end the name in {kinds}")
+    if path.is_dir():
+        raise OutputError(f"{path}: it is a folder; name a file")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path}: there is no folder {path.parent}; make it first")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:  # rights alone do not say it: of mounts that are read only, and for those who may do anything
+        raise OutputError(f"{path}: {path.parent} takes no file ({error.strerror or error}); choose another folder") from error
 
 
 def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None, beside_others: bool = False) -> Path:
@@ -218,7 +294,7 @@ def whole_or_nothing(target: Path, num_bytes: int = 0, token: str | None = None,
         for parent in new_parents:
             with suppress(OSError):
                 parent.rmdir()
-        if isinstance(error, OSError | SafetensorError) and not isinstance(error, CheckpointError):
+        if _is_of_disk(error):
             raise CheckpointError(f"{target}: cannot be written ({reason(error)}); nothing of it was kept") from error
         raise
 

@@ -1,4 +1,4 @@
-"""Every exception of both packages, one tree.
+"""Every exception of the package, one tree; what only the harness raises hangs in it from `harness.errors`.
 
     CompressorError                       the root: catch this to catch all of ours
     |-- UserInputError (ValueError)       the caller gave something that breaks a rule
@@ -7,7 +7,6 @@
     |   |-- TargetError                   a target or ignore pattern that matches nothing
     |   |-- DatasetError                  calibration data that is missing, empty or of the wrong form
     |   |-- ModelError                    a model that cannot be loaded or must not be compressed
-    |   |-- GoldenError                   a golden that cannot be read, or must not be written
     |   |-- OutputError                   an output folder that exists or cannot be written
     |   |   `-- AlreadyDoneError            the output folder holds the result of this very run, so there is nothing to resume
     |   `-- ResumeError                   a run folder that is in use, damaged, or of another run
@@ -17,19 +16,17 @@
     |-- TracingError (RuntimeError)       a model whose data flow cannot be followed
     |-- NumericsError (ArithmeticError)   NaN, infinity, a matrix that is not positive definite
     |-- CheckpointError (OSError)         a checkpoint that cannot be written whole or does not read back
-    |-- ReplayError (RuntimeError)        a captured training step cannot stand for the eager one
-    |   |-- HostReadError                   the step reads a tensor on the host
-    |   |-- DynamicShapeError               a shape of the step depends on data
-    |   |-- UntrackedRandomnessError        random numbers that no recorded op drew
-    |   |-- EscapedTensorError              something outside the step keeps, or is written by, a tensor of the step
-    |   |-- BindError                       a batch that does not fit the fixed input buffers
-    |   |-- PointerDriftError               a parameter, gradient, buffer or optimizer state lies elsewhere than at capture
-    |   |-- GuardDriftError                 a fact of the host that the capture took for granted has changed
-    |   |-- SignatureDriftError             the step is another one on another batch
-    |   |-- ProofError                      replay and eager differ
-    |   `-- PlanStormError                  more plans than the cap allows
-    |-- ContractViolation (AssertionError) a graph that broke the contract it was held against
-    `-- HarnessError (RuntimeError)       the harness itself failed; never used for a verdict
+    `-- ReplayError (RuntimeError)        a captured training step cannot stand for the eager one
+        |-- HostReadError                   the step reads a tensor on the host
+        |-- DynamicShapeError               a shape of the step depends on data
+        |-- UntrackedRandomnessError        random numbers that no recorded op drew
+        |-- EscapedTensorError              something outside the step keeps, or is written by, a tensor of the step
+        |-- BindError                       a batch that does not fit the fixed input buffers
+        |-- PointerDriftError               a parameter, gradient, buffer or optimizer state lies elsewhere than at capture
+        |-- GuardDriftError                 a fact of the host that the capture took for granted has changed
+        |-- SignatureDriftError             the step is another one on another batch
+        |-- ProofError                      replay and eager differ
+        `-- PlanStormError                  more plans than the cap allows
 
 A message reads `<where>: <what was given> <rule broken>; <what to do>`.
 """
@@ -63,10 +60,6 @@ class DatasetError(UserInputError):
 
 class ModelError(UserInputError):
     """A model cannot be loaded or must not be compressed."""
-
-
-class GoldenError(UserInputError):
-    """A golden cannot be read, or must not be written."""
 
 
 class OutputError(UserInputError):
@@ -147,11 +140,3 @@ class ProofError(ReplayError):
 
 class PlanStormError(ReplayError):
     """More plans are asked for than the cap allows."""
-
-
-class ContractViolation(CompressorError, AssertionError):
-    """A graph broke the contract that it was held against: a verdict, not a failure of ours."""
-
-
-class HarnessError(CompressorError, RuntimeError):
-    """The harness itself failed; never used for a verdict."""

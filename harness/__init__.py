@@ -31,11 +31,11 @@ _PUBLIC = {
     "QDQPreserved": "harness.onnx_graph.contracts.roles",
     "AllowedDomains": "harness.onnx_graph.contracts.nodes",
     "NumericEqual": "harness.onnx_graph.contracts.nodes",
-    "ContractViolation": "compressor.errors",
+    "ContractViolation": "harness.errors",
     "CheckRecord": "harness.reporting.record",
     "Outcome": "harness.reporting.record",
     "Verdict": "harness.reporting.record",
-    "HarnessError": "compressor.errors",
+    "HarnessError": "harness.errors",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -37,6 +37,7 @@ from compressor.nn import QuantizedLayer
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.progress import Progress, RichProgress, SilentProgress
+from compressor.random_state import random_numbers_kept
 from compressor.recipe import Recipe, load_recipe
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import OneshotSettings
@@ -128,7 +129,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     )
     with ExitStack() as held:
         with (
-            torch.random.fork_rng(),
+            random_numbers_kept(foreign=False, devices="all"),
             unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
             Session(state, parsed.modifiers) as session,
         ):

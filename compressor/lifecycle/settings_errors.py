@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from compressor.arguments import suggest
+from compressor.spelling import suggest
 
 EntryPath = tuple[int | str, ...]
 

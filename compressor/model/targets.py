@@ -7,13 +7,13 @@ always a mistake worth stopping for: a typo in `ignore` quantizes a layer that h
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 
 from torch import nn
 
 from compressor.errors import TargetError
+from compressor.spelling import nearest
 
 _REGEX_PREFIX = "re:"
 
@@ -165,10 +165,10 @@ def _explain(pattern: str, named: list[tuple[str, nn.Module]]) -> str:
         if any(re.search(expression, name) for name in names):
             return f"matches no module from the start of its name (did you mean 're:.*{expression}'?)"
         word = re.sub(r"\W+", "", expression.rpartition(".")[2])
-        nearest = difflib.get_close_matches(word, sorted(leaves), n=3)
+        near = nearest(word, sorted(leaves), count=3)
     elif pattern in leaves:
         return f"matches no module by its whole name (did you mean 're:.*{re.escape(pattern)}$'?)"
     else:
         classes = {class_name for _, module in named for class_name in _class_names(module)}
-        nearest = difflib.get_close_matches(pattern, [*sorted(classes), *names], n=3)
-    return "matches no module" + (f" (nearest: {', '.join(nearest)})" if nearest else "")
+        near = nearest(pattern, [*sorted(classes), *names], count=3)
+    return "matches no module" + (f" (nearest: {', '.join(near)})" if near else "")

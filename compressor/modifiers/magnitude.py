@@ -12,10 +12,10 @@ from torch import nn
 
 from compressor.algorithms.magnitude import Pattern, pruned_weights
 from compressor.algorithms.sparsity_schedule import DEFAULT_EXPONENT, SCHEDULES, SparsitySchedule
-from compressor.arguments import suggest
 from compressor.errors import LifecycleError, RecipeError, SchemeError
 from compressor.lifecycle import Event, EventType, State
 from compressor.modifiers.pruning_masks import PruningModifier, weight_rows
+from compressor.spelling import suggest
 
 # Structures of llm-compressor that are not here.
 _FOREIGN_STRUCTURES = ("channel", "filter", "block_")

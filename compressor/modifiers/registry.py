@@ -7,16 +7,16 @@ first asked for, so that knowing the names costs nothing.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import TypeVar
 
-from compressor.arguments import suggest
 from compressor.errors import RecipeError
 from compressor.lifecycle import Modifier
+from compressor.object_reference import resolve, subclass_names
+from compressor.spelling import suggest
 
 ENTRY_POINT_GROUP = "compressor.modifiers"
 
@@ -132,23 +132,9 @@ def _entry_points() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
-def _import_class(path: str, name: str) -> type[Modifier]:
-    module_name, _, qualname = path.partition(":")
-    try:
-        found: object = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise RecipeError(f"{name}: its module {module_name!r} cannot be imported ({error}); install it or correct the name") from error
-    for part in qualname.split("."):
-        if not hasattr(found, part):
-            raise RecipeError(f"{name}: {module_name} has no {qualname!r}; {suggest(qualname, _class_names(module_name))}")
-        found = getattr(found, part)
+def _import_class(reference: str, name: str) -> type[Modifier]:
+    found = resolve(reference, "modifier", where=name, error=RecipeError, names=subclass_names(Modifier)).value
     return _check_class(found, name)
-
-
-def _class_names(module_name: str) -> list[str]:
-    """Names of the modifiers in a module that was imported already."""
-    members = inspect.getmembers(importlib.import_module(module_name), inspect.isclass)
-    return [name for name, cls in members if issubclass(cls, Modifier) and not inspect.isabstract(cls)]
 
 
 def _check_class(found: object, name: str) -> type[Modifier]:

@@ -7,7 +7,6 @@ project cannot do is refused here, when the scheme is made and before any work, 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from compressor.errors import SchemeError
 from compressor.numerics import formats
 from compressor.numerics.formats import NumberType
+from compressor.spelling import suggest
 
 # Which observers there are, and their settings: how the range of a tensor is found.
 
@@ -81,21 +81,6 @@ class MSESettings:
                 "maxshrink must be at most 1 and maxshrink * grid at least 1"
             )
         return settings
-
-
-def suggest(name: str, known: Sequence[str]) -> str:
-    """Say what may have been meant by a name that does not exist.
-
-    Args:
-        name: what was given.
-        known: the names that exist.
-
-    Returns:
-        Half a sentence for the end of an error message.
-    """
-    nearest = difflib.get_close_matches(name, known, n=1)
-    listed = "one of " + ", ".join(known)
-    return f"did you mean {nearest[0]!r}? ({listed})" if nearest else f"use {listed}"
 
 
 Strategy = Literal["tensor", "channel", "group", "token", "block", "tensor_group", "attn_head"]

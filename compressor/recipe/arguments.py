@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from compressor.arguments import suggest
 from compressor.errors import RecipeError
 from compressor.recipe.source import EntryPath
+from compressor.spelling import suggest
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^${}]*)\}|\$\{")
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")

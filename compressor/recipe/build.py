@@ -19,13 +19,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from compressor.arguments import suggest
 from compressor.errors import RecipeError
 from compressor.lifecycle import Modifier
 from compressor.lifecycle.settings_errors import describe
 from compressor.modifiers.registry import find_modifier, known_modifiers
 from compressor.recipe.arguments import substitute
 from compressor.recipe.source import Document, EntryPath
+from compressor.spelling import suggest
 
 DEFAULT_STAGE = "default"
 RUN_TYPES = ("oneshot", "train")

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from compressor.arguments import suggest
 from compressor.errors import RecipeError
+from compressor.spelling import suggest
 
 Key = str | int
 EntryPath = tuple[Key, ...]

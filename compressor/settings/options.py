@@ -13,9 +13,9 @@ from typing import Annotated, Any, Concatenate, Literal, ParamSpec, Self, TypeVa
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
-from compressor.arguments import suggest
 from compressor.errors import UserInputError
 from compressor.settings.kinds import MODEL, Kind
+from compressor.spelling import suggest
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compressor.data.layouts import dense_parts, has_memory
 from compressor.errors import TracingError
 from compressor.numerics.checksum import checksum
+from compressor.random_state import generator_state, same_state, set_generator_state
 from compressor.tracing.targets.sample_state import TorchState
 
 # Writes to the tensors of a model, seen before they happen, for models of which no copy is kept: what is about to change is copied.
@@ -408,56 +409,6 @@ def fill(container: Any, kept: Any) -> None:
     else:
         container.clear()
         container.update(kept) if isinstance(container, set) else container.extend(kept)
-
-
-def generator_state(generator: Any) -> Any:
-    """Return where a generator stands.
-
-    Args:
-        generator: of torch, Python or numpy.
-
-    Returns:
-        What `set_generator_state` takes.
-    """
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state()
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    """Put a generator back. Changes it.
-
-    Args:
-        generator: of torch, Python or numpy.
-        state: of `generator_state`.
-    """
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-def same_state(one: Any, other: Any) -> bool:
-    """Compare two states of a generator.
-
-    Args:
-        one: of `generator_state`.
-        other: of the same generator.
-
-    Returns:
-        True if it stands where it stood.
-    """
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, dict):
-        return all(same_state(one[key], other[key]) for key in one)
-    return all(map(same_state, one, other)) if isinstance(one, tuple) else bool(one == other)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -13,7 +13,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from compressor.tracing.footprint import KeptTensor, Stirred, content, fill, generator_state, holds, set_generator_state
+from compressor.random_state import generator_state, set_generator_state
+from compressor.tracing.footprint import KeptTensor, Stirred, content, fill, holds
 
 _MISSING = object()
 

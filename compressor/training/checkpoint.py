@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from compressor.atomic import whole_file
 from compressor.errors import ResumeError
 from compressor.lifecycle import EventType
-from compressor.training.step.digests import raw_bytes, rng_states, set_rng_states
+from compressor.random_state import ForeignRandom, RandomState, foreign_random
+from compressor.training.step.digests import raw_bytes
 from compressor.training.step.step import TrainStep
 from compressor.training.stored_values import BOOKS, Reader, Writer, generators, is_writable
 from compressor.training.trainer import Trainer
@@ -56,7 +57,7 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
     record = {
         "format": _FORMAT,
         "num_steps": trainer.num_steps,
-        "python_rng": random.getstate(),
+        "python_rng": foreign_random().python,
         "numpy_rng": writer.write(np.random.get_state(legacy=False), "numpy.random"),
         "optimizer": type(step.optimizer).__name__,
         "modifiers": _modifiers(step),
@@ -77,7 +78,7 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
         "notes": dict(notes or {}),
     }
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in step.tensors().items()}
-    tensors |= {f"rng:{number}": state for number, state in enumerate(rng_states(step.device))}
+    tensors |= {f"rng:{number}": state for number, state in enumerate(_torch_rng(step).values())}
     tensors |= writer.tensors
     text = json.dumps(record)
     with whole_file(path) as partial:
@@ -129,10 +130,12 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
         trainer.step.model.get_submodule(name).set_extra_state(state)
     trainer.num_steps = record["num_steps"]
     trainer.forget_plans()
-    set_rng_states(rng, trainer.step.device)
-    random.setstate(_python_rng(record))
-    np.random.set_state(numpy_rng)
+    RandomState(dict(zip(_torch_rng(trainer.step), rng, strict=True)), ForeignRandom(_python_rng(record), numpy_rng)).restore()
     return dict(record["notes"])
+
+
+def _torch_rng(step: TrainStep) -> Mapping[str, Tensor]:
+    return RandomState.current(foreign=False, devices=step.device).by_device
 
 
 def _check_fits(trainer: Trainer, record: dict[str, Any], stored: dict[str, Tensor], num_rng: int, path: Path) -> None:
@@ -142,7 +145,7 @@ def _check_fits(trainer: Trainer, record: dict[str, Any], stored: dict[str, Tens
         raise ResumeError(f"{path}: it was stored with {record['optimizer']}, not with {type(step.optimizer).__name__}; use the same")
     if record["modifiers"] != _modifiers(step):
         raise ResumeError(f"{path}: {_other_modifiers(record['modifiers'], _modifiers(step))}; use the recipe that was stored")
-    if num_rng != len(rng_states(step.device)):
+    if num_rng != len(_torch_rng(step)):
         raise ResumeError(f"{path}: it was stored on another kind of device; resume on the kind it was stored on")
     _check_names(trainer, stored, path)
     odd = sorted({f"{number}.{key}" for number, key, _ in _host_state(trainer)} ^ record["host_state"].keys())

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch.nn import UninitializedBuffer
 
+from compressor.random_state import RandomState, generator_state, set_generator_state
 from compressor.training.guards.containers import other_modules, own_generators
-from compressor.training.guards.host_reads import host_generators_kept, host_state, named_host_generators, set_host_state
-from compressor.training.step.digests import rng_states, same_bits, set_rng_states
+from compressor.training.guards.host_reads import named_host_generators
+from compressor.training.step.digests import same_bits
 from compressor.training.step.step import TrainStep
 
 
@@ -25,16 +26,15 @@ def kept_generators(step: TrainStep) -> Iterator[None]:
         Nothing.
     """
     own = own_generators(step)
-    states = rng_states(step.device, own)
-    hosts = [(generator, host_state(generator)) for generator in named_host_generators(step).values()]
+    states = RandomState.current(foreign=True, devices=step.device, generators=own)
+    hosts = [(generator, generator_state(generator)) for generator in named_host_generators(step).values()]
     try:
-        with host_generators_kept():
-            yield
+        yield
     finally:
-        set_rng_states(states, step.device, own)
+        states.restore(own)
         for generator, state in hosts:
             if state is not None:
-                set_host_state(generator, state)
+                set_generator_state(generator, state)
 
 
 @contextmanager

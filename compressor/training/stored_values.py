@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import ResumeError
+from compressor.random_state import generator_state, set_generator_state
 from compressor.training.guards.containers import named_generators
 from compressor.training.guards.frozen_value import is_foreign
-from compressor.training.guards.host_reads import host_state, named_host_generators, set_host_state
+from compressor.training.guards.host_reads import named_host_generators
 from compressor.training.step.step import TrainStep
 
 Node = Any  # a plain value as it is, anything else as a dict that says what it is
@@ -110,7 +111,7 @@ class Writer:
     def _container(self, value: object, where: str, is_new: bool) -> Node:
         kind = type(value).__name__
         if isinstance(value, _HOSTS):
-            return {"is": "host generator", "type": kind, "of": self.write(host_state(value), f"{where}:state")}
+            return {"is": "host generator", "type": kind, "of": self.write(generator_state(value), f"{where}:state")}
         if _LISTS.get(kind) is type(value):
             items: Any = sorted(value, key=repr) if isinstance(value, set) else value
             length = {"max": value.maxlen} if isinstance(value, deque) else {}
@@ -210,7 +211,7 @@ class Reader:
         state = self.read(node["of"], None)
         generator = present if type(present).__name__ == node["type"] else _new_host(node, state)
         if not self.is_dry:
-            set_host_state(generator, state)
+            set_generator_state(generator, state)
         return generator
 
     def _list(self, node: Node, present: Any) -> Any:
@@ -275,7 +276,10 @@ def generators(step: TrainStep) -> dict[str, Any]:
     Returns:
         Name to generator, each once; those that have no state are left out.
     """
-    return {**named_generators(step), **{name: one for name, one in named_host_generators(step).items() if host_state(one) is not None}}
+    return {
+        **named_generators(step),
+        **{name: one for name, one in named_host_generators(step).items() if generator_state(one) is not None},
+    }
 
 
 def _new_host(node: Node, state: Any) -> Any:

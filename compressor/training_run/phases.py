@@ -25,6 +25,7 @@ from compressor.model.loading.load import LoadedModel, load_model, resolve_devic
 from compressor.model.saving import attach_save, save_compressed
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity
 from compressor.progress import Progress, RichProgress, SilentProgress
+from compressor.random_state import random_numbers_kept
 from compressor.settings.verbs import StepSettings
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmup_cosine
 from compressor.training_run.attention import causal_attention
@@ -295,15 +296,11 @@ def _all_but_frozen(model: nn.Module) -> frozenset[str]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of torch and Python, and put back where they stood."""
-    python = random.getstate()
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            random.seed(seed)
-            yield
-    finally:
-        random.setstate(python)
+    """Seed the generators of torch and Python; in the end all stand where they stood."""
+    with random_numbers_kept(devices="all"):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        yield
 
 
 @contextmanager

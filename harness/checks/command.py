@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> int:
         UserInputError: an expected failure without a reason, or no subject.
     """
     from compressor.errors import UserInputError
+    from compressor.object_reference import own_names, resolve
     from harness.checks.run import check
-    from harness.named import find_named
     from harness.reporting.record import EXIT_CODES, Verdict, decide, to_json
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
-    found = find_named(args.subject, "subject")
+    found = resolve(args.subject, "subject", names=own_names, files=True).value
     subjects = list(found) if isinstance(found, list | tuple) else [found]
     reasons = dict(text.partition("=")[::2] for text in args.expect_failure)
     if not all(reasons.values()):

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compressor.arguments import suggest
 from compressor.errors import UserInputError
+from compressor.object_reference import resolve
+from compressor.spelling import suggest
 from harness.checks.catalogue.registry import KINDS, TAGS, Look, find_checks
-from harness.lifecycle.report import VerifyReport
 from harness.profiles import PROFILES, active_profile
-from harness.reporting.record import CheckRecord, Outcome, to_junit
+from harness.reporting.record import CheckRecord, Outcome
+from harness.reporting.subject_report import SubjectReport
 
 # The report of `harness.check`: a record per check of one subject, as text, JSON and JUnit.
 
 
 @dataclass(frozen=True)
-class CheckReport(VerifyReport):
+class CheckReport(SubjectReport):
     """What all checks say of one subject.
 
     Attributes:
@@ -32,10 +32,6 @@ class CheckReport(VerifyReport):
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types."""
         return {**super().to_dict(), "kind": self.kind, "tags": list(self.tags)}
-
-    def to_junit(self) -> str:
-        """Return a JUnit document with a test case per check."""
-        return to_junit(self.records, self.subject)
 
 
 # From the objects that people have to subjects of the catalogue.
@@ -61,8 +57,7 @@ def adapt(subject: object) -> Any:
         return subject
     for path, adapter in _ADAPTERS.items():
         if any(f"{cls.__module__}.{cls.__qualname__}" == path for cls in type(subject).__mro__):
-            module, _, name = adapter.partition(":")
-            return getattr(importlib.import_module(module), name)(subject)
+            return resolve(adapter, "adapter").value(subject)
     known = ", ".join(f"{kind} ({protocol})" for kind, protocol in KINDS.items())
     raise UserInputError(
         f"check: {type(subject).__name__} is nothing that can be checked; give it a `kind`, one of {known}, and the members of that "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 
 if TYPE_CHECKING:
     from harness.goldens.store.candidates import Candidate

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from compressor.errors import GoldenError, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import GoldenError
 from harness.goldens.report import comparison_lines
 from harness.goldens.store.candidates import Candidate, CandidateFolder
 from harness.goldens.store.encoding import as_tensors, describe, devices_of, encode, hash_inputs, hash_recipe

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compressor.errors import GoldenError
+from compressor.atomic import write_whole
+from harness.errors import GoldenError
 from harness.goldens.differences import Difference
 from harness.goldens.report import HEADINGS, row_cells
-from harness.goldens.store.atomic import write_whole
 from harness.reporting.record import html_badge
 from harness.tolerance import Comparison
 from harness.tolerance.bits import differs

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compressor.random_state import random_numbers_kept
+
 VOCABULARY, HIDDEN, LAYERS, POSITIONS = 128, 64, 2, 128
 
 
@@ -31,7 +33,7 @@ def build_tiny_model(seed: int = 0) -> LlamaForCausalLM:
         eos_token_id=0,
         pad_token_id=0,
     )
-    with torch.random.fork_rng(devices=[]):
+    with random_numbers_kept(foreign=False):
         model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

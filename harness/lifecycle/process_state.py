@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -15,10 +14,11 @@ from typing import Any, Self
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
+from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.driving.snapshot import SHARED
 
 # Random numbers in the harness: its own leave the caller's alone, and those that only make a module are told from all others.
@@ -34,30 +34,6 @@ _FILL = frozenset({"uniform_", "normal_", "random_", "bernoulli_", "exponential_
 _MAKES_A_MODULE = frozenset({"__init__", "reset_parameters", "_reset_parameters"})
 
 
-@contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Leave the global random number generators as they were."""
-    states = random.getstate(), numpy.random.get_state(), torch_states()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        _put_back(states[2])
-
-
-def torch_states() -> list[Tensor]:
-    """Return the states of torch's generators, the CPU's first."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *devices]
-
-
-def _put_back(states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1:]:
-        torch.cuda.set_rng_state_all(list(states[1:]))
-
-
 class ModulesMayDraw(TorchFunctionMode):
     """Takes back, at its end, how far the making of modules has moved torch's generators, unless something else has moved them too.
 
@@ -69,19 +45,19 @@ class ModulesMayDraw(TorchFunctionMode):
         """Nothing has been drawn."""
         super().__init__()
         self.draws: list[str] = []
-        self._before = self._due = torch_states()
+        self._before = self._due = RandomState.current(foreign=False)
 
     def __enter__(self) -> Self:
         """Remember where the generators stand."""
-        self._before = self._due = torch_states()
+        self._before = self._due = RandomState.current(foreign=False)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Take back what the making of modules has drawn."""
         super().__exit__(*error)
-        if self._due is not self._before and _equal(torch_states(), self._due):
-            _put_back(self._before[: len(self._due)])
+        if self._due is not self._before and RandomState.current(foreign=False).equals(self._due):
+            self._before.restore()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -90,14 +66,14 @@ class ModulesMayDraw(TorchFunctionMode):
         kwargs = kwargs or {}
         if not _may_draw(func) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        before = torch_states()
+        before = RandomState.current(foreign=False)
         result = func(*args, **kwargs)
-        after = torch_states()
-        if not _equal(before, after):
+        after = RandomState.current(foreign=False)
+        if not before.equals(after):
             place, makes_a_module = _where()
             if not makes_a_module:
                 self.draws.append(f"{getattr(func, '__name__', func)} was called at {place}")
-            elif _equal(before, self._due):
+            elif before.equals(self._due):
                 self._due = after
         return result
 
@@ -105,10 +81,6 @@ class ModulesMayDraw(TorchFunctionMode):
 def _may_draw(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     return name in _DRAW or name in _FILL or getattr(func, "__module__", "") == "torch.nn.init"
-
-
-def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(mine, its) for mine, its in zip(one, other, strict=True))
 
 
 def _where() -> tuple[str, bool]:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from compressor.arguments import suggest
 from compressor.errors import RecipeError, UserInputError
 from compressor.lifecycle import Modifier
+from compressor.object_reference import resolve, subclass_names
+from compressor.spelling import suggest
 from harness.lifecycle.driving.time_limit import TimeLimitError
-from harness.named import find_named
 
 # What a modifier may declare, in a class attribute `contract_tags` or to `verify`; each takes a part of the contract out.
 TAGS = MappingProxyType(
@@ -53,7 +53,7 @@ def find_subject(path: str, settings: Mapping[str, Any]) -> object:
     Raises:
         UserInputError: there is nothing of this name, or the settings do not fit.
     """
-    found = find_named(path, "modifier", Modifier)
+    found = resolve(path, "modifier", names=subclass_names(Modifier), files=True).value
     if not settings:
         return found
     if not isinstance(found, type) or not issubclass(found, Modifier):

@@ -12,9 +12,9 @@ from functools import partial
 
 from torch import nn
 
-from compressor.arguments import suggest
 from compressor.errors import CompressorError, UserInputError
 from compressor.lifecycle import Session
+from compressor.spelling import suggest
 from harness.lifecycle.checks import hooks, leftovers, machine, order, recipe, watching
 from harness.lifecycle.checks.registry import CHECKS, LifecycleCheck
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches

@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from compressor.errors import UserInputError
+from compressor.random_state import random_numbers_kept
 from harness.modules.tensors import own_tensors
 from harness.reporting.record import Claim
 
@@ -225,7 +226,7 @@ def run(module: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     Returns:
         What it returns.
     """
-    with torch.random.fork_rng():
+    with random_numbers_kept(foreign=False, devices="all"):
         torch.manual_seed(0)
         return module(*args, **kwargs)
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from harness.mutants.patches import Edit, Mutant, Patch, find_place
+from compressor.object_reference import resolve
+from harness.errors import HarnessError
+from harness.mutants.patches import Edit, Mutant, Patch
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,14 @@ class CodeMutant(Mutant):
 
 @contextmanager
 def _exchanged(patch: Patch) -> Iterator[None]:
-    owner, name, current = find_place(patch.where)
+    place = resolve(patch.where, "function or table", error=HarnessError)
+    current = place.stored
     if not isinstance(patch, Edit):
-        setattr(owner, name, patch.make(current))
+        setattr(place.owner, place.name, patch.make(current))
         try:
             yield
         finally:
-            setattr(owner, name, current)
+            setattr(place.owner, place.name, current)
         return
     function = _function(current)
     right = function.__code__
@@ -55,7 +58,8 @@ def _function(found: Any) -> FunctionType:
     """What lies below properties, static methods and decorators."""
     getter: Any = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
     function = inspect.unwrap(getter)
-    assert isinstance(function, FunctionType), found
+    if not isinstance(function, FunctionType):
+        raise HarnessError(f"{found!r}: this is no Python function, and has no code to replace; plant the bug in one")
     return function
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from compressor.arguments import suggest
 from compressor.errors import UserInputError
-from harness.named import find_named
+from compressor.object_reference import own_names, resolve
+from compressor.spelling import suggest
 
 if TYPE_CHECKING:
     from harness.mutants.patches import Mutant
@@ -108,7 +108,7 @@ def listed_families(table: str = TABLE) -> Mapping[str, str]:
     Raises:
         UserInputError: there is no such table, or it is none.
     """
-    found = find_named(table, "table of planted bugs")
+    found = resolve(table, "table of planted bugs", names=own_names, files=True).value
     if not isinstance(found, Mapping) or not found:
         raise UserInputError(f"{table}: this is no table of planted bugs; give a mapping from names to 'package.module:NAME'")
     return found
@@ -130,7 +130,7 @@ def find_family(name: str, table: str = TABLE) -> Family:
     families = listed_families(table)
     if name not in families:
         raise UserInputError(f"mutants: there is no family {name!r}; {suggest(name, families)}")
-    family = find_named(families[name], "family of planted bugs")
+    family = resolve(families[name], "family of planted bugs", names=own_names, files=True).value
     if not isinstance(family, Family):
         raise UserInputError(f"{families[name]}: this is no family of planted bugs; give a harness.mutants.family.Family")
     return family

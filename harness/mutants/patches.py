@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import linecache
 import textwrap
@@ -11,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from compressor.errors import HarnessError
+from compressor.object_reference import resolve
+from harness.errors import HarnessError
 
 
 class Patch(Protocol):
@@ -115,28 +115,12 @@ class Mutant:
             yield
 
 
-def find_place(where: str) -> tuple[Any, str, Any]:
-    """Look up what a patch replaces.
-
-    Args:
-        where: `package.module:Class.function`.
-
-    Returns:
-        Who holds it, under which name, and what stands there now, without binding it.
-    """
-    module_name, _, path = where.partition(":")
-    owner: Any = importlib.import_module(module_name)
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    return owner, name, inspect.getattr_static(owner, name)
-
-
 @contextmanager
 def _in_place(patch: Patch) -> Iterator[None]:
-    owner, name, current = find_place(patch.where)
-    setattr(owner, name, patch.make(current))
+    place = resolve(patch.where, "function or table", error=HarnessError)
+    current = place.stored
+    setattr(place.owner, place.name, patch.make(current))
     try:
         yield
     finally:
-        setattr(owner, name, current)
+        setattr(place.owner, place.name, current)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.plugin.options import folder_setting, setting
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from compressor.errors import GoldenError
+from compressor.atomic import write_whole
+from harness.errors import GoldenError
 from harness.goldens.report import comparison_lines
-from harness.goldens.store.atomic import write_whole
 from harness.goldens.store.usage import USAGE_FILE, read_usage
 from harness.plugin.fixtures import GOLDEN
 from harness.plugin.options import OPTIONS, folder_setting, setting

@@ -16,8 +16,9 @@ import torch
 import yaml
 from torch import nn
 
-from compressor.errors import HarnessError
-from harness.spelling import did_you_mean
+from compressor.random_state import random_numbers_kept
+from compressor.spelling import did_you_mean
+from harness.errors import HarnessError
 from harness.traceability.batches import MAKERS, Batch, make_batches
 from harness.traceability.verdicts import Subject
 
@@ -60,12 +61,10 @@ class Architecture:
         import transformers
 
         model_class = getattr(transformers, self.model_class)
-        python_state = random.getstate()
-        with torch.random.fork_rng(devices=[]):
+        with random_numbers_kept():
             torch.manual_seed(seed)
             random.seed(seed)
             model: nn.Module = model_class(model_class.config_class(**_copied(self.config))).float().eval()
-        random.setstate(python_state)
         draw_weights(model, seed)
         for module in model.modules():
             config: Any = module.__dict__.get("config")

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from compressor.errors import HarnessError
+from harness.errors import HarnessError
 
 if TYPE_CHECKING:
     from harness.traceability.audit import Auditor

@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from compressor.errors import HarnessError, TracingError
+from compressor.errors import TracingError
 from compressor.tracing import Watched
+from harness.errors import HarnessError
 from harness.traceability.audit import Auditor
 from harness.traceability.batches import Batch, copies
 from harness.traceability.flows import FlowResult, StagePasses

@@ -14,7 +14,6 @@ above 60 at 4 bits and more, about 20 at 2 bits and in NVFP4, where zeros are va
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +22,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from compressor.errors import UserInputError
+from compressor.spelling import suggest
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -110,6 +110,5 @@ def _explain(path: Path, error: Mapping[str, Any], lines: Mapping[tuple[str, ...
     if error["type"] != "extra_forbidden":
         return f"{where}: {error['input']!r} is not allowed: {error['msg'][0].lower()}{error['msg'][1:]}"
     known = sorted((SqnrLimits if len(place) > 1 else Policy).model_fields)
-    nearest = difflib.get_close_matches(place[-1], known, n=1, cutoff=0.5)
-    remedy = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+    remedy = suggest(place[-1], known, otherwise=f"known are {', '.join(known)}", show=str)
     return f"{where}: is no limit; {remedy}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from compressor.errors import HarnessError
+from harness.errors import HarnessError
 
 
 def live_peak_bytes(run: Callable[[], object], device: torch.device) -> int:

@@ -21,7 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from compressor.errors import CompressorError, HarnessError
+from compressor.errors import CompressorError
+from harness.errors import HarnessError
 
 RECIPE = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}}}
 LAYERS = (2, 8, 32)

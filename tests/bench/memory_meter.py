@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from compressor.errors import HarnessError
+from harness.errors import HarnessError
 
 INTERVAL_SECONDS = 0.0002
 _MAPS = Path("/proc/self/maps")

@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 import compressor
-from compressor.errors import CompressorError, HarnessError, OutputError, UserInputError
+from compressor.errors import CompressorError, OutputError, UserInputError
+from harness.errors import HarnessError
 from tests.bench.losses import compare_losses
 
 DRIVER = Path(__file__).with_name("drive.py")

@@ -25,10 +25,10 @@ class Turns:
     """
 
     def __init__(self, trainers: Mapping[str, Trainer], device: torch.device) -> None:
-        from compressor.training.step.digests import rng_states
+        from compressor.random_state import RandomState
 
         self._trainers, self._device, self._running = trainers, device, 0
-        self._states = {id(trainer): rng_states(device) for trainer in trainers.values()}
+        self._states = {id(trainer): RandomState.current(foreign=False, devices=device) for trainer in trainers.values()}
 
     def begin(self, name: str) -> None:
         """Let a run go on. Changes torch's generators, and whether the run's trainer looks at its guards.
@@ -36,14 +36,14 @@ class Turns:
         Args:
             name: of the run; that of another trainer ends with it.
         """
-        from compressor.training.step.digests import rng_states, set_rng_states
+        from compressor.random_state import RandomState
 
         trainer = self._trainers[name]
         trainer.check_every = _NEVER if name == UNGUARDED else 1
         if self._running:
-            self._states[self._running] = rng_states(self._device)
+            self._states[self._running] = RandomState.current(foreign=False, devices=self._device)
         self._running = id(trainer)
-        set_rng_states(self._states[self._running], self._device)
+        self._states[self._running].restore()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.goldens import golden as golden_module
 from harness.goldens.golden import Golden, GoldenMismatch, GoldenSettings
 from harness.goldens.store import store as store_module

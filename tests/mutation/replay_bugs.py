@@ -239,7 +239,7 @@ MUTANTS: Sequence[Mutant] = (
         "a proof does not put generators back",
         "dropout",
         "step.snapshot:Snapshot.put_back",
-        "set_rng_states(self.rng, step.device, generators)",
+        "self.rng.restore(generators)",
         "pass",
     ),
     _state(

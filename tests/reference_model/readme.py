@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import CompressorError, HarnessError
+from compressor.errors import CompressorError
+from harness.errors import HarnessError
 
 NAMES = {"base": "bf16", "rtn": "4-bit round-to-nearest", "gptq": "4-bit GPTQ"}
 PAIRS = (("rtn", "base"), ("gptq", "rtn"), ("gptq", "base"))

@@ -27,12 +27,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from compressor.errors import HarnessError
 from compressor.model.loading.load import resolve_device
 from compressor.progress import Progress, RichProgress
 from compressor.training import Trainer, TrainStep, adamw
 from compressor.training.trainer import Mode
 from compressor.training_run.attention import causal_attention
+from harness.errors import HarnessError
 from tests.reference_model.corpus import SourceFile, list_hash, source_files
 
 END_OF_TEXT = "<|endoftext|>"

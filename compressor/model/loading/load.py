@@ -7,7 +7,6 @@ nothing is unpickled, and code from the folder runs only when it is asked for.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import nn
 from compressor.errors import ModelError
 from compressor.model.folder import check_not_quantized, check_weight_files, is_dir, one_line, read_config, read_json, some, weight_files
 from compressor.nn.layer import QuantizedLayer
+from compressor.spelling import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -275,8 +275,8 @@ def resolve_class(model_class: str | type | None) -> Any:
     name = _DEFAULT_CLASS if model_class is None else model_class
     found = getattr(transformers, name, None)
     if not hasattr(found, "from_pretrained"):
-        nearest = difflib.get_close_matches(name, dir(transformers), n=3)
-        hint = f" (nearest: {', '.join(nearest)})" if nearest else ""
+        near = nearest(name, dir(transformers), count=3)
+        hint = f" (nearest: {', '.join(near)})" if near else ""
         raise ModelError(f"model_class: {name!r} is no model class of transformers{hint}; name one, such as AutoModel")
     return found
 

@@ -20,6 +20,7 @@ from compressor.errors import ModelError
 from compressor.model.experts.unfuse import layout_of
 from compressor.model.folder import check_not_quantized, one_line, read_config
 from compressor.model.loading.load import LOAD_ERRORS, check_in_memory, load_model, quiet_transformers, resolve_class
+from compressor.random_state import random_numbers_kept
 
 # The shapes of a model without its weights: what a plan needs, in milliseconds for a model of any size.
 
@@ -117,7 +118,7 @@ def stand_in(
     count = sum(parameter.numel() for parameter in skeleton.parameters())
     why = f"{num_bytes / 1e9:.1f} GB of weights were not read" if num_bytes else "the folder holds no weights"
     if count <= MAX_RANDOM:
-        with torch.random.fork_rng(devices=[]):
+        with random_numbers_kept(foreign=False):
             torch.manual_seed(seed)
             return StandIn(_build(folder, chosen, trust_remote_code, None), f"random ({why})", folder=folder)
     has_experts = any(layout_of(module) is not None for module in skeleton.modules())

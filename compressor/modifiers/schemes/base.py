@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.costs import Cost, rounding_cost
-from compressor.errors import CalibrationError
+from compressor.errors import CalibrationError, ResumeError
 from compressor.lifecycle import Event, FinishedStage, Modifier, ModuleRecord, State
 from compressor.lifecycle.state import StageValue
 from compressor.modifiers.schemes.input_statistics import InputHook, input_of, observing, static_input_qparams
@@ -139,7 +139,8 @@ class SchemeModifier(SchemeTargets, Modifier):
             state.replace_module(name, from_buffers(module, self._schemes[name], buffers, name=name))
         self.restore_kv_ranges(stage.memory, state.device)
         num_fallbacks = stage.memory["num_fallbacks"]
-        assert isinstance(num_fallbacks, int)
+        if not isinstance(num_fallbacks, int):
+            raise ResumeError(f"num_fallbacks: the run folder holds {num_fallbacks!r}, no number; remove the run folder to start over")
         self._num_fallbacks = num_fallbacks
 
     def cost(self, scheme: QuantizationScheme, rows: Sequence[int], columns: int, element_bytes: int, num_tokens: int) -> Cost:

@@ -27,7 +27,6 @@ from compressor.pipelines.journal.stage_files import (
     look_before,
     read_tensors,
     report_since,
-    restore_random,
     write_tensors,
 )
 
@@ -152,7 +151,7 @@ class Journal(NoJournal):
         assert self._end is not None
         for entry in self._done:
             self._restore(session, entry, entry["modules"])
-        restore_random(read_tensors(self._folder.stage_file(None), ()).random)
+        read_tensors(self._folder.stage_file(None), ()).random.restore()
         return tuple(self._end["uncalled"])
 
     def open_stage(self, session: Session, index: int, name: str, modules: Sequence[str], num_stages: int) -> bool:
@@ -250,7 +249,7 @@ class Journal(NoJournal):
             modifier.skip_stage(session.state, FinishedStage(modules, kept, tensors.modules))
         copy_tensors(session.state.model, tensors.modules)
         add_report(session.state.report, entry["report"])
-        restore_random(tensors.random)
+        tensors.random.restore()
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         try:

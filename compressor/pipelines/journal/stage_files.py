@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compressor.atomic import whole_file
-from compressor.errors import ResumeError
+from compressor.errors import LifecycleError, ResumeError
 from compressor.lifecycle import Fallback, ModuleRecord, Report, State
 from compressor.lifecycle.state import StageValue
+from compressor.random_state import RandomState
 
 _TENSOR, _RANDOM, _MEMORY = "model:", "random:", "modifier:"
 # What the report holds: each field, and what its items are made of.
@@ -31,7 +32,7 @@ class StageTensors(NamedTuple):
     """What a file holds: tensors by module and name, generator states by device, what modifiers remember by their number."""
 
     modules: dict[str, dict[str, Tensor]]
-    random: dict[str, Tensor]
+    random: RandomState
     memories: dict[int, dict[str, Tensor]]
 
 
@@ -77,7 +78,7 @@ def write_tensors(
     kept = dict(_tensors(state, names, claimed=True))
     kept |= {key: tensor for key, tensor in _tensors(state, names, claimed=False) if before.hashes.get(key) != _hash(tensor)}
     content = {_TENSOR + key: tensor for key, tensor in kept.items()}
-    content |= {_RANDOM + device: tensor for device, tensor in random_state().items()}
+    content |= {_RANDOM + device: tensor for device, tensor in RandomState.current(foreign=False).by_device.items()}
     for number, memory in enumerate(memories):
         content |= {f"{_MEMORY}{number}:{key}": value for key, value in memory.items() if isinstance(value, Tensor)}
     with whole_file(path) as partial:
@@ -106,7 +107,7 @@ def read_tensors(path: Path, keys: Sequence[str]) -> StageTensors:
         if key.startswith(_MEMORY):
             number, _, name = key.removeprefix(_MEMORY).partition(":")
             memories.setdefault(int(number), {})[name] = tensor.clone()
-    return StageTensors(modules, random, memories)
+    return StageTensors(modules, RandomState(random), memories)
 
 
 def copy_tensors(model: nn.Module, modules: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -131,26 +132,6 @@ def copy_tensors(model: nn.Module, modules: Mapping[str, Mapping[str, Tensor]]) 
             with torch.no_grad():
                 if not torch.equal(own.cpu().view(torch.uint8).flatten(), stored.view(torch.uint8).flatten()):
                     own.copy_(stored)
-
-
-def random_state() -> dict[str, Tensor]:
-    """Return the states of torch's generators by device; of GPUs only once one is in use."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def restore_random(states: Mapping[str, Tensor]) -> None:
-    """Set torch's generators.
-
-    Args:
-        states: by device.
-    """
-    torch.set_rng_state(states["cpu"])
-    for device, state in states.items():
-        if device != "cpu":
-            torch.cuda.set_rng_state(state, device)
 
 
 def report_since(report: Report, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -189,7 +170,8 @@ def _items(report: Report) -> dict[str, dict[Any, Any]]:
     """The items of every field by name or position."""
     names = [field.name for field in fields(report)]
     unknown = [name for name in names if name not in _REPORT_ITEMS]
-    assert not unknown, f"the journal would lose {unknown} of the report; add them to _REPORT_ITEMS"
+    if unknown:
+        raise LifecycleError(f"{type(report).__name__}: the journal would lose {unknown} of the report; add them to _REPORT_ITEMS")
     values = {name: getattr(report, name) for name in names}
     return {name: dict(value) if isinstance(value, dict) else dict(enumerate(value)) for name, value in values.items()}
 

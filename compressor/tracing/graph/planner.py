@@ -18,6 +18,7 @@ from compressor.data.collate import Batch, batch_to, call_model, copied_batch
 from compressor.data.layouts import digest as digest_of
 from compressor.data.layouts import kind_of, shape_of
 from compressor.errors import TracingError
+from compressor.random_state import RandomState
 from compressor.tracing.graph.guards import GuardPlan, plan_guards
 from compressor.tracing.graph.nodes import Frame, GuardFailure, Refusal, SwallowedTarget, current_frames, one_line
 from compressor.tracing.graph.program import Program, Segment, build_program, run_nodes, run_program, signature_of
@@ -25,7 +26,7 @@ from compressor.tracing.graph.recorder import Recorder
 from compressor.tracing.graph.torch_patches import LeafFunction, function_around, noting_values, recording, resolve_leaf
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.records import Leaf
-from compressor.tracing.targets.sample_state import ModuleValues, RandomState
+from compressor.tracing.targets.sample_state import ModuleValues
 
 # Recording one forward: inputs become placeholders, the forward runs once, and the recorder's graph becomes a program.
 

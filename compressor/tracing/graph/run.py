@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import CalibrationError, TracingError
+from compressor.random_state import RandomState
 from compressor.tracing.footprint import Stirred
 from compressor.tracing.graph.nodes import Unrepeatable
 from compressor.tracing.graph.planner import copy_batch, named_inputs
@@ -22,7 +23,7 @@ from compressor.tracing.graph.program import ROOT, CallModule, Program, call_pla
 from compressor.tracing.graph.torch_patches import noting_values
 from compressor.tracing.targets.partition import module_names
 from compressor.tracing.targets.running import Watched
-from compressor.tracing.targets.sample_state import ModuleValues, RandomState, View, copy_arguments
+from compressor.tracing.targets.sample_state import ModuleValues, View, copy_arguments
 from compressor.tracing.targets.store import MemoryStore, ValueStore
 from compressor.tracing.traces import Traces
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from compressor.random_state import foreign_random
 from compressor.tracing.graph.nested_values import BY_REFERENCE, find_tensor, is_named_tuple, is_record, structure, tree_leaves
 from compressor.tracing.graph.nodes import Refusal, Template, Unrepeatable, replace_items, set_attributes
 from compressor.tracing.graph.symbolic import is_symbolic
-from compressor.tracing.targets.sample_state import foreign_random
 
 if TYPE_CHECKING:
     from compressor.tracing.graph.recorder import Recorder

@@ -7,7 +7,6 @@ of the recording, the replacements do nothing.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import sys
 import threading
@@ -15,8 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, Protocol, TypeGuard, TypeVar
 from weakref import WeakSet
 
@@ -24,6 +22,7 @@ import torch
 from torch import nn
 
 from compressor.errors import TracingError
+from compressor.object_reference import resolve
 from compressor.tracing.graph.nodes import Frame, call_mapped, call_script
 from compressor.tracing.graph.recorder import Recorder
 from compressor.tracing.targets.sample_state import ModuleValues, noting_cached_properties
@@ -123,22 +122,17 @@ def resolve_leaf(given: str | Callable[..., Any]) -> LeafFunction:
         TracingError: there is none, or it cannot be replaced where it stands.
     """
     path = given if isinstance(given, str) else f"{getattr(given, '__module__', '?')}:{getattr(given, '__qualname__', '?')}"
-    module_name, colon, qualified = path.partition(":")
-    if not (module_name and colon and qualified):
+    if not all(path.partition(":")):
         raise TracingError(f"leaves: {path!r} is no package.module:function; write it so, with a colon before the function")
-    outer, _, name = qualified.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-        holder = attrgetter(outer)(module) if outer else vars(module)
-        function = (vars(holder) if outer else holder)[name]
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise TracingError(
-            f"leaves: {path!r} names no function ({type(error).__name__}: {error}); give package.module:function or "
-            "package.module:Class.method"
-        ) from error
+    place = resolve(path, "function", where=f"leaves: {path!r} names no function", error=TracingError)
+    holder = vars(place.owner) if isinstance(place.owner, ModuleType) else place.owner
+    scope = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+    if place.name not in scope:
+        raise TracingError(f"leaves: {path!r} names no function of that place itself; give the module or class that defines it")
+    function = scope[place.name]
     if not isinstance(function, FunctionType):
         raise TracingError(f"leaves: {path!r} is a {type(function).__name__}; give a Python function, or wrap it with compressor.leaf")
-    return LeafFunction(holder, name, function, "given by the user")
+    return LeafFunction(holder, place.name, function, "given by the user")
 
 
 def function_around(frames: Sequence[Frame], busy: set[Any], banned: set[str], reason: str) -> LeafFunction | None:

@@ -21,13 +21,14 @@ from torch import nn
 
 from compressor.data.collate import Batch
 from compressor.errors import TracingError
+from compressor.random_state import foreign_random
 from compressor.tracing.footprint import Stirred
 from compressor.tracing.suspend.module_calls import CallRouter
 from compressor.tracing.suspend.paused_forward import Sample
 from compressor.tracing.targets.order import Trail, check_outside, merged_rank, repeated
 from compressor.tracing.targets.partition import module_names
 from compressor.tracing.targets.running import Watched
-from compressor.tracing.targets.sample_state import TorchState, foreign_random
+from compressor.tracing.targets.sample_state import TorchState
 from compressor.tracing.traces import Traces
 
 # Forwards that run again from the start, so that a target that they call repeatedly is calibrated with all its calls.

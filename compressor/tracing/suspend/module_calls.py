@@ -17,9 +17,10 @@ from greenlet import GreenletExit
 from torch import Tensor, nn
 
 from compressor.errors import CalibrationError, CompressorError, TracingError
+from compressor.random_state import RandomState
 from compressor.tracing.suspend.paused_forward import Sample, running_sample
 from compressor.tracing.targets.order import missed_call
-from compressor.tracing.targets.sample_state import ModuleValues, RandomState, copy_arguments, noting_cached_properties, run_shielded
+from compressor.tracing.targets.sample_state import ModuleValues, copy_arguments, noting_cached_properties, run_shielded
 
 # Targets that are called repeatedly can be calibrated only if the weights of finished targets stay as the samples met them.
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from compressor.data.collate import Batch, call_model, copied_batch
 from compressor.data.layouts import kind_of
 from compressor.errors import CompressorError, TracingError
+from compressor.random_state import foreign_random
 from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
@@ -27,7 +28,7 @@ from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
 from compressor.tracing.targets.records import Stage
-from compressor.tracing.targets.sample_state import TorchState, foreign_random
+from compressor.tracing.targets.sample_state import TorchState
 
 _UNUSUAL_SEED = 3_141_592_653
 _NO_PAUSE = 'where a forward cannot pause; use pipeline="basic" or other sequential targets'

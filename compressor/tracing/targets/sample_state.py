@@ -10,52 +10,17 @@ import contextlib
 import contextvars
 import copy
 import functools
-import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from compressor.errors import TracingError
+from compressor.random_state import RandomState
 from compressor.tracing.graph.nested_values import Modes
 
 _ATOMS = (str, bytes, int, float, complex, type, torch.dtype, torch.device, torch.Size, nn.Module, torch.Generator)
-
-
-class RandomState(NamedTuple):
-    """The states of the default random generators: of torch, and of Python and numpy where a model draws from them."""
-
-    cpu: Tensor
-    cuda: tuple[Tensor, ...]
-    foreign: tuple[Any, Any] | None
-
-    @staticmethod
-    def current(*, foreign: bool) -> RandomState:
-        """Return the states as they are now; those of Python and numpy, which cost a tenth of a millisecond, only if asked."""
-        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
-        return RandomState(torch.get_rng_state(), cuda, foreign_random() if foreign else None)
-
-    def restore(self) -> None:
-        """Make the generators continue from here."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
-        if self.foreign is not None:
-            random.setstate(self.foreign[0])
-            np.random.set_state(self.foreign[1])
-
-
-def foreign_random() -> tuple[Any, Any]:
-    """Return the states of the generators of Python and numpy, in a form that can be compared.
-
-    Returns:
-        What `random.setstate` and `numpy.random.set_state` take.
-    """
-    state: Any = np.random.get_state()
-    name, keys, *rest = state
-    return random.getstate(), (name, tuple(keys.tolist()), *rest)
 
 
 class TorchState(NamedTuple):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from compressor.errors import GuardDriftError, HostReadError, ReplayError, UntrackedRandomnessError
+from compressor.random_state import foreign_random, generator_state, same_state
 from compressor.training.guards.containers import containers
 from compressor.training.guards.python_state import variables
 from compressor.training.step.step import TrainStep
@@ -60,43 +61,28 @@ def watching_host(step: TrainStep) -> Iterator[None]:
         HostReadError: a tensor was read without an operator.
         UntrackedRandomnessError: a generator of Python or numpy was moved; those of the two modules are set back.
     """
-    numpy_state: Any = np.random.get_state(legacy=True)
-    python_state = random.getstate()
-    own = {name: (generator, _state(generator)) for name, generator in _generators(step)}
+    before = foreign_random()
+    own = {name: (generator, generator_state(generator)) for name, generator in _generators(step)}
     try:
         with _Reads(put_off=bool(step.ranks.groups)) as reads:
             yield
         if reads.refusal is not None:
             raise reads.refusal
     except ReplayError:
-        _put_back(python_state, numpy_state)
+        before.restore()
         raise
-    now: Any = np.random.get_state(legacy=True)
-    moved = "Python's module random" if random.getstate() != python_state else None
-    if moved is None and not (now[2] == numpy_state[2] and np.array_equal(now[1], numpy_state[1])):
+    now = foreign_random()
+    moved = "Python's module random" if now.python != before.python else None
+    if moved is None and now.numpy != before.numpy:
         moved = "numpy.random"
     for name, (generator, state) in own.items():
-        if moved is None and _state(generator) != state:
+        if moved is None and not same_state(generator_state(generator), state):
             moved = f"{name}, a {type(generator).__name__}"
     if moved is not None:
-        _put_back(python_state, numpy_state)
+        before.restore()
         raise UntrackedRandomnessError(
             f"the step draws from {moved}, and what it drew would be frozen; draw outside, and give the result with the batch"
         )
-
-
-@contextmanager
-def host_generators_kept() -> Iterator[None]:
-    """Set the generators of Python and numpy back after the block.
-
-    Yields:
-        Nothing.
-    """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        _put_back(python_state, numpy_state)
 
 
 def refuse_iterators(step: TrainStep) -> None:
@@ -117,11 +103,6 @@ def refuse_iterators(step: TrainStep) -> None:
             )
 
 
-def _put_back(python_state: Any, numpy_state: Any) -> None:
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-
-
 def named_host_generators(step: TrainStep) -> dict[str, Any]:
     """List the generators of Python and numpy that a step reaches, beside those of the two modules.
 
@@ -135,31 +116,6 @@ def named_host_generators(step: TrainStep) -> dict[str, Any]:
     return dict(reversed(found.values()))
 
 
-def host_state(generator: Any) -> Any:
-    """Return the state of a generator of Python or numpy; None where it has none, as that of the operating system."""
-    try:
-        if isinstance(generator, random.Random):
-            return generator.getstate()
-        return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
-    except NotImplementedError:
-        return None
-
-
-def set_host_state(generator: Any, state: Any) -> None:
-    """Set the state of a generator of Python or numpy. Changes it.
-
-    Args:
-        generator: the generator.
-        state: what `host_state` returned for one of its kind.
-    """
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
 def _generators(step: TrainStep) -> Iterator[tuple[str, Any]]:
     for held in containers(step):
         if isinstance(held.keep, _GENERATORS):
@@ -171,7 +127,3 @@ def _generators(step: TrainStep) -> Iterator[tuple[str, Any]]:
         for key, value in module.__dict__.items():
             if isinstance(value, _GENERATORS):
                 yield f"attribute '{key}' of {name or 'the model'}", value
-
-
-def _state(generator: Any) -> str:
-    return repr(host_state(generator))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -205,8 +204,7 @@ def locate(plan: Plan, batch: Batch) -> Difference | None:
 
 def _differing(eager: Snapshot, replay: Snapshot) -> list[str]:
     names = [name for name, tensor in eager.tensors.items() if not same_bits(tensor, replay.tensors[name])]
-    moved = any(not torch.equal(one, other) for one, other in zip(eager.rng, replay.rng, strict=True))
-    return names + ["random generators"] * moved
+    return names + ["random generators"] * (not eager.rng.equals(replay.rng))
 
 
 def _trespass(plan: Plan, tape: Tape, found: Difference | None, differing: list[str], rewind: Callable[[], None]) -> Difference | None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from compressor.errors import ProofError, ReplayError, SignatureDriftError
+from compressor.random_state import random_numbers_kept
 from compressor.training.capture.protocol import Engine
 from compressor.training.capture.signature import drift
 from compressor.training.guards.containers import undone
-from compressor.training.guards.host_reads import host_generators_kept
 from compressor.training.guards.optimizer_state import optimizer_facts, refuse_moved
 from compressor.training.python_state import PythonState
 from compressor.training.replay.plan import Plan, record
@@ -93,7 +93,7 @@ def eager_end(step: TrainStep, batch: Batch, engine: Engine, generators: list[to
         The state after the step, its loss among it.
     """
     start = Snapshot.take(step, generators)
-    with lent(batch) as given, host_generators_kept(), undone(step):
+    with lent(batch) as given, random_numbers_kept(devices=step.device), undone(step):
         end = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(given)))
     start.put_back(step, generators)
     return end

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -44,38 +43,6 @@ def content_digest(tensor: Tensor) -> str:
         16 hexadecimal digits.
     """
     return hashlib.blake2b(raw_bytes(tensor).cpu().numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def rng_states(device: torch.device, generators: Iterable[torch.Generator] = ()) -> list[Tensor]:
-    """Copy the states of the default generators of CPU and device, and of further ones.
-
-    Args:
-        device: where the step runs.
-        generators: generators that the step names itself.
-
-    Returns:
-        One uint8 tensor per generator.
-    """
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states + [generator.get_state() for generator in generators]
-
-
-def set_rng_states(states: list[Tensor], device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
-    """Put states back that `rng_states` gave for the same device and generators.
-
-    Args:
-        states: what it returned.
-        device: where the step runs.
-        generators: generators that the step names itself.
-    """
-    rest = iter(states)
-    torch.set_rng_state(next(rest))
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(next(rest), device)
-    for generator in generators:
-        generator.set_state(next(rest).clone())
 
 
 def rng_digest() -> bytes:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.training.step.digests import rng_states, same_bits, set_rng_states
+from compressor.random_state import RandomState
+from compressor.training.step.digests import same_bits
 from compressor.training.step.step import TrainStep
 
 
@@ -22,7 +23,7 @@ class Snapshot:
     """
 
     tensors: dict[str, Tensor]
-    rng: list[Tensor]
+    rng: RandomState
 
     @classmethod
     def take(cls, step: TrainStep, generators: Sequence[torch.Generator] = (), loss: Tensor | None = None) -> Snapshot:
@@ -39,7 +40,7 @@ class Snapshot:
         tensors = {name: tensor.detach().clone() for name, tensor in step.tensors().items()}
         if loss is not None:
             tensors["loss"] = loss.detach().clone()
-        return cls(tensors, rng_states(step.device, generators))
+        return cls(tensors, RandomState.current(foreign=False, devices=step.device, generators=generators))
 
     @torch.no_grad()
     def put_back(self, step: TrainStep, generators: Sequence[torch.Generator] = ()) -> None:
@@ -60,7 +61,7 @@ class Snapshot:
             made = [key for key, value in state.items() if isinstance(value, Tensor) and f"opt.{key}:{name}" not in self.tensors]
             for key in made:  # likewise
                 del state[key]
-        set_rng_states(self.rng, step.device, generators)
+        self.rng.restore(generators)
 
     def differences(self, other: Snapshot) -> list[str]:
         """List what differs, in words.
@@ -78,7 +79,7 @@ class Snapshot:
                 found.append(f"{name} exists in one of the two only")
             elif not same_bits(a, b):
                 found.append(f"{name}: {_distance(a, b)}")
-        if any(not torch.equal(a, b) for a, b in zip(self.rng, other.rng, strict=True)):
+        if not self.rng.equals(other.rng):
             found.append("the random generators stand elsewhere")
         return found
 

@@ -25,6 +25,7 @@ from compressor import oneshot
 from compressor.algorithms.gptq import quantize_gptq
 from compressor.modifiers import gptq
 from compressor.nn import QuantizedLayer
+from compressor.random_state import random_numbers_kept
 from harness.checks.protocols import Calibrated
 
 _SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -74,7 +75,7 @@ class OurCalibration:
         return [sys.executable, "-m", "harness.checks.adapters.calibration", subject, str(rows), str(out), str(torch.get_num_threads())]
 
     def _drawn(self, kind: Any, config: Any) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
+        with random_numbers_kept(foreign=False):
             torch.manual_seed(self.seed)
             model: nn.Module = kind(config)
         return model.eval()

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from compressor.errors import UserInputError
+from compressor.spelling import suggest
 from harness.profiles import PROFILES, Profile
 from harness.reporting.record import CheckRecord, Claim, Outcome
 
@@ -211,14 +212,21 @@ def register(
 
     Returns:
         The decorator; it gives the function back unchanged.
+
+    Raises:
+        UserInputError: a kind or tag that does not exist, or a name that another check has.
     """
     wanted = frozenset(needs)
-    assert kind in KINDS, f"{name}: there is no kind {kind}"
-    assert wanted <= TAGS.keys(), f"{name}: {wanted - TAGS.keys()} are no tags"
+    if kind not in KINDS:
+        raise UserInputError(f"{name}: there is no kind {kind!r} of subjects; {suggest(kind, KINDS)}")
+    unknown = sorted(wanted - TAGS.keys())
+    if unknown:
+        raise UserInputError(f"{name}: there is no contract tag {unknown[0]!r}; {suggest(unknown[0], TAGS)}")
 
     def put(function: CheckFunction) -> CheckFunction:
         full = f"{kind}.{name}"
-        assert full not in _CHECKS, f"two checks are called {full}"
+        if full in _CHECKS:
+            raise UserInputError(f"{full}: another check has this name; choose another")
         _CHECKS[full] = Check(full, title, kind, function, number, wanted, tuple(caught_by))
         return function
 
@@ -250,8 +258,6 @@ def find_checks(wanted: Iterable[str | int] | None, kind: str | None = None) -> 
     Raises:
         UserInputError: a name or number that no check of this kind has.
     """
-    from compressor.arguments import suggest
-
     known = [check for check in all_checks().values() if kind in (None, check.kind)]
     if wanted is None:
         return known

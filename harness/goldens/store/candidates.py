@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import GoldenError, UserInputError
-from harness.goldens.store.atomic import write_whole
+from compressor.atomic import write_whole
+from compressor.errors import UserInputError
+from harness.errors import GoldenError
 from harness.goldens.store.manifest import TensorEntry, read_tensors, tensors_data
 from harness.goldens.store.paths import SUFFIX, relative_path
 from harness.goldens.store.provenance import Platform

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from compressor.errors import GoldenError, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import GoldenError
 from harness.goldens.store.manifest import TensorEntry
 from harness.reporting.record import to_json
 from harness.tolerance.bits import dtype_name, dtype_of, from_bytes, to_bytes

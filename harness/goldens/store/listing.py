@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import GoldenError
+from compressor.spelling import suggest
+from harness.errors import GoldenError
 from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, read_manifest, tensors_data
 from harness.goldens.store.paths import MANIFEST, SUFFIX, folder_of
 
@@ -47,8 +47,7 @@ def find(root: Path, name: str) -> GoldenEntry:
     entry = read_manifest(root / folder_of(name)).goldens.get(name)
     if entry is None:
         known = [other for manifest in manifests_of(root) for other in manifest.goldens]
-        near = get_close_matches(name, known, n=1)
-        raise GoldenError(f"golden {name!r}: does not exist below {root}; " + (f"did you mean {near[0]!r}?" if near else "see golden list"))
+        raise GoldenError(f"golden {name!r}: does not exist below {root}; {suggest(name, known, otherwise='see golden list')}")
     return entry
 
 

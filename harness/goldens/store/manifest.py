@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import GoldenError, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import GoldenError
 from harness.goldens.store.paths import MANIFEST, file_name, folder_of, same_file
 from harness.goldens.store.provenance import Platform
 from harness.tolerance.tiers import TierMap

@@ -16,7 +16,7 @@ import hashlib
 import re
 import shlex
 
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 
 SUFFIX = ".safetensors"
 MANIFEST = "manifest.json"

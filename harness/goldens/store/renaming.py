@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, read_anywhere
 from harness.goldens.store.paths import MANIFEST, SUFFIX, file_name, folder_of
 from harness.goldens.store.writer import locked, replace_files

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.goldens.store.encoding import decode
 from harness.goldens.store.manifest import GoldenEntry, TensorEntry, Variant, find_entry
 from harness.goldens.store.paths import folder_of, relative_path

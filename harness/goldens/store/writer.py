@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compressor.errors import GoldenError
-from harness.goldens.store.atomic import stage
+from compressor.atomic import stage, write_whole
+from harness.errors import GoldenError
 from harness.goldens.store.candidates import Candidate
 from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, check_not_elsewhere, find_entry, read_manifest
 from harness.goldens.store.paths import MANIFEST, file_name, folder_of
@@ -241,7 +241,7 @@ def _undo(before: Mapping[Path, bytes | None], staged: Mapping[Path, Path]) -> N
             if data is None:
                 path.unlink(missing_ok=True)
             elif not path.exists() or path.read_bytes() != data:
-                path.write_bytes(data)
+                write_whole(path, data)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from compressor.errors import UserInputError
 from harness.lifecycle.driving.compare import Violation, describe
 from harness.lifecycle.driving.time_limit import TimeLimitError
 from harness.lifecycle.subject import NothingToCheckError, Subject
@@ -105,11 +106,15 @@ def register(
 
     Returns:
         The decorator; it gives the function back unchanged.
+
+    Raises:
+        UserInputError: another check has the name.
     """
 
     def put(function: CheckFunction) -> CheckFunction:
         full = f"lifecycle.{name}"
-        assert full not in CHECKS, f"two checks are called {full}"
+        if full in CHECKS:
+            raise UserInputError(f"{full}: another check has this name; choose another")
         CHECKS[full] = LifecycleCheck(full, title, function, number, frozenset(tags), caught)
         return function
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.compare import Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, list_differences
 from harness.lifecycle.driving.probes import masked_batch
 from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze
-from harness.lifecycle.process_state import random_numbers_kept, torch_states
 from harness.lifecycle.subject import Batch, Subject, begin_random_numbers, call
 from harness.lifecycle.witness import Witness
 
@@ -130,7 +130,7 @@ class _Watch:
             if self._subject.trains:
                 gradients = _gradients(model, output)
             tensors = freeze(dict(model.state_dict()))
-            drawn = [] if "random" in self._subject.tags else [freeze(torch_states())]
+            drawn = [] if "random" in self._subject.tags else [freeze([*RandomState.current(foreign=False).by_device.values()])]
         self._hold_callers(model, witness)
         values = [*witness.seen, ("what the model returns", freeze(output)), ("the caller's batch", freeze(batch))]
         values += [("the model's state dict", tensors), ("what gradients reach the parameters", freeze(gradients))]

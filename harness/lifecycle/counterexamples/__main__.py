@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
-from compressor.errors import HarnessError
+from harness.errors import HarnessError
 from harness.lifecycle.counterexamples.program import (
     DISABLE,
     ENABLE,

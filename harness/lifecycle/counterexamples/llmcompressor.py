@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressor.errors import HarnessError, LifecycleError
+from compressor.errors import LifecycleError
+from harness.errors import HarnessError
 from harness.lifecycle.driving.callback_recorder import Recorder
 from harness.lifecycle.driving.compare import CLAUSES, Clause
 from harness.lifecycle.driving.driver import Run

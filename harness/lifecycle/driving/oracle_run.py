@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from compressor.errors import CompressorError
+from compressor.random_state import random_numbers_kept
 from harness.lifecycle.driving.callback_recorder import Acts, Entry
 from harness.lifecycle.driving.compare import CLAUSES, Clause, Outcome, Violation, describe, judge_error, replay, show
 from harness.lifecycle.driving.driver import ActingRun, Run
@@ -15,7 +16,6 @@ from harness.lifecycle.driving.probes import CHAIN_PARTS
 from harness.lifecycle.driving.snapshot import Difference, Snapshot, num_hooks
 from harness.lifecycle.driving.time_limit import TimeLimitError
 from harness.lifecycle.oracle import ModifierModel, Script, SessionModel, refuse
-from harness.lifecycle.process_state import random_numbers_kept
 
 # What has to be true of the model itself: what a run may leave behind, and which hooks a forward runs in which order.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from compressor.atomic import check_output_file
 from compressor.errors import UserInputError
-from harness.output_file import check_output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from harness.output_file import check_output_file
+from compressor.atomic import check_output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from compressor.atomic import check_output_file, whole_file
 from compressor.errors import CheckpointError, UserInputError
 from harness.onnx_graph.skips.call_records import Calls
 from harness.onnx_graph.skips.child_processes import Channel
 from harness.onnx_graph.skips.passes import resolve_skips
 from harness.onnx_graph.skips.supervision import OUT_OF_REACH, Ended, supervise
-from harness.output_file import check_output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
     ended, calls = _run(command, skips)
     code = _conclude(command, ended, calls, skips)
     if args.json is not None:
-        from compressor.atomic import whole_file  # brings torch, which help and mistakes do without
-
         found = {"calls": [call.to_dict() for call in calls], "unseen": [asdict(one) for one in ended.unseen]}
         report = {"command": command, "exit_code": ended.code, "skips": skips} | found
         try:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from compressor.errors import ContractViolation, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import ContractViolation
 from harness.onnx_graph.census.baseline import Baseline, counterparts, take_baseline
 from harness.onnx_graph.census.census import Block, Census, census
 from harness.onnx_graph.graph.view import read_proto

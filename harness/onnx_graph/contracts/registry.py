@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from compressor.errors import UserInputError
-from harness.spelling import did_you_mean
+from compressor.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from harness.onnx_graph.contracts.base import Contract

@@ -13,10 +13,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from compressor.errors import HarnessError, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import HarnessError
 from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.view import RANDOM, GraphView, label, load_graph
-from harness.spelling import plain_text
+from harness.onnx_graph.plain_text import plain_text
 
 # How close two arrays are, in the one measure that limits are stated in.
 

@@ -24,14 +24,16 @@ import torch
 from torch import nn
 
 from compressor.atomic import whole_file
-from compressor.errors import HarnessError, OutputError, UserInputError
+from compressor.errors import OutputError, UserInputError
 from compressor.model.loading.load import load_model
 from compressor.model.loading.sample_batches import Modality, sample_batches
 from compressor.nn.experts import UnfusedExperts
+from compressor.spelling import did_you_mean
+from harness.errors import HarnessError
 from harness.onnx_graph.graph.run_session import POLICIES, run_graph, sqnr_db
 from harness.onnx_graph.graph.view import read_proto
+from harness.onnx_graph.plain_text import plain_text
 from harness.onnx_graph.skips.passes import native_output
-from harness.spelling import did_you_mean, plain_text
 
 # Write a graph whole or not at all, with its data in a file beside it where it is larger than protobuf takes.
 

@@ -22,11 +22,12 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from compressor.errors import HarnessError, UserInputError
+from compressor.errors import UserInputError
 from compressor.model.checkpoints.load import load_compressed
 from compressor.nn import QuantizedLinear
 from compressor.numerics.quantize import dynamic_qparams, fake_quantize
 from compressor.numerics.scheme import QuantizationArgs
+from harness.errors import HarnessError
 from harness.onnx_graph.census.projections import fingerprint
 from harness.onnx_graph.roundtrip.export import Dynamic, Exported, export
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from compressor.errors import CompressorError, ContractViolation, UserInputError
+from compressor.errors import CompressorError, UserInputError
+from harness.errors import ContractViolation
 from harness.onnx_graph.contracts.base import Contract, ContractResult, Finding, Holding
 from harness.onnx_graph.graph.run_session import POLICIES, OutputRow, compare_outputs, example_inputs
 from harness.onnx_graph.graph.view import load_graph, read_proto

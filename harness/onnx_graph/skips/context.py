@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import ContractViolation, HarnessError, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import ContractViolation, HarnessError
 from harness.onnx_graph.skips.call_records import Calls, GraphContract, OptimizerCall
 from harness.onnx_graph.skips.child_processes import Channel
 from harness.onnx_graph.skips.intercept import INTERCEPTOR, Judge, Policy, judged

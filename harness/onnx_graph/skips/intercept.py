@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from compressor.errors import HarnessError
+from harness.errors import HarnessError
 from harness.onnx_graph.skips.call_records import OptimizerCall, called_by_an_optimizer, calling_line
 from harness.onnx_graph.skips.native_entries import ENTRIES, EXTENSIONS, Entry
 
@@ -152,7 +152,8 @@ class SessionGraphs:
             The model before (bytes or path) and after (bytes); the temporary file is gone.
         """
         held, model, target, _ = self._pending.graphs
-        assert held is session, "sessions are made and initialized one after the other in a thread"
+        if held is not session:
+            raise HarnessError("onnxruntime: a session was made before the last one was initialized; make them one after the other")
         after = Path(target).read_bytes()
         self._discard()
         return model, after

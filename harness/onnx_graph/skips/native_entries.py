@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compressor.errors import HarnessError
+from harness.errors import HarnessError
 
 Names = tuple[str, ...]
 

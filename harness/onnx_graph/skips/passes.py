@@ -20,8 +20,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from compressor.errors import HarnessError, UserInputError
-from harness.spelling import did_you_mean
+from compressor.errors import UserInputError
+from compressor.spelling import did_you_mean
+from harness.errors import HarnessError
 
 _ORT_TRANSFORMER = re.compile(r"GraphTransformer (\S+) modified: ")
 

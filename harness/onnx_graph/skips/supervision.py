@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compressor.errors import HarnessError
+from harness.errors import HarnessError
 
 # What is not promised, in the words in which the chapter of this room, `--help` and docstrings say it. Light: help imports it.
 

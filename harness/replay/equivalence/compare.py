@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compressor.errors import ContractViolation, ReplayError, UserInputError
+from compressor.errors import ReplayError, UserInputError
+from harness.errors import ContractViolation
 from harness.replay.equivalence.first_difference import FirstDifference, explain, locate_refused
 from harness.replay.equivalence.mode_run import ModeRun, run_mode, spell_plans, spell_run
 from harness.replay.equivalence.run import Batches, Between, Factory, Plot

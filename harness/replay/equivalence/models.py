@@ -140,7 +140,7 @@ def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "
     elif source in zoo():
         build, batch_at = _architecture(zoo()[source], size, where)
     else:
-        from compressor.arguments import suggest
+        from compressor.spelling import suggest
 
         raise UserInputError(f"MODEL: {source!r} is neither a folder nor an architecture of the zoo; {suggest(source, zoo())}")
 

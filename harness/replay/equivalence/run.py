@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import ReplayError, UserInputError
+from compressor.random_state import RandomState
 from compressor.training import Trainer, TrainStep
 from harness.replay.equivalence.training_state import TrainingState, state_of
 
@@ -224,8 +225,7 @@ def _forwards(trainer: Trainer) -> Iterator[list[None]]:
 @contextmanager
 def _surroundings(seed: int) -> Iterator[None]:
     """Seed every generator, and leave generators and settings as they were, whatever a run does to them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    generators = RandomState.current(foreign=True, devices="all")
     settings = torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     grad, anomaly, environment = torch.is_grad_enabled(), torch.is_anomaly_enabled(), dict(os.environ)
@@ -236,11 +236,7 @@ def _surroundings(seed: int) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        generators.restore()
         torch.set_default_dtype(settings[0])
         torch.set_num_threads(settings[1])
         torch.set_float32_matmul_precision(settings[2])

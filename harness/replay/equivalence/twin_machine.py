@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor, nn
 
 from compressor.errors import ReplayError
+from compressor.random_state import RandomState, foreign_random
 from compressor.training import Trainer, load_training, save_training
 from harness.replay.equivalence.run import Factory, Plot
 from harness.replay.equivalence.training_state import differing_names, state_of
@@ -172,7 +173,7 @@ class World:
     """
 
     trainer: Trainer
-    generators: tuple[Any, Any, Any]
+    generators: RandomState
 
     @classmethod
     def open(cls, factory: Factory, mode: str) -> World:
@@ -181,18 +182,16 @@ class World:
         random.seed(_SEED)
         np.random.seed(_SEED)
         trainer, _ = Plot(factory, [], 0).open(mode)
-        return cls(trainer, _generators())
+        return cls(trainer, RandomState.current(foreign=True))
 
     @contextmanager
     def entered(self) -> Iterator[Trainer]:
         """Let this twin's generators stand in the place of the process's while it is at work."""
-        torch.set_rng_state(self.generators[0])
-        random.setstate(self.generators[1])
-        np.random.set_state(self.generators[2])
+        self.generators.restore()
         try:
             yield self.trainer
         finally:
-            self.generators = _generators()
+            self.generators = RandomState.current(foreign=True)
 
     def digests(self) -> dict[str, str]:
         """Return a text per part of the state."""
@@ -225,7 +224,7 @@ class ReplayMachine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         """Make the twins."""
-        self._caller = _generators()
+        self._caller = RandomState.current(foreign=True)
         self.eager, self.replay = (World.open(type(self).factory, mode) for mode in ("eager", "replay"))
         self.number, self.is_plain, self.is_over = 0, True, False
 
@@ -268,11 +267,11 @@ class ReplayMachine(RuleBasedStateMachine):
             with tempfile.TemporaryDirectory() as folder:
                 with world.entered() as trainer:
                     save_training(trainer, Path(folder) / "state.safetensors")
-                numpy_state = world.generators[2]
+                    numpy_state = foreign_random().numpy
                 fresh = World.open(type(self).factory, name)
                 with fresh.entered() as trainer:
                     load_training(trainer, Path(folder) / "state.safetensors")
-                fresh.generators = (*fresh.generators[:2], numpy_state)  # numpy's is not part of a stored state
+                    foreign_random()._replace(numpy=numpy_state).restore()  # numpy's is not part of a stored state
             setattr(self, name, fresh)
 
     @invariant()
@@ -285,7 +284,7 @@ class ReplayMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Give the generators back to the process."""
         if hasattr(self, "_caller"):
-            _set_generators(self._caller)
+            self._caller.restore()
 
     def _step(self, batch: Any, same_batch: Any) -> None:
         """One step of both; the batch is made twice, so that none can change that of the other."""
@@ -329,13 +328,3 @@ def replay_machine(factory: Factory, *batches: MakeBatch) -> type[ReplayMachine]
     """
     members = {"factory": staticmethod(factory), "batches": batches, "seen": Seen()}
     return type("ReplayMachine", (ReplayMachine,), members)
-
-
-def _generators() -> tuple[Any, Any, Any]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _set_generators(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])

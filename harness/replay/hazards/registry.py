@@ -16,6 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from compressor.errors import CompressorError, UserInputError
+from compressor.spelling import suggest
+from harness.errors import HarnessError
 from harness.replay.equivalence.compare import MODES, Equivalence, compare_modes
 from harness.replay.equivalence.first_difference import FirstDifference
 from harness.replay.equivalence.run import Batches, Refusal, Subject
@@ -124,12 +126,16 @@ def all_hazards() -> dict[str, tuple[str, Hazard]]:
 
     Returns:
         Name to theme and hazard, in the order of the tables.
+
+    Raises:
+        HarnessError: two hazards have one name.
     """
     found: dict[str, tuple[str, Hazard]] = {}
     for theme, module in THEMES.items():
         table: tuple[Hazard, ...] = importlib.import_module(module).HAZARDS
         for hazard in table:
-            assert hazard.name not in found, f"two hazards are called {hazard.name}"
+            if hazard.name in found:
+                raise HarnessError(f"{module}: another hazard is called {hazard.name!r}; give it another name")
             found[hazard.name] = (theme, hazard)
     return found
 
@@ -146,8 +152,6 @@ def chosen_hazards(names: Iterable[str] | None) -> dict[str, tuple[str, Hazard]]
     Raises:
         UserInputError: a name that none has.
     """
-    from compressor.arguments import suggest
-
     known = all_hazards()
     if names is None:
         return known

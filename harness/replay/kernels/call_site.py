@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.random_state import RandomState
 from compressor.training.capture.operators import Op
-from compressor.training.step.digests import rng_states, same_bits, set_rng_states
+from compressor.training.step.digests import same_bits
 from harness.replay.kernels.exchange import (
     Kept,
     Variant,
@@ -176,16 +177,16 @@ class _Moment:
         # The results may lie where an argument lies that nobody reads any more.
         self.drifts = bool(written(op)) or any(overlaps_any(out, given) for _, out in targets(op))
         self._kept = Kept.of(given)
-        self._rng = rng_states(self._device, generators)
+        self._rng = RandomState.current(foreign=False, devices=self._device, generators=generators)
 
     def rewind(self) -> None:
         """Make everything that the operator reads as it was."""
         self._kept.put_back()
-        set_rng_states(self._rng, self._device, self._generators)
+        self._rng.restore(self._generators)
 
     def has_drawn(self) -> bool:
         """Say whether a random generator has moved since."""
-        return any(not torch.equal(one, other) for one, other in zip(self._rng, rng_states(self._device, self._generators), strict=True))
+        return not self._rng.equals(RandomState.current(foreign=False, devices=self._device, generators=self._generators))
 
     def left_after(self, run: Callable[[], object]) -> list[Tensor]:
         """Run from the start, and copy what was left."""

@@ -6,20 +6,20 @@ exchange is made on the tape, since an override through `torch.library` is met b
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from compressor.errors import HarnessError, UserInputError
+from compressor.errors import UserInputError
 from compressor.progress import Progress, SilentProgress
+from compressor.random_state import foreign_random
 from compressor.training import Plan, Snapshot
 from compressor.training.capture.operators import Op
 from compressor.training.engines.tape import Tape
+from harness.errors import HarnessError
 from harness.replay.equivalence.training_state import differing_names, state_of
 from harness.replay.kernels.call_site import Site, examine
 from harness.replay.kernels.error_growth import Grown, grown_between, run_steps
@@ -165,13 +165,12 @@ def _undisturbed(plan: Plan, tape: Tape) -> Iterator[Callable[[], None]]:
     before = state_of(step, tape.loss, plan.buffers.batch).digests()
     runs = [op.run for op in tape.ops]
     start, rest = Snapshot.take(step, generators), Kept.of([*plan.buffers.tensors.values(), tape.loss])
-    python_rng, numpy_rng = random.getstate(), np.random.get_state()
+    foreign = foreign_random()
 
     def rewind() -> None:
         start.put_back(step, generators)
         rest.put_back()
-        random.setstate(python_rng)
-        np.random.set_state(numpy_rng)
+        foreign.restore()
 
     try:
         yield rewind

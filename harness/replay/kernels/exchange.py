@@ -6,7 +6,6 @@ An operator that writes into its arguments is exchanged by a function that does 
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
 from compressor.errors import CompressorError, UserInputError
+from compressor.spelling import did_you_mean
 from compressor.training.capture.operators import Op, written_arguments
 from compressor.training.engines.tape import Tape
 
@@ -165,8 +165,8 @@ def _running_names(ops: Iterable[Op]) -> Counter[str]:
 
 def _advice(wanted: str, ops: Sequence[Op]) -> str:
     names = _running_names(ops)
-    nearest = difflib.get_close_matches(wanted, [*names, *(str(op.func) for op in ops if op.run is not None)], n=1, cutoff=0.6)
-    return (f"did you mean {nearest[0]}? " if nearest else "") + f"the tape has {_listing(names)}"
+    known = [*names, *(str(op.func) for op in ops if op.run is not None)]
+    return f"{did_you_mean(wanted, known, show=str)}the tape has {_listing(names)}"
 
 
 def _listing(names: Counter[str]) -> str:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from compressor.errors import UserInputError
+from compressor.object_reference import resolve
 from compressor.training import Plan, TrainStep
 from compressor.training.engines.select import TapeEngine
 from compressor.training.replay.prove import prove
 from harness.replay.kernels.compare import Swap
 
 _WARMUP = 2
-# What running somebody's module may raise beside ImportError.
-_BROKEN = (
-    *(SyntaxError, NameError, AttributeError, TypeError, ValueError, LookupError),
-    *(ArithmeticError, AssertionError, OSError, RuntimeError),
-)
 
 
 def plan_on_tape(step: TrainStep, batch_at: Callable[[int], Any]) -> Plan:
@@ -63,46 +57,17 @@ def read_swap(text: str) -> Swap:
     module, colon, name = path.partition(":")
     if not all((match, equals, module, colon, name)):
         raise UserInputError(f"--swap {text!r}: this is not of the form OP=MODULE:FUNCTION; give for example aten.silu=mine:silu")
-    return Swap(match, load_function(module, name, text), path)
+    return Swap(match, _load_function(path, text), path)
 
 
-def load_function(module_name: str, name: str, where: str) -> Callable[..., Any]:
-    """Import a function. This runs the module.
-
-    Args:
-        module_name: dotted; the current folder is looked into first.
-        name: of the function; `Class.method` reaches further in.
-        where: for messages.
-
-    Returns:
-        The function.
-
-    Raises:
-        UserInputError: there is no such module or function, or it cannot be called.
-    """
+def _load_function(reference: str, swap: str) -> Callable[..., Any]:
+    where = f"--swap {swap!r}"
     with _current_folder_first():
-        try:
-            value: Any = importlib.import_module(module_name)
-        except ImportError as error:
-            raise UserInputError(
-                f"--swap {where!r}: module {module_name!r} cannot be imported ({error}); run in its folder, or install it"
-            ) from error
-        except _BROKEN as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise UserInputError(
-                f"--swap {where!r}: module {module_name!r} fails while it is imported ({type(error).__name__}: {reason}); "
-                "make it importable first"
-            ) from error
-    for part in name.split("."):
-        if not hasattr(value, part):
-            nearest = difflib.get_close_matches(part, [known for known in dir(value) if not known.startswith("_")], n=1)
-            advice = f"did you mean {nearest[0]}?" if nearest else "name a function that it defines"
-            raise UserInputError(f"--swap {where!r}: {module_name} has no {part!r}; {advice}")
-        value = getattr(value, part)
-    if not callable(value):
-        raise UserInputError(f"--swap {where!r}: {name} is a {type(value).__name__}, which cannot be called; name a function")
-    function: Callable[..., Any] = value
-    return function
+        function = resolve(reference, "function", where=where).value
+    if not callable(function):
+        name = reference.rpartition(":")[2]
+        raise UserInputError(f"{where}: {name} is a {type(function).__name__}, which cannot be called; name a function")
+    return cast(Callable[..., Any], function)
 
 
 @contextmanager

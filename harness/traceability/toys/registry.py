@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from compressor.random_state import random_numbers_kept
 from harness.traceability.architectures import draw_weights
 from harness.traceability.batches import Batch
 from harness.traceability.toys import call_order, mutation, outside_state, python_values, scopes
@@ -57,7 +58,7 @@ class ToyCase:
         Returns:
             The toy, in eval mode.
         """
-        with torch.random.fork_rng(devices=[]):
+        with random_numbers_kept(foreign=False):
             torch.manual_seed(seed)
             model = self.kind().eval()
         draw_weights(model, seed)

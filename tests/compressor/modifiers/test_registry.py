@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from compressor.arguments import suggest
 from compressor.errors import RecipeError
 from compressor.lifecycle import Modifier, State
 from compressor.modifiers import registry
@@ -68,12 +67,6 @@ def test_a_hopeless_name_is_answered_with_all_of_them() -> None:
         RecipeError, match="choose from ConstantPruningModifier, GPTQModifier, MagnitudePruningModifier, QuantizationModifier"
     ):
         find_modifier("xyzzy")
-
-
-def test_suggestions() -> None:
-    assert suggest("blok_size", ["block_size", "x"]) == "did you mean 'block_size'?"
-    assert suggest("q", ["a", "b"]) == "choose from a, b"
-    assert suggest("q", []) == "leave it out"
 
 
 def test_a_registered_class_is_found_by_its_name() -> None:

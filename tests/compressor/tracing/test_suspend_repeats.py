@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from compressor.data import Batch, call_model
 from compressor.errors import NumericsError, TracingError
+from compressor.random_state import RandomState
 from compressor.tracing import SuspendedRun, trace
 from compressor.tracing.targets.order import Trail, merged_rank, repeated
-from compressor.tracing.targets.sample_state import RandomState
 
 
 class Model(nn.Module):
@@ -268,13 +268,13 @@ def test_every_sample_draws_the_numbers_that_it_draws_alone(kind: type[nn.Module
             expected.append(call_model(model, fresh(batch)))
     start.restore()
     plan = trace(model, [data[0]], TARGETS, engine="suspend")
-    assert RandomState.current(foreign=True)[1:] == start[1:] and torch.equal(torch.get_rng_state(), start.cpu)
+    assert RandomState.current(foreign=True).equals(start)
     with plan.run(data, watched=lambda: WATCHED, keep_outputs=True) as run:
         for stage in run:
             stage.calibrate()
             stage.propagate()
     assert all(torch.equal(a, b) for a, b in zip(run.outputs, expected, strict=True))
-    assert RandomState.current(foreign=True)[1:] == start[1:] and torch.equal(torch.get_rng_state(), start.cpu)
+    assert RandomState.current(foreign=True).equals(start)
 
 
 def test_numbers_that_were_drawn_unforeseen_are_an_error() -> None:

@@ -83,7 +83,7 @@ def digest(trainer: Trainer, *kinds: str) -> str:
     """Hash the tensors of some kinds, or all of them and the random generators."""
     state = Snapshot.take(trainer.step)
     tensors = [tensor for name, tensor in sorted(state.tensors.items()) if not kinds or name.startswith(kinds)]
-    parts = tensors if kinds else [*tensors, *state.rng]
+    parts = tensors if kinds else [*tensors, *state.rng.by_device.values()]
     return hashlib.blake2b(b"".join(raw_bytes(part).numpy().tobytes() for part in parts), digest_size=8).hexdigest()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from compressor.errors import HarnessError
 from compressor.modifiers.schemes.input_statistics import InputHessians
+from harness.errors import HarnessError
 from tests.bench import memory
 from tests.bench.memory_job import measure_case
 

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from compressor.errors import HarnessError, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import HarnessError
 from tests.bench import drive, peer
 
 _QUIET = Console(quiet=True)

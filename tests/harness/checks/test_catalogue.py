@@ -155,3 +155,19 @@ def test_a_vacuous_limit_is_itself_a_failure(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(scales, "_TIER", T3(max_relative_error=2.0))
     record = harness.check(INT4, checks=["quantizer.scale_rule"], draws=False).records[0]
     assert record.outcome is Outcome.FAIL and "measures nothing" in record.summary
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        ("mine", {"kind": "quantiser"}, "there is no kind 'quantiser' of subjects; did you mean 'quantizer'?"),
+        ("mine", {"kind": "quantizer", "needs": ["no_such_tag"]}, "there is no contract tag 'no_such_tag'"),
+        ("zero", {"kind": "quantizer"}, "another check has this name; choose another"),
+    ],
+)
+def test_a_check_that_does_not_fit_the_catalogue_is_refused(name: str, settings: dict[str, Any], problem: str) -> None:
+    before = dict(all_checks())
+    with pytest.raises(UserInputError) as caught:
+        harness.checks.register(None, name, "A statement", **settings)(lambda subject, look: "")
+    assert problem in str(caught.value)
+    assert all_checks() == before

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.goldens.store import writer
 from harness.goldens.store.candidates import CandidateFolder, read_candidate
 from harness.goldens.store.writer import accept, remove

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compressor.errors import GoldenError
 from harness import cli
+from harness.errors import GoldenError
 from harness.goldens.page import MAX_COLUMNS, MAX_ROWS, heat_map
 from harness.tolerance import T1
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.goldens.store.candidates import CandidateFolder
 from harness.goldens.store.paths import MAX_PART, relative_path
 from harness.goldens.store.writer import accept

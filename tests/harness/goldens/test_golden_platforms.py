@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.goldens import golden as golden_module
 from harness.goldens.store.manifest import read_manifest
 from harness.goldens.store.provenance import Platform, current_platform, nearest

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compressor.errors import GoldenError
 from harness import cli
+from harness.errors import GoldenError
 from harness.goldens import golden as golden_module
 from harness.goldens.store import writer
 from harness.goldens.store.provenance import Platform

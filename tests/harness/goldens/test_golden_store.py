@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from compressor.errors import GoldenError
+from harness.errors import GoldenError
 from harness.goldens.golden import GoldenMismatch
 from harness.goldens.store.candidates import read_candidate
 from harness.goldens.store.manifest import read_manifest

@@ -17,8 +17,8 @@ from pydantic import PrivateAttr
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from compressor.errors import HarnessError
 from compressor.lifecycle import Event, EventType, Flags, Modifier, Session, State
+from harness.errors import HarnessError
 from harness.lifecycle.counterexamples.__main__ import main, search
 from harness.lifecycle.counterexamples.llmcompressor import OWN, PROBE, open_llm_compressor_run
 from harness.lifecycle.counterexamples.program import DISABLE, ENABLE, LEAVE, CounterExample, OpenRun

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import harness.lifecycle.driving.driver
-from compressor.errors import HarnessError
 from compressor.lifecycle import Modifier, Session
+from harness.errors import HarnessError
 from harness.lifecycle.checks.registry import CHECKS
 from harness.mutants.hunt import fate_of
 from harness.mutants.patches import Edit, Mutant

@@ -12,7 +12,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from compressor.errors import ContractViolation, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import ContractViolation
 from harness.onnx_graph.census.baseline import take_baseline
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.census.projections import fingerprint

@@ -12,7 +12,8 @@ from typing import Any
 import onnx
 import pytest
 
-from compressor.errors import ContractViolation, HarnessError, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import ContractViolation, HarnessError
 from harness.onnx_graph.skips.context import forced_skips
 from harness.onnx_graph.skips.passes import effective_passes, installed_backends
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from compressor import atomic
 from compressor.errors import CheckpointError, UserInputError
 from harness.cli import main
 from harness.onnx_graph.census import streams
@@ -23,11 +22,11 @@ from harness.onnx_graph.commands.main import ACTIONS
 from harness.onnx_graph.contracts.nodes import NumericEqual
 from harness.onnx_graph.contracts.roles import SeparateQKV
 from harness.onnx_graph.graph.run_session import POLICIES, example_inputs, output_row, run_graph
+from harness.onnx_graph.plain_text import plain_text
 from harness.onnx_graph.roundtrip.export import ExportFailure, export
 from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
 from harness.onnx_graph.skips import supervision
 from harness.onnx_graph.skips.context import forced_skips
-from harness.spelling import did_you_mean, plain_text
 
 BAD = {
     "export dir keep.txt": "keep.txt: a file of the kind .onnx goes there",
@@ -303,7 +302,7 @@ def test_a_record_of_calls_that_cannot_be_written_does_not_deny_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "calls.json"
-    monkeypatch.setattr(atomic, "whole_file", _full)
+    monkeypatch.setattr("harness.onnx_graph.commands.run.whole_file", _full)
     assert main(["onnx", "run", "--skip", "fuse_qkv", "--json", str(target), "--", "true"]) == 2
     said = capsys.readouterr().err
     assert f"{target}: cannot be written" in said and "nothing was run" not in said
@@ -346,9 +345,7 @@ def test_sizes_and_a_raised_opset_are_said(repo_root: Path, tmp_path: Path, caps
     assert "inputs input_ids [batch, 12], attention_mask [batch, 12], checked\n" in capsys.readouterr().out
 
 
-def test_a_word_with_nothing_near_is_left_alone() -> None:
-    assert did_you_mean("role_weight", ["role-weights", "numeric-equal"]) == "did you mean 'role-weights'? "
-    assert did_you_mean("quux", ["role-weights", "numeric-equal"]) == ""
+def test_colours_and_line_breaks_of_another_library_are_left_out() -> None:
     assert plain_text("\x1b[96mThis is step\x1b[0m 1/3\n of") == "This is step 1/3 of"
 
 

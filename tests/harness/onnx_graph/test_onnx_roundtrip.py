@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from compressor.errors import ContractViolation, ModelError, OutputError, UserInputError
+from compressor.errors import ModelError, OutputError, UserInputError
 from harness import RoleWeights, SameBlockCount, SeparateQKV, onnx_roundtrip
 from harness.cli import main
+from harness.errors import ContractViolation
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.commands.export import parse_dynamic
 from harness.onnx_graph.contracts.base import Holding

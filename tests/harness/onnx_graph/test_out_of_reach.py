@@ -9,8 +9,8 @@ from pathlib import Path
 import onnx
 import pytest
 
-from compressor.errors import HarnessError
 from harness.cli import main
+from harness.errors import HarnessError
 from harness.onnx_graph.skips import supervision
 
 pytest.importorskip("onnxsim")

@@ -13,10 +13,11 @@ from onnx import TensorProto
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from compressor import oneshot
-from compressor.errors import HarnessError, UserInputError
+from compressor.errors import UserInputError
 from compressor.nn import QuantizedLinear
 from harness import QDQPreserved, SeparateQKV
 from harness.cli import main
+from harness.errors import HarnessError
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.graph.run_session import POLICIES, run_graph, sqnr_db
 from harness.onnx_graph.roundtrip import export_quantized as quant_export

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from compressor.errors import ContractViolation, HostReadError, UserInputError
+from compressor.errors import HostReadError, UserInputError
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, sgd
+from harness.errors import ContractViolation
 from harness.replay import Subject, assert_equivalent, compare_modes
 from harness.replay.equivalence.first_difference import spell_distance
 from harness.replay.equivalence.training_state import differing_names, state_of

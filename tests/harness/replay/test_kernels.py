@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from compressor.errors import HarnessError, UserInputError
+from compressor.errors import UserInputError
 from compressor.training import Plan, locate
+from harness.errors import HarnessError
 from harness.replay.equivalence.training_state import state_of
 from harness.replay.kernels import compare as kernels
 from harness.replay.kernels import timing as kernel_timing

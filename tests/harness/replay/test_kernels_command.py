@@ -9,7 +9,7 @@ import pytest
 
 from compressor.errors import UserInputError
 from harness.replay import command
-from harness.replay.kernels.sources import load_function, read_swap
+from harness.replay.kernels.sources import read_swap
 
 SOURCE = """
 import torch
@@ -103,7 +103,7 @@ def test_rounds_time_the_ops_and_the_step(capsys):
         ("aten.silu=no_such_module:f", "module 'no_such_module' cannot be imported"),
         ("aten.silu=broken_kernels_of_a_test:f", "fails while it is imported (RuntimeError: boom); make it importable"),
         ("aten.silu=misspelt_kernels_of_a_test:f", "fails while it is imported (SyntaxError: "),
-        ("aten.silu=kernels_of_a_test:sliu", "has no 'sliu'; did you mean silu?"),
+        ("aten.silu=kernels_of_a_test:sliu", "has no 'sliu'; did you mean 'silu'?"),
         ("aten.silu=kernels_of_a_test:LIMIT", "LIMIT is a int, which cannot be called"),
         ("aten.sliu=kernels_of_a_test:silu", "did you mean aten.silu?"),
         ("aten.silu=kernels_of_a_test:flat", "returned shape"),
@@ -129,7 +129,7 @@ def test_functions_come_from_the_current_folder_or_from_what_is_installed(folder
     import torch
 
     before = list(sys.path)
-    assert load_function("torch.nn.functional", "silu", "") is torch.nn.functional.silu
+    assert read_swap("aten.silu=torch.nn.functional:silu").variant is torch.nn.functional.silu
     assert read_swap("aten.silu=kernels_of_a_test:silu").variant_name == "kernels_of_a_test:silu"
     assert sys.path == before
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compressor.errors import HarnessError
 from compressor.model.targets import resolve_targets
+from harness.errors import HarnessError
 from harness.traceability.architectures import choose, read_architectures, zoo
 from harness.traceability.batches import MAKERS, make_batches
 from harness.traceability.toys.registry import TOYS
