@@ -138,10 +138,11 @@ def generator_state(generator: Any) -> Any:
     Returns:
         What `set_generator_state` takes; None where it has no state, as that of the operating system.
     """
-    if isinstance(generator, random.SystemRandom):
-        return None
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        try:
+            return generator.getstate()
+        except NotImplementedError:
+            return None
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state() if isinstance(generator, torch.Generator) else generator.get_state(legacy=False)

@@ -6,6 +6,7 @@ and gives the same bits, as a plain forward of its tokens.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from compressor.errors import DatasetError
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
 
 
+_ATOMS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 TOKENS_AT_ONCE = 2048  # tokens of a forward when nobody sets a batch size: enough to keep a CPU's matrix products efficient
 
 
@@ -207,16 +209,43 @@ def copied_batch(batch: Batch) -> Batch:
         batch: not modified.
 
     Returns:
-        A batch of clones; values that are one tensor, or look at the same memory, do so in the copy. What is no tensor is not copied.
+        A batch of copies; values that are one tensor, or look at the same memory, do so in the copy. A parameter stays one, and tensors
+        keep whether they require gradients, and attributes. Of what is no tensor (lists, dicts, caches) there is a deep copy.
+
+    Raises:
+        DatasetError: something in it cannot be copied.
     """
     values: Iterable[Any] = batch if isinstance(batch, tuple) else batch.values()  # of a trace, they may be other things than tensors
     tensors: dict[int, Tensor] = {id(value): value for value in values if isinstance(value, Tensor)}
-    copies = {key: tensor.clone() for key, tensor in tensors.items()}
+    copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     for group in _overlapping({key: tensor for key, tensor in tensors.items() if type(tensor) is Tensor and has_memory(tensor)}):
         copies |= _copied_together(group)
+    memo: dict[int, Any] = {key: _alike(copies[key], tensor) for key, tensor in tensors.items()}
     if isinstance(batch, tuple):
-        return tuple(copies.get(id(value), value) for value in batch)
-    return {name: copies.get(id(value), value) for name, value in batch.items()}
+        return tuple(_copied_value(value, memo) for value in batch)
+    return {name: _copied_value(value, memo) for name, value in batch.items()}
+
+
+def _alike(copied: Tensor, tensor: Tensor) -> Tensor:
+    """Make a copy what the tensor is to autograd, and to whoever reads its attributes."""
+    if isinstance(tensor, nn.Parameter) and type(tensor) is nn.Parameter:
+        copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    elif tensor.requires_grad:
+        copied.requires_grad_()
+    if type(copied) is type(tensor):
+        copied.__dict__.update(tensor.__dict__)
+    return copied
+
+
+def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
+    if id(value) in memo or value is None or isinstance(value, _ATOMS) or callable(value):
+        return memo.get(id(value), value)
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, copy.Error) as error:
+        raise DatasetError(
+            f"batch: a {type(value).__name__} in it cannot be copied ({error}), and each forward gets a copy of its own; give what can be"
+        ) from error
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -110,6 +110,7 @@ class CallRouter:
         self._target_names = WeakKeyDictionary({model.get_submodule(name): name for name in targets})
         self._watched_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._isolated: WeakSet[nn.Module] = WeakSet()
+        self._hooks_of_model: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()  # those from before the run
         self._call: Callable[..., Any] = nn.Module.__call__
 
     def watch(self, names: Collection[str]) -> None:
@@ -177,6 +178,7 @@ class CallRouter:
         # What hooks store on hooked modules, or on observers below them, are statistics of all samples, not values of one.
         hooked = {below for module in self._watched_names for below in module.modules()}
         self._isolated = WeakSet(module for module in self._model.modules() if module not in hooked)
+        self._hooks_of_model = WeakKeyDictionary({module: frozenset(_hooks(module)) for module in self._model.modules()})
         self._call = nn.Module.__call__
         plain = {name: getattr(nn.Module, name) for name in ("__call__", "__setattr__", "register_buffer")}
         try:
@@ -304,7 +306,7 @@ class CallRouter:
         except CompressorError as error:
             sample.escape(error)
         except Exception as error:  # noqa: BLE001 - the model's own code decides what it raises, and which of it its callers handle
-            if not self._raises_without_hooks(target, args, kwargs):
+            if not self._raises_without_hooks(error, target, args, kwargs):
                 sample.escape(error)
 
     def _call_copy(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -317,14 +319,46 @@ class CallRouter:
             self.values.undo(before)
             state.restore()
 
-    def _raises_without_hooks(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """True if the target itself raised, so that it will raise again in the real call, where its caller may handle it."""
+    def _raises_without_hooks(self, error: Exception, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if the target itself raised that, so that it will raise again in the real call, where its caller may handle it."""
         try:
-            with self._quiet():
+            with self._quiet(), self._hooks_of_model_alone(target):
                 self._call_copy(target, args, kwargs)
-        except Exception:  # noqa: BLE001 - see above
-            return True
+        except Exception as again:  # noqa: BLE001 - see above
+            return type(again) is type(error) and _raised_at(again) == _raised_at(error)
         return False
+
+    @contextlib.contextmanager
+    def _hooks_of_model_alone(self, target: str) -> Iterator[None]:
+        """Take away hooks that were registered during the run: they have seen this sample, and would see it a second time."""
+        tables = [
+            (table, dict(table), self._hooks_of_model.get(module, frozenset()))
+            for module in self._model.get_submodule(target).modules()
+            for table in (module._forward_pre_hooks, module._forward_hooks)
+        ]
+        try:
+            for table, held, own in tables:
+                for number in held.keys() - own:
+                    del table[number]
+            yield
+        finally:
+            for table, held, _ in tables:
+                table.clear()
+                table.update(held)
+
+
+def _raised_at(error: Exception) -> tuple[object, int]:
+    """Code and line in which an error began."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return (None, 0) if trace is None else (trace.tb_frame.f_code, trace.tb_lineno)
+
+
+def _hooks(module: nn.Module) -> Iterator[int]:
+    """The numbers of the hooks around a module's forward; torch gives each number once in a process."""
+    yield from module._forward_pre_hooks
+    yield from module._forward_hooks
 
 
 @contextlib.contextmanager

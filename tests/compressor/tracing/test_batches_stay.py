@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from compressor import GPTQModifier, oneshot
 from compressor.data.collate import Batch, call_model, copied_batch
-from compressor.tracing import trace
+from compressor.errors import DatasetError
+from compressor.tracing import Engine, trace
 
 WIDTH = 8
 RUNS: tuple[dict[str, Any], ...] = ({"engine": "graph"}, {"engine": "suspend"}, {"pipeline": "basic"})
@@ -116,3 +117,80 @@ def test_a_run_leaves_the_callers_batches_alone(run: dict[str, Any], model: Writ
     loader: Any = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     oneshot(model, recipe=GPTQModifier(targets=["Linear"], scheme="W8A8"), dataset=loader, **run)
     assert all(map(torch.equal, contents(batches), before))
+
+
+class _Marked(nn.Module):
+    """Reads what a batch is beside its numbers, and keeps a list in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor, mark: Tensor, seen: list[int]) -> Tensor:
+        for layer in self.layers:
+            x = (
+                layer(x)
+                * (2 if mark.requires_grad else 1)
+                * (3 if isinstance(mark, nn.Parameter) else 1)
+                * (5 if hasattr(mark, "tag") else 1)
+            )
+            seen.append(len(seen))
+        return x * len(seen)
+
+
+def _tagged() -> Tensor:
+    mark = torch.ones(1)
+    mark.tag = 1  # type: ignore[attr-defined]
+    return mark
+
+
+MARKS: dict[str, Callable[[], Tensor]] = {
+    "gradient": lambda: torch.ones(1, requires_grad=True),
+    "parameter": lambda: nn.Parameter(torch.ones(1), requires_grad=False),
+    "attribute": _tagged,
+}
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+@pytest.mark.parametrize("kind", MARKS)
+def test_copies_are_what_the_batch_is_and_its_lists_stay(kind: str, engine: Engine) -> None:
+    model = _Marked().eval()
+    batches: list[Any] = [{"x": torch.randn(1, length, 4), "mark": MARKS[kind](), "seen": []} for length in (3, 5)]
+    with torch.no_grad():
+        wanted = [model(**batch | {"seen": []}) for batch in batches]
+    with trace(model, batches, ["Sequential"], engine=engine).run(batches, keep_outputs=True) as run:
+        for stage in run:
+            stage.calibrate()
+            stage.propagate()
+    assert all(map(torch.equal, run.outputs, wanted))
+    assert [batch["seen"] for batch in batches] == [[], []]
+
+
+def test_a_force_model_takes_gradients_of_its_input() -> None:
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
+
+        def forward(self, places: Tensor) -> Tensor:
+            with torch.enable_grad():
+                hidden = places
+                for layer in self.layers:
+                    hidden = layer(hidden)
+                (force,) = torch.autograd.grad(hidden.pow(2).sum(), places)
+            return force
+
+    batches: list[Any] = [{"places": torch.randn(1, length, 3).requires_grad_()} for length in (2, 4)]
+    model = Force().eval()
+    with trace(model, batches, ["Sequential"]).run(batches, keep_outputs=True) as run:
+        for stage in run:
+            stage.propagate()
+    assert all(torch.equal(output, model(**batch)) for output, batch in zip(run.outputs, batches, strict=True))
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    batches: list[Any] = [{"x": torch.randn(1, 3, 4), "mark": torch.ones(1), "seen": (number for number in ())}]
+    with pytest.raises(DatasetError, match="a generator in it cannot be copied"):
+        trace(_Marked().eval(), batches, ["Sequential"])

@@ -1,4 +1,4 @@
-"""The example of `trace` in README.md, run as it is printed, prints what is printed below it."""
+"""The example of `trace` in its chapter, run as it is printed, prints what is printed below it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_example_of_trace_calibrates_and_prints_what_readme_says() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text[text.index("### Two engines") :]
+    text = (ROOT / "compressor" / "tracing" / "README.md").read_text(encoding="utf-8")
+    section = text[text.index("## Two engines") :]
     found = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL)
     assert found is not None
     code, printed = found.groups()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import threading
@@ -240,3 +241,62 @@ class Viewing(Model):
 @pytest.mark.parametrize("engine", ["graph", "suspend"])
 def test_views_of_one_memory_stay_views_of_one_memory(engine: Engine) -> None:
     check(Viewing().eval(), ids(), engine)
+
+
+class _Stops(ValueError):
+    """What a layer raises for some samples, and its caller handles."""
+
+
+class _Raising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x + torch.tanh(self.a(x))
+        if x.shape[1] == 3:
+            raise _Stops
+        return made
+
+
+class _Caller(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(_Raising() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with contextlib.suppress(_Stops):
+                x = layer(x)
+        return x
+
+
+def _seen_by_a_hook(engine: Engine, hook: Callable[[nn.Module, Any], None]) -> None:
+    batches = [torch.randn(1, length, 4) for length in (3, 5, 3)]
+    with trace(_Caller().eval(), batches, ["_Raising"], engine=engine).run(batches) as run:
+        for stage in run:
+            handle = stage.module.a.register_forward_pre_hook(hook)
+            stage.calibrate()
+            handle.remove()
+            stage.propagate()
+
+
+def test_hooks_see_a_sample_once_whose_layer_raises() -> None:
+    seen: list[int] = []
+    _seen_by_a_hook("suspend", lambda module, args: seen.append(args[0].shape[1]))
+    assert seen == [3, 5, 3, 3, 5, 3]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_the_error_of_a_calibration_hook_comes_out_and_at_once(at: int) -> None:
+    seen: list[int] = []
+
+    def statistics(module: nn.Module, args: Any) -> None:
+        seen.append(args[0].shape[1])
+        if len(seen) == at:
+            raise ZeroDivisionError("a bug in the statistics")
+
+    with pytest.raises(ZeroDivisionError, match="a bug in the statistics"):
+        _seen_by_a_hook("suspend", statistics)
+    assert len(seen) == at
