@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compressor.lifecycle import Event, Modifier, State
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
@@ -170,7 +171,7 @@ def _break() -> None:
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
     nn.modules.module.register_module_forward_hook(lambda *args: None)
     nn.modules.module.register_module_buffer_registration_hook(lambda *args: None)
-    torch.optim.optimizer.register_optimizer_step_post_hook(lambda *args: None)
+    register_optimizer_step_post_hook(lambda *args: None)
     torch.Tensor.extra = 1  # type: ignore[attr-defined]
     nn.Linear.forward = lambda self, x: x  # type: ignore[method-assign, assignment]
     nn.Linear.extra = 1  # type: ignore[attr-defined]
