@@ -52,7 +52,8 @@ class Quantizer(Protocol):
     """Turns a weight, or the rows of an activation, into codes.
 
     `quantize` meets NaN and infinity where `refuses_nonfinite` is promised, and then raises an error with a message. `encode` meets values
-    far beyond the range, under scales that are powers of two; they take the last code.
+    far beyond the range, up to 1e30 times the last code and never infinity, under scales that are powers of two; they take the last code.
+    A scale is the rule's down to the smallest normal number of its dtype, without a floor; below that any number above 0 will do.
 
     Attributes:
         kind: "quantizer".
@@ -197,8 +198,9 @@ class Observer(Protocol):
     """Finds scale and zero point of a static activation from its batches.
 
     Meets batches of any rank in float32, bfloat16 and float16, of one sign, of zeros, of one value and of thousands, some without values,
-    and all of them in one piece of memory that is used again: nothing may be kept of a batch but numbers. No value at all is an error with
-    a message, and so are NaN and infinity where `refuses_nonfinite` is promised.
+    tiny, of one row or one number, and all of them in one piece of memory that is used again: nothing may be kept of a batch but numbers.
+    Scales are without a floor, as a quantizer's are. No value at all is an error with a message, and so are NaN and infinity where
+    `refuses_nonfinite` is promised.
 
     Attributes:
         kind: "observer".
@@ -222,8 +224,9 @@ class Observer(Protocol):
 class Layer(Protocol):
     """Builds a runtime layer from a float one.
 
-    Built layers meet inputs [N, C], [batch, sequence, C] and inputs without tokens; with and without a bias; moved to bfloat16 and float16,
-    copied, and filled from a state dict. The output has the dtype of the input.
+    Built layers meet inputs [N, C], [batch, sequence, C] and inputs without tokens, views, and one piece of memory with other values in it;
+    with and without a bias; moved to bfloat16 and float16, copied, and filled from a state dict. The output has the dtype of the input. The
+    bias that counts is that of the float layer; a built layer needs no attribute `bias`, or any other of nn.Linear's.
 
     Attributes:
         kind: "layer".

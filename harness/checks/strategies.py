@@ -93,11 +93,20 @@ HURTFUL: Mapping[str, Builder] = MappingProxyType(
         "on the grid": _on_grid,
         "subnormal": lambda shape, group, generator: _bell(shape, generator) * 1e-6,  # scaled to the dtype below
         "large": lambda shape, group, generator: _bell(shape, generator),
+        "small": lambda shape, group, generator: _bell(shape, generator),
+        "tiny": lambda shape, group, generator: _bell(shape, generator),
     }
 )
 # Names whose values are moved to the ends of the range of a dtype.
 _NEAR_TINY = {torch.float16: 1.0, torch.bfloat16: 1e-33, torch.float32: 1e-33, torch.float64: 1e-302}
 _NEAR_MAX = {torch.float16: 2.0**13, torch.bfloat16: 2.0**100, torch.float32: 2.0**100, torch.float64: 2.0**900}
+# For floors under scales: the largest value. Below all that is a floor in practice, and one whose scale is just a normal number.
+_SMALL = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-40, torch.float32: 2.0**-40, torch.float64: 2.0**-200}
+
+
+def _largest(name: str, dtype: torch.dtype) -> float | None:
+    """The largest value of weights that are so small that a floor under their scale shows; None for all others."""
+    return {"small": _SMALL[dtype], "tiny": float(torch.finfo(dtype).tiny) * 2.0**9}.get(name)
 
 
 def hurtful(name: str, shape: tuple[int, int], dtype: torch.dtype, *, group: int = 16, seed: int = 0) -> Tensor:
@@ -118,6 +127,8 @@ def hurtful(name: str, shape: tuple[int, int], dtype: torch.dtype, *, group: int
         weight = weight * _NEAR_TINY[dtype]
     if name == "large":
         weight = weight * _NEAR_MAX[dtype]
+    if largest := _largest(name, dtype):
+        weight = weight * (largest / weight.abs().amax().clamp(min=1e-9))
     return weight.to(dtype)
 
 
@@ -135,6 +146,21 @@ def shapes(column_multiple: int) -> list[tuple[int, int]]:
     return [(5, 3 * column_multiple), (1, column_multiple), (7, column_multiple), (2, 5 * column_multiple)]
 
 
+def square_shapes(column_multiple: int, group: int) -> list[tuple[int, int]]:
+    """Return shapes whose rows fit the group as well as its columns do, for whoever takes groups along the wrong axis.
+
+    Args:
+        column_multiple: that the columns must keep to.
+        group: columns that share a scale, or more than there are where a whole row does.
+
+    Returns:
+        (R, C) each, a square of several groups first.
+    """
+    size = column_multiple if group >= 64 * column_multiple else -(-group // column_multiple) * column_multiple
+    size = max(size, 4)
+    return [(2 * size, 2 * size), (2 * size, 3 * size)]
+
+
 def large_shapes(column_multiple: int) -> list[tuple[int, int]]:
     """Return one high and one wide shape, for whoever goes through a weight in pieces and loses one.
 
@@ -148,7 +174,7 @@ def large_shapes(column_multiple: int) -> list[tuple[int, int]]:
 
 
 def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield every hurtful weight in one shape and every dtype, then the plainest one in every shape, in large ones in the first dtype.
+    """Yield every hurtful weight in one shape and every dtype, the plainest one in every shape, and in square and large ones in one dtype.
 
     Args:
         dtypes: of the weights.
@@ -162,7 +188,7 @@ def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: in
     for dtype in dtypes:
         for number, name in enumerate(HURTFUL):
             yield f"{name} {list(all_shapes[0])} {dtype}", hurtful(name, all_shapes[0], dtype, group=group, seed=number)
-        larger = large_shapes(column_multiple) if dtype == dtypes[0] else []
+        larger = [*square_shapes(column_multiple, group), *large_shapes(column_multiple)] if dtype == dtypes[0] else []
         for number, shape in enumerate((*all_shapes[1:], *larger), 100):
             yield f"spread groups {list(shape)} {dtype}", hurtful("spread groups", shape, dtype, group=group, seed=number)
 

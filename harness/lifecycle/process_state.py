@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from compressor.random_state import RandomState, random_numbers_kept
-from harness.lifecycle.driving.snapshot import SHARED
+from harness.lifecycle.driving.snapshot import CLASSES, GLOBAL_HOOKS, SHARED
 
 # Random numbers in the harness: its own leave the caller's alone, and those that only make a module are told from all others.
 #
@@ -98,7 +98,8 @@ def _where() -> tuple[str, bool]:
     return place, False
 
 
-_GLOBAL_HOOKS = tuple(name for name, value in vars(torch_module).items() if name.startswith("_global_") and isinstance(value, dict))
+# How the hooks of all modules are called stands beside them.
+_HOW_CALLED = tuple(name for name in vars(torch_module) if name.startswith("_global_forward_hooks_"))
 _MISSING = object()
 
 
@@ -112,8 +113,9 @@ def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
         modules: whose classes are looked after, beside those of torch.
     """
     classes = {cls for module in modules for cls in type(module).__mro__ if issubclass(cls, nn.Module)} | _layers()
-    spaces = [(owner, dict(vars(owner))) for owner in (*classes, *SHARED.values())]
-    stores: list[MutableMapping[Any, Any]] = [getattr(torch_module, name) for name in _GLOBAL_HOOKS]
+    spaces = [(owner, dict(vars(owner))) for owner in {*classes, *CLASSES, *SHARED.values()}]
+    places = [*GLOBAL_HOOKS, *((torch_module, name) for name in _HOW_CALLED)]
+    stores: list[MutableMapping[Any, Any]] = [getattr(owner, name) for owner, name in places]
     contents = [(store, dict(store)) for store in (*stores, os.environ)]
     settings = [(read(), read, write) for read, write in _SETTINGS]
     filters = warnings.filters[:]
@@ -145,7 +147,7 @@ def _process_state_put_back(owner: Any, names: dict[str, Any]) -> None:
     for name, value in names.items():
         if now.get(name, _MISSING) is not value and name != "__doc__":
             setattr(owner, name, value)
-    if isinstance(owner, type) and issubclass(owner, nn.Module):
+    if isinstance(owner, type) and issubclass(owner, nn.Module | Tensor):
         for name in [name for name in now if name not in names and not name.startswith("__")]:
             delattr(owner, name)
 

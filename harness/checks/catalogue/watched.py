@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from harness.checks import protocols
 from harness.checks.catalogue.registry import KINDS, SideEffectError
-from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze
+from harness.lifecycle.driving.snapshot import Difference, Held, Snapshot, describe_change, freeze
 from harness.lifecycle.process_state import ModulesMayDraw
 
 # What a method may change of a module that it is given, and what it is that may; by default nothing.
@@ -51,7 +51,7 @@ class Watched:
         """Nothing has been called yet."""
         self._subject = subject
         self._protocol = getattr(protocols, KINDS[subject.kind])
-        self._results: dict[str, tuple[object, object]] = {}
+        self._results: dict[str, object] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Return the subject's attribute, watched where it is a method of the protocol."""
@@ -62,7 +62,7 @@ class Watched:
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = [key for key in inspect.signature(getattr(self._protocol, name)).parameters if key != "self"]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        before, results = _look(given), {key: freeze(value) for key, (value, _) in self._results.items()}
+        before, results = _look(given), {key: _frozen(value) for key, value in self._results.items()}
         around = Snapshot.of_surroundings()
         try:
             with ModulesMayDraw() if name in _MAKES_MODULES else nullcontext():
@@ -73,7 +73,7 @@ class Watched:
         if isinstance(getattr(result, "kind", None), str):
             return watched(result)
         if not isinstance(result, nn.Module):
-            self._results[name] = result, None
+            self._results[name] = result
         return result
 
     def _refuse(
@@ -92,11 +92,11 @@ class Watched:
                 if inside:
                     raise SideEffectError(f"{name}() has changed the {key} that it was given: {inside[0]}", f"{key} {inside[0].kind}")
             elif was != value:
-                raise SideEffectError(f"{name}() has changed the {key} that it was given", key)
+                raise SideEffectError(f"{name}() has changed the {key} that it was given: {describe_change(was, value)}", key)
         if process:
             raise SideEffectError(f"{name}() has changed something of the process: {process[0]}", str(process[0]))
         for key, value in results.items():
-            if freeze(self._results[key][0]) != value:
+            if _frozen(self._results[key]) != value:
                 raise SideEffectError(f"{name}() has changed what {key}() returned before; give each call memory of its own", f"{key}()")
 
 
@@ -104,7 +104,11 @@ _AROUND = ("rng", "torch", "threads", "class")
 
 
 def _look(given: Mapping[str, Any]) -> dict[str, object]:
-    return {key: Snapshot(value) if isinstance(value, nn.Module) else freeze(value) for key, value in given.items() if _is_held(value)}
+    return {key: Snapshot(value) if isinstance(value, nn.Module) else _frozen(value) for key, value in given.items() if _is_held(value)}
+
+
+def _frozen(value: object) -> object:
+    return freeze(value, tensors=Held)
 
 
 def _is_held(value: object) -> bool:

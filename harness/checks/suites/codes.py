@@ -316,13 +316,14 @@ def saturates(subject: Quantizer, look: Look) -> str:
     like = power_scales(subject, subject.column_multiple * 8, 0.5)
     offset = 0.0 if like.zero_point is None else float(like.zero_point.flatten()[0])
     width = like.codes.shape[1]
-    for factor in (1.001, 1.1, 1.2, 2.0, 3.7, 300.0, 1e6):
+    factors = (1.001, 1.1, 1.2, 2.0, 3.7, 300.0, 1e6, 3e9, 1e12, 1e20, 1e30)  # 2^31 and 2^63, where integers wrap around, lie between them
+    for factor in factors:
         for end, sign in ((grid[-1], 1.0), (grid[0], -1.0)):
             target = float(end) + sign * abs(float(end)) * (factor - 1)
             values = torch.full((2, width), (target - offset) * 0.5, dtype=torch.float32)
             codes = subject.encode(values, like).to(torch.float64)
             refuse(~(codes == end), f"{factor:g} times the last code does not become it", code=codes)
-    return f"14 values beyond the codes {float(grid[0]):g} to {float(grid[-1]):g}"
+    return f"{2 * len(factors)} values beyond the codes {float(grid[0]):g} to {float(grid[-1]):g}"
 
 
 @register(

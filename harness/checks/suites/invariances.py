@@ -125,7 +125,8 @@ def homogeneous(subject: Solver, look: Look) -> str:
 def scales_fit(subject: Solver, look: Look) -> str:
     """Solve for groups of very different magnitudes, more rows and more columns than a solver takes at once."""
     size = subject.group_size or 1
-    for rows, columns in ((12, 4 * size if subject.group_size else 40), (150, -(-300 // size) * size)):
+    square = 3 * size if subject.group_size else 40  # groups that run down the columns fit, too
+    for rows, columns in ((12, 4 * size if subject.group_size else 40), (square, square), (150, -(-300 // size) * size)):
         one = problem("groups of very different magnitudes", rows, columns, 2 * columns, seed=7)
         weight = one.weight * 6.0 ** (torch.arange(columns) // size % 4 if subject.group_size else torch.arange(rows)[:, None] % 4)
         solved = solve(subject, weight, one.hessian)
@@ -144,19 +145,30 @@ def scales_fit(subject: Solver, look: Look) -> str:
 
 @register(30, "batched", "Batched modules == one by one, bitwise", kind="solver")
 def batched(subject: Solver, look: Look) -> str:
-    """Solve weights of one input together and apart, two of one shape among them."""
+    """Solve weights of one input together and apart: of mixed shapes, in several orders, and lists of one shape only, as q, k and v are."""
     one = problems(subject)[0]
-    weights = [one.weight, one.weight.flip(0) * -0.3, one.weight[:5] * 3, one.weight[7:8] * -0.1]
-    together = subject.solve(weights, one.hessian)
+    first, second, third = one.weight, one.weight.flip(0) * -0.3, one.weight.roll(3, 0) * 0.8
+    few, row = one.weight[:5] * 3, one.weight[7:8] * -0.1
+    lists = ([first, second, few, row], [first, second], [third, second, first], [row, first, few, third, second], [few, few * -0.5, row])
+    for weights in lists:
+        _hold_together(subject, weights, one.hessian)
+    return f"{len(lists)} lists of 2 to 5 weights"
+
+
+def _hold_together(subject: Solver, weights: list[Tensor], hessian: Tensor) -> None:
+    together = subject.solve(weights, hessian)
     if len(together) != len(weights):
         raise Broken(f"{len(together)} solutions for {len(weights)} weights")
     for number, (weight, found) in enumerate(zip(weights, together, strict=True)):
-        alone = subject.solve([weight], one.hessian)[0]
-        same = torch.equal(found.quantized.codes, alone.quantized.codes) and all(map(torch.equal, per_value(found), per_value(alone)))
-        if not same:
+        alone = subject.solve([weight], hessian)[0]
+        parts = (found.quantized.codes, found.values, *per_value(found)), (alone.quantized.codes, alone.values, *per_value(alone))
+        if found.values.shape != weight.shape or not all(map(torch.equal, *parts)):
+            rows = " and ".join(str(len(other)) for other in weights)
+            what = f"weight {number} of {len(weights)} ({rows} rows)"
+            if found.quantized.codes.shape != alone.quantized.codes.shape:
+                raise Broken(f"{what}: codes {list(found.quantized.codes.shape)}, alone {list(alone.quantized.codes.shape)}")
             share = float((found.quantized.codes.double() != alone.quantized.codes.double()).double().mean())
-            raise Broken(f"weight {number} of {len(weights)}: other scales or codes than alone ({share:.2%} of the codes)")
-    return f"{len(weights)} weights"
+            raise Broken(f"{what}: other scales, values or codes than alone ({share:.2%} of the codes)")
 
 
 # A check of the ties of second-order solvers: check 9, where no column moves another.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
 from harness.checks.protocols import Layer
 from harness.checks.strategies import hurtful, uniform
-from harness.lifecycle.driving.snapshot import Snapshot
+from harness.lifecycle.driving.snapshot import Held, Snapshot, describe_change, freeze
 from harness.tolerance import T3, compare, vacuous_decoys
 
 
@@ -26,8 +26,9 @@ def _linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, name:
 def _shapes(subject: Layer) -> list[tuple[int, int]]:
     multiple = subject.column_multiple
     if multiple == 1:
-        return [(5, 37), (33, 64), (1, 13), (7, 1), (1, 1)]
-    return [(5, 3 * multiple), (33, multiple), (1, 2 * multiple)]
+        return [(5, 37), (33, 64), (1, 13), (7, 1), (1, 1), (32, 32)]
+    # In a square of several groups those that run down the columns fit, too.
+    return [(5, 3 * multiple), (33, multiple), (1, 2 * multiple), (2 * multiple, 2 * multiple)]
 
 
 @register(14, "weight_as_calibrated", "The stored weight is what calibration computed, bitwise, after a state dict too", kind="layer")
@@ -65,24 +66,27 @@ def product(subject: Layer, look: Look) -> str:
     worst = 0.0
     for dtype in subject.dtypes:
         for shape, bias in ((_shapes(subject)[0], True), (_shapes(subject)[1], False)):
-            layer = subject.build(_linear(shape, dtype, bias, name="bell"))
+            linear = _linear(shape, dtype, bias, name="bell")
+            added = torch.zeros(shape[0]) if not bias else linear.bias.detach().clone()
+            layer = subject.build(linear)
             for leading in ((7,), (2, 3), (1, 1), (0, 4)):
                 x = uniform((*leading, shape[1]), torch.Generator().manual_seed(1)).to(dtype)
                 x = x * torch.arange(1, x.shape[-1] + 1).sqrt().to(dtype)
-                worst = max(worst, _hold_product(subject, layer, x, shape))
+                worst = max(worst, _hold_product(subject, layer, x, added))
+                _hold_layouts(layer, x)
     return f"relative error up to {worst:.1e}"
 
 
-def _hold_product(subject: Layer, layer: nn.Module, x: Tensor, shape: tuple[int, int]) -> float:
+def _hold_product(subject: Layer, layer: nn.Module, x: Tensor, bias: Tensor) -> float:
     actual = _run_again_and_again(layer, x)
+    _hold_memory(layer, x)
     wide = subject.expected_input(layer, x).to(torch.float64) @ subject.weight(layer).to(torch.float64).t()
-    bias = getattr(layer, "bias", None)
-    exact = (wide if bias is None else wide + bias.detach().to(torch.float64)).to(x.dtype)
+    exact = (wide + bias.to(torch.float64)).to(x.dtype)
     if actual.shape != exact.shape or actual.dtype != exact.dtype:
         raise Broken(f"{actual.dtype} {list(actual.shape)} came out where {exact.dtype} {list(exact.shape)} is due")
     if not exact.numel():
         return 0.0
-    tier = T3(max_relative_error=min(0.2, 32 * float(torch.finfo(x.dtype).eps) * shape[1] ** 0.5))
+    tier = T3(max_relative_error=min(0.2, 32 * float(torch.finfo(x.dtype).eps) * x.shape[-1] ** 0.5))
     decoys = vacuous_decoys(exact, tier)
     if decoys and exact.numel() > 1:
         raise Broken(f"the limit {tier} measures nothing: {', '.join(decoys)} would pass")
@@ -94,18 +98,65 @@ def _hold_product(subject: Layer, layer: nn.Module, x: Tensor, shape: tuple[int,
 
 def _run_again_and_again(layer: nn.Module, x: Tensor) -> Tensor:
     """Run a layer several times; each time gives the same, and changes neither its input nor the process."""
-    before, around, first = x.clone(), Snapshot.of_surroundings(), None
-    for _ in range(8):
-        with torch.no_grad():
-            actual = layer(x)
-        if not torch.equal(before, x):
-            raise Broken("the forward has changed its input")
-        if changed := around.differences(Snapshot.of_surroundings(), ("threads",)):
-            raise Broken(f"the forward has changed something of the process: {changed[0]}")
-        first = actual.clone() if first is None else first
-        if not torch.equal(first, actual):
-            raise Broken(f"an input of {list(x.shape)} in {x.dtype}: a later forward gives another output than the first one")
+    with torch.enable_grad():
+        _watched_forward(layer, x)
+    with torch.no_grad():
+        first = _watched_forward(layer, x).clone()
+        for _ in range(7):
+            actual = _watched_forward(layer, x)
+            if not torch.equal(first, actual):
+                raise Broken(f"an input of {list(x.shape)} in {x.dtype}: a later forward gives another output than the first one")
     return actual
+
+
+def _watched_forward(layer: nn.Module, x: Tensor) -> Tensor:
+    """Run a layer; looked at where the caller has chosen the grad mode, so that leaving another one is seen."""
+    before, around = freeze(x, tensors=Held), Snapshot.of_surroundings()
+    actual: Tensor = layer(x)
+    if before != (after := freeze(x, tensors=Held)):
+        raise Broken(f"the forward has changed its input: {describe_change(before, after)}")
+    if changed := around.differences(Snapshot.of_surroundings(), ("threads",)):
+        raise Broken(f"the forward has changed something of the process: {changed[0]}")
+    return actual
+
+
+@torch.no_grad()
+def _hold_memory(layer: nn.Module, x: Tensor) -> None:
+    """An input that is changed in place is a new one, and what came out before stays as it was."""
+    if not x.numel():
+        return
+    memory = x.clone()
+    first = layer(memory)
+    before = first.clone()
+    # As an allocator gives memory out again: the address and the version of the old input, and other values.
+    memory.data.copy_(x * -0.5)
+    again, alone = layer(memory), layer(x * -0.5)
+    what = f"an input of {list(x.shape)} in {x.dtype}"
+    if not torch.equal(first, before):
+        raise Broken(f"{what}: a later forward has changed the output of an earlier one; give each call memory of its own")
+    if not torch.equal(again, alone):
+        raise Broken(f"{what}: an input that was changed in place gives another output than a new one of the same values")
+
+
+def _hold_layouts(layer: nn.Module, x: Tensor) -> None:
+    """Inputs that are views give what a contiguous input of the same values gives."""
+    larger = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), 3.0, dtype=x.dtype)
+    larger[..., 1::2] = x
+    views = {
+        "rows that lie apart": torch.cat((x, -x), -1)[..., : x.shape[-1]],
+        "columns that lie apart": larger[..., 1::2],
+        "a transposed view": x.transpose(0, -1).contiguous().transpose(0, -1),
+        "sequences that lie apart": x.transpose(0, -2).contiguous().transpose(0, -2),
+    }
+    with torch.no_grad():
+        plain = layer(x)
+        for name, view in views.items():
+            what = f"an input of {list(x.shape)} in {x.dtype}, {name}"
+            actual = _watched_forward(layer, view)
+            # In another order of additions; a T3 of the norm, which one output that is near zero does not decide.
+            limit = 8 * float(torch.finfo(x.dtype).eps) * float(plain.to(torch.float64).norm())
+            if actual.shape != plain.shape or not float((actual.to(torch.float64) - plain.to(torch.float64)).norm()) <= limit:
+                raise Broken(f"{what}: another output than for a contiguous input of the same values")
 
 
 @register(64, "shapes", "Odd, one-wide and prime shapes in every supported dtype build, run and keep to their dtype", kind="layer")

@@ -25,12 +25,43 @@ def _batches(kind: str, dtype: torch.dtype) -> list[Tensor]:
         "negative": -draw - 0.25,
         "zeros": draw * 0,
         "rising": draw * torch.arange(1, 7)[:, None, None] - 0.5,
+        "falling": (draw - 0.4) * torch.arange(6, 0, -1)[:, None, None],
         "spike": torch.where(draw > 0.995, 40.0, draw - 0.5),
         "small": (draw - 0.4) * 2.0**-4,
         "large": (draw - 0.4) * 2.0**13,
+        "tiny": (draw - 0.4) * float(torch.finfo(dtype).tiny) * 2.0**9,  # a floor under the scale shows
         "long": _long(generator),
     }
+    made |= {f"{name} {place}": _ends_at(draw, *where) for name, place, *where in _ENDS}
     return list(made[kind].to(dtype))
+
+
+# Where both ends lie, for whoever leaves a part of a batch out: batch, row and column of each.
+_ENDS = (
+    ("first", "row", (0, 0, 3), (0, 0, 9)),
+    ("last", "row", (5, 2, 3), (5, 2, 9)),
+    ("first", "column", (2, 1, 0), (3, 1, 0)),
+    ("last", "column", (2, 1, 15), (3, 1, 15)),
+)
+
+
+def _ends_at(draw: Tensor, high: tuple[int, ...], low: tuple[int, ...]) -> Tensor:
+    made = draw - 0.5
+    made[high], made[low] = 9.0, -8.0
+    return made
+
+
+def _uneven(kind: str, dtype: torch.dtype) -> list[Tensor]:
+    """Batches of other sizes than their neighbours, which carry both ends."""
+    plain, ends = torch.tensor([[0.5, -0.25, 0.125], [0.0, 1.0, -1.0]]), torch.tensor([[9.0, -8.0, 0.0]])
+    made = {
+        "one number": [plain, ends[:, :1], ends[:, 1:2]],
+        "one number first": [ends[:, :1], ends[:, 1:2], plain],
+        "one row": [plain, ends, plain],
+        "one column": [plain, ends.t()],
+        "one dimension": [plain, ends[0]],
+    }
+    return [x.to(dtype) for x in made[kind]]
 
 
 def _long(generator: torch.Generator) -> Tensor:
@@ -53,7 +84,9 @@ class _Reused(Sequence[Tensor]):
         return self._memory.copy_(self._batches[place])
 
 
-_KINDS = ("both signs", "positive", "negative", "zeros", "rising", "spike", "small", "large", "long")
+_KINDS: tuple[str, ...] = ("both signs", "positive", "negative", "zeros", "rising", "falling", "spike", "small", "large", "tiny", "long")
+_KINDS += tuple(f"{name} {place}" for name, place, *_ in _ENDS)
+_UNEVEN = ("one number", "one number first", "one row", "one column", "one dimension")
 
 
 @register(1, "scales_positive", "Scales are finite and above 0, for batches of zeros too", kind="observer", caught_by=("GPTQModel#1531",))
@@ -77,10 +110,10 @@ def scale_rule(subject: Observer, look: Look) -> str:
     if subject.scale_rule is None:
         raise NothingToCheckError("the scale is searched; no rule is declared")
     for dtype in _DTYPES:
-        for kind in _KINDS:
+        for kind in (*_KINDS, *_UNEVEN):
             if kind == "zeros":
                 continue
-            batches = _batches(kind, dtype)
+            batches = _uneven(kind, dtype) if kind in _UNEVEN else _batches(kind, dtype)
             found = subject.observe(batches)
             flat = torch.cat([x.flatten() for x in batches]).to(torch.float64)[None]
             scale, zero = RULES[subject.scale_rule](flat, subject.code_values)
@@ -119,7 +152,8 @@ def batch_order(subject: Observer, look: Look) -> str:
                 _same(subject.observe(other), whole, f"{kind} in {dtype}, {name}")
                 if not all(map(torch.equal, before, other)):
                     raise Broken(f"{kind} in {dtype}, {name}: observing has changed a batch")
-            _same(subject.observe(_Reused(batches)), whole, f"{kind} in {dtype}, all in one piece of memory")
+            for name, other in {"": batches, ", reversed": batches[::-1]}.items():
+                _same(subject.observe(_Reused(other)), whole, f"{kind} in {dtype}, all in one piece of memory{name}")
     return f"{len(_KINDS) * len(_DTYPES)} sets of batches"
 
 

@@ -20,10 +20,10 @@ from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.callback_recorder import Act, PlannedError, Recorder, record
 from harness.lifecycle.driving.compare import Outcome, Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, is_added, list_differences, outermost, replaced_modules
-from harness.lifecycle.driving.snapshot import Snapshot, num_hooks
+from harness.lifecycle.driving.snapshot import Bits, Snapshot, num_hooks
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import ANSWERING
-from harness.lifecycle.subject import NothingToCheckError, Subject, frozen_class_values
+from harness.lifecycle.subject import NothingToCheckError, Subject, call, frozen_class_values
 from harness.lifecycle.witness import Witness
 
 RAISES = (Act(ending="raised"), Act(ending="interrupted", skip_own=True))
@@ -209,14 +209,37 @@ def claims(subject: Subject) -> str:
         Violation: something has changed that the modifier has not named.
     """
     run = subject.open()
-    before = contents(run.model)
+    before, unsaved = contents(run.model), _unsaved(run.model)
     subject.live(subject.check(run), run)
+    claimed = run.state.claims.keys() | run.state.touched
+    advice = "call state.claim(names, self.label) for modules that are this modifier's alone, or state.touch(names)"
     try:
-        check_unclaimed(run.model, before, run.state.claims.keys() | run.state.touched)
+        check_unclaimed(run.model, before, claimed)
     except CheckpointError as error:
-        advice = "call state.claim(names, self.label) for modules that are this modifier's alone, or state.touch(names)"
         raise Violation("left behind", f"the result could not be saved: {error}; {advice}") from error
-    return f"{len(before)} tensors, {len(run.state.claims.keys() | run.state.touched)} modules claimed or touched"
+    now = _unsaved(run.model)
+    changed = [name for name in unsaved if now.get(name, unsaved[name]) != unsaved[name] and name.rpartition(".")[0] not in claimed]
+    if changed and (changed := sorted(set(changed) - _changed_by_forwards(subject))):
+        text = f"{changed[0]}: {len(changed)} buffers that no checkpoint holds are no longer what was loaded"
+        raise Violation("left behind", f"{text}, so that a loaded result is another one; {advice}")
+    return f"{len(before) + len(unsaved)} tensors, {len(claimed)} modules claimed or touched"
+
+
+def _unsaved(model: nn.Module) -> dict[str, Bits]:
+    """Buffers that are computed and not stored, such as rotary tables: whoever loads the result has them as they were."""
+    stored = model.state_dict().keys()
+    return {name: Bits(buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name not in stored}
+
+
+def _changed_by_forwards(subject: Subject) -> set[str]:
+    """Buffers that the model's own forward writes to, such as tables that grow with the sequence; nobody's modifier is to blame."""
+    model = copy.deepcopy(subject.model)
+    before = _unsaved(model)
+    with torch.no_grad():
+        for batch in subject.batches:
+            call(model, copy.deepcopy(batch))
+    after = _unsaved(model)
+    return {name for name, buffer in before.items() if after.get(name) != buffer}
 
 
 @register("already_quantized", "Applying to an already quantized model raises", number=52, tags=("idempotent",))

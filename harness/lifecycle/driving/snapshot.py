@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import gc
 import logging
+import operator
 import os
 import random
 import sys
@@ -24,6 +25,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
 
 MAX_DEPTH = 8
 HOOKS = (
@@ -37,7 +39,9 @@ HOOKS = (
     "_load_state_dict_post_hooks",
 )
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+# Hooks of all modules, those of registration among them, and of all optimizers.
+GLOBAL_HOOKS = [(torch_module, name) for name in vars(torch_module) if name.startswith("_global_") and name.endswith("_hooks")]
+GLOBAL_HOOKS += [(torch_optimizer, name) for name in vars(torch_optimizer) if name.startswith("_global_") and name.endswith("_hooks")]
 _OWN = {*HOOKS, "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
 _OWN |= {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_backward_pre_hooks"}
 # Where torch keeps its functions: what is put there in the place of one changes every model of the process.
@@ -53,6 +57,11 @@ SHARED = {
     "random": random,
     "builtins": builtins,
 }
+# Where an attribute of one object is one of every tensor or layer of the process.
+CLASSES: tuple[type, ...] = (torch.Tensor, nn.Parameter, nn.Module, nn.Linear)
+# Where torch's own code lies, and what the first torch.compile writes into the environment.
+_TORCH = str(Path(torch.__file__).parent)
+_OF_THE_COMPILER = ("TORCHINDUCTOR_", "TRITON_")
 _MISSING = object()
 _PLAIN = (type(None), bool, int, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
 
@@ -80,7 +89,7 @@ class Namespace:
 
     def __init__(self, owner: object) -> None:
         """Copy the references."""
-        self.values = dict(vars(owner))
+        self.values = vars(owner).copy()
 
     def __eq__(self, other: object) -> bool:
         """Equal with a namespace of the same names and the very same objects."""
@@ -90,11 +99,18 @@ class Namespace:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def is_same(self, other: Namespace) -> bool:
+        """Whether all stands as it stood, in the same order, which is quickly seen."""
+        mine, its = self.values, other.values
+        return len(mine) == len(its) and all(map(operator.is_, mine.values(), its.values())) and list(mine) == list(its)
+
     def changed(self, other: Namespace) -> list[str]:
         """Return the names that do not stand for the same object in both."""
+        if self.is_same(other):
+            return []
         mine, its = self.values, other.values
         names = [name for name in {**mine, **its} if mine.get(name, _MISSING) is not its.get(name, _MISSING)]
-        return [name for name in names if name != "__doc__"]
+        return [name for name in names if name != "__doc__" and not _is_of_torch(name, its.get(name))]
 
 
 class Functions(Namespace):
@@ -102,8 +118,17 @@ class Functions(Namespace):
 
     def changed(self, other: Namespace) -> list[str]:
         """Return the names that stand for another function."""
+        if self.is_same(other):
+            return []
         its = other.values
-        return [name for name, value in self.values.items() if its.get(name, value) is not value and callable(value)]
+        names = [name for name, value in self.values.items() if its.get(name, value) is not value and callable(value)]
+        return [name for name in names if not _is_of_torch(name, its[name])]
+
+
+def _is_of_torch(name: str, value: object) -> bool:
+    """The first torch.compile of a process wraps functions of torch and of its modules, and marks the class of modules."""
+    code = getattr(value, "__code__", None)
+    return name.startswith("___") or (code is not None and code.co_filename.startswith(_TORCH))
 
 
 class Bits:
@@ -130,6 +155,26 @@ class Bits:
     def __repr__(self) -> str:
         """Name dtype and shape."""
         return f"{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}"
+
+
+class Held(Bits):
+    """A tensor of somebody else's: its bits, and whatever may be said of it beside them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Copy the tensor, and what hangs on it."""
+        super().__init__(tensor)
+        place = None if tensor.is_sparse or tensor.device.type == "meta" else (tensor.stride(), tensor.data_ptr())
+        self.beside: dict[str, object] = {"requires_grad": tensor.requires_grad, "memory": place}
+        self.beside["grad"] = None if not tensor.is_leaf or tensor.grad is None else Bits(tensor.grad)
+        self.beside |= {f"hooks {kind}": [Same(hook) for hook in (getattr(tensor, kind, None) or {}).values()] for kind in _TENSOR_HOOKS}
+        self.beside |= {f"attribute {name}": freeze(thing) for name, thing in getattr(tensor, "__dict__", {}).items()}
+
+    def __eq__(self, other: object) -> bool:
+        """Equal with the same bits, of which the same is said."""
+        same = super().__eq__(other)
+        return same if same is not True or not isinstance(other, Held) else self.beside == other.beside
+
+    __hash__ = None
 
 
 @dataclass(frozen=True)
@@ -171,17 +216,19 @@ class Snapshot:
 
     @classmethod
     def of_surroundings(cls) -> Snapshot:
-        """Return what is true around any model, and cheap enough to look at beside every call."""
-        taken = cls.__new__(cls)
-        taken.items = dict(surroundings())
+        """Return what is true around any model: all that a call of code without a model may leave as it was."""
+        taken = cls.of_process()
+        taken.items.update(surroundings())
         return taken
 
     @classmethod
     def of_process(cls) -> Snapshot:
         """Return what is true of the process apart from any model; looked at before and after a run, not at every call."""
-        taken = cls(nn.Module())
+        taken = cls.__new__(cls)
         taken.items = {("process", name): Functions(owner) for name, owner in SHARED.items()}
-        taken.items["process", "environment"] = dict(os.environ)
+        taken.items.update({("process", f"the class {owner.__name__}"): Namespace(owner) for owner in CLASSES})
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(_OF_THE_COMPILER)}
+        taken.items["process", "environment"] = environment
         taken.items["process", "working directory"] = Path.cwd()
         taken.items["process", "module search path"] = tuple(sys.path)
         taken.items["process", "garbage collection"] = gc.isenabled()
@@ -206,17 +253,18 @@ class Snapshot:
             # Somebody else's thread has ended.
             is_less = isinstance(before, frozenset) and isinstance(after, frozenset) and after <= before
             if key[0] not in allowed and before != after and not is_news and not is_less:
-                found.append(Difference(*key, "was seeded or drawn from" if key[0] == "rng" else _describe(before, after)))
+                found.append(Difference(*key, "was seeded or drawn from" if key[0] == "rng" else describe_change(before, after)))
         return sorted(found, key=str)
 
 
-def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = ()) -> object:
+def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = (), tensors: type[Bits] = Bits) -> object:
     """Return something that stays as it is and equals another freeze of an unchanged value.
 
     Args:
         value: anything; not modified.
         depth: how far containers and objects are followed.
         above: objects around the value, so that a cycle ends.
+        tensors: what a tensor becomes: Bits for its values, Held for all that may be said of it.
 
     Returns:
         Plain data, copies of tensors and identities.
@@ -226,18 +274,18 @@ def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = ()) -
     if isinstance(value, float):
         return repr(value)  # NaN equals itself here
     if isinstance(value, Tensor):
-        return Bits(value)
+        return tensors(value)
     if depth == 0 or id(value) in above or isinstance(value, type | nn.Module) or callable(value):
         return Same(value)
     below = (*above, id(value))
     if isinstance(value, Mapping):
-        return {repr(key): freeze(item, depth - 1, below) for key, item in value.items()}
+        return {repr(key): freeze(item, depth - 1, below, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [type(value).__name__, *(freeze(item, depth - 1, below) for item in value)]
+        return [type(value).__name__, *(freeze(item, depth - 1, below, tensors) for item in value)]
     if isinstance(value, set | frozenset):
         return {repr(item) for item in value}
     if hasattr(value, "__dict__"):
-        return [Same(value), {key: freeze(item, depth - 1, below) for key, item in vars(value).items()}]
+        return [Same(value), {key: freeze(item, depth - 1, below, tensors) for key, item in vars(value).items()}]
     return Same(value)
 
 
@@ -246,7 +294,7 @@ def num_hooks(model: nn.Module) -> int:
     own = sum(len(module.__dict__.get(kind) or ()) for module in model.modules() for kind in HOOKS)
     tensors = (*model.parameters(), *model.buffers())
     own += sum(len(getattr(tensor, kind, None) or ()) for tensor in tensors for kind in _TENSOR_HOOKS)
-    return own + sum(len(getattr(torch_module, kind)) for kind in _GLOBAL_HOOKS)
+    return own + sum(len(getattr(owner, kind)) for owner, kind in GLOBAL_HOOKS)
 
 
 def module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
@@ -274,6 +322,8 @@ def module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str]
         if tensor is not None:
             yield ("requires_grad", where), tensor.requires_grad
             yield ("grad", where), None if tensor.grad is None else Bits(tensor.grad)
+            for name, thing in getattr(tensor, "__dict__", {}).items():
+                yield ("attribute", f"{where}.{name}"), freeze(thing)
             for kind in _TENSOR_HOOKS:
                 if hooks := getattr(tensor, kind, None):
                     yield ("hooks", f"{where}.{kind}"), [Same(hook) for hook in hooks.values()]
@@ -300,15 +350,17 @@ def surroundings() -> Iterator[tuple[tuple[str, str], object]]:
     yield ("torch", "default device"), str(torch.get_default_device())
     yield ("torch", "autocast"), (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
     yield ("torch", "anomaly mode"), torch.is_anomaly_enabled()
-    for kind in _GLOBAL_HOOKS:
-        yield ("hooks", f"of every module.{kind}"), [Same(hook) for hook in getattr(torch_module, kind).values()]
+    for owner, kind in GLOBAL_HOOKS:
+        what = "module" if owner is torch_module else "optimizer"
+        yield ("hooks", f"of every {what}.{kind}"), [Same(hook) for hook in getattr(owner, kind).values()]
     yield ("threads", "the process"), frozenset(thread.name for thread in threading.enumerate() if not _is_housekeeping(thread))
 
 
 def _settings_of_process() -> Iterator[tuple[str, object]]:
     yield "logging", (logging.root.level, logging.root.manager.disable)
-    # A library that is imported for the first time may filter its own warnings, by message or module; all warnings are everybody's.
-    yield "warnings", [str(one) for one in warnings.filters if one[1] is None and one[3] is None]
+    # A library that is imported for the first time may filter its own warnings, by message, module or class; all warnings are everybody's.
+    common = [one for one in warnings.filters if one[1] is None and one[3] is None and one[2].__module__ == "builtins"]
+    yield "warnings", common
     yield "sys.excepthook", Same(sys.excepthook)
     yield "recursion limit", sys.getrecursionlimit()
     yield "numpy.errstate", dict(numpy.geterr())
@@ -328,7 +380,16 @@ def _is_housekeeping(thread: threading.Thread) -> bool:
     return thread.name.startswith("harness") or type(thread).__module__.startswith("tqdm")
 
 
-def _describe(before: Any, after: Any) -> str:
+def describe_change(before: Any, after: Any) -> str:
+    """Say how something has changed.
+
+    Args:
+        before: frozen.
+        after: frozen, and not equal.
+
+    Returns:
+        Words that follow a name.
+    """
     if isinstance(before, frozenset) and isinstance(after, frozenset):
         return f"appeared: {', '.join(sorted(after - before))}"
     if before is _MISSING or after is _MISSING:
@@ -340,9 +401,11 @@ def _describe(before: Any, after: Any) -> str:
     path, old, new = _narrowed(before, after)
     what = f" in {path}" if path else ""
     if old is _MISSING or new is _MISSING:
-        return f"changed{what}, which {_describe(old, new)}"
+        return f"changed{what}, which {describe_change(old, new)}"
     if isinstance(old, Same) and isinstance(new, Same):
         return f"changed{what}: another object, {new!r}"
+    if isinstance(old, Held) and isinstance(new, Held) and Bits.__eq__(old, new):
+        return describe_change(old.beside, new.beside)
     if _short(old) == _short(new):
         return f"changed{what}: {_short(new)} holds other values"
     return f"changed{what}: {_short(old)} -> {_short(new)}"

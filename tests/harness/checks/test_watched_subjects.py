@@ -153,7 +153,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "words in one buffer": (OneBuffer(4), "pack() has changed what pack() returned before"),
     "an observer clips": (Clips(QuantizationArgs(strategy="tensor")), "observe() has changed the batches that it was given"),
     "a solver seeds": (Seeds(INT4), "hessian() has changed something of the process: torch"),
-    "a solver keeps scales": (OneScale(INT4), "weight 1 of 4: other scales or codes than alone"),
+    "a solver keeps scales": (OneScale(INT4), "weight 1 of 4 (24 and 24 and 5 and 1 rows): other scales, values or codes than alone"),
     "a hook on the float layer": (HooksTheFloatLayer(SCHEME), "build() has changed the linear that it was given: _forward_hooks"),
     "a layer draws": (_wrapped(Drawing), "the forward has changed something of the process: torch"),
     "a layer drifts": (_wrapped(Drifting), "a later forward gives another output than the first one"),

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from compressor.lifecycle import Event, Modifier, State
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
@@ -72,9 +73,27 @@ class _AnswersNothing(Willing):
         return None  # type: ignore[return-value]
 
 
+class _HooksEveryModuleThatIsMade(Willing):
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        nn.modules.module.register_module_parameter_registration_hook(lambda *args: None)
+
+
+class _NotesOnAWeight(Willing):
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        state.model.get_submodule("lm_head").weight.scale_seen = torch.ones(3)  # type: ignore[union-attr]
+
+
+class _NotesOnAllTensors(Willing):
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        torch.Tensor.scale_seen = 1  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("modifier", "check", "says"),
     [
+        (_HooksEveryModuleThatIsMade, "nothing_left", "of every module._global_parameter_registration_hooks: hooks changed"),
+        (_NotesOnAWeight, "nothing_left", "lm_head.weight.scale_seen: attribute appeared"),
+        (_NotesOnAllTensors, "nothing_left", "the class Tensor: process changed: scale_seen"),
         (_CachesInItsModule, "surroundings", ".SEEN: class changed"),
         (_HooksAParameter, "completes", "lm_head.weight._backward_hooks"),
         (_SwitchesGradientsOff, "state_machine", "grad mode: torch changed: True -> False"),
@@ -93,6 +112,48 @@ def test_what_follows_random_numbers_may_do_so_where_it_says_so() -> None:
     assert not verify(_CountsItsRuns, TinyModel(8), inputs=tiny_batches(1), tags=["random"], checks=[43]).passed
 
 
+def test_a_note_on_a_weight_is_left_where_the_modifier_says_so() -> None:
+    assert verify(_NotesOnAWeight, TinyModel(8), inputs=tiny_batches(1), tags=["annotates"], checks=[49]).passed
+
+
+class _Table(nn.Module):
+    """A model with a buffer that no checkpoint holds; one that grows with the sequence is its own affair."""
+
+    def __init__(self, *, grows: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.grows = nn.Linear(4, 4), nn.Linear(4, 4), grows
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.grows:
+            self.table.add_(1)
+        return self.last(torch.relu(self.first(x)) * self.table)
+
+
+class _ScalesBuffers(Willing):
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        for buffer in state.model.buffers():
+            buffer.mul_(1.01)
+
+
+class _ScalesItsBuffers(_ScalesBuffers):
+    def on_initialize(self, state: State) -> bool:
+        state.touch([""])
+        return True
+
+
+def test_a_buffer_that_no_checkpoint_holds_is_claimed_too() -> None:
+    for modifier, model, is_right in (
+        (_ScalesBuffers, _Table(), False),
+        (_ScalesItsBuffers, _Table(), True),
+        (Willing, _Table(grows=True), True),
+    ):
+        report = verify(modifier, model, inputs=[torch.ones(2, 4)], tags=["in_place"], checks=["lifecycle.claims"])
+        assert report.passed is is_right, report.to_text()
+    text = verify(_ScalesBuffers, _Table(), inputs=[torch.ones(2, 4)], tags=["in_place"], checks=["lifecycle.claims"]).to_text()
+    assert "table: 1 buffers that no checkpoint holds" in " ".join(text.split())
+
+
 class _BreaksTheProcess(Willing):
     def on_calibration_end(self, state: State, event: Event) -> None:
         _break()
@@ -109,6 +170,9 @@ def _break() -> None:
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
     nn.modules.module.register_module_forward_hook(lambda *args: None)
+    nn.modules.module.register_module_buffer_registration_hook(lambda *args: None)
+    register_optimizer_step_post_hook(lambda *args: None)
+    torch.Tensor.extra = 1  # type: ignore[attr-defined]
     nn.Linear.forward = lambda self, x: x  # type: ignore[method-assign, assignment]
     nn.Linear.extra = 1  # type: ignore[attr-defined]
     nn.functional.relu = torch.sigmoid

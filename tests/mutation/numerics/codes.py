@@ -23,6 +23,8 @@ QUANTIZER_MUTANTS: tuple[Mutant, ...] = (
     bug("ties_up", "codes", "ties go up in place of to even", "quantizer.odd", Edit(_SNAP, "values.round_()", "values.add_(0.5).floor_()")),
     bug("ties_away_from_zero", "codes", "ties go away from zero in place of to even", "quantizer.ties",
         Edit(_SNAP, "values.round_()", "values.sign() * (values.abs() + 0.5).floor_()")),
+    bug("int32_wraps", "codes", "values of more than 2^31 wrap around, as a cast to int32 makes them", "quantizer.saturates",
+        Edit(_SNAP, "values.clamp_(low, high)", "values.copy_(torch.where(values.abs() > 2.0**31, low, values)).clamp_(low, high)")),
     bug("no_clamp", "codes", "codes past the end wrap around in int8", _NEAREST,
         Edit(_SNAP, "values.clamp_(low, high)", "values if number_type == 'int' else values.clamp_(low, high)")),
     bug("fp8_overflows", "codes", "values past 448 become NaN, as a cast of older versions of torch makes them", "quantizer.nearest_codes",
