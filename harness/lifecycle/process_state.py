@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
