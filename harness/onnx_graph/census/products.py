@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from harness.onnx_graph.census.flow import LOOKUPS, MAKES_SHAPES, Flow, FlowMap, Shapes, is_attention, is_opaque, operands
-from harness.onnx_graph.graph.view import GraphView, domain, has_subgraph, label, tensor_of
+from harness.onnx_graph.graph.view import GraphView, domain, has_subgraph, label, nodes_inside, tensor_of
 
 # Products of two activations: where one activation is summed with weights that come from another, whatever operator does it.
 #
@@ -71,6 +71,7 @@ class Products:
             shapes: of its values.
         """
         self._view, self._flow = view, flow
+        self._holder = {inner: node for node in view.nodes for inner in nodes_inside(node)}
         self._set = frozenset(node for node in view.nodes if self._is_product(node))
         mixing = Mixing(view, flow, shapes, self)
         self._set |= {node for node in view.nodes if node not in self._set and mixing.is_product(node)}
@@ -104,8 +105,9 @@ class Products:
         waiting = list(start.outputs)
         while waiting:
             value = waiting.pop()
-            for user, _ in value.uses():
-                if user in seen or user.op_type in MAKES_SHAPES:
+            for inner, _ in value.uses():
+                user = self._holder.get(inner, inner)  # what a subgraph does with it is not followed: it may weigh there
+                if user in seen or inner.op_type in MAKES_SHAPES:
                     continue
                 seen.add(user)
                 yield user
