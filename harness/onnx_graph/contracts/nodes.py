@@ -51,8 +51,8 @@ class NumericEqual(Contract):
     limit that its integer kernels need (source: measured, see the README of this room).
 
     Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew. What the
-    exported graph refuses keeps its first values, and a note names what had the same values throughout. An output with another name is
-    another output, for programs fetch by name.
+    exported graph refuses keeps its first values, and a note names what had the same values throughout. Outputs are compared in their
+    order: a name that moved to another output is a violation, a new name is a note, for exporters number outputs that nobody names.
 
     An output that is constant, NaN everywhere, empty or drawn at random is no evidence; another type or shape, or NaN elsewhere, is a
     violation. An error passes if it has less than a billionth of an output's energy and less than a thousandth (3 % in amplitude) of each
@@ -127,10 +127,12 @@ class NumericEqual(Contract):
         return None
 
     def _renamed(self, pair: Pair) -> list[Finding]:
-        """Programs fetch outputs by name: one of another name, or at another place, is another output."""
+        """Outputs are compared in their order. A name that means another output now is damage; a new one may be an exporter's number."""
         names = [[value.name for value in one.graph.output] for one in (pair.before, pair.after)]
         pairs = [(was, now) for was, now in zip(*names, strict=True) if was != now]
-        return [self.violated(f"output {was}: {now} is found in its place, and programs fetch outputs by name") for was, now in pairs]
+        new = [f"output {was} is named {now} now, and programs that fetch it by name break" for was, now in pairs if was not in names[1]]
+        pair.notes.extend(f"{self.name}: {text}" for text in new)
+        return [self.violated(f"output {was}: {now} is found in its place") for was, now in pairs if was in names[1]]
 
 
 def _accepted(

@@ -64,10 +64,17 @@ def test_inputs_that_the_graph_refuses_keep_their_values_and_are_named() -> None
     assert NumericEqual().check(model, _model(inputs, text.format("a"))).holding is Holding.VIOLATED
 
 
-def test_an_output_with_another_name_is_another_output() -> None:
+def test_an_output_with_a_new_name_is_noted_and_one_that_moved_is_damage() -> None:
     model = _model("", "y = Neg(x)")
     renamed = onnx.ModelProto()
     renamed.CopyFrom(model)
     renamed.graph.node[0].output[0] = renamed.graph.output[0].name = "z"
     result = NumericEqual().check(model, renamed)
+    assert result.holds and "output y is named z now, and programs that fetch it by name break" in result.message
+    both = _model("", "y = Neg(x) z = Neg(x)")
+    both.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [3, 6]))
+    moved = onnx.ModelProto()
+    moved.CopyFrom(both)
+    moved.graph.output.reverse()
+    result = NumericEqual().check(both, moved)
     assert result.holding is Holding.VIOLATED and "output y: z is found in its place" in result.message
