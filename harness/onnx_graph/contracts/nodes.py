@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import onnx
 
-from compressor.errors import HarnessError, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import HarnessError
 from harness.onnx_graph.contracts.base import Contract, Finding, Pair
 from harness.onnx_graph.graph.drawn_inputs import example_inputs, other_inputs
 from harness.onnx_graph.graph.run_session import POLICIES, OutputRow, Session, output_rows, random_operators

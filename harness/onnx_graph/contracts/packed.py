@@ -15,7 +15,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from compressor.errors import HarnessError, UserInputError
+from compressor.errors import UserInputError
+from harness.errors import HarnessError
 from harness.onnx_graph.census.census import ROLES, Block, Census
 from harness.onnx_graph.census.flow import Shapes, operands
 from harness.onnx_graph.census.parts import path_between, takes_a_part

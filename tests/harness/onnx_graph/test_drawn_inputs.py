@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
+from compressor.errors import UserInputError
 from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.contracts.nodes import NumericEqual
 from harness.onnx_graph.graph.drawn_inputs import example_inputs, other_inputs
@@ -78,3 +79,8 @@ def test_an_output_with_a_new_name_is_noted_and_one_that_moved_is_damage() -> No
     moved.graph.output.reverse()
     result = NumericEqual().check(both, moved)
     assert result.holding is Holding.VIOLATED and "output y: z is found in its place" in result.message
+
+
+def test_a_pipe_or_a_device_is_named_as_what_it_is() -> None:
+    with pytest.raises(UserInputError, match="/dev/null: this is a pipe or a device"):
+        NumericEqual().check("/dev/null", "/dev/null")
