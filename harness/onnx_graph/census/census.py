@@ -8,6 +8,7 @@ the packed weight itself has ABSORBED them.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from typing import Any
 import onnx_ir as ir
 
 from harness.onnx_graph.census.flow import PACKED_ATTENTION, PROJECTED_ATTENTION, FlowMap, Shapes, is_opaque, operands
+from harness.onnx_graph.census.parts import takes_a_part
 from harness.onnx_graph.census.products import SOFTMAX, Products, is_matrix_product, shown
 from harness.onnx_graph.census.projections import Projection, find_projection
 from harness.onnx_graph.census.score_axes import ScoreAxes
@@ -109,6 +111,7 @@ class Block:
         note: why a role is missing or not clear, or what is unusual; else empty.
         leading: the layers that lead to a block of unknown roles.
         place: in the data flow.
+        taken: what the products of the block take for each role, computed from its layer.
     """
 
     index: int
@@ -120,6 +123,7 @@ class Block:
     note: str = ""
     leading: tuple[Projection, ...] = ()
     place: BlockPlace = field(default_factory=BlockPlace)
+    taken: Mapping[str, ir.Value] = field(default_factory=dict)
 
     def projection(self, role: str) -> Projection | None:
         """Return the layer of a role, None where there is not exactly one."""
@@ -160,11 +164,13 @@ class Census:
         blocks: may be empty: then there is no attention, which no contract takes for a pass.
         comparisons: products that are no attention and not read.
         notes: what is taken for granted about the graph.
+        view: of the graph, in which the nodes and values of the blocks lie.
     """
 
     blocks: tuple[Block, ...]
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
+    view: GraphView | None = None
 
     @property
     def read(self) -> tuple[Block, ...]:
@@ -235,10 +241,12 @@ class _Role:
     Attributes:
         layers: the first linear layers behind it.
         unread: nodes behind it that cannot be followed.
+        value: what the product takes for this role.
     """
 
     layers: tuple[Projection, ...]
     unread: tuple[ir.Node, ...] = ()
+    value: ir.Value | None = None
 
 
 class _Search:
@@ -274,7 +282,7 @@ class _Search:
         places = block_places(self._view, self._anchors)
         blocks = tuple(replace(block, place=place) for block, place in zip(self._blocks, places, strict=True))
         comparisons = tuple(Comparison(node.op_type, label(node), self._leading_to([node])) for node in loose.comparisons)
-        return Census(blocks, comparisons, self._view.notes)
+        return Census(blocks, comparisons, self._view.notes, self._view)
 
     def _around(self, softmax: ir.Node) -> tuple[list[ir.Node], list[tuple[ir.Node, int]]] | None:
         """The products before and behind a softmax; None for one of a classifier or a router."""
@@ -316,7 +324,6 @@ class _Search:
         layers, notes = self._own(_layers(found))
         notes += [f"{role.upper()} comes out of {shown(found[role].unread)}, which is not read" for role in ROLES if found[role].unread]
         counts = [len(layers[role]) for role in ROLES]
-        weights = {layers[role][0].sources for role in ROLES if layers[role]}
         if not all(counts):
             status = Status.MISSING
             empty = [role for role in ROLES if not layers[role]]
@@ -324,10 +331,21 @@ class _Search:
         elif max(counts) > 1 or any(role.unread for role in found.values()):
             status = Status.AMBIGUOUS
         else:
-            status = {3: Status.SEPARATE, 2: Status.PARTLY_FUSED, 1: Status.FUSED}[len(weights)]
-            if len(weights) < len({layers[role][0].node for role in ROLES}):
-                notes.append("products of their own, on one weight")
-        self._add(node, status, layers, "; ".join(notes))
+            held = self._num_weights(layers, found)
+            status = {3: Status.SEPARATE, 2: Status.PARTLY_FUSED, 1: Status.FUSED}[held]
+            if held < len({layers[role][0].node for role in ROLES}):
+                notes.append("products of their own, on one weight or equal copies of it")
+        self._add(node, status, layers, "; ".join(notes), taken={role: one.value for role, one in found.items() if one.value is not None})
+
+    def _num_weights(self, layers: Mapping[str, tuple[Projection, ...]], found: Mapping[str, _Role]) -> int:
+        """How many weights the roles have. Equal copies of which each role takes a part are one: a quantizer meets all of it in each."""
+        held: dict[str, object] = {role: layers[role][0].sources for role in ROLES}
+        for one, other in itertools.combinations(ROLES, 2):
+            first, second = layers[one][0], layers[other][0]
+            if held[one] != held[other] and first.fingerprint == second.fingerprint:
+                parts = (takes_a_part(self._view, self._shapes, layers[role][0], found[role].value) for role in (one, other))
+                held[other] = held[one] if all(parts) else held[other]
+        return len(set(held.values()))
 
     def _own(self, layers: dict[str, tuple[Projection, ...]]) -> tuple[dict[str, tuple[Projection, ...]], list[str]]:
         """Keep the layers that are a role's own: not what feeds another layer of it, nor what another role is projected from."""
@@ -354,8 +372,12 @@ class _Search:
         attention = SOFTMAX | PROJECTED_ATTENTION | PACKED_ATTENTION
         nodes = list(self._view.subgraph_nodes())
         anchors = [node for node in nodes if node.op_type in attention or is_opaque(node)]
-        for node in anchors or [node for node in nodes if self._view.multiplies_variables(node)]:
+        for node in anchors or [node for node in nodes if self._multiplies_variables(node)]:
             self._add(node, Status.AMBIGUOUS, note="it lies inside a subgraph of If, Loop or Scan, which is not followed")
+
+    def _multiplies_variables(self, node: ir.Node) -> bool:
+        """Whether a node of a subgraph sums products of two values that are computed or given, as a matrix product or a convolution."""
+        return sum(not self._view.is_constant_inside(value) for value in operands(node)) > 1
 
     def _add_unknown(self, group: Sequence[ir.Node]) -> None:
         layers = self._leading_to(group)
@@ -373,16 +395,21 @@ class _Search:
         layers: Mapping[str, tuple[Projection, ...]] | None = None,
         note: str = "",
         leading: tuple[Projection, ...] = (),
+        taken: Mapping[str, ir.Value] | None = None,
     ) -> None:
         roles = layers or {role: () for role in ROLES}
         self._anchors.append(node)
-        self._blocks.append(Block(len(self._blocks), self._kind(roles), node.op_type, label(node), roles, status, note, leading))
+        index, kind = len(self._blocks), self._kind(roles)
+        self._blocks.append(Block(index, kind, node.op_type, label(node), roles, status, note, leading, taken=taken or {}))
 
     def _role(self, value: ir.Value | None) -> _Role:
         nodes = self._view.walk_back(value, self._products.ends_walk)
-        layers = tuple(found for node in nodes if (found := self._projection(node)) is not None)
+        read = [found for node in nodes if (found := self._projection(node)) is not None]
         unread = tuple(node for node in nodes if self._projection(node) is None and (self._flow.factors(node) or not operands(node)))
-        return _Role(layers, unread)
+        behind = [self._role(one.activation) for one in read if one.selects]
+        layers = [one for one in read if not one.selects] + [layer for role in behind for layer in role.layers]
+        unread += tuple(node for role in behind for node in role.unread)
+        return _Role(tuple({one.node: one for one in layers}.values()), unread, value)
 
     def _kind(self, roles: Mapping[str, Sequence[Projection]]) -> str:
         if any(len(roles[role]) != 1 for role in ROLES):

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from harness.onnx_graph.census.flow import LOOKUPS, MAKES_SHAPES, Flow, FlowMap, Shapes, is_attention, is_opaque, operands
-from harness.onnx_graph.graph.view import GraphView, domain, has_subgraph, label, tensor_of
+from harness.onnx_graph.census.weighing import Weighing
+from harness.onnx_graph.graph.view import GraphView, domain, has_subgraph, label, nodes_inside, tensor_of
 
 # Products of two activations: where one activation is summed with weights that come from another, whatever operator does it.
 #
@@ -71,9 +72,12 @@ class Products:
             shapes: of its values.
         """
         self._view, self._flow = view, flow
+        self._holder = {inner: node for node in view.nodes for inner in nodes_inside(node)}
         self._set = frozenset(node for node in view.nodes if self._is_product(node))
         mixing = Mixing(view, flow, shapes, self)
         self._set |= {node for node in view.nodes if node not in self._set and mixing.is_product(node)}
+        self._weighing = Weighing(view, flow, shapes, self.ends_walk)
+        self._set |= self._weighing.found(self._set)
 
     def __contains__(self, node: object) -> bool:
         """Whether a node is a product of two activations."""
@@ -92,6 +96,8 @@ class Products:
         if node.op_type in _ELEMENTWISE:  # attention pooling that is spelled out
             return self._is_weighted_sum(node)
         factors = self._flow.factors(node)
+        if factors and self._weighing.weighed_by(node, True):
+            return True
         return len(factors) > 2 or any(self._behind(value, _NORMALISES) for value in factors)
 
     def goes_on(self, node: ir.Node) -> bool:
@@ -104,8 +110,9 @@ class Products:
         waiting = list(start.outputs)
         while waiting:
             value = waiting.pop()
-            for user, _ in value.uses():
-                if user in seen or user.op_type in MAKES_SHAPES:
+            for inner, _ in value.uses():
+                user = self._holder.get(inner, inner)  # what a subgraph does with it is not followed: it may weigh there
+                if user in seen or inner.op_type in MAKES_SHAPES:
                     continue
                 seen.add(user)
                 yield user

@@ -60,6 +60,12 @@ class Projection:
         return {"node": self.name, "op": self.op, "shape": list(self.shape), "stored": self.stored, "fingerprint": self.fingerprint}
 
     @functools.cached_property
+    def selects(self) -> bool:
+        """Whether it only picks columns of what comes in, as a slice does: fewer than come in, each from one place."""
+        num_in, num_out = self.matrix_IO.shape
+        return num_out < num_in and bool((np.count_nonzero(self.matrix_IO, axis=0) == 1).all())
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of shape and values; another orientation has another one."""
         return fingerprint(self.matrix_IO)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx
 
 from compressor.errors import UserInputError
+from harness.errors import HarnessError
 from harness.onnx_graph.contracts.base import Contract, Finding, Pair
-from harness.onnx_graph.graph.run_session import POLICIES, compare_outputs, example_inputs, random_operators
+from harness.onnx_graph.graph.drawn_inputs import example_inputs, other_inputs
+from harness.onnx_graph.graph.run_session import POLICIES, OutputRow, Session, output_rows, random_operators
 from harness.onnx_graph.graph.view import load_graph
 
 
@@ -49,6 +51,10 @@ class NumericEqual(Contract):
     `golden` runs onnxruntime with its optimizations off, so that only the graphs differ; `deploy` runs it as it is deployed, with the wider
     limit that its integer kernels need (source: measured, see the README of this room).
 
+    Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew. What the
+    exported graph refuses keeps its first values, and a note names what had the same values throughout. Outputs are compared in their
+    order: a name that moved to another output is a violation, a new name is a note, for exporters number outputs that nobody names.
+
     An output that is constant, NaN everywhere, empty or drawn at random is no evidence; another type or shape, or NaN elsewhere, is a
     violation. An error passes if it has less than a billionth of an output's energy and less than a thousandth (3 % in amplitude) of each
     slice along an axis that it lies in; at 35 dB less than 1/3000, and a small slice may be wrong altogether.
@@ -86,16 +92,65 @@ class NumericEqual(Contract):
         drawn = [f"{when} {', '.join(random[:3])}" for when, random in _random(pair) if random]
         if drawn:
             return [self.not_analysed(f"the graph draws random numbers, so two runs differ: {'; '.join(drawn)}; export it for inference")]
-        inputs = self._inputs if self._inputs is not None else example_inputs(pair.before, self._seed)
-        found, limit = [], self._policy.min_sqnr_db
-        for row in compare_outputs(pair.before, pair.after, inputs, self._policy):
-            if row.wrong(limit):
-                found.append(self.violated(row.text(limit)))
-            elif row.unknown:
-                found.append(self.not_analysed(row.unknown))
-            else:
-                pair.notes.append(f"{self.name}: {row.text(limit)}")
-        return found
+        drawings = self._drawings(pair)
+        after = Session(pair.after, self._policy)
+        names = [value.name for value in pair.before.graph.output]
+        rows = [output_rows(names, expected, after.run(inputs)) for inputs, expected in drawings]
+        judged = [self._judge(pair, list(several)) for several in zip(*rows, strict=True)]
+        return [*self._renamed(pair), *(finding for finding in judged if finding is not None)]
+
+    def _drawings(self, pair: Pair) -> list[tuple[Mapping[str, np.ndarray], list[np.ndarray]]]:
+        """Inputs, and what the exported graph makes of them. Of a drawing that it refuses, what it takes is kept."""
+        before = Session(pair.before, POLICIES["golden"])
+        first = self._inputs if self._inputs is not None else example_inputs(pair.before, self._seed)
+        drawings = [(first, before.run(first))]
+        if self._inputs is not None:
+            return drawings
+        for other in other_inputs(pair.before, first, self._seed):
+            drawings.append(_accepted(before, first, other))
+        same = [name for name, one in first.items() if one.size and all(np.array_equal(one, other[name]) for other, _ in drawings)]
+        if same:
+            pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")
+        return drawings
+
+    def _judge(self, pair: Pair, rows: Sequence[OutputRow]) -> Finding | None:
+        """One output on every drawing. One that says nothing on some is judged by the others."""
+        limit = self._policy.min_sqnr_db
+        wrong = next(
+            (f"{row.text(limit)}{f', on drawing {at} of {len(rows)}' * (at > 1)}" for at, row in enumerate(rows, 1) if row.wrong(limit)), ""
+        )
+        if wrong:
+            return self.violated(wrong)
+        told = [row for row in rows if not row.unknown]
+        if not told:
+            return self.not_analysed(rows[0].unknown)
+        pair.notes.append(f"{self.name}: {min(told, key=lambda row: row.sqnr_db).text(limit)}")
+        return None
+
+    def _renamed(self, pair: Pair) -> list[Finding]:
+        """Outputs are compared in their order. A name that means another output now is damage; a new one may be an exporter's number."""
+        names = [[value.name for value in one.graph.output] for one in (pair.before, pair.after)]
+        pairs = [(was, now) for was, now in zip(*names, strict=True) if was != now]
+        new = [f"output {was} is named {now} now, and programs that fetch it by name break" for was, now in pairs if was not in names[1]]
+        pair.notes.extend(f"{self.name}: {text}" for text in new)
+        return [self.violated(f"output {was}: {now} is found in its place") for was, now in pairs if was in names[1]]
+
+
+def _accepted(
+    graph: Session, first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
+) -> tuple[Mapping[str, np.ndarray], list[np.ndarray]]:
+    """Run on other inputs; where the graph refuses them, on those of the others that it takes one by one."""
+    try:
+        return other, graph.run(other)
+    except HarnessError:
+        kept, outputs = dict(first), graph.run(first)
+    for name, array in other.items():
+        try:
+            outputs = graph.run(kept | {name: array})
+        except HarnessError:
+            continue
+        kept[name] = array
+    return kept, outputs
 
 
 def _random(pair: Pair) -> list[tuple[str, list[str]]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from compressor.errors import UserInputError
 from harness.onnx_graph.census.baseline import RoleWeight, describe, packed_in, same_order
 from harness.onnx_graph.census.census import ROLES, Block, Status
 from harness.onnx_graph.census.projections import Projection
 from harness.onnx_graph.contracts.base import Contract, Finding, Holding, Pair
+from harness.onnx_graph.contracts.packed import columns_taken, packed_roles
+from harness.onnx_graph.graph.drawn_inputs import example_inputs
 from harness.onnx_graph.graph.run_session import sqnr_db
 
 _UNCLEAR = (Status.MISSING, Status.AMBIGUOUS, Status.UNKNOWN)
@@ -126,7 +129,9 @@ class SeparateQKV(RoleContract):
 class RoleWeights(RoleContract):
     """Every role of every block still has its own weight: not another role's, not transposed, not scaled, not another matrix.
 
-    Exact by default. With `min_sqnr_db` a weight that was quantized may differ by so much.
+    Of a layer that several roles share, or of which a role takes a part, every role still takes the same columns in the same order; what
+    that is, is found by running the graph, and where it cannot be run, nobody knows. Exact by default. With `min_sqnr_db` a weight that was
+    quantized may differ by so much.
     """
 
     def __init__(self, min_sqnr_db: float | None = None) -> None:
@@ -149,7 +154,33 @@ class RoleWeights(RoleContract):
         blind = [block for block in pair.baseline.census.read if block.status in (*_UNCLEAR, Status.ABSORBED)]
         unread = [self.not_analysed(f"block {block.index} ({block.kind}), as exported: {describe(block)}", block.index) for block in blind]
         compared = [self._compare(pair, one, pair.counterparts.get(one.block)) for one in pair.baseline.weights.values()]
-        return [*unread, *(finding for finding in compared if finding is not None), *self._moved(pair)]
+        kept = [one for one, finding in zip(pair.baseline.weights.values(), compared, strict=True) if finding is None]
+        return [*unread, *(finding for finding in compared if finding is not None), *self._taken(pair, kept), *self._moved(pair)]
+
+    def _taken(self, pair: Pair, kept: Sequence[RoleWeight]) -> Iterator[Finding]:
+        """Roles that have their weight, and take other columns of it than before."""
+        packed = packed_roles(pair.baseline.census), packed_roles(pair.census_after)
+        blocks = {block.index: block for block in pair.baseline.census.read}
+        asked = [one for one in kept if (one.block, one.role) in packed[0] or (pair.counterparts[one.block].index, one.role) in packed[1]]
+        if not asked:
+            return
+        try:
+            inputs = example_inputs(pair.before)
+        except UserInputError as error:
+            yield self.not_analysed(f"what each role takes of a layer that they share is found by running the graph: {error}")
+            return
+        before = columns_taken(pair.baseline.census, [(blocks[one.block], one.role) for one in asked], inputs)
+        after = columns_taken(pair.census_after, [(pair.counterparts[one.block], one.role) for one in asked], inputs)
+        for one, was, now in zip(asked, before, after, strict=True):
+            if isinstance(was, str) or isinstance(now, str):
+                why = was if isinstance(was, str) else now
+                yield self.not_analysed(f"{one.where}: which columns of its layer it takes cannot be read: {why}", one.block, one.role)
+            elif was.operator != now.operator or (len(was.order) != len(now.order) and set(was.order) == set(now.order)):
+                yield self.not_analysed(f"{one.where}: it takes its columns in another form than before", one.block, one.role)
+            elif was.order != now.order:
+                layer = one.projection
+                found = f"expected {was.text()} of {layer.op} {layer.name} [{layer.shape[0]}, {layer.shape[1]}], found {now.text()}"
+                yield self.violated(f"{one.where}: {found}", one.block, one.role)
 
     def _moved(self, pair: Pair) -> Iterator[Finding]:
         """Blocks that have their weights at another place of the data flow: their weights were exchanged, nothing was reordered."""

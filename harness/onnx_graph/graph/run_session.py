@@ -1,13 +1,11 @@
-"""Run graphs in onnxruntime under a declared policy, on inputs drawn from a seed, and compare what comes out."""
+"""Run graphs in onnxruntime under a declared policy, and compare what comes out."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import onnx
@@ -162,10 +160,7 @@ def _weakest_db(expected: np.ndarray, actual: np.ndarray) -> float:
     return worst
 
 
-_DEFAULT_DIMENSION = 2
-_DEFAULT_LENGTH = 7
 _DROPOUT_INPUTS = 3
-_MOST_ELEMENTS = 2**28
 
 
 @dataclass(frozen=True)
@@ -189,29 +184,6 @@ POLICIES: Mapping[str, Policy] = {
 }
 
 
-def example_inputs(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
-    """Draw inputs that a graph accepts.
-
-    Masks are ones, ids stay within the tables that they index, symbolic dimensions of one name have one size. Drawn with integers only,
-    which are the same on every machine.
-
-    Args:
-        model: not modified.
-        seed: of the draw.
-
-    Returns:
-        Name to array.
-
-    Raises:
-        UserInputError: an input has no shape or a type that cannot be drawn; pass inputs.
-    """
-    draw = np.random.default_rng(seed)
-    held = {tensor.name for tensor in model.graph.initializer}
-    limits = _id_limits(model)
-    sizes: dict[str, int] = {}
-    return {value.name: _draw(value, draw, limits.get(value.name), sizes) for value in model.graph.input if value.name not in held}
-
-
 def run_graph(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: Policy) -> list[np.ndarray]:
     """Run a graph.
 
@@ -227,24 +199,63 @@ def run_graph(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: 
         UserInputError: it has an input that is not given.
         HarnessError: onnxruntime cannot load or run it.
     """
-    import onnxruntime
+    return Session(model, policy).run(inputs)
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, policy.level)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        onnx.save(model, path, save_as_external_data=model.ByteSize() > 2**30)
+
+class Session:
+    """A graph in onnxruntime, to run it several times.
+
+    Attributes:
+        names: of its inputs.
+    """
+
+    def __init__(self, model: onnx.ModelProto, policy: Policy) -> None:
+        """Load it.
+
+        Args:
+            model: not modified.
+            policy: how.
+
+        Raises:
+            HarnessError: onnxruntime cannot load it.
+        """
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, policy.level)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "model.onnx"
+            onnx.save(model, path, save_as_external_data=model.ByteSize() > 2**30)
+            try:
+                self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            except Exception as error:  # the exceptions of onnxruntime share no other base class
+                raise _refused(error) from error
+        self.names = {one.name for one in self._session.get_inputs()}
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Run it.
+
+        Args:
+            inputs: by name; those that the graph does not have are left out.
+
+        Returns:
+            Its outputs in order.
+
+        Raises:
+            UserInputError: it has an input that is not given.
+            HarnessError: onnxruntime cannot run it.
+        """
+        _check_names(self.names, inputs)
         try:
-            session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-            names = {one.name for one in session.get_inputs()}
-            _check_names(names, inputs)
-            outputs: list[np.ndarray] = session.run(None, {name: array for name, array in inputs.items() if name in names})
-        except UserInputError:
-            raise
-        except Exception as error:  # the exceptions of onnxruntime share no other base class
-            raise HarnessError(f"onnxruntime: it cannot run the graph: {plain_text(str(error))[:300]}") from error
-    return outputs
+            found: list[np.ndarray] = self._session.run(None, {name: one for name, one in inputs.items() if name in self.names})
+        except Exception as error:  # as above
+            raise _refused(error) from error
+        return found
+
+
+def _refused(error: Exception) -> HarnessError:
+    return HarnessError(f"onnxruntime: it cannot run the graph: {plain_text(str(error))[:300]}")
 
 
 def compare_outputs(before: onnx.ModelProto, after: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: Policy) -> list[OutputRow]:
@@ -262,11 +273,26 @@ def compare_outputs(before: onnx.ModelProto, after: onnx.ModelProto, inputs: Map
     Raises:
         HarnessError: one of them cannot be run, or they have another number of outputs.
     """
-    expected = run_graph(before, inputs, POLICIES["golden"])
-    actual = run_graph(after, inputs, policy)
+    names = [value.name for value in before.graph.output]
+    return output_rows(names, run_graph(before, inputs, POLICIES["golden"]), run_graph(after, inputs, policy))
+
+
+def output_rows(names: Sequence[str], expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> list[OutputRow]:
+    """Compare what two graphs gave.
+
+    Args:
+        names: of the outputs.
+        expected: before.
+        actual: after.
+
+    Returns:
+        One row per output, in order.
+
+    Raises:
+        HarnessError: another number of outputs.
+    """
     if len(expected) != len(actual):
         raise HarnessError(f"outputs: {len(expected)} before and {len(actual)} after cannot be compared; keep the graph's outputs")
-    names = [value.name for value in before.graph.output]
     return [output_row(name, np.asarray(one), np.asarray(other)) for name, one, other in zip(names, expected, actual, strict=True)]
 
 
@@ -299,38 +325,3 @@ def _check_names(names: set[str], inputs: Mapping[str, np.ndarray]) -> None:
             f"inputs: the graph asks for {', '.join(missing)}, and the inputs are {given}; an input was renamed, or a weight became one: "
             "keep the inputs of the exported graph"
         )
-
-
-def _draw(value: onnx.ValueInfoProto, draw: np.random.Generator, limit: int | None, sizes: dict[str, int]) -> np.ndarray:
-    kind = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
-        raise UserInputError(f"input {value.name}: it is no tensor of known rank, so no example can be drawn; pass inputs")
-    shape = [_size(dimension, axis, sizes) for axis, dimension in enumerate(kind.shape.dim)]
-    if math.prod(shape) > _MOST_ELEMENTS:
-        raise UserInputError(f"input {value.name}: {shape} are too many elements to draw; give the graph sizes that it is run with")
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-    array: Any
-    if "mask" in value.name or dtype == np.bool_:
-        array = np.ones(shape)
-    elif np.issubdtype(dtype, np.integer):
-        array = draw.integers(0, limit or 2, shape)
-    else:  # in [-2, 2), in steps that every floating type holds exactly
-        array = draw.integers(-128, 128, shape) / 64
-    return np.asarray(array).astype(dtype)
-
-
-def _size(dimension: Any, axis: int, sizes: dict[str, int]) -> int:
-    if dimension.HasField("dim_value") and dimension.dim_value >= 0:  # -1 is how some exporters say: open
-        return int(dimension.dim_value)
-    default = _DEFAULT_DIMENSION if axis == 0 else _DEFAULT_LENGTH
-    return sizes.setdefault(dimension.dim_param, default) if dimension.dim_param else default
-
-
-def _id_limits(model: onnx.ModelProto) -> dict[str, int]:
-    """Input to the number of rows of the smallest table that it indexes."""
-    rows = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if tensor.dims}
-    limits: dict[str, int] = {}
-    for node in model.graph.node:
-        if node.op_type == "Gather" and node.input[0] in rows:
-            limits[node.input[1]] = min(limits.get(node.input[1], rows[node.input[0]]), rows[node.input[0]])
-    return limits

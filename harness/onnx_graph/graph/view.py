@@ -154,8 +154,7 @@ def read_proto(source: Any) -> onnx.ModelProto:
 
     where = "graph" if isinstance(source, bytes) else str(source)
     if not isinstance(source, bytes) and not Path(source).is_file():
-        what = "this is a folder" if Path(source).is_dir() else "there is no such file or folder"
-        raise UserInputError(f"{where}: {what}; give an .onnx file")
+        raise UserInputError(f"{where}: {_what_else(Path(source))}; give an .onnx file")
     try:
         proto = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
     except DecodeError as error:
@@ -165,6 +164,14 @@ def read_proto(source: Any) -> onnx.ModelProto:
     if not proto.HasField("graph"):
         raise UserInputError(f"{where}: this is no ONNX model, for it holds no graph; give the .onnx file")
     return proto
+
+
+def _what_else(path: Path) -> str:
+    if path.is_dir():
+        return "this is a folder"
+    return (
+        "this is a pipe or a device, and external data are looked for beside a file" if path.exists() else "there is no such file or folder"
+    )
 
 
 class GraphView:
@@ -296,25 +303,19 @@ class GraphView:
             if node not in main:
                 yield node
 
-    def multiplies_variables(self, node: ir.Node) -> bool:
-        """Whether a node of a subgraph multiplies two matrices neither of which is a constant.
+    def is_constant_inside(self, value: ir.Value | None) -> bool:
+        """Whether a value of a subgraph is computed from constants alone.
 
         Args:
-            node: of any graph.
+            value: of any graph.
 
         Returns:
-            True for a MatMul, Gemm or Einsum of two values that are computed or given.
+            False for what is computed from an input, or given to the subgraph.
         """
-        if node.op_type not in ("MatMul", "Gemm", "Einsum", "FusedMatMul"):
-            return False
-        return not any(self._is_constant_inside(value) for value in node.inputs[:2])
-
-    def _is_constant_inside(self, value: ir.Value | None) -> bool:
-        """Whether a value of a subgraph is computed from constants alone."""
         if value is None or value.const_value is not None or self.is_constant(value):
             return True
         node = value.producer()
-        return node is not None and value not in self._constant and all(map(self._is_constant_inside, node.inputs))
+        return node is not None and value not in self._constant and all(map(self.is_constant_inside, node.inputs))
 
 
 def label(node: ir.Node) -> str:

@@ -14,7 +14,8 @@ import onnx
 from compressor.errors import CompressorError, UserInputError
 from harness.errors import ContractViolation
 from harness.onnx_graph.contracts.base import Contract, ContractResult, Finding, Holding
-from harness.onnx_graph.graph.run_session import POLICIES, OutputRow, compare_outputs, example_inputs
+from harness.onnx_graph.graph.drawn_inputs import example_inputs
+from harness.onnx_graph.graph.run_session import POLICIES, OutputRow, compare_outputs
 from harness.onnx_graph.graph.view import load_graph, read_proto
 from harness.onnx_graph.roundtrip.optimizers import find_optimizer, run_optimizer
 

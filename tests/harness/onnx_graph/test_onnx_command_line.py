@@ -21,7 +21,8 @@ from harness.onnx_graph.census.census import census
 from harness.onnx_graph.commands.main import ACTIONS
 from harness.onnx_graph.contracts.nodes import NumericEqual
 from harness.onnx_graph.contracts.roles import SeparateQKV
-from harness.onnx_graph.graph.run_session import POLICIES, example_inputs, output_row, run_graph
+from harness.onnx_graph.graph.drawn_inputs import example_inputs
+from harness.onnx_graph.graph.run_session import POLICIES, output_row, run_graph
 from harness.onnx_graph.plain_text import plain_text
 from harness.onnx_graph.roundtrip.export import ExportFailure, export
 from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip

@@ -18,7 +18,7 @@ from harness.errors import ContractViolation
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.commands.export import parse_dynamic
 from harness.onnx_graph.contracts.base import Holding
-from harness.onnx_graph.graph.run_session import example_inputs
+from harness.onnx_graph.graph.drawn_inputs import example_inputs
 from harness.onnx_graph.roundtrip.export import ExportFailure, export, write_graph
 
 pytest.importorskip("onnxsim")

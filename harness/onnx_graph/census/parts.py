@@ -1,0 +1,77 @@
+"""What a role takes of the layer that it comes from: all of it, or some columns of a packed one."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from harness.onnx_graph.census.flow import Shapes
+from harness.onnx_graph.census.projections import Projection
+from harness.onnx_graph.graph.view import GraphView
+
+_CUTS = frozenset({"Split", "Slice", "Gather", "GatherND", "GatherElements", "Compress", "SplitToSequence", "SequenceAt", "DynamicSlice"})
+
+
+def path_between(view: GraphView, layer: Projection, value: ir.Value) -> list[ir.Node]:
+    """Find what lies between a layer and a value behind it.
+
+    Args:
+        view: of the graph.
+        layer: of that graph.
+        value: of that graph.
+
+    Returns:
+        Nodes in the order of the graph; empty if the value is the layer's own result.
+    """
+    behind = set(layer.node.outputs)
+    for node in view.nodes:
+        if any(one in behind for one in node.inputs):
+            behind.update(node.outputs)
+    found: set[ir.Node] = set()
+    waiting = [value]
+    while waiting:
+        above = waiting.pop().producer()
+        if above is not None and above is not layer.node and above not in found and behind.intersection(above.outputs):
+            found.add(above)
+            waiting += [one for one in above.inputs if one is not None and one in behind]
+    return [node for node in view.nodes if node in found]
+
+
+def takes_a_part(view: GraphView, shapes: Shapes, layer: Projection, value: ir.Value | None) -> bool:
+    """Whether less than a layer computes arrives at a value. Where no shape says it, whether anything is cut on the way.
+
+    Args:
+        view: of the graph.
+        shapes: of its values.
+        layer: of that graph.
+        value: what a product takes for a role.
+
+    Returns:
+        False for all of it, also if it is repeated.
+    """
+    if value is None:
+        return False
+    sizes = [_size(shapes.of(one)) for one in (layer.node.outputs[0], value)]
+    if sizes[0] is not None and sizes[1] is not None and sizes[0][1] == sizes[1][1]:
+        return sizes[1][0] < sizes[0][0]
+    path = path_between(view, layer, value)
+    return any(node.op_type in _CUTS or _is_narrow(shapes, node) for node in path)
+
+
+def _is_narrow(shapes: Shapes, node: ir.Node) -> bool:
+    """Whether a matrix product gives fewer columns than it takes, as one that selects does."""
+    if node.op_type not in ("MatMul", "Gemm") or node.inputs[0] is None:
+        return False
+    before, after = shapes.of(node.inputs[0]), shapes.of(node.outputs[0])
+    lengths: Sequence[object] = [] if before is None or after is None else [before.dims[-1], after.dims[-1]]
+    return len(lengths) > 1 and all(isinstance(one, int) for one in lengths) and lengths[1] != lengths[0]
+
+
+def _size(shape: ir.Shape | None) -> tuple[int, Counter[str]] | None:
+    """The number of elements, and the names of the axes whose length nobody states."""
+    if shape is None or any(not isinstance(one, int) and one.value is None for one in shape.dims):
+        return None
+    return math.prod(one for one in shape.dims if isinstance(one, int)), Counter(str(one) for one in shape.dims if not isinstance(one, int))

@@ -1,0 +1,135 @@
+"""Inputs of a graph, drawn from a seed: several drawings, so that what a mask, a flag or an id does is looked at.
+
+Drawn with integers only, which are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+
+from compressor.errors import UserInputError
+
+_DEFAULT_DIMENSION = 2
+_DEFAULT_LENGTH = 7
+_MOST_ELEMENTS = 2**28
+_MOST_TRIES = 8
+_MOST_FLAGS = 6
+
+
+def example_inputs(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
+    """Draw inputs that a graph accepts.
+
+    Masks are ones, flags are true, ids stay within the tables that they index, symbolic dimensions of one name have one size.
+
+    Args:
+        model: not modified.
+        seed: of the draw.
+
+    Returns:
+        Name to array.
+
+    Raises:
+        UserInputError: an input has no shape or a type that cannot be drawn; pass inputs.
+    """
+    draw = np.random.default_rng(seed)
+    held = {tensor.name for tensor in model.graph.initializer}
+    limits = _id_limits(model)
+    sizes: dict[str, int] = {}
+    return {value.name: _draw(value, draw, limits.get(value.name), sizes) for value in model.graph.input if value.name not in held}
+
+
+def other_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Draw inputs again, each with other values than the first time.
+
+    Masks leave out other places in every row, never all of them; each flag is false once while the others are true, and all are once.
+
+    Args:
+        model: not modified.
+        first: as they were drawn before.
+        seed: of the draw.
+
+    Yields:
+        Name to array; at least one.
+    """
+    draw = np.random.default_rng(seed + 1)
+    limits = _id_limits(model)
+    values = {value.name: value for value in model.graph.input if value.name in first}
+    flags = [name for name, array in first.items() if _is_flag(name, array)]
+    chosen = [{name} for name in flags[:_MOST_FLAGS]] + ([set(flags)] if len(flags) > 1 else [])
+    for number, off in enumerate([set[str](), *chosen]):
+        yield {name: _again(values[name], array, draw, limits.get(name), name in off, number) for name, array in first.items()}
+
+
+def _again(
+    value: onnx.ValueInfoProto, first: np.ndarray, draw: np.random.Generator, limit: int | None, is_off: bool, number: int
+) -> np.ndarray:
+    if _is_flag(value.name, first):
+        return np.zeros_like(first) if is_off else first
+    if _is_mask(value.name, first.dtype):
+        return _mask(first, draw, number)
+    for _ in range(_MOST_TRIES):
+        other = _values(first.shape, first.dtype, draw, limit)
+        if not np.array_equal(other, first):
+            return other
+    return first
+
+
+def _mask(ones: np.ndarray, draw: np.random.Generator, number: int) -> np.ndarray:
+    """Ones and zeros: each row holds both, and differs from the next. The first place stays: it is all that a causal mask leaves."""
+    length = ones.shape[-1] if ones.ndim else 1
+    if ones.size == 0 or length == 1:
+        return ones
+    rows = draw.integers(0, 2, (ones.size // length, length))
+    rows[:, 0] = 1
+    at = np.arange(len(rows))
+    rows[at, 1 + (at + number + 1) % (length - 1)] = 1
+    rows[at, 1 + (at + number) % (length - 1)] = 0
+    return rows.reshape(ones.shape).astype(ones.dtype)
+
+
+def _is_mask(name: str, dtype: Any) -> bool:
+    return "mask" in name or dtype == np.bool_
+
+
+def _is_flag(name: str, array: np.ndarray) -> bool:
+    return array.dtype == np.bool_ and array.size == 1 and "mask" not in name
+
+
+def _draw(value: onnx.ValueInfoProto, draw: np.random.Generator, limit: int | None, sizes: dict[str, int]) -> np.ndarray:
+    kind = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
+        raise UserInputError(f"input {value.name}: it is no tensor of known rank, so no example can be drawn; pass inputs")
+    shape = [_size(dimension, axis, sizes) for axis, dimension in enumerate(kind.shape.dim)]
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise UserInputError(f"input {value.name}: {shape} are too many elements to draw; give the graph sizes that it is run with")
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+    return np.ones(shape, dtype) if _is_mask(value.name, dtype) else _values(tuple(shape), dtype, draw, limit)
+
+
+def _values(shape: tuple[int, ...], dtype: Any, draw: np.random.Generator, limit: int | None) -> np.ndarray:
+    """Integers below their limit; floats in [-2, 2), in steps that every floating type holds exactly."""
+    is_integer = np.issubdtype(dtype, np.integer)
+    drawn = draw.integers(0, limit or 2, shape) if is_integer else draw.integers(-128, 128, shape) / 64
+    return np.asarray(drawn).astype(dtype)
+
+
+def _size(dimension: Any, axis: int, sizes: dict[str, int]) -> int:
+    if dimension.HasField("dim_value") and dimension.dim_value >= 0:  # -1 is how some exporters say: open
+        return int(dimension.dim_value)
+    default = _DEFAULT_DIMENSION if axis == 0 else _DEFAULT_LENGTH
+    return sizes.setdefault(dimension.dim_param, default) if dimension.dim_param else default
+
+
+def _id_limits(model: onnx.ModelProto) -> dict[str, int]:
+    """Input to the number of rows of the smallest table that it indexes."""
+    rows = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if tensor.dims}
+    limits: dict[str, int] = {}
+    for node in model.graph.node:
+        if node.op_type == "Gather" and node.input[0] in rows:
+            limits[node.input[1]] = min(limits.get(node.input[1], rows[node.input[0]]), rows[node.input[0]])
+    return limits

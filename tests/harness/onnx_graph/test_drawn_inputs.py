@@ -1,0 +1,86 @@
+"""NumericEqual looks at what masks, flags and ids do: every input has several drawings."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper, parser
+
+from compressor.errors import UserInputError
+from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.contracts.nodes import NumericEqual
+from harness.onnx_graph.graph.drawn_inputs import example_inputs, other_inputs
+
+MASKED = "f = Cast<to = 1>({0}) i = Sub(one, f) b = Mul(i, far) r = Add(x, b) w = Softmax(r) y = Mul(w, x)"
+UNMASKED = "w = Softmax(x) y = Mul(w, x)"
+FLAGGED = "n = Neg(x) y = Where(use_cache, x, n)"
+
+
+def _model(inputs: str, text: str) -> onnx.ModelProto:
+    made = parser.parse_graph(f"g (float[3, 6] x{inputs}) => (float[3, 6] y) {{ {text} }}")
+    held = {"one": np.array(1, np.float32), "far": np.array(-1e9, np.float32), "two": np.array(2), "row": np.ones(1, np.float32)}
+    made.initializer.extend(numpy_helper.from_array(array, name) for name, array in held.items() if name in text)
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+@pytest.mark.parametrize("kind", ["int64", "int32", "bool", "float"])
+@pytest.mark.parametrize("name", ["attention_mask", "key_padding_mask", "mask"])
+@pytest.mark.parametrize("policy", ["golden", "deploy"])
+def test_a_mask_that_is_ignored_is_seen(kind: str, name: str, policy: str) -> None:
+    inputs = f", {kind}[3, 6] {name}"
+    model, damaged = _model(inputs, MASKED.format(name)), _model(inputs, UNMASKED)
+    assert NumericEqual(policy).check(model, model).holds
+    result = NumericEqual(policy).check(model, damaged)
+    assert result.holding is Holding.VIOLATED and "on drawing 2 of 2" in result.message
+
+
+def test_both_values_of_a_flag_are_tried() -> None:
+    model = _model(", bool use_cache", FLAGGED)
+    assert NumericEqual().check(model, model).holds
+    assert NumericEqual().check(model, _model(", bool use_cache", "y = Identity(x)")).holding is Holding.VIOLATED
+
+
+@pytest.mark.parametrize("sizes", [[2, 7], [1, 5], [2, 1, 7, 7], [2, 3], [3, 2]])
+def test_masks_hold_both_values_in_every_row_and_rows_differ(sizes: list[int]) -> None:
+    values = [helper.make_tensor_value_info(name, kind, sizes) for name, kind in (("mask", TensorProto.BOOL), ("ids", TensorProto.INT64))]
+    model = helper.make_model(helper.make_graph([helper.make_node("Cast", ["mask"], ["y"], to=1)], "g", values, []))
+    first = example_inputs(model)
+    for other in other_inputs(model, first):
+        assert all(other[name].dtype == first[name].dtype and not np.array_equal(other[name], first[name]) for name in first)
+        rows = other["mask"].reshape(-1, sizes[-1])
+        assert rows.any(axis=1).all() and not rows.all(axis=1).any()
+        assert sizes[-1] == 2 or all((one != two).any() for one, two in itertools.pairwise(rows))
+
+
+def test_inputs_that_the_graph_refuses_keep_their_values_and_are_named() -> None:
+    """The mask is an index of a table with one row from its end: what it leaves out lies outside of the table."""
+    text = "m = Sub(mask, two) g = Gather(row, m) a = Add(x, g) n = Neg(a) y = Where(flag, a, {0})"
+    inputs = ", int64[3, 6] mask, bool flag"
+    model = _model(inputs, text.format("n"))
+    result = NumericEqual().check(model, model)
+    assert result.holds and "this was not seen in full: mask had the same values throughout" in result.message
+    assert NumericEqual().check(model, _model(inputs, text.format("a"))).holding is Holding.VIOLATED
+
+
+def test_an_output_with_a_new_name_is_noted_and_one_that_moved_is_damage() -> None:
+    model = _model("", "y = Neg(x)")
+    renamed = onnx.ModelProto()
+    renamed.CopyFrom(model)
+    renamed.graph.node[0].output[0] = renamed.graph.output[0].name = "z"
+    result = NumericEqual().check(model, renamed)
+    assert result.holds and "output y is named z now, and programs that fetch it by name break" in result.message
+    both = _model("", "y = Neg(x) z = Neg(x)")
+    both.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [3, 6]))
+    moved = onnx.ModelProto()
+    moved.CopyFrom(both)
+    moved.graph.output.reverse()
+    result = NumericEqual().check(both, moved)
+    assert result.holding is Holding.VIOLATED and "output y: z is found in its place" in result.message
+
+
+def test_a_pipe_or_a_device_is_named_as_what_it_is() -> None:
+    with pytest.raises(UserInputError, match="/dev/null: this is a pipe or a device"):
+        NumericEqual().check("/dev/null", "/dev/null")

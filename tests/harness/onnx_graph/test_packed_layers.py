@@ -1,0 +1,137 @@
+"""What each role takes of a layer that several share, whatever the layout; equal copies, selections, and what weighs inside a subgraph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper, parser
+
+from harness.onnx_graph.census.census import census
+from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.contracts.registry import contract_from_names
+from harness.onnx_graph.contracts.roles import RoleWeights, SeparateQKV
+
+BATCH, LENGTH, HEADS, EACH = 2, 5, 4, 8
+WIDTH = HEADS * EACH
+ROLES = contract_from_names("separate-qkv,same-block-count,role-weights")
+HALF = "{0}1, {0}2 = Split<axis = 3, num_outputs = 2>({0}) {0}n = Neg({0}2) {0}r = Concat<axis = 3>({0}n, {0}1) "
+ROTARY = HALF + "{0}c = Mul({0}, cos) {0}s = Mul({0}r, sin) {0}x = Add({0}c, {0}s) "
+LAYOUTS = {
+    "split": "p = MatMul(x, packed) a0, a1, a2 = Split<axis = 2, num_outputs = 3>(p)",
+    "per head": "p = MatMul(x, packed) h = Reshape(p, per_head) a0, a1, a2 = Split<axis = 3, num_outputs = 3>(h)",
+    "every third": "p = MatMul(x, packed) a0 = Slice(p, n0, end, n2, n3) a1 = Slice(p, n1, end, n2, n3) a2 = Slice(p, n2, end, n2, n3)",
+    "five axes": "p = MatMul(x, packed) f = Reshape(p, five) "
+    "a0 = Gather<axis = 2>(f, i0) a1 = Gather<axis = 2>(f, i1) a2 = Gather<axis = 2>(f, i2)",
+    "in a batch": "b = Reshape(x, flat) p = MatMul(b, batched) a0, a1, a2 = Split<axis = 0, num_outputs = 3>(p)",
+    "by convolution": "t = Transpose<perm = [0, 2, 1]>(x) p = Conv(t, filters) a0, a1, a2 = Split<axis = 1, num_outputs = 3>(p)",
+    "by einsum": 'p = Einsum<equation = "bsd,dre->rbse">(x, stacked) a0, a1, a2 = Split<axis = 0, num_outputs = 3>(p)',
+    "by Gemm": "b = Reshape(x, rows) p = Gemm<transB = 1>(b, turned) a0, a1, a2 = Split<axis = 1, num_outputs = 3>(p)",
+    "by selection": "p = MatMul(x, packed) a0 = MatMul(p, e0) a1 = MatMul(p, e1) a2 = MatMul(p, e2)",
+    "from copies": "p0 = MatMul(x, packed) p1 = MatMul(x, copy1) p2 = MatMul(x, copy2) "
+    "a0 = Slice(p0, n0, w1, n2) a1 = Slice(p1, w1, w2, n2) a2 = Slice(p2, w2, end, n2)",
+}
+BETWEEN = {
+    "nothing": "qx = Identity(q) kx = Identity(k) ",
+    "rotary": ROTARY.format("q") + ROTARY.format("k"),
+    "norms": "qx = LayerNormalization(q, gain) kx = LayerNormalization(k, gain) ",
+    "other heads": "qx = Gather<axis = 1>(q, heads) kx = Identity(k) ",
+    "other features": "qx = Gather<axis = 3>(q, features) kx = Identity(k) ",
+}
+CORE = "kt = Transpose<perm = [0, 1, 3, 2]>(kx) s = MatMul(qx, kt) w = Softmax(s) c = MatMul(w, v) y = Identity(c) "
+
+
+def _constants() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    packed = draw.standard_normal((WIDTH, 3 * WIDTH)).astype(np.float32)
+    one_hot = np.eye(3 * WIDTH, dtype=np.float32)
+    held = {name: packed for name in ("packed", "copy1", "copy2")}
+    held |= {"batched": np.stack(np.split(packed, 3, 1)), "filters": packed.T[..., None], "turned": packed.T}
+    held |= {"stacked": packed.reshape(WIDTH, 3, WIDTH), "gain": np.ones(EACH, np.float32)}
+    held |= {f"e{at}": one_hot[:, at * WIDTH : (at + 1) * WIDTH] for at in range(3)}
+    held |= {name: draw.uniform(0.2, 0.9, (1, 1, 1, EACH)).astype(np.float32) for name in ("cos", "sin")}
+    held |= {f"n{at}": np.array([at]) for at in range(4)} | {f"i{at}": np.array(at) for at in range(3)}
+    held |= {"w1": np.array([WIDTH]), "w2": np.array([2 * WIDTH]), "end": np.array([3 * WIDTH])}
+    held |= {"per_head": np.array([BATCH, LENGTH, HEADS, 3 * EACH]), "five": np.array([BATCH, LENGTH, 3, WIDTH])}
+    held |= {"flat": np.array([1, BATCH * LENGTH, WIDTH]), "rows": np.array([BATCH * LENGTH, WIDTH])}
+    held |= {
+        "by_head": np.array([BATCH, LENGTH, HEADS, EACH]),
+        "heads": np.array([1, 0, 2, 3]),
+        "features": np.array([1, 0, *range(2, EACH)]),
+    }
+    return held
+
+
+def _model(text: str, sizes: Sequence[object] = (BATCH, LENGTH, WIDTH), more: str = "") -> onnx.ModelProto:
+    made = parser.parse_graph(f"g (float[{', '.join(map(str, sizes))}] x{more}) => (float[] y) {{ {text} }}")
+    made.initializer.extend(numpy_helper.from_array(array, name) for name, array in _constants().items() if name in text)
+    made.output[0].CopyFrom(helper.make_tensor_value_info("y", TensorProto.FLOAT, None))
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+def _packed(
+    layout: str, order: Sequence[int] = (0, 1, 2), between: str = "nothing", sizes: Sequence[object] = (BATCH, LENGTH, WIDTH)
+) -> onnx.ModelProto:
+    turned = "".join(f"t{at} = Transpose<perm = [0, 2, 1]>(a{at}) " for at in range(3)) if "convolution" in layout else ""
+    taken = "t" if turned else "a"
+    heads = "".join(
+        f"{role}4 = Reshape({taken}{at}, by_head) {role} = Transpose<perm = [0, 2, 1, 3]>({role}4) "
+        for role, at in zip("qkv", order, strict=True)
+    )
+    return _model(f"{LAYOUTS[layout]} {turned}{heads}{BETWEEN[between]}{CORE}", sizes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_roles_of_a_packed_layer_that_are_exchanged_are_seen_in_every_layout(layout: str) -> None:
+    model = _packed(layout)
+    assert census(model).counts == {"FUSED": 1}, census(model).text()
+    assert RoleWeights().check(model, model).holds, RoleWeights().check(model, model).message
+    assert SeparateQKV().check(model, model).holding is Holding.VIOLATED
+    for order in itertools.islice(itertools.permutations(range(3)), 1, None):
+        result = RoleWeights().check(model, _packed(layout, order))
+        moved = {role for role, at, own in zip("qkv", order, range(3), strict=True) if at != own}
+        assert {finding.role for finding in result.findings} == moved and "expected columns" in result.message
+
+
+@pytest.mark.parametrize("between", ["rotary", "norms"])
+@pytest.mark.parametrize("sizes", [(BATCH, LENGTH, WIDTH), ("batch", LENGTH, WIDTH)], ids=["fixed", "open"])
+def test_columns_are_followed_through_what_joins_several(between: str, sizes: Sequence[object]) -> None:
+    model = _packed("split", between=between, sizes=sizes)
+    assert RoleWeights().check(model, model).holds
+    assert RoleWeights().check(model, _packed("split", (1, 0, 2), between, sizes)).holding is Holding.VIOLATED
+
+
+@pytest.mark.parametrize("between", ["other heads", "other features"])
+def test_the_order_of_columns_counts(between: str) -> None:
+    result = RoleWeights().check(_packed("split"), _packed("split", between=between))
+    assert result.holding is Holding.VIOLATED and {finding.role for finding in result.findings} == {"q"}
+    assert "expected columns 0:32 of MatMul p [32, 96], found columns" in result.message
+
+
+def test_a_packed_layer_is_not_judged_where_the_graph_cannot_be_run() -> None:
+    model = _packed("split")
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = LENGTH + 1  # the reshape to heads has no place for it
+    result = RoleWeights().check(model, model)
+    assert result.holding is Holding.NOT_ANALYSED and "which columns of its layer it takes cannot be read" in result.message
+
+
+TAKES = "p = MatMul(x, packed) q, k, v = Split<axis = 2, num_outputs = 3>(p) kt = Transpose<perm = [0, 2, 1]>(k) "
+WEIGHS = "pu = Unsqueeze(w, n3) vu = Unsqueeze(v, n1) pv = Mul(pu, vu) t = ReduceSum<keepdims = 0>(pv, n2)"
+IN_A_BRANCH = {
+    "a sum of softmax weights": TAKES + "s = MatMul(q, kt) w = Softmax(s) y = If <then_branch = yes () => (float[] t) {{ {0} }}, "
+    "else_branch = no () => (float[] e) {{ e = Identity(v) }}> (c)",
+    "a convolution with computed kernels": TAKES
+    + "k1 = Gather<axis = 0>(k, i0) kk = Unsqueeze(k1, n2) qt = Transpose<perm = [0, 2, 1]>(q) "
+    "y = If <then_branch = yes () => (float[] t) {{ t = Conv(qt, kk) }}, else_branch = no () => (float[] e) {{ e = Identity(qt) }}> (c)",
+}
+
+
+@pytest.mark.parametrize("name", IN_A_BRANCH)
+def test_what_weighs_inside_of_a_branch_is_no_absence(name: str) -> None:
+    model = _model(IN_A_BRANCH[name].format(WEIGHS), more=", bool c")
+    found = census(model)
+    assert sum(found.counts.values()) == 1 and not found.comparisons, found.text()
+    assert ROLES.check(model, model).holding is Holding.NOT_ANALYSED
