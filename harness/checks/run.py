@@ -9,7 +9,8 @@ from typing import Any
 from compressor.errors import UserInputError
 from compressor.object_reference import resolve
 from compressor.spelling import suggest
-from harness.checks.catalogue.registry import KINDS, TAGS, Look, find_checks
+from harness.checks.catalogue.kinds import KINDS
+from harness.checks.catalogue.registry import TAGS, Look, find_checks
 from harness.profiles import PROFILES, active_profile
 from harness.reporting.record import CheckRecord, Outcome
 from harness.reporting.subject_report import SubjectReport

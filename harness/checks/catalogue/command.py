@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of the verb; changed.
     """
-    from harness.checks.catalogue.registry import KINDS
+    from harness.checks.catalogue.kinds import KINDS
 
     parser.add_argument("--kind", choices=tuple(KINDS), help="only the checks for subjects of this kind")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")

@@ -23,6 +23,7 @@ from typing import Any
 
 from compressor.errors import UserInputError
 from compressor.spelling import suggest
+from harness.checks.catalogue.kinds import KINDS, SideEffectError
 from harness.profiles import PROFILES, Profile
 from harness.reporting.record import CheckRecord, Claim, Outcome
 
@@ -70,21 +71,6 @@ MODULES: tuple[str, ...] = (
     "harness.checks.suites.artifact",
 )
 
-# Kinds of subjects, and the protocol of harness/checks/protocols.py that each offers.
-KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        "quantizer": "Quantizer",
-        "packer": "Packer",
-        "solver": "Solver",
-        "observer": "Observer",
-        "layer": "Layer",
-        "sparsifier": "Sparsifier",
-        "transform": "Transform",
-        "calibration": "Calibration",
-        "artifact": "Artifact",
-    }
-)
-
 
 class Broken(AssertionError):
     """A subject breaks the statement of a check.
@@ -97,19 +83,6 @@ class Broken(AssertionError):
         """Say what is wrong, in one line, and list the offenders."""
         super().__init__(message)
         self.findings = tuple(findings)
-
-
-class SideEffectError(AssertionError):
-    """A call of the subject changed something beside its result, whatever the check was about.
-
-    Attributes:
-        cause: what was changed; checks that met the same are told once.
-    """
-
-    def __init__(self, message: str, cause: str) -> None:
-        """Say what was changed by which call."""
-        super().__init__(message)
-        self.cause = f"changed: {cause}"
 
 
 class NothingToCheckError(Exception):

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harness.checks import protocols
-from harness.checks.catalogue.registry import KINDS, SideEffectError
+from harness.checks.catalogue.kinds import KINDS, SideEffectError
 from harness.lifecycle.driving.snapshot import Difference, Held, Snapshot, describe_change, freeze
 from harness.lifecycle.process_state import ModulesMayDraw
 

@@ -1,0 +1,34 @@
+"""What the registry and the watch over subjects share: kinds of subjects, and the error of a call that does more than it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# Kinds of subjects, and the protocol of harness/checks/protocols.py that each offers.
+KINDS: Mapping[str, str] = MappingProxyType(
+    {
+        "quantizer": "Quantizer",
+        "packer": "Packer",
+        "solver": "Solver",
+        "observer": "Observer",
+        "layer": "Layer",
+        "sparsifier": "Sparsifier",
+        "transform": "Transform",
+        "calibration": "Calibration",
+        "artifact": "Artifact",
+    }
+)
+
+
+class SideEffectError(AssertionError):
+    """A call of the subject changed something beside its result, whatever the check was about.
+
+    Attributes:
+        cause: what was changed; checks that met the same are told once.
+    """
+
+    def __init__(self, message: str, cause: str) -> None:
+        """Say what was changed by which call."""
+        super().__init__(message)
+        self.cause = f"changed: {cause}"
