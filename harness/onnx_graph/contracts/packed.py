@@ -153,7 +153,11 @@ class _Changes:
         draw = np.random.default_rng(0)
         is_float = start.dtype.kind == "f"
         drawn = draw.integers(32, 128, start.shape) / 64 if is_float else draw.integers(16, 48, start.shape)
-        self._start, self._step = drawn.astype(start.dtype), start.dtype.type(0.125 if is_float else 64)
+        self._start = drawn.astype(start.dtype)
+        self._even = np.full(len(places), 0.125 if is_float else 64, start.dtype)
+        self._uneven = (
+            self._even * (1 + np.arange(len(places)) * 5 % 7).astype(start.dtype) if is_float else self._even
+        )  # norms see no shift
         self._name = next(iter(session.names))
         self._before = self._run(self._start)
 
@@ -161,23 +165,43 @@ class _Changes:
         """The column of each element that depends on one: by the digits of its number, or the one that counts most of several."""
         numbers = np.arange(len(self._places))
         digits = range(max(1, (len(numbers) - 1).bit_length()))
-        seen = np.array([[self._changed(numbers >> digit & 1 == wanted) > 0 for wanted in (1, 0)] for digit in digits])
+        seen = np.array([[self._changed(numbers >> digit & 1 == wanted, self._uneven) > 0 for wanted in (1, 0)] for digit in digits])
         reached = seen.any(axis=(0, 1))
         if (seen[:, 0] != seen[:, 1])[:, reached].all():
             return tuple(int(one) for one in sum(seen[digit, 0][reached] << digit for digit in digits))
-        most, column = np.zeros(self._before.shape), np.zeros(self._before.shape, np.int64)
-        for number in numbers:
-            change = self._changed(numbers == number)
-            column, most = np.where(change > most, number, column), np.maximum(change, most)
+        able = np.ones((int(reached.sum()), len(numbers)), bool)  # whether an element may depend on a column, as the digits tell
+        for digit in digits:
+            able &= np.where(numbers >> digit & 1, seen[digit, 0][reached, None], seen[digit, 1][reached, None])
+        most, column = np.zeros(len(able)), np.zeros(len(able), np.int64)
+        able[~able.any(axis=1)] = True
+        for together in _apart(able):
+            change = self._changed(np.isin(numbers, together), self._even)[reached]
+            which = np.array(together)[able[:, together].argmax(axis=1)]
+            counts = able[:, together].any(axis=1) & (change > most)
+            column, most = np.where(counts, which, column), np.where(counts, change, most)
         return tuple(int(one) for one in column[most > _LEAST_SHARE * most.max()])
 
-    def _changed(self, columns: np.ndarray) -> np.ndarray:
+    def _changed(self, columns: np.ndarray, steps: np.ndarray) -> np.ndarray:
         other = self._start.copy()
-        other.reshape(-1)[self._places[columns]] += self._step
+        other.reshape(-1)[self._places[columns]] += steps[columns]
         return np.abs(self._run(other) - self._before)
 
     def _run(self, array: np.ndarray) -> np.ndarray:
         return np.nan_to_num(np.asarray(self._session.run({self._name: array})[0]).astype(np.float64).reshape(-1))
+
+
+def _apart(able: np.ndarray) -> list[list[int]]:
+    """Columns in groups of which no element may depend on two, so that they can change together."""
+    groups: list[list[int]] = []
+    taken: list[np.ndarray] = []
+    for column in np.flatnonzero(able.any(axis=0)):
+        at = next((at for at, elements in enumerate(taken) if not (elements & able[:, column]).any()), len(groups))
+        if at == len(groups):
+            groups.append([])
+            taken.append(np.zeros(len(able), bool))
+        groups[at].append(int(column))
+        taken[at] |= able[:, column]
+    return groups
 
 
 def _column_axes(view: GraphView, layer: Projection, rank: int) -> list[int]:
