@@ -69,6 +69,8 @@ def _replace_in(holder: Any, old: Any, new: Any) -> int:
     if isinstance(holder, staticmethod | classmethod):
         holder.__init__(new)  # type: ignore[misc]  # takes another function, as `__setstate__` of a partial does
         return 1
+    if isinstance(holder, types.FrameType):  # that of a call that has ended, kept by a traceback: one that still runs shows no holder
+        return 1
     return _replace_in_defaults(holder, old, new) if isinstance(holder, tuple) else 0
 
 

@@ -311,3 +311,27 @@ def test_a_call_that_the_optimizer_refuses_is_refused_in_its_words() -> None:
     native = sys.modules["onnxsim.onnxsim_cpp2py_export"]
     with forced_skips("fuse_qkv", require_call=False), pytest.raises(TypeError, match="incompatible function arguments"):
         native.simplify("executor", b"", True)
+
+
+def test_the_frame_of_a_call_that_has_ended_holds_nothing_back(
+    third_party: ModuleType, attention_graph: onnx.ModelProto, tmp_path: Path
+) -> None:
+    def fails(function: Any) -> None:
+        raise LookupError(function.__name__)
+
+    with pytest.raises(LookupError) as kept:  # its traceback keeps the frame, and the frame its argument
+        fails(_native_functions()["simplify"])
+    with forced_skips(*FUSIONS) as calls:
+        third_party.own_skips(attention_graph, tmp_path)
+    assert len(calls) == 1 and kept.value.args == ("simplify",)
+
+
+def test_a_suspended_generator_that_holds_the_function_is_an_error() -> None:
+    def waits(function: Any) -> Any:
+        yield
+        function()
+
+    held = waits(_native_functions()["simplify"])
+    next(held)
+    with pytest.raises(HarnessError, match=r"held by what cannot be changed .*generator"), forced_skips("fuse_qkv"):
+        pass
