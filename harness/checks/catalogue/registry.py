@@ -17,15 +17,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from compressor.errors import UserInputError
 from compressor.spelling import suggest
 from harness.checks.catalogue.kinds import KINDS, SideEffectError
 from harness.profiles import PROFILES, Profile
 from harness.reporting.record import CheckRecord, Claim, Outcome
+
+T = TypeVar("T")
 
 # Contract tags: what a subject promises beyond what every subject of its kind must keep. A check runs where its tags are promised.
 
@@ -102,6 +104,20 @@ class Look:
     profile: Profile = PROFILES["pr"]
     draws: bool = True
     seed: int = 0
+    _known: dict[tuple[int, str], tuple[object, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, subject: object, what: str, make: Callable[[], T]) -> T:
+        """Return something about a subject that all checks of one run share; it is made when it is asked for first.
+
+        Args:
+            subject: kept as long as this look, so that no other takes its identity.
+            what: names the thing.
+            make: an error that it raises is not kept.
+        """
+        if (id(subject), what) not in self._known:
+            self._known[id(subject), what] = (subject, make())
+        made: T = self._known[id(subject), what][1]
+        return made
 
 
 CheckFunction = Callable[[Any, Look], str]
@@ -153,7 +169,7 @@ class Check:
 
         try:
             with process_kept():
-                summary = self.function(watched(subject), look)
+                summary = self.function(look.once(subject, "watched", partial(watched, subject)), look)
         except NothingToCheckError as reason:
             return self.claim.skipped(str(reason))
         except Broken as broken:

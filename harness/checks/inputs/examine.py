@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -82,13 +83,16 @@ def examine(subject: Quantizer, weight: Tensor) -> Examined:
     return Examined(weight, quantized, values, weight.to(torch.float64), quantized.codes.to(torch.float64), scale, zero, unit)
 
 
-def each_weight(subject: Quantizer, look: Look, examined: Callable[[Tensor], None], *, dtypes: Sequence[torch.dtype] | None = None) -> str:
-    """Show a function every weight that hurts.
+def each_weight(subject: Quantizer, look: Look, hold: Callable[[Examined], None], *, dtypes: Sequence[torch.dtype] | None = None) -> str:
+    """Show a function every weight that hurts, and what the subject made of it.
+
+    A fixed weight is quantized once for all checks that share a look: that the same weight gives the same codes twice is a check of
+    its own, and a dozen checks that each quantize all of them again took most of the time.
 
     Args:
         subject: a quantizer.
         look: how closely.
-        examined: raises Broken for a weight with which the subject is wrong.
+        hold: raises Broken for a weight with which the subject is wrong.
         dtypes: of the weights; by default all that the subject takes.
 
     Returns:
@@ -106,15 +110,15 @@ def each_weight(subject: Quantizer, look: Look, examined: Callable[[Tensor], Non
     for label, weight in fixed_weights(wanted, subject.column_multiple, group):
         count += 1
         try:
-            examined(weight)
+            hold(look.once(subject, label, partial(examine, subject, weight)))
         except Broken as broken:
             raise Broken(f"{label}: {broken}", broken.findings) from None
     if not look.draws:
         return f"{count} fixed weights"
-    return f"{count} fixed weights and {_drawn(subject, look, examined, wanted)} drawn ones"
+    return f"{count} fixed weights and {_drawn(subject, look, hold, wanted)} drawn ones"
 
 
-def _drawn(subject: Quantizer, look: Look, examined: Callable[[Tensor], None], dtypes: Sequence[torch.dtype]) -> int:
+def _drawn(subject: Quantizer, look: Look, hold: Callable[[Examined], None], dtypes: Sequence[torch.dtype]) -> int:
     from hypothesis import given
 
     from harness.checks.strategies import weights
@@ -127,7 +131,7 @@ def _drawn(subject: Quantizer, look: Look, examined: Callable[[Tensor], None], d
         nonlocal count
         count += 1
         try:
-            examined(weight)
+            hold(examine(subject, weight))
         except Broken as broken:
             raise Broken(f"{list(weight.shape)} {weight.dtype} {weight.flatten()[:6].tolist()}: {broken}", broken.findings) from None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
-from harness.checks.inputs.examine import each_weight, eps_of, examine, refuse
+from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, refuse
 from harness.checks.oracles import at_tie, nearest, units
 from harness.checks.protocols import Quantized, Quantizer
 from harness.checks.strategies import hurtful, shapes
@@ -18,15 +18,14 @@ from harness.checks.strategies import hurtful, shapes
 def dequantizes(subject: Quantizer, look: Look) -> str:
     """Compute the values of the codes in float64: a turned sign or a neighbour's scale is told here, and not by what it does to weights."""
 
-    def examined(weight: Tensor) -> None:
-        found = examine(subject, weight)
+    def hold(found: Examined) -> None:
         exact = (found.codes - found.zero) * found.scale
         info = torch.finfo(found.quantized.scale.dtype)
         limit = 4 * info.eps * (found.codes.abs() + found.zero.abs()) * found.scale.abs() + info.tiny
         values = found.values.to(torch.float64)
         refuse((values - exact).abs() > limit, "a value is not (code - zero point) * scale", value=values, exact=exact)
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 @register(
@@ -40,16 +39,15 @@ def nearest_codes(subject: Quantizer, look: Look) -> str:
     """Hold every code against the nearest value of the grid in float64."""
     grid = subject.code_values
 
-    def examined(weight: Tensor) -> None:
-        found = examine(subject, weight)
+    def hold(found: Examined) -> None:
         positions = found.positions
         expected = nearest(positions, grid)
-        excused = at_tie(positions, grid, eps_of(weight.dtype), found.reach)
+        excused = at_tie(positions, grid, eps_of(found.weight.dtype), found.reach)
         one_step = (torch.searchsorted(grid, found.codes) - torch.searchsorted(grid, expected)).abs() <= 1
         wrong = (found.codes != expected) & ~(excused & one_step)
         refuse(wrong, "a code is not the nearest one", code=found.codes, nearest=expected, position=positions)
 
-    seen = each_weight(subject, look, examined)
+    seen = each_weight(subject, look, hold)
     return f"{seen}, {_beside_middles(subject)}"
 
 
@@ -75,11 +73,11 @@ def _beside_middles(subject: Quantizer) -> str:
 def zero(subject: Quantizer, look: Look) -> str:
     """Look at the zeros of every weight."""
 
-    def examined(weight: Tensor) -> None:
-        values = examine(subject, weight).values.to(torch.float64)
-        refuse((weight == 0) & (values != 0), "0 does not come back as 0", value=values)
+    def hold(found: Examined) -> None:
+        values = found.values.to(torch.float64)
+        refuse((found.weight == 0) & (values != 0), "0 does not come back as 0", value=values)
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 @register(
@@ -92,21 +90,20 @@ def half_step(subject: Quantizer, look: Look) -> str:
     """Measure the error of every value that is not cut off."""
     grid = subject.code_values
 
-    def examined(weight: Tensor) -> None:
+    def hold(found: Examined) -> None:
         """Hold the error of each value against half a step where it lies, and the rounding of both dtypes."""
-        found = examine(subject, weight)
         positions = found.positions
         inside = (positions >= grid[0]) & (positions <= grid[-1])
         place = torch.searchsorted(grid, positions.clamp(grid[0], grid[-1]).contiguous()).clamp(1, len(grid) - 1)
         values = found.values.to(torch.float64)
-        dtypes = weight.dtype, found.values.dtype
+        dtypes = found.weight.dtype, found.values.dtype
         ulp = max(float(torch.finfo(dtype).eps) for dtype in dtypes) * torch.maximum(found.exact.abs(), values.abs())
         tiny = max(float(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps) for dtype in dtypes)
-        limit = (grid[place] - grid[place - 1]) / 2 * found.scale * (1 + 4 * eps_of(weight.dtype)) + 2 * ulp + tiny
+        limit = (grid[place] - grid[place - 1]) / 2 * found.scale * (1 + 4 * eps_of(found.weight.dtype)) + 2 * ulp + tiny
         error = (values - found.exact).abs()
         refuse(inside & ~(error <= limit), "a value is more than half a step away", error=error, limit=limit, weight=found.exact)
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 @register(
@@ -119,9 +116,8 @@ def covers(subject: Quantizer, look: Look) -> str:
     # Between the last two codes of the grid; a float format ends in wide steps.
     last, widest = float(grid[-1] - grid[-2]), float(grid[-1])
 
-    def examined(weight: Tensor) -> None:
+    def hold(found: Examined) -> None:
         """Refuse a scale that cuts values off, and one that leaves codes unused."""
-        found = examine(subject, weight)
         positions = found.positions
         slack = last * (1 + 1e-6) + float(torch.finfo(found.values.dtype).eps) * 4 * widest
         over = torch.maximum(positions - grid[-1], grid[0] - positions)
@@ -136,7 +132,7 @@ def covers(subject: Quantizer, look: Look) -> str:
         unused = normal & (reach < needed) & _is_alone(found.quantized)
         refuse(unused, "less than half of the codes are used: the scale is too wide", reach=reach, needed=needed)
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 def _is_alone(quantized: Quantized) -> bool:
@@ -153,41 +149,39 @@ def _is_alone(quantized: Quantized) -> bool:
 def codes_come_back(subject: Quantizer, look: Look) -> str:
     """Quantize the values again, with the scales that are there."""
 
-    def examined(weight: Tensor) -> None:
-        found = examine(subject, weight)
+    def hold(found: Examined) -> None:
         again = subject.encode(found.values, found.quantized).to(torch.float64)
         refuse(again != found.codes, "a value does not come back as its own code", code=found.codes, again=again)
 
-    return each_weight(subject, look, examined, dtypes=[torch.float32, torch.float64])
+    return each_weight(subject, look, hold, dtypes=[torch.float32, torch.float64])
 
 
 @register(6, "monotone", "w1 <= w2 in one unit gives q1 <= q2", kind="quantizer")
 def monotone(subject: Quantizer, look: Look) -> str:
     """Sort each unit by its weights and look at the codes."""
 
-    def examined(weight: Tensor) -> None:
-        found = examine(subject, weight)
-        values, codes = units(weight, found.unit), units(found.codes, found.unit)
+    def hold(found: Examined) -> None:
+        values, codes = units(found.weight, found.unit), units(found.codes, found.unit)
         order = values.nan_to_num(nan=torch.inf).argsort(dim=1, stable=True)
         sorted_codes = codes.gather(1, order)
         refuse(sorted_codes.diff(dim=1) < 0, "a larger weight has a smaller code", code=sorted_codes[:, 1:])
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 @register(7, "homogeneous", "Q(2^k w) == 2^k Q(w) bitwise", kind="quantizer", needs=("homogeneous",))
 def homogeneous(subject: Quantizer, look: Look) -> str:
     """Scale weights by powers of two, away from the ends of their dtype."""
 
-    def examined(weight: Tensor) -> None:
-        if not _is_central(weight):
+    def hold(found: Examined) -> None:
+        if not _is_central(found.weight):
             return
-        values = subject.dequantize(subject.quantize(weight)).to(torch.float64)
+        values = found.values.to(torch.float64)
         for power in (-3, 1, 6):
-            again = subject.dequantize(subject.quantize(weight * 2.0**power)).to(torch.float64)
+            again = subject.dequantize(subject.quantize(found.weight * 2.0**power)).to(torch.float64)
             refuse(again != values * 2.0**power, f"2^{power} times the weight gives something else", value=values, scaled=again)
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 def _is_central(weight: Tensor) -> bool:
@@ -203,12 +197,12 @@ def odd(subject: Quantizer, look: Look) -> str:
     """Turn the sign of every weight."""
     last = min(abs(float(subject.code_values[0])), float(subject.code_values[-1]))
 
-    def examined(weight: Tensor) -> None:
-        codes = subject.quantize(weight).codes.to(torch.float64)
-        turned = subject.quantize(-weight).codes.to(torch.float64)
+    def hold(found: Examined) -> None:
+        codes = found.codes
+        turned = subject.quantize(-found.weight).codes.to(torch.float64)
         refuse((codes != -turned) & (codes.abs() < last), "the codes of -w are not those of w, negated", code=codes, turned=turned)
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 @register(9, "ties", "The declared tie mode, half to even, is exact on planted ties, and one ulp beside them", kind="quantizer",
@@ -379,8 +373,7 @@ def every_shape(subject: Quantizer, look: Look) -> str:
 def reported_error(subject: Quantizer, look: Look) -> str:
     """Compute the error of every weight in float64."""
 
-    def examined(weight: Tensor) -> None:
-        found = examine(subject, weight)
+    def hold(found: Examined) -> None:
         reported = found.quantized.relative_error
         if reported is None:
             raise NothingToCheckError("the quantizer reports no error")
@@ -390,4 +383,4 @@ def reported_error(subject: Quantizer, look: Look) -> str:
         if 1e-30 < energy < 1e30 and abs(reported - exact) > 1e-3 * exact:
             raise Broken(f"the reported error is {reported:.6g}, that of the values {exact:.6g}")
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)

@@ -28,8 +28,8 @@ _LEAST_GLOBAL = 448.0 * 6.0 / torch.finfo(torch.float32).max
 def scales_positive(subject: Quantizer, look: Look) -> str:
     """Look at the scales of every weight that hurts."""
 
-    def examined(weight: Tensor) -> None:
-        quantized = examine(subject, weight).quantized
+    def hold(found: Examined) -> None:
+        quantized = found.quantized
         for name, scale in (("scale", quantized.scale), ("global scale", quantized.global_scale)):
             if scale is None:
                 continue
@@ -38,7 +38,7 @@ def scales_positive(subject: Quantizer, look: Look) -> str:
                 wide = part.to(torch.float64)
                 refuse(~(wide.isfinite() & (wide > 0)), f"the {name} as {how} is not finite and above 0", scale=wide)
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 @register(
@@ -54,17 +54,16 @@ def zero_points_in_range(subject: Quantizer, look: Look) -> str:
         raise NothingToCheckError("this quantizer has no zero points")
     low, high = float(subject.code_values[0]), float(subject.code_values[-1])
 
-    def examined(weight: Tensor) -> None:
-        found = examine(subject, weight)
+    def hold(found: Examined) -> None:
         refuse(found.zero != found.zero.round(), "a zero point is no integer", zero_point=found.zero)
         refuse((found.zero < low) | (found.zero > high), f"a zero point is no code of {low:g} to {high:g}", zero_point=found.zero)
         # Where a group reaches only to one side of zero, the zero point is the end code: one that is clipped to it by chance is not.
-        values = units(weight, found.unit)
+        values = units(found.weight, found.unit)
         none_used = values.nan_to_num(nan=0.0).abs().amax(1) == 0
         zero = units(found.zero, found.unit)[:, 0]
         refuse(none_used & ~zero.isfinite(), "the zero point of a group of zeros is no number", zero_point=zero)
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 @register(
@@ -80,15 +79,14 @@ def scale_rule(subject: Quantizer, look: Look) -> str:
         raise NothingToCheckError("the scales are searched; no rule is declared")
     rule = RULES[subject.scale_rule]
 
-    def examined(weight: Tensor) -> None:
-        found = examine(subject, weight)
-        expected, zero = rule(units(weight, found.unit), subject.code_values)
+    def hold(found: Examined) -> None:
+        expected, zero = rule(units(found.weight, found.unit), subject.code_values)
         _hold_scales(found, expected)
         if zero is not None:
             _hold_zero_points(found, expected, zero, subject.code_values)
 
     _guard(subject)
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 def _hold_scales(found: Examined, expected: Tensor) -> None:
@@ -187,13 +185,13 @@ def _must_refuse(subject: Quantizer, weight: Tensor, what: str) -> None:
 def scale_as_stored(subject: Quantizer, look: Look) -> str:
     """Send the scale through its storage dtype."""
 
-    def examined(weight: Tensor) -> None:
-        scale = examine(subject, weight).quantized.scale
-        stored = scale.to(subject.stored_scale or weight.dtype).to(scale.dtype)
+    def hold(found: Examined) -> None:
+        scale = found.quantized.scale
+        stored = scale.to(subject.stored_scale or found.weight.dtype).to(scale.dtype)
         wide, kept = scale.to(torch.float64), stored.to(torch.float64)
         refuse(wide != kept, "calibration used a scale that its storage dtype does not hold", used=wide, stored=kept)
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, look, hold)
 
 
 @register(

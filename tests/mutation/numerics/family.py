@@ -19,7 +19,6 @@ from tests.mutation.numerics.scales import SCALE_MUTANTS
 from tests.mutation.numerics.solvers import SOLVER_MUTANTS
 from tests.mutation.numerics.storage import LAYER_MUTANTS, OBSERVER_MUTANTS, PACKER_MUTANTS
 
-_LOOK = Look(draws=False)
 # Of our subjects by kind, those that differ in the code that they run; the tests of the catalogue look at all of them.
 _NAMES: dict[str, tuple[str, ...]] = {
     "quantizer": (
@@ -70,13 +69,14 @@ def killers(kind: str, mutant: Mutant | None) -> Sequence[Killer]:
     Returns:
         Those who look.
     """
-    return [Killer(check.name, partial(_look, check.name, kind)) for check in find_checks(None, kind)]
+    look = Look(draws=False)  # one for each bug: what was seen of a subject without it says nothing
+    return [Killer(check.name, partial(_look, check.name, kind, look)) for check in find_checks(None, kind)]
 
 
-def _look(name: str, kind: str) -> str | None:
+def _look(name: str, kind: str, look: Look) -> str | None:
     check = find_checks([name], kind)[0]
     for subject in _subjects(kind):
-        record = check.run(subject, _LOOK)
+        record = check.run(subject, look)
         if record.outcome is Outcome.FAIL:
             return f"{subject.name}: {record.summary}"
     return None
