@@ -34,59 +34,51 @@ from harness.onnx_graph.skips.native_entries import ENTRIES, EXTENSIONS, Entry
 # argument, `functools.partial`). The garbage collector knows every holder. Replacing back is the same call with its arguments swapped.
 
 
-def replace_everywhere(old: Callable[..., Any], new: Callable[..., Any], *, keep: dict[int, Any]) -> list[Any]:
-    """Let everybody who holds one function hold another.
+def replace_everywhere(old: Mapping[int, Callable[..., Any]], new: Mapping[int, Callable[..., Any]]) -> list[tuple[int, Any]]:
+    """Let everybody who holds one of several functions hold another. One walk over the heap finds all holders.
 
     Args:
-        old: the function to be replaced.
-        new: what takes its place.
-        keep: a namespace that goes on holding `old`.
+        old: functions by a key; this namespace goes on holding them.
+        new: what takes the places of those that are to be replaced, by the same keys.
 
     Returns:
-        The holders that go on holding `old`: a tuple, a set, a suspended generator.
+        The holders that go on holding one, each with its key: a tuple, a set, a suspended generator.
     """
+    places = {id(old[key]): function for key, function in new.items()}
     left = []
-    for holder in gc.get_referrers(old):  # no comprehension: its cell would hold `old`, and be changed with the others
-        if holder is not keep and not _replace_in(holder, old, new):
+    for holder in gc.get_referrers(
+        *map(old.__getitem__, new)
+    ):  # no comprehension: its cell would hold them, and be changed with the others
+        if holder is not old and holder is not new and not _replace_in(holder, places):
             left.append(holder)
-    return left
+    return [(key, holder) for holder in left for key in new if any(one is holder for one in gc.get_referrers(old[key]))]
 
 
-def _replace_in(holder: Any, old: Any, new: Any) -> int:
+def _replace_in(holder: Any, places: Mapping[int, Any]) -> bool:
+    """Replace in one holder what has another place; False where it cannot be changed."""
     if isinstance(holder, dict):
-        return _replace_in_dict(holder, old, new)
-    if isinstance(holder, list):
-        places = [index for index, value in enumerate(holder) if value is old]
-        for index in places:
-            holder[index] = new
-        return len(places)
-    if isinstance(holder, types.CellType):
-        holder.cell_contents = new
-        return 1
-    if isinstance(holder, functools.partial):
-        holder.__setstate__((new, holder.args, holder.keywords, holder.__dict__))  # type: ignore[attr-defined]
-        return 1
-    if isinstance(holder, staticmethod | classmethod):
-        holder.__init__(new)  # type: ignore[misc]  # takes another function, as `__setstate__` of a partial does
-        return 1
-    if isinstance(holder, types.FrameType):  # that of a call that has ended, kept by a traceback: one that still runs shows no holder
-        return 1
-    return _replace_in_defaults(holder, old, new) if isinstance(holder, tuple) else 0
+        holder.update([(key, places[id(value)]) for key, value in list(holder.items()) if id(value) in places])
+    elif isinstance(holder, list):
+        holder[:] = [places.get(id(value), value) for value in holder]
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = places[id(holder.cell_contents)]
+    elif isinstance(holder, functools.partial):
+        holder.__setstate__((places[id(holder.func)], holder.args, holder.keywords, holder.__dict__))  # type: ignore[attr-defined]
+    elif isinstance(holder, staticmethod | classmethod):
+        holder.__init__(places[id(holder.__func__)])  # type: ignore[misc]  # takes another function, as `__setstate__` of a partial does
+    elif isinstance(holder, tuple):
+        return _replace_in_defaults(holder, places)
+    else:  # the frame of a call that has ended, kept by a traceback, holds nothing back: one that still runs shows no holder
+        return isinstance(holder, types.FrameType)
+    return True
 
 
-def _replace_in_dict(holder: dict[Any, Any], old: Any, new: Any) -> int:
-    keys = [key for key, value in list(holder.items()) if value is old]
-    for key in keys:
-        holder[key] = new
-    return len(keys)
-
-
-def _replace_in_defaults(holder: tuple[Any, ...], old: Any, new: Any) -> int:
+def _replace_in_defaults(holder: tuple[Any, ...], places: Mapping[int, Any]) -> bool:
     """Replace in a tuple of default arguments: tuples do not change, but the function that holds one takes another."""
     owners = [owner for owner in gc.get_referrers(holder) if isinstance(owner, types.FunctionType) and owner.__defaults__ is holder]
     for owner in owners:
-        owner.__defaults__ = tuple(new if value is old else value for value in holder)
-    return len(owners)
+        owner.__defaults__ = tuple(places.get(id(value), value) for value in holder)
+    return bool(owners)
 
 
 # What an onnxruntime session made of its model: the graph that was given, and the optimized one.
@@ -274,12 +266,23 @@ class Interceptor:
 
         def exec_dynamic(module: ModuleType) -> int:
             code: int = self._exec_dynamic(module)
-            self._install_module(module)
+            self._install_modules([module])
             return code
 
         _imp.exec_dynamic = exec_dynamic
-        for module in [one for one in gc.get_objects() if type(one) is ModuleType]:
+        self._install_modules([one for one in gc.get_objects() if type(one) is ModuleType])
+
+    def _install_modules(self, modules: Sequence[ModuleType]) -> None:
+        before = set(self._installed)
+        for module in modules:
             self._install_module(module)
+        fresh = {key: one for key, one in self._installed.items() if key not in before and isinstance(one.owner, ModuleType)}
+        for key, holder in replace_everywhere(self._natives, {key: one.trampoline for key, one in fresh.items()}):
+            raise HarnessError(
+                f"forced skips: {fresh[key].owner.__name__}.{fresh[key].name} is held by what cannot be changed "
+                f"({type(holder).__name__}), and calls through it would not be seen; hold it in a list or a dict, or import it inside of "
+                "the context"
+            )
 
     def _install_module(self, module: ModuleType) -> None:
         extension = str(vars(module).get("__name__")).rpartition(".")[2]
@@ -301,21 +304,15 @@ class Interceptor:
         trampoline.__name__, trampoline.__doc__ = name, current.__doc__
         self._installed[id(current)] = _Installed(owner, name, trampoline)
         setattr(owner, name, trampoline)
-        if owner is module and (left := replace_everywhere(current, trampoline, keep=self._natives)):
-            kinds = ", ".join(sorted({type(holder).__name__ for holder in left}))
-            raise HarnessError(
-                f"forced skips: {module.__name__}.{name} is held by what cannot be changed ({kinds}), and calls through it would not be "
-                "seen; hold it in a list or a dict, or import it inside of the context"
-            )
 
     def _uninstall(self) -> None:
         _imp.exec_dynamic = self._exec_dynamic
-        while self._installed:
-            key, one = self._installed.popitem()
+        installed, self._installed = self._installed, {}
+        for key, one in installed.items():
             if getattr(one.owner, one.name) is one.trampoline:
                 setattr(one.owner, one.name, self._natives[key])
-            if isinstance(one.owner, ModuleType):
-                replace_everywhere(one.trampoline, self._natives[key], keep=self._natives)
+        trampolines = {key: one.trampoline for key, one in installed.items() if isinstance(one.owner, ModuleType)}
+        replace_everywhere(trampolines, {key: self._natives[key] for key in trampolines})
         self._sessions.uninstall()
 
     def _trampoline(self, entry: Entry, key: int, position: int) -> Callable[..., Any]:
