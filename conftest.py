@@ -22,6 +22,31 @@ def pytest_configure(config: pytest.Config) -> None:
         load_profile("dev")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Whether all cases run, also those that tests/cases_per_change.txt leaves to the night."""
+    parser.addoption(
+        "--all-cases", action="store_true", help="run all cases of the tests in tests/cases_per_change.txt, not a share of them"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before the plugin skips what the profile leaves to the night
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases that a change does not need; a case that is asked for by its name always runs."""
+    if config.getoption("--all-cases"):
+        return
+    lines = (_ROOT / "tests" / "cases_per_change.txt").read_text(encoding="utf-8").splitlines()
+    shares = {name: int(share) for share, name in (line.split() for line in lines if not line.startswith("#"))}
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if (name := item.nodeid.partition("[")[0]) in shares:
+            cases.setdefault(name, []).append(item)
+    for name, found in cases.items():
+        wanted = {(2 * number + 1) * len(found) // (2 * shares[name]) for number in range(shares[name])}
+        for number, item in enumerate(found):
+            if number not in wanted:
+                item.add_marker(pytest.mark.nightly)
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The folder that holds pyproject.toml."""

@@ -49,6 +49,7 @@ def test_gptq_beats_rounding_and_both_cost_something(reference_model: Path) -> N
     assert interval(solved - rounded)[1] < 0
 
 
+@pytest.mark.nightly
 def test_the_split_into_batches_changes_no_code_of_the_trained_model(reference_model: Path) -> None:
     models = [
         compressed(

@@ -163,9 +163,9 @@ def test_killed_at_every_kind_of_write(killer: Killer) -> None:
     events = killer.reference("mixed")[2]
     kinds = {event.split()[0] for event in events}
     assert kinds >= {"mkdir", "write", "fsync", "ftruncate", "replace", "rename", "unlink", "rmdir", "serialize_file", "write_bytes"}
-    inside = [moment for moment in moments(events) if moment[1] == "middle"]
-    between = [moment for moment in moments(events) if moment[1] != "middle"][::6]
-    assert len(inside) + len(between) >= 32
+    inside = [moment for moment in moments(events) if moment[1] == "middle"][::2]  # at night all of them, and in all settings
+    between = [moment for moment in moments(events) if moment[1] != "middle"][::30]
+    assert len(inside) + len(between) >= 12
     resumed = kill_and_resume(killer, "mixed", inside + between)
     assert resumed == {None, *(f"resumed after stage {number} of 3" for number in (1, 2, 3))}
 

@@ -196,6 +196,7 @@ def test_a_full_disk_stops_the_run_with_its_states_whole(killer: Killer) -> None
     assert killer.resumes("plain", folder, "disk full") == "resumed after step 3 of 12"
 
 
+@pytest.mark.nightly
 def test_a_real_command_killed_by_sigkill_goes_on(tmp_path: Path, repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = make_inputs(tmp_path)
     flags = ["--dataset", inputs["dataset"], "--steps", "24", "--batch-size", "2", "--learning-rate", "1e-2", "--save-every", "2"]

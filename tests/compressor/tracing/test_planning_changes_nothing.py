@@ -317,6 +317,7 @@ def test_a_flag_of_one_sample_is_not_that_of_the_next(engine: Engine) -> None:
     assert outputs or engine != "graph"
 
 
+@pytest.mark.nightly
 def test_experts_by_the_thousand_are_looked_at_in_whole() -> None:
     model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(6000))
     before = [layer.weight.item() for layer in model]

@@ -46,6 +46,7 @@ def ranks(repo_root, tmp_path_factory):
     return [json.loads((folder / f"out{rank}").read_text()) for rank in range(2)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", EQUAL)
 def test_two_ranks_end_bit_for_bit_alike_in_all_modes(ranks, name):
     cases = [found[f"equal: {name}"] for found in ranks]

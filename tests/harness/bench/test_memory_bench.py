@@ -23,6 +23,7 @@ def measured(reference_model: Path) -> list[dict[str, Any]]:
     return memory.run_cases([*memory.layer_cases([2, 4], 8), *memory.estimate_cases(reference_model, 8)])
 
 
+@pytest.mark.nightly
 def test_more_layers_need_no_more_memory_and_estimates_hold(measured: list[dict[str, Any]]) -> None:
     assert memory.judge(measured[:2], measured[2:]) == []
     few, many = measured[:2]
@@ -40,6 +41,7 @@ def test_the_stage_that_is_said_to_be_worst_is(measured: list[dict[str, Any]]) -
                 assert stage["peak_bytes"] == pytest.approx(peaks[stage["name"]], rel=0.25), stage["name"]
 
 
+@pytest.mark.nightly
 def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept: list[Any] = []
     take = InputHessians.take

@@ -215,6 +215,7 @@ def test_both_models_are_as_before_after_every_swap(tiny_base, tiny_compressed):
         assert all(now[name] is modules[name] for name in now)
 
 
+@pytest.mark.nightly
 def test_the_printed_test_fails_and_passes_after_the_repair(spoiled, tiny_base, tiny_compressed, tiny_tokens, tmp_path):
     report = bisect(tiny_base, spoiled(PLANTS["zeroed codes"][1]), tiny_tokens, device="cpu")
     repaired = report.test.replace(json.dumps(str(tmp_path / "spoiled")), json.dumps(str(tiny_compressed)))

@@ -101,6 +101,7 @@ class AnotherSeed(OurCalibration):
         return OurCalibration(seed=1).command(rows, out)
 
 
+@pytest.mark.nightly
 def test_a_run_that_another_process_does_not_repeat_is_caught():
     assert "model.embed_tokens.weight differs in a new process" in outcome(AnotherSeed(), 43)[1]
     assert "exits with 1: no such module" in outcome(Fails(), 43)[1]

@@ -169,6 +169,7 @@ def _under(capability: str, *arguments: str, repo_root: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this processor has one instruction set only")
 def test_accepted_on_one_real_instruction_set_and_checked_on_another(tmp_path: Path, repo_root: Path) -> None:
     _under("", str(tmp_path), "new", "declared", repo_root=repo_root)

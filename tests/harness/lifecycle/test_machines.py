@@ -13,10 +13,12 @@ def test_random_sessions_go_as_the_oracle_says() -> None:
     drive_session(probe_stage(), active_profile())
 
 
+@pytest.mark.nightly
 def test_random_single_modifiers_go_as_the_oracle_says() -> None:
     drive_modifier(active_profile())
 
 
+@pytest.mark.nightly
 def test_the_pr_profile_is_long_and_repeats_exactly() -> None:
     # A fifth of its runs has as many steps as the whole must have; the time it takes is nothing that a shared machine could tell.
     steps = [drive_session(probe_stage(), PROFILES["pr"], share=0.2) for _ in range(2)]

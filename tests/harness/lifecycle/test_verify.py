@@ -335,6 +335,7 @@ def test_a_wrong_modifier_is_told(modifier: type[Modifier], check: str) -> None:
     assert summary
 
 
+@pytest.mark.nightly
 def test_the_state_machine_finds_what_comes_at_odd_moments() -> None:
     class BreaksAfterThreeBatches(Willing):
         _count: int = 0
@@ -509,6 +510,7 @@ def test_model_modifier_and_random_numbers_of_the_caller_stay_as_they_are() -> N
     assert type(modifier) is CalibratingWorker
 
 
+@pytest.mark.nightly
 def test_models_with_other_inputs() -> None:
     class TwoInputs(nn.Module):
         def __init__(self) -> None:

@@ -33,6 +33,7 @@ def test_a_planted_bug_is_killed(name: str) -> None:
     assert fate_of(family, mutant).killed_by, f"{mutant.killer} does not see that {mutant.wrong}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ONLY_MACHINES)
 def test_a_bug_that_only_a_machine_sees(name: str) -> None:
     family = replace(FAMILY, killers=lambda one: [killer for killer in killers(one) if not killer.is_machine])
@@ -42,6 +43,7 @@ def test_a_bug_that_only_a_machine_sees(name: str) -> None:
     assert MUTANTS[name].killer in MACHINES  # the test above has shown that it does see it
 
 
+@pytest.mark.nightly
 def test_without_a_planted_bug_nothing_is_seen() -> None:
     mutant = next(iter(MUTANTS.values()))
     looking = {killer.name: killer for killer in reversed(killers(mutant))}  # of each machine the shortest look

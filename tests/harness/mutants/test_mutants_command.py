@@ -87,6 +87,7 @@ def test_bugs_that_only_a_machine_saw_are_listed_with_those_who_looked_in_vain(
     assert "2 of them only by a state machine" in out
 
 
+@pytest.mark.nightly
 def test_a_bug_that_a_check_sees_and_one_that_only_a_machine_sees(capsys: pytest.CaptureFixture[str]) -> None:
     # In two processes, each with the real table.
     names = ["--mutant", "starts_late", "--mutant", "hooks_after_finalize"]

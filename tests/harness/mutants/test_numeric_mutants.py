@@ -26,6 +26,7 @@ def test_a_planted_bug_is_killed(label: str) -> None:
     assert fate_of(only, mutant).killed_by, f"{mutant.killer} does not see that {mutant.wrong}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NUMERIC)
 def test_without_a_planted_bug_nothing_is_seen(name: str) -> None:
     assert fate_of(find_family(name), None, all_checks=True).killed_by == {}

@@ -127,6 +127,7 @@ def minilm() -> onnx.ModelProto:
     return export(model, example_batch(model), exporter="torchscript", opset=17).model
 
 
+@pytest.mark.nightly
 def test_real_minilm_keeps_its_projections_and_v_pays_most_for_sharing_a_scale(minilm: onnx.ModelProto) -> None:
     assert census(minilm).counts == {"SEPARATE": 6}
     explanation = explain(minilm, SeparateQKV() & SameBlockCount())

@@ -117,6 +117,7 @@ def test_a_misspelt_pass_is_refused_with_the_nearest_name() -> None:
         pytest.fail("the context was entered")
 
 
+@pytest.mark.nightly
 def test_no_call_is_an_error_unless_it_is_allowed() -> None:
     with pytest.raises(HarnessError, match="fuse_qkv protected nothing"), forced_skips("fuse_qkv"):
         pass
@@ -243,6 +244,7 @@ def _with_a_constant_branch(graph: onnx.ModelProto) -> onnx.ModelProto:
     return graph
 
 
+@pytest.mark.nightly
 def test_sessions_that_an_optimizer_opens_for_itself_are_neither_judged_nor_counted(
     attention_graph: onnx.ModelProto,
 ) -> None:

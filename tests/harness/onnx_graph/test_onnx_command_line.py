@@ -335,6 +335,7 @@ def test_an_opset_and_an_axis_that_do_not_exist_are_refused() -> None:
         export(nn.Linear(3, 3), inputs, dynamic={"inputs": {0: "rows"}})
 
 
+@pytest.mark.nightly
 def test_sizes_and_a_raised_opset_are_said(repo_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "model.onnx"
     assert main(["onnx", "export", str(repo_root / "golden" / "reference"), str(target), "--opset", "17"]) == 0

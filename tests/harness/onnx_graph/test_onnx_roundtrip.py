@@ -100,6 +100,7 @@ def test_a_failing_exporter_is_not_analysed_and_says_why() -> None:
         export(Unexportable(), {"hidden": torch.zeros(1)}, exporter="fx")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_dynamic_sizes_and_training_mode_survive_the_export(exporter: str) -> None:
     torch.manual_seed(0)

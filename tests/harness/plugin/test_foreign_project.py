@@ -114,6 +114,7 @@ def test_a_reference_model_that_is_not_there_is_an_error_and_a_named_one_is_used
     assert "1 passed" in _run(site, tmp_path).stdout
 
 
+@pytest.mark.nightly
 def test_the_chapter_of_the_goldens_is_enough(site: Path, tmp_path: Path, repo_root: Path) -> None:
     """Do literally what harness/goldens/README.md says, in an empty folder."""
     chapter = (repo_root / "harness" / "goldens" / "README.md").read_text()

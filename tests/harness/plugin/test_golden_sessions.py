@@ -165,6 +165,7 @@ def test_a_golden_that_one_test_holds_and_another_fails_is_not_replaced(project)
     assert project.files() == before
 
 
+@pytest.mark.nightly
 def test_workers_collect_and_one_process_writes_once(project) -> None:
     tests = "import pytest, torch\n"
     tests += '@pytest.mark.parametrize("n", range(8))\ndef test_n(golden, n): golden.check(f"n/{n}", torch.full((3,), 1.0 + n))\n'

@@ -84,6 +84,7 @@ def test_the_flag_reaches_the_validation(workspace, trained, tmp_path, capsys):
     assert codes == [1, 0] and json.loads(reports[reports.rindex("\n{") :])["provenance"]["trained"] is True
 
 
+@pytest.mark.nightly
 def test_keys_and_values_alone_may_be_quantized(reference_model, tmp_path):
     data = {"dataset": reference_model / "calibration.safetensors", "num_calibration_samples": 4}
     oneshot(reference_model, recipe=KV_ONLY, output_dir=tmp_path / "out", **data)
