@@ -9,7 +9,7 @@ import torch
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session
 from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask, watched_modules
-from compressor.pipelines.journal import NoJournal
+from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.progress import Progress
 from compressor.tracing.footprint import all_that_may_change
@@ -18,7 +18,7 @@ from compressor.tracing.targets.call_order import changed_by_forwards, plain_for
 from compressor.tracing.traces import Traces
 
 
-def run(session: Session, data: CalibrationData, *, progress: Progress, journal: NoJournal | None = None) -> None:
+def run(session: Session, data: CalibrationData, *, progress: Progress, journal: StageJournal | None = None) -> None:
     """Calibrate in whole forwards.
 
     Args:
@@ -27,14 +27,19 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
         progress: where a bar is shown.
         journal: keeps the one stage, or knows it from an earlier run, which then needs no forward; None keeps nothing.
     """
-    state, journal = session.state, journal or NoJournal()
+    state, journal = session.state, journal or NullJournal()
     session.send(EventType.CALIBRATION_START)
     names = tuple(name for name, _ in state.model.named_modules())
-    if not journal.open_stage(session, 0, "", names, 1):
+    is_finished = journal.open_stage(session, 0, "", names, 1)
+    if not is_finished:
         with memory_explained(state.model, "the model", "calibrated", names):
             _forward_all(session, data, progress)
     with memory_explained(state.model, "the model", "compressed", names):
-        journal.compress(session, names)
+        if is_finished:
+            journal.restore_stage(session)
+        else:
+            session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
+            journal.finish_stage(session)
     session.send(EventType.CALIBRATION_END)
 
 

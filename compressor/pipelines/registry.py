@@ -9,7 +9,7 @@ from compressor.data import CalibrationData
 from compressor.errors import DatasetError, RecipeError
 from compressor.lifecycle import CalibrationNeed, Modifier, Session
 from compressor.pipelines import basic, data_free, sequential
-from compressor.pipelines.journal import NoJournal
+from compressor.pipelines.journal import StageJournal
 from compressor.pipelines.settings import SequentialSettings
 from compressor.progress import Progress
 
@@ -50,7 +50,7 @@ def run_pipeline(
     *,
     progress: Progress,
     settings: SequentialSettings | None = None,
-    journal: NoJournal | None = None,
+    journal: StageJournal | None = None,
 ) -> None:
     """Run a pipeline by its name: from CALIBRATION_START to CALIBRATION_END.
 

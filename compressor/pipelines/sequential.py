@@ -17,7 +17,7 @@ from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, TracingError
 from compressor.lifecycle import EventType, Session, State
 from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask, watched_modules
-from compressor.pipelines.journal import NoJournal
+from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.offload.open_store import open_store
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.pipelines.settings import SequentialSettings
@@ -39,7 +39,7 @@ def run(
     *,
     progress: Progress,
     settings: SequentialSettings | None = None,
-    journal: NoJournal | None = None,
+    journal: StageJournal | None = None,
 ) -> None:
     """Calibrate and compress target by target.
 
@@ -56,7 +56,7 @@ def run(
         TracingError: a target is called again after its stage.
     """
     state = session.state
-    settings, journal = settings or SequentialSettings(), journal or NoJournal()
+    settings, journal = settings or SequentialSettings(), journal or NullJournal()
     partition(state.model, settings.targets)  # a wrong pattern is refused before anything happens
     session.send(EventType.CALIBRATION_START)
     if journal.needs_no_data(watched_modules(session)):
@@ -69,7 +69,7 @@ def run(
 
 
 def _run_stages(
-    session: Session, data: CalibrationData, progress: Progress, settings: SequentialSettings, journal: NoJournal
+    session: Session, data: CalibrationData, progress: Progress, settings: SequentialSettings, journal: StageJournal
 ) -> tuple[Partition, tuple[str, ...]]:
     """Take all samples through all stages; return the targets, and those that no sample has called."""
     state = session.state
@@ -134,11 +134,12 @@ def _open_store(state: State, plan: Plan, settings: SequentialSettings) -> Abstr
 
 
 def _run_stage(
-    session: Session, run: Run, stage: RunningStage, bar: _Bar, propagate_error: bool, journal: NoJournal, num_stages: int
+    session: Session, run: Run, stage: RunningStage, bar: _Bar, propagate_error: bool, journal: StageJournal, num_stages: int
 ) -> None:
     names, model = stage.module_names, session.state.model
     is_last = not _watched_elsewhere(session, names)
-    if journal.open_stage(session, stage.index, stage.name, names, num_stages):
+    is_finished = journal.open_stage(session, stage.index, stage.name, names, num_stages)
+    if is_finished:
         stage.skip_calibration()
         bar.skip(stage.num_samples, f"forwards through {stage.name}")
     else:
@@ -149,8 +150,12 @@ def _run_stage(
             stage.propagate(only_first=is_last)
         run.give_back(_changed_by_modifiers(session.state, names))
     with memory_explained(model, stage.name, "compressed", names):
-        journal.compress(session, names)
-    if stage.index >= journal.num_resumed:
+        if is_finished:
+            journal.restore_stage(session)
+        else:
+            session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
+            journal.finish_stage(session)
+    if not is_finished:
         bar.note(_describe(session.state, stage.name, names))
     if propagate_error:
         with memory_explained(model, stage.name, "propagated", names), ExitStack() as weights:

@@ -8,13 +8,14 @@ stage_files.py  one stage on disk               fingerprint.py  what the result 
 from __future__ import annotations
 
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity, run_fingerprint, run_record
-from compressor.pipelines.journal.journal import Journal, NoJournal
+from compressor.pipelines.journal.journal import Journal, NullJournal, StageJournal
 from compressor.pipelines.journal.place import RunPlace, check_places
 
 __all__ = [
     "Journal",
-    "NoJournal",
+    "NullJournal",
     "RunPlace",
+    "StageJournal",
     "base_hashes",
     "check_places",
     "model_identity",

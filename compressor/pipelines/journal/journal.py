@@ -1,8 +1,8 @@
 """What the pipelines tell the journal, and what it does: keeps each finished stage, and gives it back to a run that goes on.
 
-A pipeline asks `open_stage` whether an earlier run has finished a stage, and calls `compress` in either case: the modifiers do their
-work and what they made is kept, or what was kept is put in place. Activations are not kept: a resumed run forwards through the finished
-stages with their packed weights, which is what the first run has done.
+A pipeline asks `open_stage` whether an earlier run has finished a stage. Where one has, `restore_stage` puts in place what was kept; else
+the pipeline lets the modifiers do their work, and `finish_stage` keeps what they made. Activations are not kept: a resumed run forwards
+through the finished stages with their packed weights, which is what the first run has done.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
 from compressor.atomic import reason
-from compressor.errors import CheckpointError, ResumeError
-from compressor.lifecycle import EventType, FinishedStage, Session
+from compressor.errors import CheckpointError, LifecycleError, ResumeError
+from compressor.lifecycle import FinishedStage, Session
 from compressor.pipelines.journal.fingerprint import file_hashes
 from compressor.pipelines.journal.lines import Lines
 from compressor.pipelines.journal.run_folder import RunFolder
@@ -31,8 +31,8 @@ from compressor.pipelines.journal.stage_files import (
 )
 
 
-class NoJournal:
-    """Keeps nothing: for runs whose result stays in memory.
+class StageJournal(Protocol):
+    """What a pipeline tells about its stages, and asks about those of an earlier run.
 
     Attributes:
         num_resumed: stages that an earlier run has finished.
@@ -40,14 +40,13 @@ class NoJournal:
         token: part of the name of the folder that the checkpoint is written to before it is whole; None for a random one.
     """
 
-    num_resumed: int = 0
-    num_stages: int = 0
-    token: str | None = None
+    num_resumed: int
+    num_stages: int
+    token: str | None
 
     @property
     def summary(self) -> str | None:
         """Where this run went on, in words; None where it began at the beginning."""
-        return None
 
     def needs_no_data(self, watched: Collection[str]) -> bool:
         """Whether everything that data is needed for has been done.
@@ -58,8 +57,6 @@ class NoJournal:
         Returns:
             True where `restore_all` is enough.
         """
-        del watched
-        return False
 
     def restore_all(self, session: Session) -> tuple[str, ...]:
         """Put the results of all stages in place, without any forward.
@@ -70,7 +67,6 @@ class NoJournal:
         Returns:
             Targets that no sample has called.
         """
-        raise NotImplementedError
 
     def open_stage(self, session: Session, index: int, name: str, modules: Sequence[str], num_stages: int) -> bool:
         """Begin a stage, before its calibration.
@@ -83,19 +79,22 @@ class NoJournal:
             num_stages: how many stages the run has.
 
         Returns:
-            True where an earlier run has finished it, so that it needs no calibration.
+            True where an earlier run has finished it: it is restored, and needs no calibration.
         """
-        del session, index, name, modules, num_stages
-        return False
 
-    def compress(self, session: Session, modules: Sequence[str]) -> None:
-        """Let the modifiers compress the stage; or put in place what an earlier run has made.
+    def restore_stage(self, session: Session) -> None:
+        """Put in place what an earlier run has made in the open stage.
 
         Args:
             session: of the run; its model and report change.
-            modules: dotted names of the stage's modules.
         """
-        session.send(EventType.SEQUENTIAL_EPOCH_END, modules=modules)
+
+    def finish_stage(self, session: Session) -> None:
+        """Keep what the modifiers have made in the open stage.
+
+        Args:
+            session: of the run.
+        """
 
     def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
         """Note that all samples have passed all stages.
@@ -109,7 +108,40 @@ class NoJournal:
         """Remove what was kept: the result is where it belongs."""
 
 
-class Journal(NoJournal):
+class NullJournal:
+    """Keeps nothing: for runs whose result stays in memory."""
+
+    num_resumed: int = 0
+    num_stages: int = 0
+    token: str | None = None
+    summary: str | None = None
+
+    def needs_no_data(self, watched: Collection[str]) -> bool:
+        """No stage was finished earlier."""
+        return False
+
+    def restore_all(self, session: Session) -> tuple[str, ...]:
+        """There is nothing to restore."""
+        return ()
+
+    def open_stage(self, session: Session, index: int, name: str, modules: Sequence[str], num_stages: int) -> bool:
+        """No stage was finished earlier."""
+        return False
+
+    def restore_stage(self, session: Session) -> None:
+        """There is nothing to restore."""
+
+    def finish_stage(self, session: Session) -> None:
+        """Nothing is kept."""
+
+    def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
+        """Nothing is kept."""
+
+    def finish(self) -> None:
+        """Nothing was kept."""
+
+
+class Journal:
     """Keeps every stage in a run folder. A context manager that holds the folder's lock; made by `open_journal`."""
 
     def __init__(self, folder: RunFolder, lines: Lines) -> None:
@@ -142,20 +174,19 @@ class Journal(NoJournal):
         return f"resumed after stage {self.num_resumed} of {self.num_stages}"
 
     def needs_no_data(self, watched: Collection[str]) -> bool:
-        """See NoJournal."""
+        """Compare the modules of finished stages with those that are still watched."""
         finished = {name for entry in self._done for name in entry["modules"]}
         return self._end is not None and finished.issuperset(watched)
 
     def restore_all(self, session: Session) -> tuple[str, ...]:
-        """See NoJournal."""
-        assert self._end is not None
+        """Read every stage file, and the random states behind the last stage."""
         for entry in self._done:
-            self._restore(session, entry, entry["modules"])
+            self._restore(session, entry)
         read_tensors(self._folder.stage_file(None), ()).random.restore()
-        return tuple(self._end["uncalled"])
+        return tuple(self._end["uncalled"]) if self._end else ()
 
     def open_stage(self, session: Session, index: int, name: str, modules: Sequence[str], num_stages: int) -> bool:
-        """See NoJournal."""
+        """Refuse a stage that is another one than the earlier run has finished at this place."""
         self.num_stages = num_stages
         self._stage = {"kind": "stage", "index": index, "name": name, "total": num_stages, "modules": list(modules)}
         if index >= self.num_resumed:
@@ -170,17 +201,32 @@ class Journal(NoJournal):
             )
         return True
 
-    def compress(self, session: Session, modules: Sequence[str]) -> None:
-        """See NoJournal."""
-        index = self._stage["index"]
-        if index < self.num_resumed:
-            self._restore(session, self._done[index], modules)
-            return
-        super().compress(session, modules)
-        self._keep(session, modules)
+    def restore_stage(self, session: Session) -> None:
+        """Read the file of the stage."""
+        self._restore(session, self._done[self._stage["index"]])
+
+    def finish_stage(self, session: Session) -> None:
+        """Write the file of the stage, then its line."""
+        before, modules = self._before, tuple(self._stage["modules"])
+        if before is None:
+            raise LifecycleError(f"{self.path}: no stage is open that could be finished; call open_stage first")
+        self._before = None
+        path = self._folder.stage_file(self._stage["index"])
+        memories = [modifier.stage_memory(modules) or {} for modifier in session.modifiers]
+        keys = write_tensors(path, session.state, modules, before, memories)
+        entry = {
+            **self._stage,
+            "file": path.name,
+            "sha256": file_hashes(path.parent, [path.name])[path.name],
+            "tensors": keys,
+            "report": report_since(session.state.report, before.report),
+            "memories": [{key: value for key, value in memory.items() if not isinstance(value, Tensor)} for memory in memories],
+        }
+        self._append(entry)
+        self._done.append(entry)
 
     def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
-        """See NoJournal."""
+        """Write the random states behind the last stage, and the closing line."""
         if self._end is None:
             path = self._folder.stage_file(None)
             write_tensors(path, session.state, (), look_before(session.state, ()), ())
@@ -225,28 +271,11 @@ class Journal(NoJournal):
                 "(resume=True) goes on from there"
             )
 
-    def _keep(self, session: Session, modules: Sequence[str]) -> None:
-        assert self._before is not None
-        before, self._before = self._before, None
-        path = self._folder.stage_file(self._stage["index"])
-        memories = [modifier.stage_memory(modules) or {} for modifier in session.modifiers]
-        keys = write_tensors(path, session.state, modules, before, memories)
-        entry = {
-            **self._stage,
-            "file": path.name,
-            "sha256": file_hashes(path.parent, [path.name])[path.name],
-            "tensors": keys,
-            "report": report_since(session.state.report, before.report),
-            "memories": [{key: value for key, value in memory.items() if not isinstance(value, Tensor)} for memory in memories],
-        }
-        self._append(entry)
-        self._done.append(entry)
-
-    def _restore(self, session: Session, entry: Mapping[str, Any], modules: Sequence[str]) -> None:
+    def _restore(self, session: Session, entry: Mapping[str, Any]) -> None:
         tensors = read_tensors(self.path / entry["file"], entry["tensors"])
         for number, (modifier, memory) in enumerate(zip(session.modifiers, entry["memories"], strict=True)):
             kept = {**memory, **tensors.memories.get(number, {})}
-            modifier.skip_stage(session.state, FinishedStage(modules, kept, tensors.modules))
+            modifier.skip_stage(session.state, FinishedStage(entry["modules"], kept, tensors.modules))
         copy_tensors(session.state.model, tensors.modules)
         add_report(session.state.report, entry["report"])
         tensors.random.restore()

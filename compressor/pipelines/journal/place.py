@@ -14,7 +14,7 @@ from compressor.errors import AlreadyDoneError, OutputError, ResumeError
 from compressor.lifecycle import Modifier
 from compressor.model.tensor_digests import check_written
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes, digest, file_hashes
-from compressor.pipelines.journal.journal import Journal, NoJournal
+from compressor.pipelines.journal.journal import Journal, NullJournal, StageJournal
 from compressor.pipelines.journal.lines import Lines
 from compressor.pipelines.journal.run_folder import (
     RunFolder,
@@ -165,7 +165,7 @@ class RunPlace:
     resume: bool
     required: bool
 
-    def open(self, run: Fingerprint, modifiers: Sequence[Modifier]) -> AbstractContextManager[NoJournal]:
+    def open(self, run: Fingerprint, modifiers: Sequence[Modifier]) -> AbstractContextManager[StageJournal]:
         """Open the journal, once everything that the result depends on is known.
 
         Args:
@@ -182,7 +182,7 @@ class RunPlace:
             CheckpointError: the run folder cannot be written.
         """
         if self.run_dir is None:
-            return nullcontext(NoJournal())
+            return nullcontext(NullJournal())
         if self.output_dir is not None and _is_checkpoint(self.output_dir):
             self._refuse_done(run)
         opened = open_journal(
@@ -193,7 +193,7 @@ class RunPlace:
             modifiers=modifiers,
             output_dir=self.output_dir,
         )
-        return nullcontext(NoJournal()) if opened is None else opened
+        return nullcontext(NullJournal()) if opened is None else opened
 
     @property
     def may_be_done(self) -> bool:

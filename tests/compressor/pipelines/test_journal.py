@@ -21,7 +21,7 @@ from compressor.data import load_dataset_source
 from compressor.errors import CheckpointError, LifecycleError, OutputError, ResumeError
 from compressor.lifecycle import Event, EventType, FinishedStage, Modifier, ModuleRecord, Report, Session, State
 from compressor.pipelines import run_pipeline
-from compressor.pipelines.journal import Journal, NoJournal, check_places
+from compressor.pipelines.journal import Journal, NullJournal, check_places
 from compressor.pipelines.journal.fingerprint import changes
 from compressor.pipelines.journal.lines import Lines
 from compressor.pipelines.journal.place import open_journal
@@ -211,8 +211,8 @@ def run(folder: Path | None, *, pipeline: str = "sequential", fail_at: int | Non
 
 
 class _nothing:
-    def __enter__(self) -> NoJournal:
-        return NoJournal()
+    def __enter__(self) -> NullJournal:
+        return NullJournal()
 
     def __exit__(self, *error: object) -> None:
         pass
