@@ -106,8 +106,8 @@ SOLVER_MUTANTS: tuple[Mutant, ...] = (
     bug("solver_forgets_zero_points", "grid", "the values that errors are measured from forget the zero point", "solver.beats_rounding",
         Edit(_FORMS + "GridColumns.round", "values_R.sub_(self._zero_GR[group])", "pass")),
     bug("solver_cuts_off", "grid", "columns are cut off in place of rounded", "solver.beats_rounding",
-        Edit(_FORMS + "GridColumns.round", "snap_(scratch_R, self.args.type, self.args.num_bits)",
-             "snap_(scratch_R.sub_(0.3), self.args.type, self.args.num_bits)")),
+        Edit(_FORMS + "GridColumns.round", "scratch_R.clamp_(self._low, self._high)",
+             "scratch_R.sub_(0.3).clamp_(self._low, self._high)")),
     bug("search_keeps_the_worst", "search", "the scale with the most loss is kept", "solver.search_pays",
         Edit(_SEARCH + "search_scales", "loss_PR.argmin(0, keepdim=True)", "loss_PR.nan_to_num(posinf=0.0).argmax(0, keepdim=True)")),
     bug("search_for_row_one", "search", "all rows take the best scale of the first", "solver.search_pays",
@@ -116,9 +116,9 @@ SOLVER_MUTANTS: tuple[Mutant, ...] = (
     bug("search_in_the_first_group", "search", "every group is searched with the Hessian of the first", "solver.search_pays",
         Edit(_SEARCH + "search_scales", "damped_CC[run, run]", "damped_CC[:size, :size]")),
     bug("solver_ties_away", "grid", "the solver's own rounding takes ties away from zero, that of the quantizer is right", "solver.ties",
-        Edit(_FORMS + "GridColumns.round", "snap_(scratch_R, self.args.type, self.args.num_bits)",
-             "snap_(scratch_R if self.args.type != 'int' else torch.where((scratch_R - scratch_R.trunc()).abs() == 0.5, "
-             "scratch_R + 0.25 * scratch_R.sign(), scratch_R), self.args.type, self.args.num_bits)")),
+        Edit(_FORMS + "GridColumns.round", "scratch_R.clamp_(self._low, self._high)",
+             "torch.where((scratch_R - scratch_R.trunc()).abs() == 0.5, scratch_R + 0.25 * scratch_R.sign(), scratch_R)"
+             ".clamp_(self._low, self._high)")),
     bug("steps_have_a_floor", "grid", "scales below 1e-6 are raised to 1e-6 where columns are rounded", "solver.homogeneous",
         Edit(_FORMS + "GridColumns.round", "self._scale32_GR[group], out", "self._scale32_GR[group].clamp(min=1e-6), out")),
     bug("g_idx_backwards", "order", "the group that is rounded first takes the scales of the last", "solver.scales_fit",
