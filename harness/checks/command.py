@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     from compressor.errors import UserInputError
     from compressor.object_reference import own_names, resolve
     from harness.checks.run import check
-    from harness.reporting.record import EXIT_CODES, Verdict, decide, to_json
+    from harness.reporting.record import decide, to_json
+    from harness.reporting.verdict import EXIT_CODES, Verdict
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
     found = resolve(args.subject, "subject", names=own_names, files=True).value

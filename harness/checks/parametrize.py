@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.checks.catalogue.registry import find_checks
 from harness.checks.run import adapt, check
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 
 class CatalogueCheckFailedError(AssertionError):

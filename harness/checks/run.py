@@ -12,8 +12,9 @@ from compressor.spelling import suggest
 from harness.checks.catalogue.kinds import KINDS
 from harness.checks.catalogue.registry import TAGS, Look, find_checks
 from harness.profiles import PROFILES, active_profile
-from harness.reporting.record import CheckRecord, Outcome
+from harness.reporting.record import CheckRecord
 from harness.reporting.subject_report import SubjectReport
+from harness.reporting.verdict import Outcome
 
 # The report of `harness.check`: a record per check of one subject, as text, JSON and JUnit.
 

@@ -12,7 +12,7 @@ from harness.lifecycle.checks.registry import CHECKS
 from harness.lifecycle.report import USABLE
 from harness.lifecycle.subject import Batch
 from harness.lifecycle.verify import TIME_LIMIT, chosen_checks, label_of, verify
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 
 class CheckFailedError(AssertionError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.reporting.record import Outcome, Verdict, decide
+from harness.reporting.record import decide
 from harness.reporting.subject_report import SubjectReport
+from harness.reporting.verdict import Outcome, Verdict
 
 USABLE = "lifecycle.usable"
 """The record that says whether there is a modifier to check at all."""

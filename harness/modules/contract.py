@@ -15,7 +15,8 @@ from torch import nn
 
 from harness.modules import copies, hooks, state
 from harness.modules.subject import ModuleCheck, NotApplicableError, Subject, untouched
-from harness.reporting.record import EXIT_CODES, CheckRecord, Claim, Outcome, Verdict, decide, to_json, to_table
+from harness.reporting.record import CheckRecord, Claim, decide, to_json, to_table
+from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 
 CALL = Claim("module.call", "The module takes the inputs that it is checked with")
 

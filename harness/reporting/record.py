@@ -11,9 +11,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
+
+from harness.reporting.verdict import Outcome, Verdict, worst
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,28 +22,6 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_FINDINGS = 20
 """How many single findings a rendered record lists; the JSON report holds all of them."""
-
-
-class Outcome(StrEnum):
-    """What one check found."""
-
-    PASS = "pass"
-    FAIL = "fail"
-    INCONCLUSIVE = "inconclusive"
-    SKIP = "skip"
-
-
-class Verdict(StrEnum):
-    """What all checks together say."""
-
-    PASS = "pass"
-    REGRESSION = "regression"
-    INCONCLUSIVE = "inconclusive"
-
-
-EXIT_CODES: Mapping[Verdict, int] = {Verdict.PASS: 0, Verdict.REGRESSION: 1, Verdict.INCONCLUSIVE: 2}
-EXIT_FAILURE = 3
-"""The harness itself failed, or was given bad input: there is no verdict."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +99,8 @@ def decide(records: Iterable[CheckRecord]) -> Verdict:
     Returns:
         REGRESSION if any check failed, else INCONCLUSIVE if any could not tell or if no check looked at anything, else PASS.
     """
-    outcomes = {record.outcome for record in records}
-    if Outcome.FAIL in outcomes:
-        return Verdict.REGRESSION
-    if Outcome.INCONCLUSIVE in outcomes or Outcome.PASS not in outcomes:
-        return Verdict.INCONCLUSIVE
-    return Verdict.PASS
+    meaning = {Outcome.PASS: Verdict.PASS, Outcome.FAIL: Verdict.REGRESSION, Outcome.INCONCLUSIVE: Verdict.INCONCLUSIVE}
+    return worst(meaning[record.outcome] for record in records if record.outcome is not Outcome.SKIP)
 
 
 def to_json(data: Any) -> str:

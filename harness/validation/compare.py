@@ -24,7 +24,8 @@ from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.progress import Progress, SilentProgress
 from compressor.settings.kinds import plain_number
-from harness.reporting.record import EXIT_CODES, CheckRecord, Verdict, decide
+from harness.reporting.record import CheckRecord, decide
+from harness.reporting.verdict import EXIT_CODES, Verdict
 from harness.validation.behaviour.acceptance import check_accepted, check_loads
 from harness.validation.behaviour.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
 from harness.validation.behaviour.scoring import Scores, TokenBatch, model_logits, score_models, sees_ahead

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome
 from harness.validation.inspection import ModuleInspection
 from harness.validation.policy import Policy
 from harness.validation.rows import some_columns

@@ -11,7 +11,7 @@ from compressor import oneshot
 from harness import check
 from harness.checks.adapters.ours import OurArtifact
 from harness.checks.suites import artifact
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 pytestmark = pytest.mark.gpu
 

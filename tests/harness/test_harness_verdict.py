@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from harness.reporting.record import EXIT_CODES, Claim, Outcome, Verdict, decide, html_pairs, html_record, to_json, to_junit, to_table
+from harness.reporting.record import Claim, decide, html_pairs, html_record, to_json, to_junit, to_table
+from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 
 CLAIM = Claim("family.check", "A statement")
 

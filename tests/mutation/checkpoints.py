@@ -17,7 +17,7 @@ from harness.checks.catalogue.registry import Look, find_checks
 from harness.mutants.code_swap import bug
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Edit, Mutant
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 _STATE = "compressor.model.checkpoints.save:_state"
 _TOKENIZER = "compressor.model.checkpoints.save:_write_tokenizer"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness.checks.catalogue.registry import Look, find_checks
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Mutant
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 from tests.mutation.wrong_transforms import AlwaysSmooth, Base, FoldNorms, Rotate, Smooth, gain, norm_pairs, untie
 
 

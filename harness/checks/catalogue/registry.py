@@ -25,7 +25,8 @@ from compressor.errors import UserInputError
 from compressor.spelling import suggest
 from harness.checks.catalogue.kinds import KINDS, SideEffectError
 from harness.profiles import PROFILES, Profile
-from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from compressor.model.checkpoints.load import load_compressed
 from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
 from harness.checks.protocols import Artifact
-from harness.reporting.record import CheckRecord, Outcome
+from harness.reporting.record import CheckRecord
+from harness.reporting.verdict import Outcome
 from harness.tolerance import T0, T3, compare, vacuous_decoys
 from harness.validation.behaviour.acceptance import check_accepted, check_loads
 from harness.validation.format.files import TOKENIZER, check_files, check_tokenizer

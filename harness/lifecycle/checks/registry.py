@@ -9,7 +9,8 @@ from compressor.errors import UserInputError
 from harness.lifecycle.driving.compare import Violation, describe
 from harness.lifecycle.driving.time_limit import TimeLimitError
 from harness.lifecycle.subject import NothingToCheckError, Subject
-from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome
 
 CheckFunction = Callable[[Subject], str]
 """Looks into a subject and returns what it saw, in one line; a Violation is a failure."""

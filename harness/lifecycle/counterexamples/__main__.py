@@ -25,7 +25,8 @@ from harness.lifecycle.counterexamples.program import (
     Trial,
 )
 from harness.lifecycle.oracle import MOMENTS, SessionModel, Settings
-from harness.reporting.record import EXIT_FAILURE, to_json
+from harness.reporting.record import to_json
+from harness.reporting.verdict import EXIT_FAILURE
 
 MAX_STEPS = 5
 TIMES = (Settings(), Settings(start=1.0), Settings(start=0.0, end=1.0), Settings(end=1.0), Settings(start=0.0, update=2.0))

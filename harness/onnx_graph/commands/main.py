@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compressor.errors import CompressorError, UserInputError
-from harness.reporting.record import EXIT_FAILURE
+from harness.reporting.verdict import EXIT_FAILURE
 
 EXIT_HOLDS, EXIT_VIOLATED, EXIT_NOT_ANALYSED = 0, 1, 2
 EPILOG = "exit codes: 0 the contracts hold, 1 one is violated, 2 it could not be analysed; never 0 for want of evidence"

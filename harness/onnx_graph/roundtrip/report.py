@@ -20,7 +20,8 @@ from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.graph.view import GraphView, load_graph
 from harness.onnx_graph.roundtrip.matrix import RoundTrip, RoundTripRow
 from harness.onnx_graph.skips.passes import effective_passes, installed_backends
-from harness.reporting.record import CheckRecord, Outcome, html_badge, to_json, to_junit
+from harness.reporting.record import CheckRecord, html_badge, to_json, to_junit
+from harness.reporting.verdict import Outcome
 from harness.validation.report.page import STYLE
 
 _OUTCOMES = {Holding.HOLDS: Outcome.PASS, Holding.VIOLATED: Outcome.FAIL, Holding.NOT_ANALYSED: Outcome.INCONCLUSIVE}

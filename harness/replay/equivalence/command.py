@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from harness.replay.equivalence.compare import compare_modes
     from harness.replay.equivalence.models import Size, steps_of
-    from harness.reporting.record import EXIT_CODES
+    from harness.reporting.verdict import EXIT_CODES
 
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # what models print must not mix with the verdict
         warnings.simplefilter("ignore")

@@ -22,7 +22,8 @@ from harness.replay.equivalence.compare import MODES, Equivalence, compare_modes
 from harness.replay.equivalence.first_difference import FirstDifference
 from harness.replay.equivalence.run import Batches, Refusal, Subject
 from harness.replay.hazards.building_blocks import vectors
-from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome
 
 # Each theme, and the module that holds its table.
 THEMES: Mapping[str, str] = MappingProxyType(

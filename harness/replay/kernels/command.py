@@ -10,7 +10,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from compressor.errors import UserInputError
-from harness.reporting.record import EXIT_CODES, Verdict
+from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
     from harness.replay.kernels.report import KernelReport

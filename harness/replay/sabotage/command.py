@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from harness.reporting.record import EXIT_CODES, Verdict
+from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
     from harness.replay.sabotage.break_ops import Trial

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from compressor.model.folder import some
-from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome
 from harness.validation.format.container import Checkpoint
 from harness.validation.format.record import read_record
 from harness.validation.loading import LOADER_ERRORS, first_line, load_compressed, load_with_our_reader

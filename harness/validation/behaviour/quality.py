@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome
 from harness.validation.behaviour.bootstrap import TARGET_POWER, Interval, mcnemar, percentile_interval, power_of, resample_sums
 from harness.validation.behaviour.metrics import TokenScores, perplexity, shown
 from harness.validation.behaviour.scoring import Scores

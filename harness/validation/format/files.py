@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome
 from harness.validation.format.container import Checkpoint
 from harness.validation.format.decoder import expected_parts
 from harness.validation.loading import LOADER_ERRORS, first_line

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from harness.reporting.record import CheckRecord, Claim, Outcome
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome
 from harness.validation.format.decoder import decode_module
 from harness.validation.format.record import RECORD_FILE, read_record
 from harness.validation.subject import Subject

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.atomic import check_output_dir, whole_or_nothing
-from harness.reporting.record import Outcome, Verdict, html_badge, html_pairs, html_record, to_json, to_junit
+from harness.reporting.record import html_badge, html_pairs, html_record, to_json, to_junit
+from harness.reporting.verdict import Outcome, Verdict
 from harness.validation.behaviour.metrics import perplexity, shown
 from harness.validation.compare import ValidationReport
 from harness.validation.report.plots import plot_kl, plot_nll, plot_sqnr, plot_tokens

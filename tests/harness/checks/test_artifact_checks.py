@@ -16,7 +16,7 @@ from harness import check
 from harness.checks.adapters.ours import OurArtifact
 from harness.checks.catalogue.registry import Broken
 from harness.checks.suites import artifact
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 from harness.validation.format.scheme import WeightScheme
 
 REFERENCE = Path(__file__).parents[3] / "golden" / "reference"

@@ -11,7 +11,7 @@ import torch
 
 from harness import check
 from harness.checks.adapters.calibration import OurCalibration
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 NVFP4 = {"scheme": "NVFP4A16", "targets": ["Linear"]}
 

@@ -20,7 +20,7 @@ from harness.checks.catalogue.registry import Broken, Check, Look, NothingToChec
 from harness.checks.strategies import weights
 from harness.lifecycle import verify as _lifecycle  # registers the checks of the lifecycle
 from harness.lifecycle.checks.registry import CHECKS as LIFECYCLE
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 from harness.tolerance import T3
 
 REPOSITORY = Path(harness.__file__).parents[1]

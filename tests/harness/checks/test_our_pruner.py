@@ -11,7 +11,7 @@ from compressor.algorithms.rtn import round_to_nearest
 from compressor.numerics import QuantizationArgs, dequantize, weight_qparams
 from harness import check
 from harness.checks.protocols import Pruner
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 ASYMMETRIC = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
 

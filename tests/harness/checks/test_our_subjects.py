@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs as TheirArgs
 
 import harness
 from harness.checks.ours import LAYERS, OBSERVERS, PACKERS, QUANTIZERS, SOLVERS, SUBJECTS
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 # Random inputs are drawn for one of each kind; the others differ in their formats only.
 DRAWN = ("int4-group16", "int8-asym-token-dynamic", "fp4-tensor_group16", "pack_int32-3bit-dim1", "pack_fp4")

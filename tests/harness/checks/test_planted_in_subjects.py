@@ -16,7 +16,7 @@ from harness.checks.adapters.ours import OurLayer, OurObserver, OurPacker, OurQu
 from harness.checks.catalogue.registry import find_checks
 from harness.checks.protocols import Quantized, Solved
 from harness.mutants.family import find_family
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 INT4 = QuantizationArgs(num_bits=4, group_size=16)
 ASYM = QuantizationArgs(num_bits=4, group_size=16, symmetric=False)

@@ -7,7 +7,7 @@ import torch
 
 from harness import check
 from harness.checks.protocols import Pruner
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 
 def fake_int8(weight):

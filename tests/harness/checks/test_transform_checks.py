@@ -10,7 +10,7 @@ from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, to
 from harness.checks.protocols import InPlaceTransform
 from harness.mutants.family import find_family
 from harness.mutants.hunt import fate_of
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 from tests.mutation.transforms import (
     CentredEmbeddings,
     DoesNothing,

@@ -22,7 +22,7 @@ from harness.lifecycle.checks.registry import CHECKS
 from harness.lifecycle.driving.probes import TinyModel, masked_batch, tiny_batches
 from harness.lifecycle.report import VerifyReport
 from harness.lifecycle.verify import verify
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 INPUTS = [*tiny_batches(1), masked_batch()]
 Hook = Callable[..., Any]

@@ -22,7 +22,7 @@ from compressor.numerics import PRESETS, QuantizationArgs, QuantizationScheme, m
 from harness import verify_module
 from harness.lifecycle.driving.snapshot import Snapshot
 from harness.modules.contract import CHECKS
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 FEATURES = 4
 

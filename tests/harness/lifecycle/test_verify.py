@@ -28,7 +28,7 @@ from harness.lifecycle.report import VerifyReport
 from harness.lifecycle.subject import Subject
 from harness.lifecycle.verify import verify
 from harness.profiles import PROFILES
-from harness.reporting.record import Outcome, Verdict
+from harness.reporting.verdict import Outcome, Verdict
 
 FAST = [name for name in CHECKS if name not in ("lifecycle.state_machine", "lifecycle.rolls_back")]
 

@@ -9,7 +9,7 @@ from compressor.modifiers.magnitude import ConstantPruningModifier, MagnitudePru
 from compressor.modifiers.quantization import QuantizationModifier
 from harness import verify
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 
 INT4 = {"group": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 8}}}
 INT8 = {"group": {"targets": ["Linear"], "weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}}

@@ -18,7 +18,7 @@ from compressor.lifecycle import Event, Modifier, Session, State
 from compressor.lifecycle.interface import Flags
 from harness.lifecycle.driving.probes import CalibratingWorker, TinyModel, tiny_batches
 from harness.lifecycle.verify import verify
-from harness.reporting.record import Outcome, Verdict
+from harness.reporting.verdict import Outcome, Verdict
 
 
 class Willing(Modifier):

@@ -18,7 +18,7 @@ from harness.replay import Subject, assert_equivalent, compare_modes
 from harness.replay.equivalence.first_difference import spell_distance
 from harness.replay.equivalence.training_state import differing_names, state_of
 from harness.replay.hazards.building_blocks import Net, classify, net, vectors
-from harness.reporting.record import Outcome, Verdict
+from harness.reporting.verdict import Outcome, Verdict
 
 
 def _step(middle=None, **settings):

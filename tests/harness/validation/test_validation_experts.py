@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from compressor import oneshot
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 from harness.validation.behaviour.acceptance import check_loads
 from harness.validation.format.files import check_tensors
 from harness.validation.inspection import inspect_modules

@@ -13,7 +13,7 @@ from compressor import oneshot
 from compressor.model.checkpoints.format import quantization_config
 from compressor.nn import QuantizedLayer, quantized
 from compressor.numerics import make_observer, preset_scheme
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 from harness.validation.format.decoder import decode_module, expected_parts, float8_values
 from harness.validation.format.files import check_tensors
 from harness.validation.format.scheme import WeightScheme, fp4_as_fp8, read_config_groups

@@ -21,7 +21,7 @@ from harness.lifecycle.verify import chosen_checks
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Mutant
 from harness.profiles import PROFILES
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 from tests.mutation.lifecycle.hooks_and_state import HOOK_MUTANTS, RECIPE_MUTANTS, STATE_MUTANTS
 from tests.mutation.lifecycle.modifier import MODIFIER_MUTANTS
 from tests.mutation.lifecycle.session import SESSION_MUTANTS

@@ -13,7 +13,7 @@ from harness.checks import ours
 from harness.checks.catalogue.registry import Look, find_checks
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Mutant
-from harness.reporting.record import Outcome
+from harness.reporting.verdict import Outcome
 from tests.mutation.numerics.codes import QUANTIZER_MUTANTS
 from tests.mutation.numerics.scales import SCALE_MUTANTS
 from tests.mutation.numerics.solvers import SOLVER_MUTANTS
