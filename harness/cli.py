@@ -15,9 +15,7 @@ from typing import NoReturn
 
 from compressor.console import with_output
 from compressor.errors import CompressorError
-from harness.reporting.verdict import EXIT_FAILURE
-
-EXIT_INTERRUPTED = 130
+from harness.reporting.verdict import EXIT_FAILURE, EXIT_INTERRUPTED
 
 
 @dataclass(frozen=True)

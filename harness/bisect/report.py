@@ -10,9 +10,10 @@ from typing import Any
 from harness.bisect.blame import Blame
 from harness.bisect.difference import shown
 from harness.bisect.search import Culprit, Search
+from harness.reporting.verdict import EXIT_CODES, Verdict
 
 FOUND, SPREAD, EQUAL = "found", "spread", "no difference"
-EXIT_CODES: Mapping[str, int] = {EQUAL: 0, FOUND: 1, SPREAD: 2}
+_MEANING: Mapping[str, Verdict] = {EQUAL: Verdict.PASS, FOUND: Verdict.REGRESSION, SPREAD: Verdict.INCONCLUSIVE}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class BisectReport:
     @property
     def exit_code(self) -> int:
         """Of the command line."""
-        return EXIT_CODES[self.verdict]
+        return EXIT_CODES[_MEANING[self.verdict]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types."""

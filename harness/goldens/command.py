@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import GoldenError
+from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
     from harness.goldens.store.candidates import Candidate
@@ -107,11 +108,11 @@ def _diff(args: argparse.Namespace) -> int:
         write_page(args.html, found)
     _print(args, [difference.to_dict() for difference in found], [line for difference in found for line in difference.lines()])
     if found:
-        return 1
+        return EXIT_CODES[Verdict.REGRESSION]
     if read_usage(args.cache_dir / USAGE_FILE) is None:
         print(f"{args.cache_dir}: no run of the tests is on record; run pytest first", file=sys.stderr)
-        return 2
-    return 0
+        return EXIT_CODES[Verdict.INCONCLUSIVE]
+    return EXIT_CODES[Verdict.PASS]
 
 
 def _accept(args: argparse.Namespace) -> int:
@@ -130,7 +131,7 @@ def _accept(args: argparse.Namespace) -> int:
         folder.drop(candidate.name, candidate.test)
     lines = [f"written: {line}" for line in done.written] + [f"unchanged: {name}" for name in done.unchanged]
     _print(args, {"written": list(done.written), "unchanged": list(done.unchanged)}, lines or ["nothing to accept"])
-    return 0
+    return EXIT_CODES[Verdict.PASS]
 
 
 def _refuse_ci(action: str) -> None:
@@ -147,7 +148,7 @@ def _rename(args: argparse.Namespace) -> int:
     _refuse_ci("rename")
     done = rename(_root(args))
     _print(args, {"renamed": list(done)}, [f"renamed: {line}" for line in done] or ["every name is right already"])
-    return 0
+    return EXIT_CODES[Verdict.PASS]
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -164,13 +165,13 @@ def _prune(args: argparse.Namespace) -> int:
         if usage is None or not usage["complete"]:
             why = "; ".join(usage["gaps"]) if usage else "no run is on record"
             print(f"{root}: which goldens no test uses cannot be known ({why}); run pytest on all tests first", file=sys.stderr)
-            return 2
+            return EXIT_CODES[Verdict.INCONCLUSIVE]
         unused, unsure = unused_goldens(root, usage)
     deleted = list(remove(root, unused)) if args.delete and unused else []
     lines = [f"{'deleted' if deleted else 'unused'}: {name}" for name in unused]
     lines += [f"kept: {name}: its test was skipped or failed, so whether it is used cannot be known" for name in unsure]
     _print(args, {"unused": unused, "deleted": deleted, "unknown": unsure}, lines or ["every golden is used"])
-    return 1 if unused and not deleted else 0
+    return EXIT_CODES[Verdict.REGRESSION if unused and not deleted else Verdict.PASS]
 
 
 def _why(args: argparse.Namespace) -> int:
@@ -179,7 +180,7 @@ def _why(args: argparse.Namespace) -> int:
     entry: GoldenEntry = find(_root(args), args.names[0])
     data, lines = explain(entry)
     _print(args, data, lines)
-    return 0
+    return EXIT_CODES[Verdict.PASS]
 
 
 def _list(args: argparse.Namespace) -> int:

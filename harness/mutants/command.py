@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.console import positive
 from harness.mutants.family import TABLE
+from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
     from harness.mutants.family import Family, Fate
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         for fates in results.values():
             _print(fates)
-    return 0 if all(_is_well(fate) for fates in results.values() for fate in fates) else 1
+    return EXIT_CODES[Verdict.PASS if all(_is_well(fate) for fates in results.values() for fate in fates) else Verdict.REGRESSION]
 
 
 def _fates(family: Family, args: argparse.Namespace) -> list[Fate]:

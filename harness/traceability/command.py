@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.errors import HarnessError
+from harness.reporting.verdict import EXIT_CODES, worst
 
 if TYPE_CHECKING:
     from harness.traceability.audit import Auditor
@@ -57,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.peer and args.engine:
         raise HarnessError("--engine: chooses an engine of this project, but --peer traces with another library; leave one of them out")
-    from harness.traceability.verdicts import Finding
 
     with contextlib.redirect_stdout(sys.stderr):  # what models and other libraries print must not mix with the verdicts
         rows = _audit_all(_subjects(args), list(dict.fromkeys(args.targets or _LEVELS)), _auditors(args))
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_summary(rows), sort_keys=True, indent=1))
     else:
         _print(rows)
-    return 1 if any(row.finding in (Finding.SILENT, Finding.CRASH) for row in rows) else 0
+    return EXIT_CODES[worst(row.finding.verdict for row in rows)]
 
 
 def _auditors(args: argparse.Namespace) -> list[Auditor]:

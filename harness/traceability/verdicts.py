@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from harness.reporting.verdict import Verdict
 from harness.traceability.batches import Batch
 
 LEVELS = ("layer", "inferred", "linear")
@@ -21,6 +22,11 @@ class Finding(StrEnum):
     REFUSED = "refused"
     CRASH = "crash"
     SILENT = "SILENT"
+
+    @property
+    def verdict(self) -> Verdict:
+        """What that means for who asked: to refuse by name is right, too."""
+        return Verdict.REGRESSION if self in (Finding.SILENT, Finding.CRASH) else Verdict.PASS
 
 
 @dataclass(frozen=True)

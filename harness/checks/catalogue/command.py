@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from harness.reporting.verdict import EXIT_CODES, Verdict
+
 
 @dataclass(frozen=True)
 class Elsewhere:
@@ -116,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     rows = listing(args.kind)
     if args.json:
         print(json.dumps(rows, indent=1, ensure_ascii=False))
-        return 0
+        return EXIT_CODES[Verdict.PASS]
     from rich import box
     from rich.table import Table
 
@@ -127,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         where = row["name"] or row["command"]
         table.add_row(str(row["number"] or ""), where, row["title"], " ".join(row["needs"]), " ".join(row["caught_by"]))
     Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False).print(table)
-    return 0
+    return EXIT_CODES[Verdict.PASS]
 
 
 def listing(kind: str | None = None) -> list[dict[str, Any]]:

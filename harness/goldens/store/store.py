@@ -20,6 +20,7 @@ from harness.goldens.store.encoding import decode
 from harness.goldens.store.manifest import GoldenEntry, TensorEntry, Variant, find_entry
 from harness.goldens.store.paths import folder_of, relative_path
 from harness.goldens.store.provenance import Platform, nearest
+from harness.reporting.verdict import Verdict
 from harness.tolerance import Comparison, TierMap, compare, vacuous_decoys
 from harness.tolerance.measures import measure
 
@@ -37,6 +38,11 @@ class GoldenVerdict(StrEnum):
     REGRESSED = "outputs regressed"
     LOOSENED = "limit loosened"
     VACUOUS = "limit is vacuous"
+
+    @property
+    def verdict(self) -> Verdict:
+        """What that means for who asked: a golden that cannot be held against anything is no pass."""
+        return Verdict.PASS if self is GoldenVerdict.PASS else Verdict.REGRESSION
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Answer:
     @property
     def ok(self) -> bool:
         """True for a pass."""
-        return self.verdict is GoldenVerdict.PASS
+        return self.verdict.verdict is Verdict.PASS
 
 
 class GoldenStore:

@@ -26,7 +26,7 @@ from harness.lifecycle.counterexamples.program import (
 )
 from harness.lifecycle.oracle import MOMENTS, SessionModel, Settings
 from harness.reporting.record import to_json
-from harness.reporting.verdict import EXIT_FAILURE
+from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE, Verdict
 
 MAX_STEPS = 5
 TIMES = (Settings(), Settings(start=1.0), Settings(start=0.0, end=1.0), Settings(end=1.0), Settings(start=0.0, update=2.0))
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(", ".join(f"{name} {number}" for name, number in versions.items()))
         print("\n".join(f"\n{number}. {example.to_text()}" for number, example in enumerate(found, start=1)))
-    return 1 if found else 0
+    return EXIT_CODES[Verdict.REGRESSION if found else Verdict.PASS]
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from harness.onnx_graph.census.score_axes import ScoreAxes
 from harness.onnx_graph.census.streams import Streams, find_unread
 from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.view import GraphView, domain, label, load_graph
+from harness.reporting.verdict import Verdict
 
 # Which block feeds which, and which outputs of the graph it reaches: the place of a block in the data flow.
 #
@@ -95,6 +96,13 @@ class Status(StrEnum):
     MISSING = "MISSING"
     AMBIGUOUS = "AMBIGUOUS"
     UNKNOWN = "UNKNOWN"
+
+    @property
+    def verdict(self) -> Verdict:
+        """What that means for who asks that Q, K and V are apart."""
+        if self in (Status.MISSING, Status.AMBIGUOUS, Status.UNKNOWN):
+            return Verdict.INCONCLUSIVE
+        return Verdict.PASS if self is Status.SEPARATE else Verdict.REGRESSION
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from harness.onnx_graph.commands.main import EXIT_HOLDS, EXIT_NOT_ANALYSED, EXIT_VIOLATED
 from harness.onnx_graph.skips.supervision import NOT_SEEN
+from harness.reporting.verdict import EXIT_CODES, worst
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +29,12 @@ def run(args: argparse.Namespace) -> int:
         args: as declared by `add_arguments`.
 
     Returns:
-        0 if all blocks are SEPARATE, 1 if one is fused or absorbed, 2 if there is none or one is not clear.
+        0 if all blocks are SEPARATE, 1 if one is fused or absorbed, else 2 if there is none or one is not clear.
     """
-    from harness.onnx_graph.census.census import Status, census
+    from harness.onnx_graph.census.census import census
     from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
 
     trip = onnx_roundtrip(args.model, model_class=args.model_class)
     found = census(trip.exported(trip.exporters[0]).model)
     print(json.dumps(found.to_dict(), indent=1, sort_keys=True) if args.json else found.text())
-    statuses = {block.status for block in found.blocks}
-    if not statuses or statuses & {Status.MISSING, Status.AMBIGUOUS, Status.UNKNOWN}:
-        return EXIT_NOT_ANALYSED
-    return EXIT_HOLDS if statuses == {Status.SEPARATE} else EXIT_VIOLATED
+    return EXIT_CODES[worst(block.status.verdict for block in found.blocks)]

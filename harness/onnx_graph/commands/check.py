@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from harness.onnx_graph.commands.main import EXIT_HOLDS, EXIT_NOT_ANALYSED, EXIT_VIOLATED
 from harness.onnx_graph.contracts.registry import CONTRACTS, contract_from_names
 from harness.onnx_graph.skips.supervision import EVIDENCE, NOT_SEEN
-
-EXIT_OF = {"holds": EXIT_HOLDS, "violated": EXIT_VIOLATED, "not analysed": EXIT_NOT_ANALYSED}
-"""What a contract found, to exit code."""
+from harness.reporting.verdict import EXIT_CODES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,4 +49,4 @@ def run(args: argparse.Namespace) -> int:
         print(f"{' & '.join(result.contracts)}: {result.holding.value}")
         if result.message:
             print(result.message)
-    return EXIT_OF[result.holding]
+    return EXIT_CODES[result.holding.verdict]

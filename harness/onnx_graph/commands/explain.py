@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from harness.onnx_graph.commands.check import EXIT_OF, add_contract
-from harness.onnx_graph.commands.main import EXIT_HOLDS
+from harness.onnx_graph.commands.check import add_contract
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import BACKENDS
+from harness.reporting.verdict import EXIT_CODES, Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,4 +41,4 @@ def run(args: argparse.Namespace) -> int:
     exported = trip.exported(trip.exporters[0])
     explanation = explain(exported.model, contract_from_names(args.contract), args.backend, exported.module)
     print(json.dumps(explanation.to_dict(), indent=1, sort_keys=True) if args.json else explanation.text())
-    return EXIT_HOLDS if explanation.kept else EXIT_OF[explanation.default.holding]
+    return EXIT_CODES[Verdict.PASS if explanation.kept else explanation.default.holding.verdict]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from compressor.atomic import check_output_file
 from compressor.errors import UserInputError
+from harness.reporting.verdict import EXIT_CODES, Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         print("note: these sizes are fixed in the graph; --dynamic INPUT:AXIS=NAME lets one change")
     for note in exported.notes:
         print(f"note: {note}")
-    return 0
+    return EXIT_CODES[Verdict.PASS]
 
 
 def parse_dynamic(texts: list[str]) -> dict[str, dict[int, str]]:

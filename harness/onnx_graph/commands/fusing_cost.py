@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from compressor.atomic import check_output_file
+from harness.reporting.verdict import EXIT_CODES, Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
         draw_costs(rows, args.figure, f"{Path(args.model).name}: int{args.bits}, one scale over Q, K and V against one each")
     if args.json:
         print(json.dumps({"rows": [row.to_dict() for row in rows], "summary": summary(rows)}, indent=1, sort_keys=True))
-        return 0
+        return EXIT_CODES[Verdict.PASS]
     print(f"int{args.bits}, one scale per tensor: own scale - one scale over Q, K and V, {len(rows) // 3} blocks")
     for role, cost in summary(rows).items():
         print(f"  {role.upper()}: {cost['mean_db']:.1f} dB lost on average, {cost['worst_db']:.1f} dB at worst")
-    return 0
+    return EXIT_CODES[Verdict.PASS]

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compressor.errors import CompressorError, UserInputError
-from harness.reporting.verdict import EXIT_FAILURE
+from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE, Verdict
 
-EXIT_HOLDS, EXIT_VIOLATED, EXIT_NOT_ANALYSED = 0, 1, 2
 EPILOG = "exit codes: 0 the contracts hold, 1 one is violated, 2 it could not be analysed; never 0 for want of evidence"
 
 
@@ -72,5 +71,5 @@ def run(args: argparse.Namespace) -> int:
         code: int = importlib.import_module(ACTIONS[args.action].module).run(args)
     except CompressorError as error:
         print(f"harness onnx {args.action}: {ACTIONS[args.action].failed}: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_FAILURE if isinstance(error, UserInputError) else EXIT_NOT_ANALYSED
+        return EXIT_FAILURE if isinstance(error, UserInputError) else EXIT_CODES[Verdict.INCONCLUSIVE]
     return code

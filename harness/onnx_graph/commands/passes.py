@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from harness.onnx_graph.commands.check import add_contract
-from harness.onnx_graph.commands.main import EXIT_HOLDS, EXIT_NOT_ANALYSED, EXIT_VIOLATED
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import BACKENDS
+from harness.reporting.verdict import EXIT_CODES, Verdict
 
 DEFAULT_SKIPS = "fuse_qkv,fuse_attention"
 
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(alarm.text() for alarm in alarms))
     if any(alarm.breaks for alarm in alarms):
-        return EXIT_VIOLATED
+        return EXIT_CODES[Verdict.REGRESSION]
     unknown = [alarm for alarm in alarms if alarm.state != "known"]
     if unknown and args.accept:
         accept(path, unknown)
-        return EXIT_HOLDS
-    return EXIT_NOT_ANALYSED if unknown else EXIT_HOLDS
+        return EXIT_CODES[Verdict.PASS]
+    return EXIT_CODES[Verdict.INCONCLUSIVE if unknown else Verdict.PASS]

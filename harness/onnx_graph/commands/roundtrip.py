@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor.errors import UserInputError
-from harness.onnx_graph.commands.check import EXIT_OF, add_contract
+from harness.onnx_graph.commands.check import add_contract
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import resolve_skips
+from harness.reporting.verdict import EXIT_CODES, worst
 
 if TYPE_CHECKING:
     from harness.onnx_graph.roundtrip.matrix import RoundTripRow
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output_dir is not None:
         page = write_roundtrip_report(trip, rows, args.output_dir, Path(args.model).name)
         print(f"report: {page}", file=sys.stderr)
-    return _exit_code(rows)
+    return EXIT_CODES[worst(row.result.holding.verdict for row in rows)]
 
 
 def _check_skips(skips: Sequence[str], optimizers: Sequence[str]) -> None:
@@ -111,12 +112,6 @@ def _installed() -> list[str]:
 def _show_progress(row: RoundTripRow) -> None:
     if sys.stderr.isatty():
         print(f"\x1b[K{row.exporter} {row.optimizer}: {row.result.holding.value}\r", file=sys.stderr, end="")
-
-
-def _exit_code(rows: Sequence[RoundTripRow]) -> int:
-    found = {row.result.holding.value for row in rows}
-    worst = next((one for one in ("violated", "not analysed") if one in found), "holds")
-    return EXIT_OF[worst]
 
 
 def _print(rows: Sequence[RoundTripRow]) -> None:

@@ -18,6 +18,7 @@ from harness.onnx_graph.skips.call_records import Calls
 from harness.onnx_graph.skips.child_processes import Channel
 from harness.onnx_graph.skips.passes import resolve_skips
 from harness.onnx_graph.skips.supervision import OUT_OF_REACH, Ended, supervise
+from harness.reporting.verdict import EXIT_CODES, Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
                 partial.write_text(json.dumps(report, indent=1, sort_keys=True), encoding="utf-8")
         except CheckpointError as error:  # the command has run: to say that nothing was would be untrue
             print(f"harness onnx run: {error}", file=sys.stderr)
-            return 2
+            return EXIT_CODES[Verdict.INCONCLUSIVE]
     return code
 
 

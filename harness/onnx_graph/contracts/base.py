@@ -20,6 +20,7 @@ from harness.errors import ContractViolation
 from harness.onnx_graph.census.baseline import Baseline, counterparts, take_baseline
 from harness.onnx_graph.census.census import Block, Census, census
 from harness.onnx_graph.graph.view import read_proto
+from harness.reporting.verdict import Verdict
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +32,11 @@ class Holding(StrEnum):
     HOLDS = "holds"
     VIOLATED = "violated"
     NOT_ANALYSED = "not analysed"
+
+    @property
+    def verdict(self) -> Verdict:
+        """What that means for who asked."""
+        return {Holding.HOLDS: Verdict.PASS, Holding.VIOLATED: Verdict.REGRESSION}.get(self, Verdict.INCONCLUSIVE)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from harness.reporting.verdict import EXIT_CODES, Verdict
+
 if TYPE_CHECKING:
     from harness.replay.hazards.registry import HazardResult
 
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         rows = [{"theme": theme, **_known(hazard)} for theme, hazard in chosen.values()]
         print(to_json({"hazards": rows}) if args.json else _listing(rows), end="")
-        return 0
+        return EXIT_CODES[Verdict.PASS]
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), RichProgress().task("hazards", len(chosen)) as task:
         warnings.simplefilter("ignore")
         results = run_hazards(args.only, lambda result: task.advance(note=f"{result.hazard.name}: {result.fate.value}"))
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(to_json(_summary(results)), end="")
     else:
         _print(results)
-    return 0 if all(result.is_well for result in results) else 1
+    return EXIT_CODES[Verdict.PASS if all(result.is_well for result in results) else Verdict.REGRESSION]
 
 
 def _known(hazard: Any) -> dict[str, Any]:

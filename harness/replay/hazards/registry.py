@@ -77,7 +77,7 @@ class Hazard:
     late: int = 0
 
 
-class Fate(StrEnum):
+class HazardOutcome(StrEnum):
     """What became of a hazard; all but the first two are red."""
 
     EQUAL = "equal"
@@ -103,14 +103,14 @@ class HazardResult:
 
     theme: str
     hazard: Hazard
-    fate: Fate
+    fate: HazardOutcome
     detail: str
     seconds: float
 
     @property
     def is_well(self) -> bool:
         """The bits were equal, or the named error came; as the table says."""
-        return self.fate in (Fate.EQUAL, Fate.REFUSED)
+        return self.fate in (HazardOutcome.EQUAL, HazardOutcome.REFUSED)
 
     def record(self) -> CheckRecord:
         """Return the record of this hazard."""
@@ -186,29 +186,29 @@ def run_hazard(theme: str, hazard: Hazard, seed: int = 0, modes: Sequence[str] =
     return HazardResult(theme, hazard, fate, detail, time.perf_counter() - begin)
 
 
-def _judge(hazard: Hazard, found: Equivalence) -> tuple[Fate, str]:
+def _judge(hazard: Hazard, found: Equivalence) -> tuple[HazardOutcome, str]:
     if found.records[0].outcome is not Outcome.PASS:
-        return Fate.VACUOUS, found.records[0].summary
+        return HazardOutcome.VACUOUS, found.records[0].summary
     silent = [one for mode, one in found.differences.items() if _was_silent(found.runs[mode].refusal, one, hazard)]
     if silent:
-        return Fate.SILENT, str(silent[0])
+        return HazardOutcome.SILENT, str(silent[0])
     for run in found.runs.values():
         if run.overwritten:
-            return Fate.SILENT, f"{run.mode}: the loss that step {run.overwritten[0]} returned was overwritten by a later step"
+            return HazardOutcome.SILENT, f"{run.mode}: the loss that step {run.overwritten[0]} returned was overwritten by a later step"
         refusal = run.refusal
         if refusal is not None and not refusal.is_named:
-            return Fate.UNNAMED, f"{run.mode}: {refusal}"
+            return HazardOutcome.UNNAMED, f"{run.mode}: {refusal}"
         left = [] if refusal is None else [name for name in refusal.changed if not name.startswith(hazard.may_leave or ("\0",))]
         if left:
-            return Fate.LEFT, f"{run.mode}: {refusal} leaves {', '.join(left[:3])}"
+            return HazardOutcome.LEFT, f"{run.mode}: {refusal} leaves {', '.join(left[:3])}"
     refusal = found.runs["replay"].refusal
     if refusal is not None:
         return _judge_error(hazard, refusal.error)
     if hazard.expected is not None:
-        return Fate.UNEXPECTED, f"equal, but {hazard.expected.__name__} was expected"
+        return HazardOutcome.UNEXPECTED, f"equal, but {hazard.expected.__name__} was expected"
     if found.records[-1].outcome is Outcome.INCONCLUSIVE:
-        return Fate.VACUOUS, found.records[-1].summary
-    return Fate.EQUAL, found.records[-2].summary
+        return HazardOutcome.VACUOUS, found.records[-1].summary
+    return HazardOutcome.EQUAL, found.records[-2].summary
 
 
 def _was_silent(refusal: Refusal | None, difference: FirstDifference, hazard: Hazard) -> bool:
@@ -216,13 +216,13 @@ def _was_silent(refusal: Refusal | None, difference: FirstDifference, hazard: Ha
     return refusal is None or refusal.number > difference.step + hazard.late
 
 
-def _judge_error(hazard: Hazard, error: Exception) -> tuple[Fate, str]:
+def _judge_error(hazard: Hazard, error: Exception) -> tuple[HazardOutcome, str]:
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if hazard.expected is None:
-        return Fate.UNEXPECTED, f"{text}, but equal bits were expected"
+        return HazardOutcome.UNEXPECTED, f"{text}, but equal bits were expected"
     if type(error) is not hazard.expected or hazard.match not in text:
-        return Fate.UNEXPECTED, f"{text}, but {hazard.expected.__name__} with {hazard.match!r} was expected"
-    return Fate.REFUSED, text
+        return HazardOutcome.UNEXPECTED, f"{text}, but {hazard.expected.__name__} with {hazard.match!r} was expected"
+    return HazardOutcome.REFUSED, text
 
 
 def run_hazards(names: Iterable[str] | None = None, see: Callable[[HazardResult], Any] = lambda result: None) -> list[HazardResult]:

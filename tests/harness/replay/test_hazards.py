@@ -12,7 +12,7 @@ from compressor.errors import CompressorError, HostReadError, ReplayError, UserI
 from harness.cli import main
 from harness.profiles import active_profile
 from harness.replay.hazards.building_blocks import stage
-from harness.replay.hazards.registry import THEMES, Fate, Hazard, all_hazards, chosen_hazards, run_hazard
+from harness.replay.hazards.registry import THEMES, Hazard, HazardOutcome, all_hazards, chosen_hazards, run_hazard
 
 HAZARDS = all_hazards()
 
@@ -61,48 +61,48 @@ def _wrong_from_replay_on(monkeypatch):
 
 
 def test_a_silent_difference_is_red(monkeypatch):
-    assert _judged().fate is Fate.EQUAL
+    assert _judged().fate is HazardOutcome.EQUAL
     _wrong_from_replay_on(monkeypatch)
     result = _judged()
-    assert result.fate is Fate.SILENT and not result.is_well and "step 4 (replay: replay): loss" in result.detail
+    assert result.fate is HazardOutcome.SILENT and not result.is_well and "step 4 (replay: replay): loss" in result.detail
 
 
 def test_equal_bits_where_an_error_was_expected_are_red():
     result = _judged(expected=HostReadError)
-    assert result.fate is Fate.UNEXPECTED and "equal, but HostReadError was expected" in result.detail
+    assert result.fate is HazardOutcome.UNEXPECTED and "equal, but HostReadError was expected" in result.detail
 
 
 def test_another_error_and_another_message_are_red():
     reads = stage(lambda module, h: h * h.mean().item())
-    assert _judged(stage=reads, expected=HostReadError, match="reads a tensor").fate is Fate.REFUSED
-    assert _judged(stage=reads, expected=HostReadError, match="something else").fate is Fate.UNEXPECTED
-    assert _judged(stage=reads, expected=ReplayError).fate is Fate.UNEXPECTED
-    assert _judged(stage=reads).fate is Fate.UNEXPECTED
+    assert _judged(stage=reads, expected=HostReadError, match="reads a tensor").fate is HazardOutcome.REFUSED
+    assert _judged(stage=reads, expected=HostReadError, match="something else").fate is HazardOutcome.UNEXPECTED
+    assert _judged(stage=reads, expected=ReplayError).fate is HazardOutcome.UNEXPECTED
+    assert _judged(stage=reads).fate is HazardOutcome.UNEXPECTED
 
 
 def test_an_error_without_a_name_is_red(monkeypatch):
     monkeypatch.setattr("compressor.training.replay.plan.Plan.__call__", lambda plan, batch: plan.no_such_thing)
     result = _judged()
-    assert result.fate is Fate.UNNAMED and "AttributeError" in result.detail
+    assert result.fate is HazardOutcome.UNNAMED and "AttributeError" in result.detail
 
 
 def test_a_refusal_that_leaves_a_changed_state_is_red(monkeypatch):
     monkeypatch.setattr("compressor.training.step.snapshot.Snapshot.put_back", lambda *given: None)
     result = _judged(stage=stage(lambda module, h: h * torch.tensor([h.sum().item()]), before=None), expected=HostReadError)
-    assert result.fate in (Fate.LEFT, Fate.REFUSED)  # the forward pass has moved nothing yet
+    assert result.fate in (HazardOutcome.LEFT, HazardOutcome.REFUSED)  # the forward pass has moved nothing yet
     late = stage(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     result = _judged(stage=late, expected=HostReadError, match="(optimizer)")
-    assert result.fate is Fate.LEFT and "grad:" in result.detail
+    assert result.fate is HazardOutcome.LEFT and "grad:" in result.detail
 
 
 def test_a_hazard_that_never_comes_to_a_replay_is_red():
-    assert _judged(steps=3).fate is Fate.VACUOUS
+    assert _judged(steps=3).fate is HazardOutcome.VACUOUS
 
 
 GUARDS = {
-    "addresses": ("compressor.training.replay.plan:_addresses", "parameter_replaced", Fate.SILENT),
-    "facts": ("compressor.training.replay.plan:difference", "weight_decay", Fate.SILENT),
-    "identities": ("compressor.training.guards.host_facts:Identities.unchanged", "eval_of_a_part", Fate.SILENT),
+    "addresses": ("compressor.training.replay.plan:_addresses", "parameter_replaced", HazardOutcome.SILENT),
+    "facts": ("compressor.training.replay.plan:difference", "weight_decay", HazardOutcome.SILENT),
+    "identities": ("compressor.training.guards.host_facts:Identities.unchanged", "eval_of_a_part", HazardOutcome.SILENT),
 }
 
 
@@ -115,7 +115,7 @@ def test_a_guard_that_is_switched_off_turns_its_hazard_red(monkeypatch, name):
     monkeypatch.setattr(path, off)
     result = run_hazard(*HAZARDS[hazard])
     assert not result.is_well
-    assert result.fate in (fate, Fate.UNEXPECTED)
+    assert result.fate in (fate, HazardOutcome.UNEXPECTED)
 
 
 def test_hazards_are_chosen_by_name_and_by_theme():
