@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,10 @@ from compressor.atomic import write_whole
 from harness.errors import GoldenError
 from harness.goldens.differences import Difference
 from harness.goldens.report import HEADINGS, row_cells
-from harness.reporting.record import html_badge
-from harness.tolerance import Comparison
+from harness.reporting.pages import render
+from harness.reporting.verdict import Verdict
 from harness.tolerance.bits import differs
 from harness.tolerance.measures import absolute_error
-from harness.validation.report.page import STYLE
 
 MAX_ROWS, MAX_COLUMNS = 48, 96
 """Cells of a heat map; a larger tensor shows the worst element of each cell."""
@@ -52,43 +51,27 @@ def render_page(differences: Sequence[Difference]) -> str:
     Returns:
         A document without any reference outside of itself.
     """
-    word = "pass" if not differences else "regression"
-    count = "1 golden differs" if len(differences) == 1 else f"{len(differences)} goldens differ"
-    head = f'<header><p class="kicker">Goldens</p><h1>{count}</h1><p class="verdict">{html_badge(word)}</p></header>'
-    body = [head, *(_difference(difference) for difference in differences)]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{count}</title>\n<style>\n{STYLE}\nsvg.heat {{ max-width: 40rem; border: 1px solid var(--rule); }}\n</style>\n"
-        "</head>\n<body>\n<main>\n" + "\n".join(body) + "\n</main>\n</body>\n</html>\n"
-    )
+    data = {
+        "count": "1 golden differs" if len(differences) == 1 else f"{len(differences)} goldens differ",
+        "verdict": (Verdict.REGRESSION if differences else Verdict.PASS).value,
+        "headings": HEADINGS,
+        "differences": [_difference(difference) for difference in differences],
+    }
+    return render("goldens.html.j2", data)
 
 
-def _difference(difference: Difference) -> str:
-    found = difference.candidate
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in difference.notes)
-    bad = [comparison for comparison in difference.comparisons if not comparison.ok or (comparison.distance and comparison.distance.share)]
-    figures = [_figure(comparison, *difference.pairs[comparison.tensor]) for comparison in bad]
-    what = f"{html_badge('fail')} {html.escape(found.verdict)} in <code>{html.escape(found.test)}</code>"
-    head = f"<h2>{html.escape(found.name)}</h2>\n<p>{what}</p><ul>{notes}</ul>"
-    return head + _table(difference.comparisons) + "".join(figures)
-
-
-def _table(comparisons: Sequence[Comparison]) -> str:
-    if not comparisons:
-        return ""
-    head = "".join(f'<th scope="col">{heading}</th>' for heading in HEADINGS)
-    rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row_cells(comparison.to_dict())) for comparison in comparisons)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _figure(comparison: Comparison, actual: Tensor, expected: Tensor) -> str:
-    if comparison.distance is None:
-        return ""
-    picture = heat_map(actual, expected)
-    note = html.escape(comparison.summary)
-    return f"<figure><figcaption>{html.escape(comparison.tensor)}<span>{note}</span></figcaption>{picture}</figure>" if picture else ""
+def _difference(difference: Difference) -> dict[str, Any]:
+    found, all_of_it = difference.candidate, difference.comparisons
+    bad = [comparison for comparison in all_of_it if comparison.distance and (not comparison.ok or comparison.distance.share)]
+    pictures = [(comparison, heat_map(*difference.pairs[comparison.tensor])) for comparison in bad]
+    return {
+        "name": found.name,
+        "verdict": found.verdict,
+        "test": found.test,
+        "notes": difference.notes,
+        "rows": [row_cells(comparison.to_dict()) for comparison in all_of_it],
+        "figures": [(comparison.tensor, comparison.summary, svg) for comparison, svg in pictures if svg],
+    }
 
 
 def heat_map(actual: Tensor, expected: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""One record of a check, and the four ways to show a list of them: terminal table, JSON, JUnit, HTML.
+"""One record of a check, and three ways to show a list of them: terminal table, JSON, JUnit. Pages are in `pages`.
 
 A check never prints and never raises for a bad subject: it returns a CheckRecord. What the records together mean is decided in one
 place, `decide`, and the exit codes of the command line follow from it.
@@ -6,7 +6,6 @@ place, `decide`, and the exit codes of the command line follow from it.
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -171,50 +170,3 @@ def to_table(records: Iterable[CheckRecord], *, width: int = 80) -> Table:
         outcome = Text(record.outcome.value, style=_STYLES[record.outcome])
         table.add_row(record.name, outcome, Text(record.summary), *([Text(record.limit, style="dim")] if width >= _WIDE else []))
     return table
-
-
-def html_badge(word: str) -> str:
-    """Return the coloured word of an outcome or verdict; the word itself carries the meaning, the colour only repeats it."""
-    return f'<span class="badge {html.escape(word)}">{html.escape(word)}</span>'
-
-
-def html_value(value: Any) -> str:
-    """Return one piece of evidence as text for a page."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, list | tuple):
-        return ", ".join(html_value(item) for item in value) or "none"
-    return html.escape(str(value))
-
-
-def html_pairs(pairs: Mapping[str, Any]) -> str:
-    """Return a mapping as a definition list; a mapping inside stands in one row."""
-    rows = [f"<dt>{html.escape(name)}</dt><dd>{_html_row(value)}</dd>" for name, value in pairs.items()]
-    return f"<dl>{''.join(rows)}</dl>" if rows else ""
-
-
-def _html_row(value: Any) -> str:
-    if not isinstance(value, Mapping):
-        return html_value(value)
-    return " · ".join(f'<span class="pair">{html.escape(name.replace("_", " "))} {html_value(item)}</span>' for name, item in value.items())
-
-
-def html_record(record: CheckRecord) -> str:
-    """Return one record as a disclosure: the fact on the line, limit, evidence and findings below it; open unless it passed."""
-    findings = [f"<li>{html.escape(finding)}</li>" for finding in record.findings[:MAX_SHOWN_FINDINGS]]
-    if len(record.findings) > MAX_SHOWN_FINDINGS:
-        findings.append(f"<li>and {len(record.findings) - MAX_SHOWN_FINDINGS} more, all of them in report.json</li>")
-    is_open = " open" if record.outcome in (Outcome.FAIL, Outcome.INCONCLUSIVE) else ""
-    list_html = f"<ul>{''.join(findings)}</ul>" if findings else ""
-    return (
-        f'<details class="check"{is_open} id="{html.escape(record.name)}"><summary>{html_badge(record.outcome.value)}'
-        f'<span class="what"><strong>{html.escape(record.title)}</strong><span>{html.escape(record.summary)}</span></span></summary>'
-        f'<div class="evidence"><p class="limit"><code>{html.escape(record.name)}</code> {html.escape(record.limit)}</p>'
-        f"{html_pairs(record.evidence)}{list_html}</div></details>"
-    )

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from harness.reporting.record import Claim, decide, html_pairs, html_record, to_json, to_junit, to_table
+from harness.reporting.pages import pairs_html, record_html
+from harness.reporting.record import Claim, decide, to_json, to_junit, to_table
 from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 
 CLAIM = Claim("family.check", "A statement")
@@ -77,15 +78,15 @@ def test_the_table_shows_the_limit_where_there_is_room(width, is_wide):
 
 def test_html_escapes_everything_and_opens_what_needs_a_look():
     record = CLAIM.record(Outcome.FAIL, "<b>", evidence={"<i>": {"<u>": "<s>"}}, findings=[f"<p>{i}" for i in range(30)])
-    page = html_record(record)
+    page = record_html(record)
     assert "<details" in page
     assert " open " in page
     assert not any(tag in page for tag in ("<b>", "<i>", "<u>", "<s>", "<p>0"))
     assert "and 10 more, all of them in report.json" in page
-    assert " open " not in html_record(CLAIM.record(Outcome.PASS, "x"))
+    assert " open " not in record_html(CLAIM.record(Outcome.PASS, "x"))
 
 
 def test_html_values_are_readable():
-    page = html_pairs({"none": None, "yes": True, "float": 0.123456789, "int": 1234567, "list": [1, "a"]})
+    page = pairs_html({"none": None, "yes": True, "float": 0.123456789, "int": 1234567, "list": [1, "a"]})
     for text in ("none", "yes", "0.123457", "1,234,567", "1, a"):
         assert f"<dd>{text}</dd>" in page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +19,9 @@ from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.graph.view import GraphView, load_graph
 from harness.onnx_graph.roundtrip.matrix import RoundTrip, RoundTripRow
 from harness.onnx_graph.skips.passes import effective_passes, installed_backends
-from harness.reporting.record import CheckRecord, html_badge, to_json, to_junit
+from harness.reporting.pages import render
+from harness.reporting.record import CheckRecord, to_json, to_junit
 from harness.reporting.verdict import Outcome
-from harness.validation.report.page import STYLE
 
 _OUTCOMES = {Holding.HOLDS: Outcome.PASS, Holding.VIOLATED: Outcome.FAIL, Holding.NOT_ANALYSED: Outcome.INCONCLUSIVE}
 _FILES = ("report.json", "junit.xml", "report.html")
@@ -89,75 +88,50 @@ def _record(row: RoundTripRow) -> CheckRecord:
 
 def _page(trip: RoundTrip, rows: Sequence[RoundTripRow], title: str, provenance: dict[str, Any]) -> str:
     worst = next((one for one in (Holding.VIOLATED, Holding.NOT_ANALYSED) if any(row.result.holding is one for row in rows)), Holding.HOLDS)
-    contracts = " &amp; ".join(html.escape(name) for name in rows[0].result.contracts) if rows else ""
-    parts = [
-        f'<header><p class="kicker">ONNX round trip</p><h1>{html.escape(title)}</h1>'
-        f'<p class="verdict" role="status">{html_badge(_OUTCOMES[worst].value)}<span>{contracts}: {worst.value}</span></p></header>',
-        _matrix(rows),
-        *(_section(trip, row) for row in rows),
-        f"<section><h2>Versions and passes</h2><pre>{html.escape(to_json(provenance))}</pre></section>",
-    ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}: {worst.value}</title>\n<style>\n{STYLE}\n"
-        ".pair{display:flex;gap:2rem;flex-wrap:wrap;align-items:flex-end}.pair figure{margin:0;flex:1 1 20rem;max-width:47%}"
-        ".pair img{max-width:100%}.pair figcaption{font-weight:400;font-size:.85rem}"
-        "pre{white-space:pre-wrap}"
-        "</style>\n</head>\n<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
-    )
+    data = {
+        "title": title,
+        "verdict": worst.value,
+        "outcome": _OUTCOMES[worst].value,
+        "contracts": " & ".join(rows[0].result.contracts) if rows else "",
+        "ways": [_way(trip, row) for row in rows],
+        "provenance": to_json(provenance),
+    }
+    return render("roundtrip.html.j2", data)
 
 
-def _matrix(rows: Sequence[RoundTripRow]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("exporter", "optimizer", "skipped", "verdict", "nodes", "golden dB", "deploy dB", "ms"))
-    body = []
-    for row in rows:
-        decibels = [f"{row.numbers[name].sqnr_db:.0f}" if name in row.numbers else "–" for name in ("golden", "deploy")]
-        link = f'<a href="#{_anchor(row)}">{html_badge(_OUTCOMES[row.result.holding].value)}</a>'
-        nodes = f"{row.num_nodes[0]} → {row.num_nodes[1]}"
-        cells = [row.exporter, row.optimizer, ", ".join(row.skips) or "–", link, nodes, *decibels, f"{row.seconds * 1e3:.0f}"]
-        body.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-    return f'<section><h2>Ways</h2><div class="scroll">{table}</div></section>'
+def _way(trip: RoundTrip, row: RoundTripRow) -> dict[str, Any]:
+    return {
+        "exporter": row.exporter,
+        "optimizer": row.optimizer,
+        "skips": row.skips,
+        "anchor": "-".join([row.exporter, row.optimizer, *row.skips]),
+        "outcome": _OUTCOMES[row.result.holding].value,
+        "nodes": row.num_nodes,
+        "decibels": [f"{row.numbers[name].sqnr_db:.0f}" if name in row.numbers else "–" for name in ("golden", "deploy")],
+        "milliseconds": f"{row.seconds * 1e3:.0f}",
+        "message": row.result.message,
+        "changes": ", ".join(f"{name} {change:+d}" for name, change in row.op_changes.items()) or "none",
+        "blocks": _pictures(trip, row),
+    }
 
 
-def _section(trip: RoundTrip, row: RoundTripRow) -> str:
-    skipped = f", skipping {', '.join(row.skips)}" if row.skips else ""
-    heading = f"{row.exporter}, {row.optimizer}{skipped}"
-    changes = ", ".join(f"{name} {change:+d}" for name, change in row.op_changes.items()) or "none"
-    findings = f"<pre>{html.escape(row.result.message)}</pre>" if row.result.message else ""
-    return (
-        f'<section id="{_anchor(row)}"><h2>{html.escape(heading)} {html_badge(_OUTCOMES[row.result.holding].value)}</h2>{findings}'
-        f"<p>Operators that changed in number: {html.escape(changes)}</p>{_pictures(trip, row)}</section>"
-    )
-
-
-def _pictures(trip: RoundTrip, row: RoundTripRow) -> str:
+def _pictures(trip: RoundTrip, row: RoundTripRow) -> list[tuple[int, list[tuple[str, str]]]]:
+    """Blocks with findings first: number, and a caption and a picture before and after."""
     if row.optimized is None:
-        return ""
+        return []
     sides = [
         (word, GraphView(load_graph(model))) for word, model in (("before", trip.exported(row.exporter).model), ("after", row.optimized))
     ]
     blocks = [(word, view, census(view.model)) for word, view in sides]
     wanted = list(dict.fromkeys([*(found.block for found in row.result.findings if found.block >= 0), 0]))[:_MAX_BLOCKS]
-    pairs = []
-    for number in wanted:
-        figures = [_figure(word, view, found, number) for word, view, found in blocks]
-        pairs.append(f'<h3>Block {number}</h3><div class="pair">{"".join(figures)}</div>')
-    return "".join(pairs)
+    return [(number, [_figure(word, view, found, number) for word, view, found in blocks]) for number in wanted]
 
 
-def _figure(word: str, view: GraphView, found: Census, number: int) -> str:
+def _figure(word: str, view: GraphView, found: Census, number: int) -> tuple[str, str]:
     block: Block | None = next((one for one in found.blocks if one.index == number), None)
     if block is None:
-        return f"<figure><figcaption>{word}: there is no such block</figcaption></figure>"
-    image = base64.b64encode(to_svg(picture_of(view, block)).encode()).decode()
-    text = html.escape(f"{word}: {describe(block)}")
-    return f'<figure><img alt="{text}" src="data:image/svg+xml;base64,{image}"><figcaption>{text}</figcaption></figure>'
-
-
-def _anchor(row: RoundTripRow) -> str:
-    return html.escape("-".join([row.exporter, row.optimizer, *row.skips]))
+        return f"{word}: there is no such block", ""
+    return f"{word}: {describe(block)}", base64.b64encode(to_svg(picture_of(view, block)).encode()).decode()
 
 
 def _provenance() -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""HTML pages that need nothing else: templates with the style sheet inside. Every value is escaped unless a template says `safe`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from harness.reporting.record import MAX_SHOWN_FINDINGS, CheckRecord
+
+
+def render(template: str, data: Mapping[str, Any]) -> str:
+    """Fill a template.
+
+    Args:
+        template: name of a file in `templates`.
+        data: what the template names; a name that is missing is an error.
+
+    Returns:
+        A document without any reference outside of itself.
+    """
+    return _environment().get_template(template).render(data)
+
+
+def record_html(record: CheckRecord) -> str:
+    """Return one record as it stands on a page."""
+    return str(_parts().record(record, MAX_SHOWN_FINDINGS))
+
+
+def pairs_html(values: Mapping[str, Any]) -> str:
+    """Return a mapping as a definition list; a mapping inside stands in one row."""
+    return str(_parts().pairs(values))
+
+
+def _parts() -> Any:
+    return _environment().get_template("parts.html.j2").module
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("harness.reporting"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update({"shown": _shown, "breakable": _breakable})
+    return environment
+
+
+def _shown(value: Any) -> str:
+    """One piece of evidence as text."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list | tuple):
+        return ", ".join(_shown(item) for item in value) or "none"
+    return str(value)
+
+
+def _breakable(text: str) -> Markup:
+    """Let a dotted name break after its dots only."""
+    return escape(text) if " " in text else Markup(str(escape(text)).replace(".", ".<wbr>"))
