@@ -114,6 +114,9 @@ class Look:
             subject: kept as long as this look, so that no other takes its identity.
             what: names the thing.
             make: an error that it raises is not kept.
+
+        Returns:
+            What was made.
         """
         if (id(subject), what) not in self._known:
             self._known[id(subject), what] = (subject, make())
