@@ -29,6 +29,7 @@ from compressor.tracing.graph.planner import GraphPlanner, Variant, content_dige
 from compressor.tracing.graph.run import GraphRun, schedule
 from compressor.tracing.graph.shared_objects import exchanged, written_in_place
 from compressor.tracing.kept_weights import KeptWeights, as_batches, check_kept_weights, check_model
+from compressor.tracing.picking import unproved
 from compressor.tracing.proof import observe
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.suspend.interleaving import check_apart, pick_apart
@@ -97,6 +98,7 @@ class Plan:
         self.uncalled: tuple[str, ...] = ()
         self._trails: dict[bytes, Trail] = {}  # by the content of the batch
         self._kept: set[str] = set()
+        self._widened = ""
         self._apart: dict[Any, set[Any]] = {}  # of batches that were run in turns to show that they do not notice each other
         self._stirred = Stirred()  # what forwards change
         self._settles: bool | None = None  # the first forward rewrites tensors, and later ones do not
@@ -123,6 +125,11 @@ class Plan:
     def kept(self) -> tuple[str, ...]:
         """Attributes of modules by which one batch changes the next one's result in the plain model; here each starts from the model's."""
         return tuple(sorted(self._kept | (set() if self._graph is None else self._graph.kept)))
+
+    @property
+    def widened(self) -> str:
+        """Why all batches were proved, where a few would have been no proof for the others; empty where a few were enough."""
+        return self._widened if self._graph is None else self._graph.widened
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -327,7 +334,7 @@ class Plan:
             self._note_uncalled({name for trail in trails for name in trail.calls})
             check_replaced(trails)
             check_orders(trails, merged_rank(trails, {name: place for place, name in enumerate(self.partition.targets)}))
-            turns = pick_apart(batches, self._apart) if self._verify != "off" or self._rewritten_anew() else []
+            turns = self._turns(batches, trails)
             if turns:
                 self._kept |= set(check_apart(self.model, self.partition.targets, turns, self._device, trails, self._returning))
         except TracingError as error:
@@ -341,6 +348,16 @@ class Plan:
             raise TracingError(f"{error} ({refused})") from error
         self.stages = stages_of(self.model, trails[0])
         return trails
+
+    def _turns(self, batches: Sequence[Batch], trails: Sequence[Trail]) -> list[Batch]:
+        """Pick the batches that are to take turns: all of them, as in the run, where a few could agree by chance."""
+        reads = next((trail.reads for trail in trails if trail.reads), "")
+        if self._verify == "off" and not self._rewritten_anew():
+            return []
+        if self._verify == "all" or reads:
+            self._widened = f"{reads} reads a Python value off the data" if reads and self._verify == "first" else ""
+            return [*batches] if unproved(range(len(batches)), batches, self._apart) else []
+        return pick_apart(batches, self._apart)
 
     def _rewritten_anew(self) -> tuple[str, ...]:
         """Tensors that more than the first forward rewrites."""
@@ -373,6 +390,8 @@ class Plan:
             planner = self._graph.planner
             lines.append(f"planning: {planner.num_forwards} forwards, {self._graph.num_verified} batches verified against the plain model")
             lines += [f"variant {one.index}: {one.num_batches} batches, {len(one.program.guard_nodes)} guards" for one in planner.variants]
+        if self.widened:
+            lines.append(f"proof: all batches, for {self.widened}")
         if self.rewritten:
             lines.append(f"rewritten: {', '.join(self.rewritten)} by the model's own forward; put back when a run ends")
         if self.kept:

@@ -15,13 +15,14 @@ from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.tracing.graph.guards import Wording, describe_guard
 from compressor.tracing.graph.nodes import one_line
-from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
+from compressor.tracing.graph.planner import GraphPlanner, Variant
 from compressor.tracing.graph.program import Program
 from compressor.tracing.graph.run import GraphRun
-from compressor.tracing.picking import facts_of, other_content, pick
+from compressor.tracing.host_reads import catching
+from compressor.tracing.picking import facts_of, other_content, pick, unproved
 from compressor.tracing.proof import Comparison, Difference, Seen
 from compressor.tracing.targets.call_order import plain_forwards
-from compressor.tracing.targets.partition import module_names
+from compressor.tracing.targets.partition import module_names, taken_apart
 from compressor.tracing.targets.records import Guard, Stage, Verify
 from compressor.tracing.targets.store import RenewingStore
 
@@ -51,7 +52,8 @@ def verify_programs(
 ) -> tuple[str, ...]:
     """Run recorded graphs and the plain model on the same batches, and compare all that modules are given and give back.
 
-    All plain forwards come first: a graph that depends on what the forward of its own batch left behind then meets what another left.
+    All plain forwards come first: a graph that depends on what the forward of its own batch left behind then meets what another left. Where
+    there are several rounds, the first sample takes part in each: a round whose samples all leave the same behind would else show nothing.
 
     Args:
         model: as it was afterwards.
@@ -65,12 +67,10 @@ def verify_programs(
     Raises:
         Mismatch: the first difference: module, value, node and line.
     """
-    taken_apart = _taken_apart(groups)
-    watched = [name for name, _ in model.named_modules() if name not in taken_apart]
+    around = taken_apart(groups)
+    watched = [name for name, _ in model.named_modules() if name not in around]
     kept: tuple[str, ...] = ()
-    num_rounds = -(-len(cases) // _AT_ONCE)
-    for number in range(num_rounds):
-        taken = cases[number::num_rounds]
+    for taken in _rounds(cases):
         expected, found = plain_forwards(model, watched, [case.batch for case in taken], returning)
         kept += found
         comparison = _GraphComparison(taken, expected, groups)
@@ -87,6 +87,12 @@ def verify_programs(
         with returning():
             comparison.follow(run, watched, model)
     return kept
+
+
+def _rounds(cases: Sequence[Case]) -> list[list[Case]]:
+    first, others = list(cases[:1]), cases[1:]
+    number = max(1, -(-len(others) // (_AT_ONCE - 1)))
+    return [first + list(others[start::number]) for start in range(number)]
 
 
 class _GraphComparison(Comparison):
@@ -130,15 +136,6 @@ def _argument(node: fx.Node, path: str) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
-def _taken_apart(targets: Mapping[str, int]) -> set[str]:
-    """Name the modules that hold a target; a graph does not call them."""
-    found = {""} if any(targets) else set()
-    for target in targets:
-        parts = target.split(".")
-        found |= {".".join(parts[:number]) for number in range(1, len(parts))}
-    return found - set(targets)
-
-
 class GraphEngine:
     """A planner, with the proofs of its programs.
 
@@ -146,12 +143,14 @@ class GraphEngine:
         planner: records programs and gives batches theirs.
         num_verified: batches on which a program was held against the plain model.
         kept: attributes of modules by which one batch changes what the next one gives in the plain model.
+        widened: why all batches are proved, where `verify="first"` would take a few; empty if it does.
     """
 
     def __init__(self, model: nn.Module, planner: GraphPlanner, verify: Verify, device: torch.device | None) -> None:
         """Start without a program."""
         self.planner = planner
         self.num_verified = 0
+        self.widened = ""
         self.kept: set[str] = set()
         self._model, self._verify, self._device = model, verify, device
         self._proved: WeakKeyDictionary[Variant, dict[Any, set[Any]]] = WeakKeyDictionary()
@@ -171,8 +170,18 @@ class GraphEngine:
         chosen = self.planner.choose(batches)
         for variant in self.planner.variants:
             variant.num_batches = sum(one is variant for one in chosen)
+        self.widened = self._blind_spot(chosen) if self._verify == "first" else ""
         self.verify(chosen, batches, self._to_prove(chosen, batches))
         return chosen
+
+    def _blind_spot(self, chosen: Sequence[Variant]) -> str:
+        """Say why a few batches would be no proof for the others."""
+        programs = [variant.program for variant in dict.fromkeys(chosen)]
+        reads = next((program.reads for program in programs if program.reads), "")
+        if reads:
+            return f"{reads} reads a Python value off the data"
+        catches = catching(code for program in programs for code in program.busy)
+        return f"{catches} catches exceptions around layers" if catches else ""
 
     def _to_prove(self, chosen: Sequence[Variant], batches: Sequence[Batch]) -> list[int]:
         """Choose the batches for the proof; takes them for proved from now on."""
@@ -180,8 +189,8 @@ class GraphEngine:
         for variant in dict.fromkeys(chosen) if self._verify != "off" else ():
             samples = [sample for sample, one in enumerate(chosen) if one is variant]
             proved = self._proved.setdefault(variant, {})
-            if self._verify == "all":
-                picked = pick({sample: {"content": content_digest(batches[sample])} for sample in samples}, proved, len(batches))
+            if self._verify == "all" or self.widened:
+                picked = unproved(samples, batches, proved)
             else:
                 picked = pick({sample: facts_of(batches[sample]) for sample in samples}, proved)
                 picked += other_content([sample for sample in samples if sample not in picked], picked, batches, proved)

@@ -23,6 +23,7 @@ from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import without_traces
+from compressor.tracing.host_reads import HostReads
 from compressor.tracing.proof import Seen, observe
 from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
@@ -69,20 +70,21 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
         before = foreign_random()
         modules = dict(model.named_modules())
         with without_traces():
-            calls, outside = _calls(model, cut, batch)
+            reads = HostReads(model)
+            calls, outside = _calls(model, cut, batch, reads)
             now = dict(model.named_modules())
             replaced = tuple(name for name, module in modules.items() if now.get(name) is not module)
             draws = foreign_random() != before
         if draws:  # what it draws may decide what it calls
             state.restore()
             with without_traces():
-                calls, outside = _calls(model, cut, batch)
-        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside)
+                calls, outside = _calls(model, cut, batch, reads)
+        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.place)
     finally:
         state.restore()
 
 
-def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[tuple[str, ...], tuple[OutsideCall, ...]]:
+def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> tuple[tuple[str, ...], tuple[OutsideCall, ...]]:
     """Run one plain forward and list the calls of targets, and those of modules outside of the target that they lie in."""
     calls: list[str] = []
     outside: dict[OutsideCall, None] = {}
@@ -112,7 +114,7 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[tuple[str, .
         if home is not None and home != weights.inside and name != home:
             outside[OutsideCall(name, home, weights.inside, calls[-1] if calls else None)] = None
 
-    with ExitStack() as hooks, torch.no_grad(), _Looking(weights):
+    with ExitStack() as hooks, torch.no_grad(), _Looking(weights, reads):
         hooks.callback(register_module_forward_pre_hook(look).remove)
         for name, module in cut.targets.items():
             hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
@@ -132,14 +134,15 @@ def _homes(model: nn.Module, cut: Partition) -> dict[nn.Module, tuple[str, str]]
 
 
 class _Looking(TorchFunctionMode):
-    """Shows every torch call of a forward to those who look for weights."""
+    """Shows every torch call of a forward to those who look for weights, and for values that Python reads."""
 
-    def __init__(self, weights: ForeignWeights) -> None:
+    def __init__(self, weights: ForeignWeights, reads: HostReads) -> None:
         super().__init__()
-        self._weights = weights
+        self._weights, self._reads = weights, reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._weights.look(func, args, kwargs or {})
+        self._reads.look(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
