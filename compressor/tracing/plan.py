@@ -31,6 +31,7 @@ from compressor.tracing.graph.shared_objects import exchanged, written_in_place
 from compressor.tracing.kept_weights import KeptWeights, as_batches, check_kept_weights, check_model
 from compressor.tracing.picking import unproved
 from compressor.tracing.proof import observe
+from compressor.tracing.python_values import PythonValues
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.suspend.interleaving import check_apart, pick_apart
 from compressor.tracing.targets.call_order import observe_trail, plain_forward, stages_of
@@ -103,6 +104,8 @@ class Plan:
         self._stirred = Stirred()  # what forwards change
         self._settles: bool | None = None  # the first forward rewrites tensors, and later ones do not
         self._has_read = False  # forwards have been seen to read the same weights again
+        self._planned_on: PythonValues | None = None
+        self._changed = ""  # of that, before the last run
         self._footprint: Footprint | None = None  # of the model as forwards find it; while there is planning
         self._start_over()
 
@@ -166,6 +169,7 @@ class Plan:
         """
         batches = as_batches(batches)
         watched = watched or self._hooked
+        self._notice_changes()
 
         def decide() -> tuple[list[Variant] | None, tuple[Trail, ...]]:
             self._check_kept_weights(batches[0])
@@ -205,6 +209,14 @@ class Plan:
             trails=trails,
             traces=traces,
         )
+
+    def _notice_changes(self) -> None:
+        """Plan anew where Python between targets would read something else now than when the plan was made."""
+        now = PythonValues(self.model, self.partition.targets)
+        self._changed = "" if self._planned_on is None else self._planned_on.change(now)
+        self._planned_on = now
+        if self._changed:
+            self._start_over()
 
     def _unchanged(self, batches: Sequence[Batch], work: Callable[[], _Made]) -> _Made:
         """Let planning find the model as every forward of a run will, and put it back, however planning ends.
@@ -390,6 +402,8 @@ class Plan:
             planner = self._graph.planner
             lines.append(f"planning: {planner.num_forwards} forwards, {self._graph.num_verified} batches verified against the plain model")
             lines += [f"variant {one.index}: {one.num_batches} batches, {len(one.program.guard_nodes)} guards" for one in planner.variants]
+        if self._changed:
+            lines.append(f"planned anew: {self._changed}")
         if self.widened:
             lines.append(f"proof: all batches, for {self.widened}")
         if self.rewritten:
@@ -460,5 +474,6 @@ def trace(
                 raise TracingError(f"targets_per_stage: {targets_per_stage} was given, but {plan.why}; give 1")
             plan._look(batches)
 
+    plan._planned_on = PythonValues(model, cut.targets)
     plan._unchanged(batches, decide)
     return plan
