@@ -33,7 +33,7 @@ from compressor.tracing.picking import unproved
 from compressor.tracing.proof import observe
 from compressor.tracing.python_values import PythonValues
 from compressor.tracing.suspend.engine import SuspendedRun
-from compressor.tracing.suspend.interleaving import check_apart, pick_apart
+from compressor.tracing.suspend.interleaving import check_apart, check_apart_with_other_numbers, pick_apart
 from compressor.tracing.targets.call_order import observe_trail, plain_forward, stages_of
 from compressor.tracing.targets.order import Trail, check_orders, check_replaced, merged_rank
 from compressor.tracing.targets.partition import Partition, partition
@@ -47,6 +47,7 @@ __all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "V
 
 
 _Made = TypeVar("_Made")
+_A_FEW = 4  # batches
 
 
 def check_tracing_options(engine: str, verify: str, max_variants: int) -> None:
@@ -348,7 +349,7 @@ class Plan:
             check_orders(trails, merged_rank(trails, {name: place for place, name in enumerate(self.partition.targets)}))
             turns = self._turns(batches, trails)
             if turns:
-                self._kept |= set(check_apart(self.model, self.partition.targets, turns, self._device, trails, self._returning))
+                self._check_apart(turns, trails)
         except TracingError as error:
             odd = self._rewritten_anew()
             if odd and not isinstance(error, Unrepeatable):
@@ -360,6 +361,12 @@ class Plan:
             raise TracingError(f"{error} ({refused})") from error
         self.stages = stages_of(self.model, trails[0])
         return trails
+
+    def _check_apart(self, turns: Sequence[Batch], trails: Sequence[Trail]) -> None:
+        targets, device = self.partition.targets, self._device
+        self._kept |= set(check_apart(self.model, targets, turns, device, trails, self._returning))
+        if self._widened:
+            check_apart_with_other_numbers(self.model, targets, turns[:_A_FEW], device, trails, self._returning)
 
     def _turns(self, batches: Sequence[Batch], trails: Sequence[Trail]) -> list[Batch]:
         """Pick the batches that are to take turns: all of them, as in the run, where a few could agree by chance."""

@@ -1,7 +1,7 @@
 """What planning has taken from Python: attributes, configurations and modes as they were, for what has changed when a run begins.
 
-A recorded graph holds what the code between targets read there (`self.scale`, `config.flag`, `self.training`), and so does a proof. Looked
-at are modules but for those inside a target, which run as they are, the objects and containers that they hold, attributes of their
+A recorded graph holds what the code between targets read there (`self.scale`, `config.flag`, `self.training`), and was proved with that.
+Looked at are modules but for those inside a target, which run as they are, the objects and containers that they hold, attributes of their
 classes, and the modes of torch. Tensors are read anew in each run.
 """
 

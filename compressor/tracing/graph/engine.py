@@ -14,13 +14,13 @@ from torch import fx, nn
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.tracing.graph.guards import Wording, describe_guard
-from compressor.tracing.graph.nodes import one_line
+from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import GraphPlanner, Variant
 from compressor.tracing.graph.program import Program
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.host_reads import catching
 from compressor.tracing.picking import facts_of, other_content, pick, unproved
-from compressor.tracing.proof import Comparison, Difference, Seen
+from compressor.tracing.proof import Comparison, Difference, OtherNumbers, Seen
 from compressor.tracing.targets.call_order import plain_forwards
 from compressor.tracing.targets.partition import module_names, taken_apart
 from compressor.tracing.targets.records import Guard, Stage, Verify
@@ -49,6 +49,7 @@ def verify_programs(
     cases: Sequence[Case],
     groups: Mapping[str, int],
     returning: Callable[[], AbstractContextManager[None]] = nullcontext,
+    numbers: OtherNumbers | None = None,
 ) -> tuple[str, ...]:
     """Run recorded graphs and the plain model on the same batches, and compare all that modules are given and give back.
 
@@ -60,6 +61,7 @@ def verify_programs(
         cases: what to compare; the graphs are read as they are now.
         groups: target to the number of the stage it shares.
         returning: context that puts the model back after a forward.
+        numbers: changes what targets compute, in the plain model and in the graphs.
 
     Returns:
         Attributes of modules by which one batch changes what the next one gives in the plain model.
@@ -71,9 +73,9 @@ def verify_programs(
     watched = [name for name, _ in model.named_modules() if name not in around]
     kept: tuple[str, ...] = ()
     for taken in _rounds(cases):
-        expected, found = plain_forwards(model, watched, [case.batch for case in taken], returning)
+        expected, found = plain_forwards(model, watched, [case.batch for case in taken], returning, numbers)
         kept += found
-        comparison = _GraphComparison(taken, expected, groups)
+        comparison = _GraphComparison(taken, expected, groups, numbers)
         run = GraphRun(
             model,
             [case.batch for case in taken],
@@ -100,8 +102,10 @@ class _GraphComparison(Comparison):
 
     run: GraphRun
 
-    def __init__(self, cases: Sequence[Case], expected: Sequence[Sequence[Seen]], groups: Mapping[str, int]) -> None:
-        super().__init__(expected, groups)
+    def __init__(
+        self, cases: Sequence[Case], expected: Sequence[Sequence[Seen]], groups: Mapping[str, int], numbers: OtherNumbers | None
+    ) -> None:
+        super().__init__(expected, groups, numbers)
         self._cases = cases
 
     def error(self, difference: Difference) -> TracingError:
@@ -110,7 +114,8 @@ class _GraphComparison(Comparison):
         node = node or program.segments[-1].graph.output_node()
         source = _argument(node, difference.path) or node
         place = source.meta.get("place") or node.meta.get("place") or "the end of forward"
-        return Mismatch(f"{place}: verify: batch {sample}: {difference.what} (node {source.name}); {_REMEDY}")
+        when = "" if self._numbers is None else "with other numbers inside the targets, as compression makes them, "
+        return Mismatch(f"{place}: verify: batch {sample}: {when}{difference.what} (node {source.name}); {_REMEDY}")
 
     def raised(self, error: Exception, sample: int) -> TracingError:
         name, _, place = getattr(error, "__notes__", ["the recorded graph, "])[-1].rpartition(", ")
@@ -171,8 +176,19 @@ class GraphEngine:
         for variant in self.planner.variants:
             variant.num_batches = sum(one is variant for one in chosen)
         self.widened = self._blind_spot(chosen) if self._verify == "first" else ""
-        self.verify(chosen, batches, self._to_prove(chosen, batches))
+        samples = self._to_prove(chosen, batches)
+        self.verify(chosen, batches, samples)
+        if self.widened and samples:
+            self._verify_with_other_numbers(chosen, batches, samples[:_AT_ONCE])
         return chosen
+
+    def _verify_with_other_numbers(self, chosen: Sequence[Variant], batches: Sequence[Batch], samples: Sequence[int]) -> None:
+        """Compare as if the targets were compressed, by far: what Python reads of their numbers may differ then in all batches."""
+        numbers = OtherNumbers(self._model, self.planner.groups)
+        try:
+            verify_programs(self._model, self._cases(chosen, batches, samples), self.planner.groups, self.planner.returning, numbers)
+        except Unrepeatable:
+            return  # the model itself does not run with these numbers
 
     def _blind_spot(self, chosen: Sequence[Variant]) -> str:
         """Say why a few batches would be no proof for the others."""
@@ -210,12 +226,13 @@ class GraphEngine:
         Raises:
             TracingError: the first difference.
         """
-        cases = []
-        for sample in samples:
-            batch = batches[sample] if self._device is None else batch_to(batches[sample], self._device)
-            cases.append(Case(chosen[sample].program, batch, sample))
+        cases = self._cases(chosen, batches, samples)
         self.kept |= set(verify_programs(self._model, cases, self.planner.groups, self.planner.returning))
         self.num_verified += len(samples)
+
+    def _cases(self, chosen: Sequence[Variant], batches: Sequence[Batch], samples: Sequence[int]) -> list[Case]:
+        here = {sample: batches[sample] if self._device is None else batch_to(batches[sample], self._device) for sample in samples}
+        return [Case(chosen[sample].program, batch, sample) for sample, batch in here.items()]
 
     def stages(self) -> tuple[Stage, ...]:
         """Describe the stages of the first variant."""

@@ -24,7 +24,7 @@ from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.host_reads import HostReads
-from compressor.tracing.proof import Seen, observe
+from compressor.tracing.proof import OtherNumbers, Seen, observe
 from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
@@ -193,6 +193,7 @@ def plain_forwards(
     watched: Collection[str],
     batches: Sequence[Batch],
     returning: Callable[[], AbstractContextManager[None]] = nullcontext,
+    numbers: OtherNumbers | None = None,
 ) -> tuple[list[list[Seen]], tuple[str, ...]]:
     """Run plain forwards, each with the state of the model as it is, and note all that modules are given and give back.
 
@@ -201,16 +202,19 @@ def plain_forwards(
         watched: dotted names of the modules to look at.
         batches: on the device of the model; not modified.
         returning: context that puts the model back after a forward.
+        numbers: changes what targets compute.
 
     Returns:
         What was seen of each batch; and the attributes of modules by which the first batch changes what the second one gives.
     """
     expected, changed = [], set()
-    for batch in batches:
-        with returning(), without_traces() as values:
+    for place, batch in enumerate(batches):
+        with returning(), without_traces() as values, nullcontext() if numbers is None else numbers.made(place):
             expected.append(observe(model, watched, lambda: plain_forward(model, batch)))  # noqa: B023 - called at once
             changed |= set(values.changed())
     if not changed or len(batches) == 1:
+        return expected, ()
+    if numbers is not None:
         return expected, ()
     with returning(), without_traces():
         plain_forward(model, batches[0])

@@ -404,3 +404,60 @@ def test_static_input_ranges_are_those_of_all_samples() -> None:
     assert len(scales[0]) == 3
     assert scales[0] == scales[1]
     assert any("reads a Python value off the data" in note for note in result.report.notes)
+
+
+# Batches that all agree in a value before compression, and not behind it.
+
+
+def compressed(model: nn.Module) -> None:
+    """Far coarser numbers in the first layer than compression gives; the sign of a weight decides whether its output is loud."""
+    with torch.no_grad():
+        model.layers[0].lin.weight.mul_(50)  # type: ignore[operator, index, union-attr]
+        model.layers[0].lin.bias.mul_(50)  # type: ignore[operator, index, union-attr]
+
+
+class Linear(nn.Module):
+    """Gives what its linear layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) + x.mean()  # type: ignore[no-any-return]
+
+
+class ReadBehindLayers(nn.Module):
+    """The second layer reads what the first one computes, and the model takes the value behind the second and the third."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        put, get = PLACES[place]
+        self.layers = nn.ModuleList([Linear(), Reader(READS["bool"], put), Linear()])
+        vars(self).update(get=get)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        return self.layers[2](x) * (1 - 0.5 * self.get(self.layers[1]))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("place", ["an attribute", "a list of the module", "a global", "a class", "the training flag"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_value_that_compression_changes_is_right_or_refused(place: str, engine: Engine) -> None:
+    torch.manual_seed(0)
+    model, given = ReadBehindLayers(place).eval(), [(torch.randn(1, 3, WIDTH) * 0.1 * (1 + number),) for number in range(5)]
+    reset()
+    try:
+        plan = trace(model, given, ["re:layers[.][0-9]$"], engine=engine)
+    except TracingError:
+        assert engine == "graph" or place in ("a list of the module", "a global", "a class")  # samples would share it
+        return
+    with plan.run(given, keep_outputs=True) as run:
+        for stage in run:
+            stage.calibrate()
+            if stage.index == 0:
+                compressed(model)
+            stage.propagate()
+    with torch.no_grad():
+        expected = [call_model(model, batch) for batch in given]
+    assert all(map(torch.equal, run.outputs, expected))
