@@ -50,6 +50,7 @@ def verify_programs(
     groups: Mapping[str, int],
     returning: Callable[[], AbstractContextManager[None]] = nullcontext,
     numbers: OtherNumbers | None = None,
+    inside: bool = True,
 ) -> tuple[str, ...]:
     """Run recorded graphs and the plain model on the same batches, and compare all that modules are given and give back.
 
@@ -62,6 +63,7 @@ def verify_programs(
         groups: target to the number of the stage it shares.
         returning: context that puts the model back after a forward.
         numbers: changes what targets compute, in the plain model and in the graphs.
+        inside: look at the modules inside targets, too, and not only at what targets are given and give.
 
     Returns:
         Attributes of modules by which one batch changes what the next one gives in the plain model.
@@ -70,7 +72,8 @@ def verify_programs(
         Mismatch: the first difference: module, value, node and line.
     """
     around = taken_apart(groups)
-    watched = [name for name, _ in model.named_modules() if name not in around]
+    below = set() if inside else {name for target in groups for name in module_names(model, target) if name != target}
+    watched = [name for name, _ in model.named_modules() if name not in around and name not in below]
     kept: tuple[str, ...] = ()
     for taken in _rounds(cases):
         expected, found = plain_forwards(model, watched, [case.batch for case in taken], returning, numbers)
@@ -176,17 +179,21 @@ class GraphEngine:
         for variant in self.planner.variants:
             variant.num_batches = sum(one is variant for one in chosen)
         self.widened = self._blind_spot(chosen) if self._verify == "first" else ""
-        samples = self._to_prove(chosen, batches)
-        self.verify(chosen, batches, samples)
-        if self.widened and samples:
-            self._verify_with_other_numbers(chosen, batches, samples[:_AT_ONCE])
+        few, others = self._to_prove(chosen, batches)
+        self.verify(chosen, batches, few)
+        if self.widened and few:
+            self._verify_widely(chosen, batches, few, others)
         return chosen
 
-    def _verify_with_other_numbers(self, chosen: Sequence[Variant], batches: Sequence[Batch], samples: Sequence[int]) -> None:
-        """Compare as if the targets were compressed, by far: what Python reads of their numbers may differ then in all batches."""
-        numbers = OtherNumbers(self._model, self.planner.groups)
+    def _verify_widely(self, chosen: Sequence[Variant], batches: Sequence[Batch], few: Sequence[int], others: Sequence[int]) -> None:
+        """Compare on all other batches, and as if targets were compressed by far: what Python reads of their numbers may differ then."""
+        groups, returning = self.planner.groups, self.planner.returning
+        if others:
+            self.kept |= set(verify_programs(self._model, self._cases(chosen, batches, [few[0], *others]), groups, returning, inside=False))
+            self.num_verified += len(others)
         try:
-            verify_programs(self._model, self._cases(chosen, batches, samples), self.planner.groups, self.planner.returning, numbers)
+            numbers = OtherNumbers(self._model, groups)
+            verify_programs(self._model, self._cases(chosen, batches, few[:_AT_ONCE]), groups, returning, numbers)
         except Unrepeatable:
             return  # the model itself does not run with these numbers
 
@@ -199,21 +206,28 @@ class GraphEngine:
         catches = catching(code for program in programs for code in program.busy)
         return f"{catches} catches exceptions around layers" if catches else ""
 
-    def _to_prove(self, chosen: Sequence[Variant], batches: Sequence[Batch]) -> list[int]:
-        """Choose the batches for the proof; takes them for proved from now on."""
-        taken: list[int] = []
+    def _to_prove(self, chosen: Sequence[Variant], batches: Sequence[Batch]) -> tuple[list[int], list[int]]:
+        """Choose the batches for the proof, and those for the quicker part of it; takes them for proved from now on."""
+        few: list[int] = []
+        others: list[int] = []
         for variant in dict.fromkeys(chosen) if self._verify != "off" else ():
             samples = [sample for sample, one in enumerate(chosen) if one is variant]
             proved = self._proved.setdefault(variant, {})
-            if self._verify == "all" or self.widened:
-                picked = unproved(samples, batches, proved)
-            else:
-                picked = pick({sample: facts_of(batches[sample]) for sample in samples}, proved)
-                picked += other_content([sample for sample in samples if sample not in picked], picked, batches, proved)
-            taken += picked
-        if len(taken) == 1:  # alone it would meet nothing that another sample has left behind
-            taken += [sample for sample in range(len(batches)) if sample != taken[0]][:1]
-        return taken
+            if self._verify == "all":
+                few += unproved(samples, batches, proved)
+                continue
+            picked = pick({sample: facts_of(batches[sample]) for sample in samples}, proved)
+            picked += other_content([sample for sample in samples if sample not in picked], picked, batches, proved)
+            few += picked
+            if self.widened:
+                others += [sample for sample in unproved(samples, batches, proved) if sample not in picked]
+        return self._connected(few, others, len(batches))
+
+    def _connected(self, few: list[int], others: list[int], number: int) -> tuple[list[int], list[int]]:
+        """Add one that is proved already: alone, or among their like, new ones would meet nothing else that a sample has left behind."""
+        if len(few) + len(others) == 1 or ((few or others) and (self.widened or self._verify == "all")):
+            few = [sample for sample in range(number) if sample not in few and sample not in others][:1] + few
+        return (few, others) if few else (others[:_AT_ONCE], others[_AT_ONCE:])
 
     def verify(self, chosen: Sequence[Variant], batches: Sequence[Batch], samples: Sequence[int]) -> None:
         """Hold programs, as they are now, against the plain model.
