@@ -35,7 +35,8 @@ _READS = frozenset(
         *DATA_SIZED,  # what comes of these has a size that is read off the data
     )
 )
-_TRUSTED = frozenset(("torch", "numpy", "compressor", *sys.stdlib_module_names)) - {"__main__"}
+_TRUSTED = frozenset(("torch", "numpy", "compressor", *sys.stdlib_module_names))
+_SILENT = _TRUSTED - {"compressor"}
 _LIBRARY = "transformers"
 _OURS = "compressor.tracing."
 _WRAPPERS = f"{_LIBRARY}.utils"  # set what a config says for the time of a call
@@ -63,6 +64,7 @@ class HostReads:
         self.place = ""
         self._names = {id(module): name for name, module in reversed([*model.named_modules()])}
         self._followed = frozenset(followed)
+        self._harmless: FrameType | None = None
         self._leaves = frozenset(one.__code__ for one in leaves if hasattr(one, "__code__"))
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -76,16 +78,21 @@ class HostReads:
         if not self.place and _reads(call_name(func), args, kwargs):
             self.place = self._counting()
 
+    def forget(self) -> None:
+        """Let go of the forward; what was found stays."""
+        self._harmless = None
+
     def _counting(self) -> str:
         """Say where the read is, if it counts."""
-        frames = [*_model_frames()]
-        own = next((frame for frame in frames if _package(frame) not in _TRUSTED - {"compressor"}), None)
-        if own is None or _package(own) == "compressor":  # hooks and modules of ours
+        own = next((frame for frame in _outwards(sys._getframe(1)) if _package(frame) not in _SILENT), None)
+        if own is None or own is self._harmless or _package(own) == "compressor":  # the latter: hooks and modules of ours
             return ""
+        frames = [*_outwards(own)]
         inside = next((name for frame in reversed(frames) if (name := self._unfollowed(frame)) is not None), None)
         last = next((place for place, frame in reversed([*enumerate(frames)]) if self._unfollowed(frame) is not None), len(frames))
         odd = any(_may_hand_on(frame) for frame in frames[: last + 1])
         if not odd or (inside is None and self._followed):
+            self._harmless = own  # a loop over experts reads thousands of times
             return ""
         return f"{short_file(own.f_code.co_filename)}:{own.f_lineno}" + (f" (inside {inside})" if inside else "")
 
@@ -110,9 +117,8 @@ def _reads(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return name in _READS or (name == "where" and len(args) + len(kwargs) == 1)
 
 
-def _model_frames() -> Iterator[FrameType]:
-    """Give the running frames of the forward that do not belong to those who look, innermost first."""
-    frame: FrameType | None = sys._getframe(2)
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Give the running frames of the forward that do not belong to those who look, from one on."""
     while frame is not None and frame.f_code is not call_model.__code__:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):
             yield frame

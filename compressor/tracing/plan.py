@@ -443,9 +443,10 @@ def trace(
         engine: `graph`, `suspend`, or `auto`: the graph engine where it can follow the model, else the suspend engine.
         max_variants: recorded graphs at most.
         verify: batches on which the plan is compared with the plain model, bit for bit: none, for each recorded graph the first one and
-            those that give each size another value, or other padding, or all. With `auto` a difference is a reason to take the suspend
-            engine, and reported. The suspend engine, but for `off`, runs a few batches, chosen likewise, alone and in turns, to show
-            that they do not notice each other.
+            those that give each size another value, or other padding, or all. Where the first ones would be no proof for the others
+            (Python reads a value off the data, or catches exceptions), `first` takes all, too. With `auto` a difference is a reason to
+            take the suspend engine, and reported. The suspend engine, but for `off`, runs the batches, chosen likewise, alone and in
+            turns, to show that they do not notice each other.
         device: of the model; None leaves batches where they are.
         targets_per_stage: targets that follow each other and share a stage; more than 1 needs the graph engine.
 

@@ -68,6 +68,7 @@ def record(
             reassigned = {f"{recorder.names.get(id(module), '?')}.{name}".lstrip(".") for module, name in values.noted()}
     finally:
         outside.restore()
+        reads.forget()
     program = build_program(recorder, encoded, signature_of(batch), groups, reassigned)
     program.reads = reads.place
     return program

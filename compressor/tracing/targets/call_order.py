@@ -120,6 +120,7 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> 
             hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
         plain_forward(model, batch)
+    reads.forget()
     if strays:
         raise TracingError(f"{strays[0]}: is called from a thread of its own, {_NO_PAUSE}")
     weights.check()
