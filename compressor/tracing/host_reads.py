@@ -46,10 +46,11 @@ _MODULE_CALL: CodeType = nn.Module._wrapped_call_impl.__code__
 
 
 class HostReads:
-    """Looks at the torch calls of forwards for the first read that counts.
+    """Looks at the torch calls of forwards for reads that count.
 
     Attributes:
-        place: file, line and module of that read; empty where there is none.
+        places: name of the module or leaf that reads, whose code is not followed, to file and line of its first read; where no code is
+            followed, there is one entry at most, with an empty name.
     """
 
     def __init__(self, model: nn.Module, followed: Collection[str] = (), leaves: Iterable[Callable[..., Any]] = ()) -> None:
@@ -61,10 +62,10 @@ class HostReads:
                 where no code is followed.
             leaves: functions whose code is not followed wherever they are called.
         """
-        self.place = ""
+        self.places: dict[str, str] = {}
         self._names = {id(module): name for name, module in reversed([*model.named_modules()])}
         self._followed = frozenset(followed)
-        self._harmless: FrameType | None = None
+        self._known: FrameType | None = None
         self._leaves = frozenset(one.__code__ for one in leaves if hasattr(one, "__code__"))
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -75,26 +76,30 @@ class HostReads:
             args: its arguments.
             kwargs: its named arguments.
         """
-        if not self.place and _reads(call_name(func), args, kwargs):
-            self.place = self._counting()
+        if (self._followed or not self.places) and _reads(call_name(func), args, kwargs):
+            self._note()
 
     def forget(self) -> None:
         """Let go of the forward; what was found stays."""
-        self._harmless = None
+        self._known = None
 
-    def _counting(self) -> str:
-        """Say where the read is, if it counts."""
+    @property
+    def first(self) -> str:
+        """File, line and module of the first read; empty where there is none."""
+        return next((f"{place} (inside {name})" if name else place for name, place in self.places.items()), "")
+
+    def _note(self) -> None:
+        """Keep where the read is, if it counts."""
         own = next((frame for frame in _outwards(sys._getframe(1)) if _package(frame) not in _SILENT), None)
-        if own is None or own is self._harmless or _package(own) == "compressor":  # the latter: hooks and modules of ours
-            return ""
+        if own is None or own is self._known or _package(own) == "compressor":  # the latter: hooks and modules of ours
+            return
+        self._known = own  # a loop over experts reads thousands of times
         frames = [*_outwards(own)]
         inside = next((name for frame in reversed(frames) if (name := self._unfollowed(frame)) is not None), None)
         last = next((place for place, frame in reversed([*enumerate(frames)]) if self._unfollowed(frame) is not None), len(frames))
         odd = any(_may_hand_on(frame) for frame in frames[: last + 1])
-        if not odd or (inside is None and self._followed):
-            self._harmless = own  # a loop over experts reads thousands of times
-            return ""
-        return f"{short_file(own.f_code.co_filename)}:{own.f_lineno}" + (f" (inside {inside})" if inside else "")
+        if odd and not (inside is None and self._followed):
+            self.places.setdefault(inside or "", f"{short_file(own.f_code.co_filename)}:{own.f_lineno}")
 
     def _unfollowed(self, frame: FrameType) -> str | None:
         """Name the module or leaf that a frame is the call of, if its code is not followed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -144,6 +145,22 @@ def _argument(node: fx.Node, path: str) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
+def _refuse_other_results(variants: Sequence[Variant]) -> None:
+    """Refuse a module behind a target that builds its results by what it reads off its data, as the variants show."""
+    known: dict[Any, Any] = {}
+    for variant in variants:
+        calls: Counter[Any] = Counter()
+        for node in variant.guards.late_results:
+            asked: Any = node.args[0]
+            name = asked.args[0].target
+            calls[name] += 1
+            if name in variant.program.readers and known.setdefault((name, calls[name]), node.args[1]) != node.args[1]:
+                raise TracingError(
+                    f"{node.args[2]}: {name} builds its result by values behind a sequential target, in other ways for other batches, and "
+                    'compression changes them; only engine="suspend" can follow'
+                )
+
+
 class GraphEngine:
     """A planner, with the proofs of its programs.
 
@@ -178,6 +195,7 @@ class GraphEngine:
         chosen = self.planner.choose(batches)
         for variant in self.planner.variants:
             variant.num_batches = sum(one is variant for one in chosen)
+        _refuse_other_results(list(dict.fromkeys(chosen)))
         self.widened = self._blind_spot(chosen) if self._verify == "first" else ""
         few, others = self._to_prove(chosen, batches)
         self.verify(chosen, batches, few)

@@ -255,12 +255,14 @@ class GuardPlan:
         by_shape: all guards depend on the shapes of the inputs only.
         late_shapes: guards over shapes behind a target.
         late_values: guards over values that a target computes, or over its weights.
+        late_results: guards over how modules behind a target build their results.
     """
 
     entry: tuple[fx.Node, ...]
     by_shape: bool
     late_shapes: tuple[fx.Node, ...]
     late_values: tuple[fx.Node, ...]
+    late_results: tuple[fx.Node, ...] = ()
 
 
 def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> GuardPlan:
@@ -278,7 +280,7 @@ def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> Gu
     targets = {name or "_root" for name in groups}
     places = [name.rpartition(".") for name in program.reassigned if not name.startswith("?")]
     left = {(id(model.get_submodule(owner)), own) for owner, _, own in places}
-    early, late_shapes, late_values = [], [], []
+    early, late_shapes, late_values, late_results = [], [], [], []
     by_shape = True
     writers = _writers(nodes)
     for node in program.guard_nodes:
@@ -291,7 +293,7 @@ def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> Gu
             early.append(node)
             by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
         elif node.meta["guard"] == "structure" and _is_of_module(node):
-            continue  # how a module builds its result is checked when it is there
+            late_results.append(node)  # checked when it is there
         elif node.meta["guard"] == "structure":
             late_shapes.append(node)  # a leaf's choice between a tensor and None: taken from the inputs, of which each batch has its own
             by_shape = False
@@ -300,7 +302,9 @@ def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> Gu
         else:
             late_shapes.append(node)
             by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
-    return GuardPlan(tuple(needed_for(early, nodes)) if early else (), by_shape, tuple(late_shapes), tuple(late_values))
+    return GuardPlan(
+        tuple(needed_for(early, nodes)) if early else (), by_shape, tuple(late_shapes), tuple(late_values), tuple(late_results)
+    )
 
 
 def _is_length_of_result(asked: Any) -> bool:

@@ -80,6 +80,7 @@ class Program:
         busy: code of functions that call targets.
         reassigned: dotted names of attributes that the forward sets.
         reads: where a node's own code reads a Python value off the data that it may hand on unseen; empty where none does.
+        readers: dotted names of all modules that do so.
     """
 
     flat: fx.Graph
@@ -90,6 +91,7 @@ class Program:
     busy: set[Any] = field(default_factory=set)
     reassigned: frozenset[str] = frozenset()
     reads: str = ""
+    readers: frozenset[str] = frozenset()
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
             state.restore()
             with without_traces():
                 calls, outside = _calls(model, cut, batch, reads)
-        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.place)
+        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.first)
     finally:
         state.restore()
 

@@ -461,3 +461,35 @@ def test_a_value_that_compression_changes_is_right_or_refused(place: str, engine
     with torch.no_grad():
         expected = [call_model(model, batch) for batch in given]
     assert all(map(torch.equal, run.outputs, expected))
+
+
+class PartsFirst(nn.Module):
+    """Results of several parts before each layer, so that the first one alone could be decided by the batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Linear() for _ in range(3))
+        self.parts = nn.ModuleList(Parts(kind) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, parts in zip(self.layers, self.parts, strict=True):
+            given = parts(x)
+            x = layer(next(iter(given.values())) if isinstance(given, dict) else given[0])
+        return x
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "list"])
+def test_results_that_compression_builds_otherwise_are_followed(kind: str) -> None:
+    torch.manual_seed(0)
+    model, given = PartsFirst(kind).eval(), [(torch.full((1, 3, WIDTH), value),) for value in (0.5, 3.0, 4.0, -3.0, 0.1)]
+    plan = trace(model, given, ["re:layers[.][0-9]$"])
+    assert plan.engine == "suspend"
+    with plan.run(given, keep_outputs=True) as run:
+        for stage in run:
+            stage.calibrate()
+            if stage.index == 0:
+                compressed(model)
+            stage.propagate()
+    with torch.no_grad():
+        expected = [call_model(model, batch) for batch in given]
+    assert all(map(torch.equal, run.outputs, expected))
