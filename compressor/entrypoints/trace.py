@@ -127,6 +127,8 @@ class TraceReport:
             names = [name for name, found in self.reached_by.items() if found == modality]
             remedy = f"--modality {modality} reaches them" if modality else "; ".join((*self.untried, _OTHERWISE))
             lines.append(f"unreached: {shortened(names)}: no batch calls them; {remedy}")
+        if plan.widened:
+            lines.append(f"proof:    all batches, for {plan.widened}")
         if plan.kept:
             lines.append(f"state:    {shortened(plan.kept)} would pass from batch to batch; every batch starts with the state of the model")
         lines += [f"leaf:     {leaf.name}: {leaf.reason}" for leaf in plan.leaves]

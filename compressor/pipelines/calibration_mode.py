@@ -68,6 +68,17 @@ def note_kept(state: State, kept: Collection[str]) -> None:
         state.report.notes.append(f"{names} would pass from batch to batch; every batch starts with the state of the model")
 
 
+def note_proof(state: State, widened: str) -> None:
+    """Say in the report why all batches were run beforehand, if they were.
+
+    Args:
+        state: of the session; changed.
+        widened: the reason; empty where a few batches were enough.
+    """
+    if widened:
+        state.report.notes.append(f"all batches were held against the plain model before the first stage, for {widened}")
+
+
 def set_token_mask(state: State, data: CalibrationData, index: int) -> None:
     """Give the modifiers the mask of the batch that is about to run. Changes the state.
 

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, TracingError
 from compressor.lifecycle import EventType, Session, State
-from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask, watched_modules
+from compressor.pipelines.calibration_mode import calibration_mode, note_kept, note_proof, set_token_mask, watched_modules
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.offload.open_store import open_store
 from compressor.pipelines.out_of_memory import memory_explained
@@ -77,6 +77,7 @@ def _run_stages(
         with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
             plan = _trace(state, data, settings)
         note_kept(state, plan.kept)
+        note_proof(state, plan.widened)
         cut = plan.partition
         total = len(data.batches) * (1 + 2 * len(cut.targets))
         with progress.task("calibrate", total=total) as task:

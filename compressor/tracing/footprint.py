@@ -326,7 +326,7 @@ class _Walk:
 
     def _visit_classes(self, kind: type) -> None:
         for cls in kind.__mro__:
-            if id(cls) not in self._seen and _is_of_model(cls):
+            if id(cls) not in self._seen and is_of_model(cls):
                 self._seen.add(id(cls))
                 self.containers[id(cls)] = cls
                 self._queue.extend(value for value in vars(cls).values() if isinstance(value, _CONTAINERS))
@@ -350,7 +350,15 @@ def all_that_may_change(model: nn.Module, watched: Collection[str]) -> Stirred:
     return Stirred({**found.containers, **modules}, tensors, found.generators)
 
 
-def _is_of_model(cls: type) -> bool:
+def is_of_model(cls: type) -> bool:
+    """Say whether a class belongs to a model, and not to torch or Python.
+
+    Args:
+        cls: of a module, or above that.
+
+    Returns:
+        True if so.
+    """
     return cls.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc")
 
 

@@ -63,6 +63,27 @@ def other_content(samples: Sequence[int], picked: Sequence[int], batches: Sequen
     return [other]
 
 
+def unproved(samples: Sequence[int], batches: Sequence[Batch], proved: dict[Any, set[Any]]) -> list[int]:
+    """List the samples whose content has not been proved, equal ones once.
+
+    Args:
+        samples: to choose from.
+        batches: of all samples.
+        proved: contents are noted in it.
+
+    Returns:
+        The samples.
+    """
+    contents = proved.setdefault("every content", set())
+    found = []
+    for sample in samples:
+        digest = content_digest(batches[sample])
+        if digest not in contents:
+            contents.add(digest)
+            found.append(sample)
+    return found
+
+
 def pick(facts: dict[int, dict[Any, Any]], proved: dict[Any, set[Any]], enough: int = 2) -> list[int]:
     """Pick the samples that bring most news, until each fact has come with several values where it can.
 

@@ -29,9 +29,11 @@ from compressor.tracing.graph.planner import GraphPlanner, Variant, content_dige
 from compressor.tracing.graph.run import GraphRun, schedule
 from compressor.tracing.graph.shared_objects import exchanged, written_in_place
 from compressor.tracing.kept_weights import KeptWeights, as_batches, check_kept_weights, check_model
+from compressor.tracing.picking import unproved
 from compressor.tracing.proof import observe
+from compressor.tracing.python_values import PythonValues
 from compressor.tracing.suspend.engine import SuspendedRun
-from compressor.tracing.suspend.interleaving import check_apart, pick_apart
+from compressor.tracing.suspend.interleaving import check_apart, check_apart_with_other_numbers, pick_apart
 from compressor.tracing.targets.call_order import observe_trail, plain_forward, stages_of
 from compressor.tracing.targets.order import Trail, check_orders, check_replaced, merged_rank
 from compressor.tracing.targets.partition import Partition, partition
@@ -45,6 +47,7 @@ __all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "V
 
 
 _Made = TypeVar("_Made")
+_A_FEW = 4  # batches
 
 
 def check_tracing_options(engine: str, verify: str, max_variants: int) -> None:
@@ -97,10 +100,13 @@ class Plan:
         self.uncalled: tuple[str, ...] = ()
         self._trails: dict[bytes, Trail] = {}  # by the content of the batch
         self._kept: set[str] = set()
+        self._widened = ""
         self._apart: dict[Any, set[Any]] = {}  # of batches that were run in turns to show that they do not notice each other
         self._stirred = Stirred()  # what forwards change
         self._settles: bool | None = None  # the first forward rewrites tensors, and later ones do not
         self._has_read = False  # forwards have been seen to read the same weights again
+        self._planned_on: PythonValues | None = None
+        self._changed = ""  # of that, before the last run
         self._footprint: Footprint | None = None  # of the model as forwards find it; while there is planning
         self._start_over()
 
@@ -123,6 +129,11 @@ class Plan:
     def kept(self) -> tuple[str, ...]:
         """Attributes of modules by which one batch changes the next one's result in the plain model; here each starts from the model's."""
         return tuple(sorted(self._kept | (set() if self._graph is None else self._graph.kept)))
+
+    @property
+    def widened(self) -> str:
+        """Why all batches were proved, where a few would have been no proof for the others; empty where a few were enough."""
+        return self._widened if self._graph is None else self._graph.widened
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -159,6 +170,7 @@ class Plan:
         """
         batches = as_batches(batches)
         watched = watched or self._hooked
+        self._notice_changes()
 
         def decide() -> tuple[list[Variant] | None, tuple[Trail, ...]]:
             self._check_kept_weights(batches[0])
@@ -198,6 +210,14 @@ class Plan:
             trails=trails,
             traces=traces,
         )
+
+    def _notice_changes(self) -> None:
+        """Plan anew where Python between targets would read something else now than when the plan was made."""
+        now = PythonValues(self.model, self.partition.targets)
+        self._changed = "" if self._planned_on is None else self._planned_on.change(now)
+        self._planned_on = now
+        if self._changed:
+            self._start_over()
 
     def _unchanged(self, batches: Sequence[Batch], work: Callable[[], _Made]) -> _Made:
         """Let planning find the model as every forward of a run will, and put it back, however planning ends.
@@ -327,9 +347,9 @@ class Plan:
             self._note_uncalled({name for trail in trails for name in trail.calls})
             check_replaced(trails)
             check_orders(trails, merged_rank(trails, {name: place for place, name in enumerate(self.partition.targets)}))
-            turns = pick_apart(batches, self._apart) if self._verify != "off" or self._rewritten_anew() else []
+            turns = self._turns(batches, trails)
             if turns:
-                self._kept |= set(check_apart(self.model, self.partition.targets, turns, self._device, trails, self._returning))
+                self._check_apart(turns, trails)
         except TracingError as error:
             odd = self._rewritten_anew()
             if odd and not isinstance(error, Unrepeatable):
@@ -341,6 +361,22 @@ class Plan:
             raise TracingError(f"{error} ({refused})") from error
         self.stages = stages_of(self.model, trails[0])
         return trails
+
+    def _check_apart(self, turns: Sequence[Batch], trails: Sequence[Trail]) -> None:
+        targets, device = self.partition.targets, self._device
+        self._kept |= set(check_apart(self.model, targets, turns, device, trails, self._returning))
+        if self._widened:
+            check_apart_with_other_numbers(self.model, targets, turns[:_A_FEW], device, trails, self._returning)
+
+    def _turns(self, batches: Sequence[Batch], trails: Sequence[Trail]) -> list[Batch]:
+        """Pick the batches that are to take turns: all of them, as in the run, where a few could agree by chance."""
+        reads = next((trail.reads for trail in trails if trail.reads), "")
+        if self._verify == "off" and not self._rewritten_anew():
+            return []
+        if self._verify == "all" or reads:
+            self._widened = f"{reads} reads a Python value off the data" if reads and self._verify == "first" else ""
+            return [*batches] if unproved(range(len(batches)), batches, self._apart) else []
+        return pick_apart(batches, self._apart)
 
     def _rewritten_anew(self) -> tuple[str, ...]:
         """Tensors that more than the first forward rewrites."""
@@ -373,6 +409,10 @@ class Plan:
             planner = self._graph.planner
             lines.append(f"planning: {planner.num_forwards} forwards, {self._graph.num_verified} batches verified against the plain model")
             lines += [f"variant {one.index}: {one.num_batches} batches, {len(one.program.guard_nodes)} guards" for one in planner.variants]
+        if self._changed:
+            lines.append(f"planned anew: {self._changed}")
+        if self.widened:
+            lines.append(f"proof: all batches, for {self.widened}")
         if self.rewritten:
             lines.append(f"rewritten: {', '.join(self.rewritten)} by the model's own forward; put back when a run ends")
         if self.kept:
@@ -403,9 +443,10 @@ def trace(
         engine: `graph`, `suspend`, or `auto`: the graph engine where it can follow the model, else the suspend engine.
         max_variants: recorded graphs at most.
         verify: batches on which the plan is compared with the plain model, bit for bit: none, for each recorded graph the first one and
-            those that give each size another value, or other padding, or all. With `auto` a difference is a reason to take the suspend
-            engine, and reported. The suspend engine, but for `off`, runs a few batches, chosen likewise, alone and in turns, to show
-            that they do not notice each other.
+            those that give each size another value, or other padding, or all. Where the first ones would be no proof for the others
+            (Python reads a value off the data, or catches exceptions), `first` takes all, too. With `auto` a difference is a reason to
+            take the suspend engine, and reported. The suspend engine, but for `off`, runs the batches, chosen likewise, alone and in
+            turns, to show that they do not notice each other.
         device: of the model; None leaves batches where they are.
         targets_per_stage: targets that follow each other and share a stage; more than 1 needs the graph engine.
 
@@ -441,5 +482,6 @@ def trace(
                 raise TracingError(f"targets_per_stage: {targets_per_stage} was given, but {plan.why}; give 1")
             plan._look(batches)
 
+    plan._planned_on = PythonValues(model, cut.targets)
     plan._unchanged(batches, decide)
     return plan

@@ -9,7 +9,7 @@ is kept of a large model but a few bytes for each call.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -59,17 +59,64 @@ class Difference(NamedTuple):
     path: str
 
 
+class OtherNumbers:
+    """Lets the modules inside targets give larger or smaller numbers than they would, each sample others, as compression may.
+
+    What Python reads off such numbers then differs from sample to sample where the samples themselves agree.
+
+    Attributes:
+        sample: that runs, by its place among those of the proof.
+    """
+
+    factors = (8.0, 0.125, -1.0)
+
+    def __init__(self, model: nn.Module, targets: Collection[str]) -> None:
+        """Change nothing before `made`.
+
+        Args:
+            model: that runs.
+            targets: dotted names.
+        """
+        self.sample = 0
+        inside = {id(below) for name in targets for below in model.get_submodule(name).modules()}
+        self._modules = [module for module in model.modules() if id(module) in inside and next(module.children(), None) is None]
+
+    @contextmanager
+    def made(self, sample: int = 0) -> Iterator[None]:
+        """Change numbers, until the model is put back.
+
+        Args:
+            sample: that runs first.
+
+        Yields:
+            Nothing.
+        """
+        self.sample = sample
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            is_number = isinstance(output, Tensor) and output.is_floating_point()
+            return output * self.factors[self.sample % len(self.factors)] if is_number else None
+
+        with ExitStack() as hooks:
+            for module in self._modules:
+                if not isinstance(module, torch.jit.ScriptModule):
+                    hooks.callback(module.register_forward_hook(hook).remove)
+            yield
+
+
 class Comparison:
     """Samples on their way, held against plain forwards. A subclass says how a difference is told."""
 
-    def __init__(self, expected: Sequence[Sequence[Seen]], targets: Collection[str]) -> None:
+    def __init__(self, expected: Sequence[Sequence[Seen]], targets: Collection[str], numbers: OtherNumbers | None = None) -> None:
         """Begin.
 
         Args:
             expected: of each sample, what the plain forward was seen to do.
             targets: dotted names of the sequential targets.
+            numbers: changes what targets compute.
         """
         self._expected = expected
+        self._numbers = numbers
         self._targets = frozenset(targets)
         self._positions = [0] * len(expected)
         self._sample = 0
@@ -108,6 +155,8 @@ class Comparison:
             sample: its place among those of the proof.
         """
         self._sample, self._is_first = sample, True
+        if self._numbers is not None:
+            self._numbers.sample = sample
 
     def follow(self, run: Run, watched: Collection[str], model: nn.Module) -> None:
         """Take all samples through all stages, and compare.
@@ -121,7 +170,8 @@ class Comparison:
             TracingError: the first difference.
         """
         try:
-            with _watching(model, watched, self._see, self._wants), self._other_numbers(model), run:
+            numbers = nullcontext() if self._numbers is None else self._numbers.made()
+            with numbers, _watching(model, watched, self._see, self._wants), self._other_numbers(model), run:
                 for stage in run:
                     self._inside, self._halved = frozenset(stage.module_names), stage.index.bit_count() % 2  # a sequence without a period
                     stage.rehearse()

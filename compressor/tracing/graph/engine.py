@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -14,14 +15,15 @@ from torch import fx, nn
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.tracing.graph.guards import Wording, describe_guard
-from compressor.tracing.graph.nodes import one_line
-from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
+from compressor.tracing.graph.nodes import Unrepeatable, one_line
+from compressor.tracing.graph.planner import GraphPlanner, Variant
 from compressor.tracing.graph.program import Program
 from compressor.tracing.graph.run import GraphRun
-from compressor.tracing.picking import facts_of, other_content, pick
-from compressor.tracing.proof import Comparison, Difference, Seen
+from compressor.tracing.host_reads import catching
+from compressor.tracing.picking import facts_of, other_content, pick, unproved
+from compressor.tracing.proof import Comparison, Difference, OtherNumbers, Seen
 from compressor.tracing.targets.call_order import plain_forwards
-from compressor.tracing.targets.partition import module_names
+from compressor.tracing.targets.partition import module_names, taken_apart
 from compressor.tracing.targets.records import Guard, Stage, Verify
 from compressor.tracing.targets.store import RenewingStore
 
@@ -48,16 +50,21 @@ def verify_programs(
     cases: Sequence[Case],
     groups: Mapping[str, int],
     returning: Callable[[], AbstractContextManager[None]] = nullcontext,
+    numbers: OtherNumbers | None = None,
+    inside: bool = True,
 ) -> tuple[str, ...]:
     """Run recorded graphs and the plain model on the same batches, and compare all that modules are given and give back.
 
-    All plain forwards come first: a graph that depends on what the forward of its own batch left behind then meets what another left.
+    All plain forwards come first: a graph that depends on what the forward of its own batch left behind then meets what another left. Where
+    there are several rounds, the first sample takes part in each: a round whose samples all leave the same behind would else show nothing.
 
     Args:
         model: as it was afterwards.
         cases: what to compare; the graphs are read as they are now.
         groups: target to the number of the stage it shares.
         returning: context that puts the model back after a forward.
+        numbers: changes what targets compute, in the plain model and in the graphs.
+        inside: look at the modules inside targets, too, and not only at what targets are given and give.
 
     Returns:
         Attributes of modules by which one batch changes what the next one gives in the plain model.
@@ -65,15 +72,14 @@ def verify_programs(
     Raises:
         Mismatch: the first difference: module, value, node and line.
     """
-    taken_apart = _taken_apart(groups)
-    watched = [name for name, _ in model.named_modules() if name not in taken_apart]
+    around = taken_apart(groups)
+    below = set() if inside else {name for target in groups for name in module_names(model, target) if name != target}
+    watched = [name for name, _ in model.named_modules() if name not in around and name not in below]
     kept: tuple[str, ...] = ()
-    num_rounds = -(-len(cases) // _AT_ONCE)
-    for number in range(num_rounds):
-        taken = cases[number::num_rounds]
-        expected, found = plain_forwards(model, watched, [case.batch for case in taken], returning)
+    for taken in _rounds(cases):
+        expected, found = plain_forwards(model, watched, [case.batch for case in taken], returning, numbers)
         kept += found
-        comparison = _GraphComparison(taken, expected, groups)
+        comparison = _GraphComparison(taken, expected, groups, numbers)
         run = GraphRun(
             model,
             [case.batch for case in taken],
@@ -89,13 +95,21 @@ def verify_programs(
     return kept
 
 
+def _rounds(cases: Sequence[Case]) -> list[list[Case]]:
+    first, others = list(cases[:1]), cases[1:]
+    number = max(1, -(-len(others) // (_AT_ONCE - 1)))
+    return [first + list(others[start::number]) for start in range(number)]
+
+
 class _GraphComparison(Comparison):
     """Finds node and line of a difference."""
 
     run: GraphRun
 
-    def __init__(self, cases: Sequence[Case], expected: Sequence[Sequence[Seen]], groups: Mapping[str, int]) -> None:
-        super().__init__(expected, groups)
+    def __init__(
+        self, cases: Sequence[Case], expected: Sequence[Sequence[Seen]], groups: Mapping[str, int], numbers: OtherNumbers | None
+    ) -> None:
+        super().__init__(expected, groups, numbers)
         self._cases = cases
 
     def error(self, difference: Difference) -> TracingError:
@@ -104,7 +118,8 @@ class _GraphComparison(Comparison):
         node = node or program.segments[-1].graph.output_node()
         source = _argument(node, difference.path) or node
         place = source.meta.get("place") or node.meta.get("place") or "the end of forward"
-        return Mismatch(f"{place}: verify: batch {sample}: {difference.what} (node {source.name}); {_REMEDY}")
+        when = "" if self._numbers is None else "with other numbers inside the targets, as compression makes them, "
+        return Mismatch(f"{place}: verify: batch {sample}: {when}{difference.what} (node {source.name}); {_REMEDY}")
 
     def raised(self, error: Exception, sample: int) -> TracingError:
         name, _, place = getattr(error, "__notes__", ["the recorded graph, "])[-1].rpartition(", ")
@@ -130,13 +145,20 @@ def _argument(node: fx.Node, path: str) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
 
-def _taken_apart(targets: Mapping[str, int]) -> set[str]:
-    """Name the modules that hold a target; a graph does not call them."""
-    found = {""} if any(targets) else set()
-    for target in targets:
-        parts = target.split(".")
-        found |= {".".join(parts[:number]) for number in range(1, len(parts))}
-    return found - set(targets)
+def _refuse_other_results(variants: Sequence[Variant]) -> None:
+    """Refuse a module behind a target that builds its results by what it reads off its data, as the variants show."""
+    known: dict[Any, Any] = {}
+    for variant in variants:
+        calls: Counter[Any] = Counter()
+        for node in variant.guards.late_results:
+            asked: Any = node.args[0]
+            name = asked.args[0].target
+            calls[name] += 1
+            if name in variant.program.readers and known.setdefault((name, calls[name]), node.args[1]) != node.args[1]:
+                raise TracingError(
+                    f"{node.args[2]}: {name} builds its result by values behind a sequential target, in other ways for other batches, and "
+                    'compression changes them; only engine="suspend" can follow'
+                )
 
 
 class GraphEngine:
@@ -146,12 +168,14 @@ class GraphEngine:
         planner: records programs and gives batches theirs.
         num_verified: batches on which a program was held against the plain model.
         kept: attributes of modules by which one batch changes what the next one gives in the plain model.
+        widened: why all batches are proved, where `verify="first"` would take a few; empty if it does.
     """
 
     def __init__(self, model: nn.Module, planner: GraphPlanner, verify: Verify, device: torch.device | None) -> None:
         """Start without a program."""
         self.planner = planner
         self.num_verified = 0
+        self.widened = ""
         self.kept: set[str] = set()
         self._model, self._verify, self._device = model, verify, device
         self._proved: WeakKeyDictionary[Variant, dict[Any, set[Any]]] = WeakKeyDictionary()
@@ -171,24 +195,57 @@ class GraphEngine:
         chosen = self.planner.choose(batches)
         for variant in self.planner.variants:
             variant.num_batches = sum(one is variant for one in chosen)
-        self.verify(chosen, batches, self._to_prove(chosen, batches))
+        _refuse_other_results(list(dict.fromkeys(chosen)))
+        self.widened = self._blind_spot(chosen) if self._verify == "first" else ""
+        few, others = self._to_prove(chosen, batches)
+        self.verify(chosen, batches, few)
+        if self.widened and few:
+            self._verify_widely(chosen, batches, few, others)
         return chosen
 
-    def _to_prove(self, chosen: Sequence[Variant], batches: Sequence[Batch]) -> list[int]:
-        """Choose the batches for the proof; takes them for proved from now on."""
-        taken: list[int] = []
+    def _verify_widely(self, chosen: Sequence[Variant], batches: Sequence[Batch], few: Sequence[int], others: Sequence[int]) -> None:
+        """Compare on all other batches, and as if targets were compressed by far: what Python reads of their numbers may differ then."""
+        groups, returning = self.planner.groups, self.planner.returning
+        if others:
+            self.kept |= set(verify_programs(self._model, self._cases(chosen, batches, [few[0], *others]), groups, returning, inside=False))
+            self.num_verified += len(others)
+        try:
+            numbers = OtherNumbers(self._model, groups)
+            verify_programs(self._model, self._cases(chosen, batches, few[:_AT_ONCE]), groups, returning, numbers)
+        except Unrepeatable:
+            return  # the model itself does not run with these numbers
+
+    def _blind_spot(self, chosen: Sequence[Variant]) -> str:
+        """Say why a few batches would be no proof for the others."""
+        programs = [variant.program for variant in dict.fromkeys(chosen)]
+        reads = next((program.reads for program in programs if program.reads), "")
+        if reads:
+            return f"{reads} reads a Python value off the data"
+        catches = catching(code for program in programs for code in program.busy)
+        return f"{catches} catches exceptions around layers" if catches else ""
+
+    def _to_prove(self, chosen: Sequence[Variant], batches: Sequence[Batch]) -> tuple[list[int], list[int]]:
+        """Choose the batches for the proof, and those for the quicker part of it; takes them for proved from now on."""
+        few: list[int] = []
+        others: list[int] = []
         for variant in dict.fromkeys(chosen) if self._verify != "off" else ():
             samples = [sample for sample, one in enumerate(chosen) if one is variant]
             proved = self._proved.setdefault(variant, {})
             if self._verify == "all":
-                picked = pick({sample: {"content": content_digest(batches[sample])} for sample in samples}, proved, len(batches))
-            else:
-                picked = pick({sample: facts_of(batches[sample]) for sample in samples}, proved)
-                picked += other_content([sample for sample in samples if sample not in picked], picked, batches, proved)
-            taken += picked
-        if len(taken) == 1:  # alone it would meet nothing that another sample has left behind
-            taken += [sample for sample in range(len(batches)) if sample != taken[0]][:1]
-        return taken
+                few += unproved(samples, batches, proved)
+                continue
+            picked = pick({sample: facts_of(batches[sample]) for sample in samples}, proved)
+            picked += other_content([sample for sample in samples if sample not in picked], picked, batches, proved)
+            few += picked
+            if self.widened:
+                others += [sample for sample in unproved(samples, batches, proved) if sample not in picked]
+        return self._connected(few, others, len(batches))
+
+    def _connected(self, few: list[int], others: list[int], number: int) -> tuple[list[int], list[int]]:
+        """Add one that is proved already: alone, or among their like, new ones would meet nothing else that a sample has left behind."""
+        if len(few) + len(others) == 1 or ((few or others) and (self.widened or self._verify == "all")):
+            few = [sample for sample in range(number) if sample not in few and sample not in others][:1] + few
+        return (few, others) if few else (others[:_AT_ONCE], others[_AT_ONCE:])
 
     def verify(self, chosen: Sequence[Variant], batches: Sequence[Batch], samples: Sequence[int]) -> None:
         """Hold programs, as they are now, against the plain model.
@@ -201,12 +258,13 @@ class GraphEngine:
         Raises:
             TracingError: the first difference.
         """
-        cases = []
-        for sample in samples:
-            batch = batches[sample] if self._device is None else batch_to(batches[sample], self._device)
-            cases.append(Case(chosen[sample].program, batch, sample))
+        cases = self._cases(chosen, batches, samples)
         self.kept |= set(verify_programs(self._model, cases, self.planner.groups, self.planner.returning))
         self.num_verified += len(samples)
+
+    def _cases(self, chosen: Sequence[Variant], batches: Sequence[Batch], samples: Sequence[int]) -> list[Case]:
+        here = {sample: batches[sample] if self._device is None else batch_to(batches[sample], self._device) for sample in samples}
+        return [Case(chosen[sample].program, batch, sample) for sample, batch in here.items()]
 
     def stages(self) -> tuple[Stage, ...]:
         """Describe the stages of the first variant."""

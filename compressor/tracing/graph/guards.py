@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from compressor.tracing.graph.nested_values import DATA_SIZED
 from compressor.tracing.graph.nodes import Constant, Place, guard
@@ -255,40 +255,45 @@ class GuardPlan:
         by_shape: all guards depend on the shapes of the inputs only.
         late_shapes: guards over shapes behind a target.
         late_values: guards over values that a target computes, or over its weights.
+        late_results: guards over how modules behind a target build their results.
     """
 
     entry: tuple[fx.Node, ...]
     by_shape: bool
     late_shapes: tuple[fx.Node, ...]
     late_values: tuple[fx.Node, ...]
+    late_results: tuple[fx.Node, ...] = ()
 
 
-def plan_guards(program: Program, groups: Sequence[str]) -> GuardPlan:
+def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> GuardPlan:
     """Sort the guards of a program.
 
     Args:
         program: a recorded forward.
         groups: dotted names of all targets.
+        model: that was recorded.
 
     Returns:
         What to run for them, and those that no early check can decide.
     """
     nodes = list(program.flat.nodes)
     targets = {name or "_root" for name in groups}
-    early, late_shapes, late_values = [], [], []
+    places = [name.rpartition(".") for name in program.reassigned if not name.startswith("?")]
+    left = {(id(model.get_submodule(owner)), own) for owner, _, own in places}
+    early, late_shapes, late_values, late_results = [], [], [], []
     by_shape = True
     writers = _writers(nodes)
     for node in program.guard_nodes:
         needs = needed_for([node], nodes)
         behind = any(one.op == "call_module" and one.target in targets for one in needs)
         sources = _value_sources(node, {used: [one for one in those if one in needs] for used, those in writers.items()})
-        if any(_is_of(one, targets) for one in sources):
+        if any(_is_of(one, targets) or _is_left_on_module(one, left) for one in sources):
             late_values.append(node)
         elif not behind:
             early.append(node)
             by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
         elif node.meta["guard"] == "structure" and _is_of_module(node):
-            continue  # how a module builds its result is checked when it is there
+            late_results.append(node)  # checked when it is there
         elif node.meta["guard"] == "structure":
             late_shapes.append(node)  # a leaf's choice between a tensor and None: taken from the inputs, of which each batch has its own
             by_shape = False
@@ -297,7 +302,9 @@ def plan_guards(program: Program, groups: Sequence[str]) -> GuardPlan:
         else:
             late_shapes.append(node)
             by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
-    return GuardPlan(tuple(needed_for(early, nodes)) if early else (), by_shape, tuple(late_shapes), tuple(late_values))
+    return GuardPlan(
+        tuple(needed_for(early, nodes)) if early else (), by_shape, tuple(late_shapes), tuple(late_values), tuple(late_results)
+    )
 
 
 def _is_length_of_result(asked: Any) -> bool:
@@ -308,6 +315,12 @@ def _is_length_of_result(asked: Any) -> bool:
 def _is_of(node: fx.Node, targets: Collection[str]) -> bool:
     """True for a weight of a target."""
     return node.op == "get_attr" and any(str(node.target).startswith(f"{target}.") for target in targets)
+
+
+def _is_left_on_module(node: fx.Node, left: Collection[tuple[int, str]]) -> bool:
+    """True for a tensor that a module has left on a module, in this very forward: no early check would find it there."""
+    holder: Any = node.args[0] if node.target is getattr else None
+    return isinstance(holder, fx.Node) and isinstance(holder.target, Constant) and (id(holder.target.value), node.args[1]) in left
 
 
 def _is_of_module(node: fx.Node) -> bool:

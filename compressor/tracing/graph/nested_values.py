@@ -19,7 +19,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 _cuda, _mha = torch.backends.cuda, torch.backends.mha
 
 # What context managers of torch exchange for the whole process: how to ask, and how to set it.
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (_mha.get_fastpath_enabled, _mha.set_fastpath_enabled),
@@ -47,7 +47,7 @@ class Modes(NamedTuple):
     def current() -> Modes:
         """Return the modes as they are now."""
         autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES)
-        settings = tuple(ask() for ask, _ in _SETTINGS)
+        settings = tuple(ask() for ask, _ in SETTINGS)
         return Modes(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), settings)
 
     def restore(self) -> None:
@@ -57,7 +57,7 @@ class Modes(NamedTuple):
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
-        for (ask, put), value in zip(_SETTINGS, self.settings, strict=True):
+        for (ask, put), value in zip(SETTINGS, self.settings, strict=True):
             if ask() != value:
                 put(value)
 

@@ -23,8 +23,10 @@ from compressor.tracing.graph.guards import GuardPlan, plan_guards
 from compressor.tracing.graph.nodes import Frame, GuardFailure, Refusal, SwallowedTarget, current_frames, one_line
 from compressor.tracing.graph.program import Program, Segment, build_program, run_nodes, run_program, signature_of
 from compressor.tracing.graph.recorder import Recorder
-from compressor.tracing.graph.torch_patches import LeafFunction, function_around, noting_values, recording, resolve_leaf
+from compressor.tracing.graph.torch_patches import GIVEN, LeafFunction, function_around, noting_values, recording, resolve_leaf
+from compressor.tracing.host_reads import HostReads
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
+from compressor.tracing.targets.partition import taken_apart
 from compressor.tracing.targets.records import Leaf
 from compressor.tracing.targets.sample_state import ModuleValues
 
@@ -53,6 +55,8 @@ def record(
     values, outside = ModuleValues(), RandomState.current(foreign=True)
     with torch.no_grad():
         recorder = Recorder(model, targets)
+    reads = HostReads(model, taken_apart(targets), [one.function for one in leaves if one.reason != GIVEN])
+    recorder.reads = reads.look
     try:
         given = _bind_inputs(recorder, batch)
         with recording(recorder, leaves, values):
@@ -64,7 +68,10 @@ def record(
             reassigned = {f"{recorder.names.get(id(module), '?')}.{name}".lstrip(".") for module, name in values.noted()}
     finally:
         outside.restore()
-    return build_program(recorder, encoded, signature_of(batch), groups, reassigned)
+        reads.forget()
+    program = build_program(recorder, encoded, signature_of(batch), groups, reassigned)
+    program.reads, program.readers = reads.first, frozenset(reads.places)
+    return program
 
 
 def _run(model: nn.Module, batch: Batch) -> Any:
@@ -304,7 +311,7 @@ class GraphPlanner:
             if regrouped != self.groups:
                 self.groups = regrouped
                 return None
-        guards = plan_guards(program, tuple(self._targets))
+        guards = plan_guards(program, tuple(self._targets), self._model)
         if guards.late_values:
             node = guards.late_values[0]
             if self._add_leaf(node.meta["frames"], program.busy, f"absorbed a guard at {node.args[2]} on a value that a target computes"):
@@ -318,7 +325,7 @@ class GraphPlanner:
 
     def _ban(self, refusal: SwallowedTarget) -> None:
         """Take a leaf back that turned out to call a target; one that the user named is an error."""
-        kept = [function for function in self.functions if function.label != refusal.leaf or function.reason == "given by the user"]
+        kept = [function for function in self.functions if function.label != refusal.leaf or function.reason == GIVEN]
         if len(kept) == len(self.functions):
             raise refusal
         self._banned.add(refusal.leaf)

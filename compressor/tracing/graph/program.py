@@ -79,6 +79,8 @@ class Program:
         calls: calls of modules: name, target around it or None, and the segment in which it lies.
         busy: code of functions that call targets.
         reassigned: dotted names of attributes that the forward sets.
+        reads: where a node's own code reads a Python value off the data that it may hand on unseen; empty where none does.
+        readers: dotted names of all modules that do so.
     """
 
     flat: fx.Graph
@@ -87,6 +89,9 @@ class Program:
     spans: list[int]
     calls: list[tuple[str, str | None, int]]
     busy: set[Any] = field(default_factory=set)
+    reassigned: frozenset[str] = frozenset()
+    reads: str = ""
+    readers: frozenset[str] = frozenset()
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -140,7 +145,7 @@ def build_program(recorder: Recorder, output: Any, signature: Any, groups: Mappi
     segments = [cutter.build(index) for index in range(len(cutter.stages) + 1)]
     starts = [order[node] for node in cutter.starts]
     calls = [(name, target, sum(start <= number for start in starts)) for name, target, number in recorder.calls]
-    return Program(flat, segments, signature, cutter.spans(), calls, recorder.busy)
+    return Program(flat, segments, signature, cutter.spans(), calls, recorder.busy, frozenset(reassigned))
 
 
 class _Cutter:

@@ -173,6 +173,7 @@ class Recorder(Numbers, TorchFunctionMode):
         written: storages that recorded calls have written to.
         surroundings: what the forward does besides calling torch and modules.
         weights: whether it uses weights outside of their targets.
+        reads: is shown every torch call.
     """
 
     def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module]) -> None:
@@ -198,6 +199,7 @@ class Recorder(Numbers, TorchFunctionMode):
         self._ambient = Modes.current()
         self.surroundings = Surroundings(model)
         self.weights = ForeignWeights(model, targets, pauses=False)
+        self.reads: Callable[..., None] = lambda *call: None
 
     # Making nodes
 
@@ -275,6 +277,7 @@ class Recorder(Numbers, TorchFunctionMode):
         if not self.inside or self._owner is not None:
             self.weights.inside = self._owner
             self.weights.look(func, args, kwargs)
+            self.reads(func, args, kwargs)
         if self.inside:
             return func(*args, **kwargs)
         with self.opaque():

@@ -63,6 +63,7 @@ def listening_recorder() -> LeafRecorder | None:
 
 # Functions that are recorded as one node: wrapped by their author, named by the user, or chosen because a guard inside them failed.
 
+GIVEN = "given by the user"  # why such a function is a leaf
 _NEVER_LEAVES = ("forward", "__call__", "__init__")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -132,7 +133,7 @@ def resolve_leaf(given: str | Callable[..., Any]) -> LeafFunction:
     function = scope[place.name]
     if not isinstance(function, FunctionType):
         raise TracingError(f"leaves: {path!r} is a {type(function).__name__}; give a Python function, or wrap it with compressor.leaf")
-    return LeafFunction(holder, place.name, function, "given by the user")
+    return LeafFunction(holder, place.name, function, GIVEN)
 
 
 def function_around(frames: Sequence[Frame], busy: set[Any], banned: set[str], reason: str) -> LeafFunction | None:

@@ -18,7 +18,7 @@ from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.tracing.graph.nodes import one_line
 from compressor.tracing.picking import facts_of, other_content, pick
-from compressor.tracing.proof import Comparison, Difference
+from compressor.tracing.proof import Comparison, Difference, OtherNumbers
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.targets.call_order import plain_forwards
 from compressor.tracing.targets.order import Trail
@@ -33,6 +33,7 @@ def check_apart(
     device: torch.device | None,
     trails: Sequence[Trail],
     returning: Callable[[], AbstractContextManager[None]],
+    numbers: OtherNumbers | None = None,
 ) -> tuple[str, ...]:
     """Run batches alone and in turns, and compare what targets are given and give, and what the forwards return, bit for bit.
 
@@ -43,6 +44,7 @@ def check_apart(
         device: of the model; None leaves batches where they are.
         trails: what is known of the forwards.
         returning: context that puts the model back after a forward.
+        numbers: changes what targets compute, alone and in turns.
 
     Returns:
         Attributes of modules by which one batch changes what the next one gives in the plain model.
@@ -54,8 +56,8 @@ def check_apart(
     before = _parameters(model)
     state = TorchState.current(foreign=True)
     try:
-        expected, kept = plain_forwards(model, targets.keys(), here, returning)
-        comparison = _Turns(expected, targets)
+        expected, kept = plain_forwards(model, targets.keys(), here, returning, numbers)
+        comparison = _Turns(expected, targets, numbers)
         run = SuspendedRun(model, targets, here, on_sample=comparison.begin, keep_outputs=True, trails=trails)
         with returning():
             comparison.follow(run, targets.keys(), model)
@@ -76,11 +78,44 @@ def _parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
     }
 
 
+class Noticed(TracingError):
+    """A forward computes something else where others take turns with it."""
+
+
+def check_apart_with_other_numbers(
+    model: nn.Module,
+    targets: Mapping[str, nn.Module],
+    batches: Sequence[Batch],
+    device: torch.device | None,
+    trails: Sequence[Trail],
+    returning: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Do the same as if the targets were compressed, by far: what Python reads off their numbers may differ then where it was one value.
+
+    Args:
+        model: as it was afterwards, but for what its own forward changes.
+        targets: dotted name to module.
+        batches: a few.
+        device: of the model; None leaves batches where they are.
+        trails: what is known of the forwards.
+        returning: context that puts the model back after a forward.
+
+    Raises:
+        Noticed: the forwards notice each other.
+    """
+    try:
+        check_apart(model, targets, batches, device, trails, returning, OtherNumbers(model, targets))
+    except Noticed:
+        raise
+    except TracingError:
+        return  # with these numbers the model does not run, or not in stages; it may with its own
+
+
 class _Turns(Comparison):
     """Says what forwards that notice each other have in common."""
 
     def error(self, difference: Difference) -> TracingError:
-        return TracingError(_message(difference.what))
+        return Noticed(_message(difference.what))
 
     def raised(self, error: Exception, sample: int) -> TracingError:
         return TracingError(_message(f"one of them raised {one_line(error)}"))

@@ -23,7 +23,8 @@ from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import without_traces
-from compressor.tracing.proof import Seen, observe
+from compressor.tracing.host_reads import HostReads
+from compressor.tracing.proof import OtherNumbers, Seen, observe
 from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
@@ -69,20 +70,21 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
         before = foreign_random()
         modules = dict(model.named_modules())
         with without_traces():
-            calls, outside = _calls(model, cut, batch)
+            reads = HostReads(model)
+            calls, outside = _calls(model, cut, batch, reads)
             now = dict(model.named_modules())
             replaced = tuple(name for name, module in modules.items() if now.get(name) is not module)
             draws = foreign_random() != before
         if draws:  # what it draws may decide what it calls
             state.restore()
             with without_traces():
-                calls, outside = _calls(model, cut, batch)
-        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside)
+                calls, outside = _calls(model, cut, batch, reads)
+        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.first)
     finally:
         state.restore()
 
 
-def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[tuple[str, ...], tuple[OutsideCall, ...]]:
+def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> tuple[tuple[str, ...], tuple[OutsideCall, ...]]:
     """Run one plain forward and list the calls of targets, and those of modules outside of the target that they lie in."""
     calls: list[str] = []
     outside: dict[OutsideCall, None] = {}
@@ -112,12 +114,13 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch) -> tuple[tuple[str, .
         if home is not None and home != weights.inside and name != home:
             outside[OutsideCall(name, home, weights.inside, calls[-1] if calls else None)] = None
 
-    with ExitStack() as hooks, torch.no_grad(), _Looking(weights):
+    with ExitStack() as hooks, torch.no_grad(), _Looking(weights, reads):
         hooks.callback(register_module_forward_pre_hook(look).remove)
         for name, module in cut.targets.items():
             hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
         plain_forward(model, batch)
+    reads.forget()
     if strays:
         raise TracingError(f"{strays[0]}: is called from a thread of its own, {_NO_PAUSE}")
     weights.check()
@@ -132,14 +135,15 @@ def _homes(model: nn.Module, cut: Partition) -> dict[nn.Module, tuple[str, str]]
 
 
 class _Looking(TorchFunctionMode):
-    """Shows every torch call of a forward to those who look for weights."""
+    """Shows every torch call of a forward to those who look for weights, and for values that Python reads."""
 
-    def __init__(self, weights: ForeignWeights) -> None:
+    def __init__(self, weights: ForeignWeights, reads: HostReads) -> None:
         super().__init__()
-        self._weights = weights
+        self._weights, self._reads = weights, reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._weights.look(func, args, kwargs or {})
+        self._reads.look(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -190,6 +194,7 @@ def plain_forwards(
     watched: Collection[str],
     batches: Sequence[Batch],
     returning: Callable[[], AbstractContextManager[None]] = nullcontext,
+    numbers: OtherNumbers | None = None,
 ) -> tuple[list[list[Seen]], tuple[str, ...]]:
     """Run plain forwards, each with the state of the model as it is, and note all that modules are given and give back.
 
@@ -198,16 +203,19 @@ def plain_forwards(
         watched: dotted names of the modules to look at.
         batches: on the device of the model; not modified.
         returning: context that puts the model back after a forward.
+        numbers: changes what targets compute.
 
     Returns:
         What was seen of each batch; and the attributes of modules by which the first batch changes what the second one gives.
     """
     expected, changed = [], set()
-    for batch in batches:
-        with returning(), without_traces() as values:
+    for place, batch in enumerate(batches):
+        with returning(), without_traces() as values, nullcontext() if numbers is None else numbers.made(place):
             expected.append(observe(model, watched, lambda: plain_forward(model, batch)))  # noqa: B023 - called at once
             changed |= set(values.changed())
     if not changed or len(batches) == 1:
+        return expected, ()
+    if numbers is not None:
         return expected, ()
     with returning(), without_traces():
         plain_forward(model, batches[0])

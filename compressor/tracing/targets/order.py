@@ -39,12 +39,14 @@ class Trail:
         foreign_random: it draws random numbers from Python or numpy.
         replaced: names of the modules in whose place it has put others.
         outside: calls of modules outside of the target that they lie in.
+        reads: where it first reads a Python value off its data that it may hand on; empty where it does not.
     """
 
     calls: tuple[str, ...]
     foreign_random: bool = False
     replaced: tuple[str, ...] = ()
     outside: tuple[OutsideCall, ...] = ()
+    reads: str = ""
 
 
 def merged_rank(trails: Sequence[Trail], rank: Mapping[str, int]) -> dict[str, int]:

@@ -7,7 +7,7 @@ taken; class names that models declare for other purposes are not trusted, sever
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -110,3 +110,19 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _is_inside(name: str, targets: dict[str, nn.Module]) -> bool:
     return any(name == target or name.startswith(f"{target}.") for target in targets)
+
+
+def taken_apart(targets: Collection[str]) -> set[str]:
+    """Name the modules that hold a target; a graph does not call them.
+
+    Args:
+        targets: dotted names.
+
+    Returns:
+        Dotted names.
+    """
+    found = {""} if any(targets) else set()
+    for target in targets:
+        parts = target.split(".")
+        found |= {".".join(parts[:number]) for number in range(1, len(parts))}
+    return found - set(targets)

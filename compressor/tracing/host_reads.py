@@ -1,0 +1,169 @@
+"""Where a forward reads Python values off its data: what a module then hands on outside of arguments is not seen in the next batch.
+
+`self.loud = bool(x.max() > 2)`: whoever reads `loud` afterwards goes another way in other batches. No list of the places where a value may
+be left is complete (attributes, globals, classes, the environment, closures), but it must be read off a tensor before, and torch tells
+of that. So such a read, and only that, makes a proof take all batches. Likewise code between targets that catches exceptions: a layer may
+raise in other batches only.
+
+Not counted: reads by torch, numpy and this package, and by functions of transformers that set no attribute and no global, nor do their
+callers up to the module that runs (how experts are routed, whether a mask is needed).
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.data.collate import call_model
+from compressor.tracing.graph.nested_values import DATA_SIZED, call_name
+from compressor.tracing.targets.records import short_file
+
+_READS = frozenset(
+    (
+        *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__bool__", "__int__", "__float__", "__index__", "__complex__"),
+        *("__contains__", "__array__", "__dlpack__", "__cuda_array_interface__", "__repr__", "__str__", "__format__", "__reduce_ex__"),
+        *("untyped_storage", "storage", "_typed_storage", "data_ptr", "apply_", "map_", "map2_"),
+        *DATA_SIZED,  # what comes of these has a size that is read off the data
+    )
+)
+_TRUSTED = frozenset(("torch", "numpy", "compressor", *sys.stdlib_module_names))
+_SILENT = _TRUSTED - {"compressor"}
+_LIBRARY = "transformers"
+_OURS = "compressor.tracing."
+_WRAPPERS = f"{_LIBRARY}.utils"  # set what a config says for the time of a call
+_HANDS_ON = frozenset(("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"))
+_SETTERS = frozenset(("setattr", "delattr", "__setattr__", "register_buffer", "globals"))
+_MODULE_CALL: CodeType = nn.Module._wrapped_call_impl.__code__
+
+
+class HostReads:
+    """Looks at the torch calls of forwards for reads that count.
+
+    Attributes:
+        places: name of the module or leaf that reads, whose code is not followed, to file and line of its first read; where no code is
+            followed, there is one entry at most, with an empty name.
+    """
+
+    def __init__(self, model: nn.Module, followed: Collection[str] = (), leaves: Iterable[Callable[..., Any]] = ()) -> None:
+        """Look at nothing before `look` is called.
+
+        Args:
+            model: that runs.
+            followed: dotted names of the modules whose own code is followed, read for read; the code of all others counts. None are named
+                where no code is followed.
+            leaves: functions whose code is not followed wherever they are called.
+        """
+        self.places: dict[str, str] = {}
+        self._names = {id(module): name for name, module in reversed([*model.named_modules()])}
+        self._followed = frozenset(followed)
+        self._known: FrameType | None = None
+        self._leaves = frozenset(one.__code__ for one in leaves if hasattr(one, "__code__"))
+
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Look at a torch call.
+
+        Args:
+            func: torch function.
+            args: its arguments.
+            kwargs: its named arguments.
+        """
+        if (self._followed or not self.places) and _reads(call_name(func), args, kwargs):
+            self._note()
+
+    def forget(self) -> None:
+        """Let go of the forward; what was found stays."""
+        self._known = None
+
+    @property
+    def first(self) -> str:
+        """File, line and module of the first read; empty where there is none."""
+        return next((f"{place} (inside {name})" if name else place for name, place in self.places.items()), "")
+
+    def _note(self) -> None:
+        """Keep where the read is, if it counts."""
+        own = next((frame for frame in _outwards(sys._getframe(1)) if _package(frame) not in _SILENT), None)
+        if own is None or own is self._known or _package(own) == "compressor":  # the latter: hooks and modules of ours
+            return
+        self._known = own  # a loop over experts reads thousands of times
+        frames = [*_outwards(own)]
+        inside = next((name for frame in reversed(frames) if (name := self._unfollowed(frame)) is not None), None)
+        last = next((place for place, frame in reversed([*enumerate(frames)]) if self._unfollowed(frame) is not None), len(frames))
+        odd = any(_may_hand_on(frame) for frame in frames[: last + 1])
+        if odd and not (inside is None and self._followed):
+            self.places.setdefault(inside or "", f"{short_file(own.f_code.co_filename)}:{own.f_lineno}")
+
+    def _unfollowed(self, frame: FrameType) -> str | None:
+        """Name the module or leaf that a frame is the call of, if its code is not followed."""
+        if frame.f_code in self._leaves:
+            return frame.f_code.co_qualname
+        if frame.f_code is not _MODULE_CALL or not self._followed:
+            return None
+        name = self._names.get(id(frame.f_locals["self"]))
+        return None if name in self._followed else name
+
+
+def _reads(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Say whether a torch call gives Python a value of the data, or something of a size that depends on it."""
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in index)
+    if name == "repeat_interleave":
+        repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
+        return isinstance(repeats, Tensor) or len(args) + len(kwargs) == 1
+    return name in _READS or (name == "where" and len(args) + len(kwargs) == 1)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Give the running frames of the forward that do not belong to those who look, from one on."""
+    while frame is not None and frame.f_code is not call_model.__code__:
+        if not str(frame.f_globals.get("__name__")).startswith(_OURS):
+            yield frame
+        frame = frame.f_back
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "?")).partition(".")[0]
+
+
+def _may_hand_on(frame: FrameType) -> bool:
+    if _package(frame) == _LIBRARY:
+        return not str(frame.f_globals["__name__"]).startswith(_WRAPPERS) and _sets(frame.f_code)
+    return _package(frame) not in _TRUSTED
+
+
+@cache
+def _sets(code: CodeType) -> bool:
+    """Say whether a function sets attributes, globals, or variables of a function around it."""
+    steps = list(dis.get_instructions(code))
+    closes = any(step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars for step in steps)
+    return closes or any(step.opname in _HANDS_ON for step in steps) or not _SETTERS.isdisjoint(code.co_names)
+
+
+def catching(codes: Iterable[CodeType]) -> str:
+    """Find a function that catches exceptions, or may.
+
+    Args:
+        codes: of the functions that call targets, to any depth.
+
+    Returns:
+        File and line of the function; empty where there is none.
+    """
+    library = str(Path(sys.modules[_LIBRARY].__file__ or "?").parent) if _LIBRARY in sys.modules else "?"
+    found = [code for code in codes if not code.co_filename.startswith(library) and _catches(code)]
+    return "" if not found else f"{short_file(found[0].co_filename)}:{found[0].co_firstlineno}"
+
+
+@cache
+def _catches(code: CodeType) -> bool:
+    steps = [step.opname for step in dis.get_instructions(code)]
+    bare = any(one == "PUSH_EXC_INFO" and following == "POP_TOP" for one, following in pairwise(steps))
+    return bare or "CHECK_EXC_MATCH" in steps or "CHECK_EG_MATCH" in steps or "suppress" in code.co_names
