@@ -34,7 +34,7 @@ from harness.onnx_graph.skips.native_entries import ENTRIES, EXTENSIONS, Entry
 # argument, `functools.partial`). The garbage collector knows every holder. Replacing back is the same call with its arguments swapped.
 
 
-def replace_everywhere(old: Mapping[int, Callable[..., Any]], new: Mapping[int, Callable[..., Any]]) -> list[tuple[int, Any]]:
+def replace_everywhere(old: Mapping[int, Callable[..., Any]], new: Mapping[int, Callable[..., Any]]) -> list[Any]:
     """Let everybody who holds one of several functions hold another. One walk over the heap finds all holders.
 
     Args:
@@ -42,7 +42,7 @@ def replace_everywhere(old: Mapping[int, Callable[..., Any]], new: Mapping[int, 
         new: what takes the places of those that are to be replaced, by the same keys.
 
     Returns:
-        The holders that go on holding one, each with its key: a tuple, a set, a suspended generator.
+        The holders that go on holding one: a tuple, a set, a suspended generator.
     """
     places = {id(old[key]): function for key, function in new.items()}
     left = []
@@ -51,7 +51,7 @@ def replace_everywhere(old: Mapping[int, Callable[..., Any]], new: Mapping[int, 
     ):  # no comprehension: its cell would hold them, and be changed with the others
         if holder is not old and holder is not new and not _replace_in(holder, places):
             left.append(holder)
-    return [(key, holder) for holder in left for key in new if any(one is holder for one in gc.get_referrers(old[key]))]
+    return left
 
 
 def _replace_in(holder: Any, places: Mapping[int, Any]) -> bool:
@@ -277,11 +277,11 @@ class Interceptor:
         for module in modules:
             self._install_module(module)
         fresh = {key: one for key, one in self._installed.items() if key not in before and isinstance(one.owner, ModuleType)}
-        for key, holder in replace_everywhere(self._natives, {key: one.trampoline for key, one in fresh.items()}):
+        for holder in replace_everywhere(self._natives, {key: one.trampoline for key, one in fresh.items()}):
+            held = next(one for key, one in fresh.items() if any(each is holder for each in gc.get_referrers(self._natives[key])))
             raise HarnessError(
-                f"forced skips: {fresh[key].owner.__name__}.{fresh[key].name} is held by what cannot be changed "
-                f"({type(holder).__name__}), and calls through it would not be seen; hold it in a list or a dict, or import it inside of "
-                "the context"
+                f"forced skips: {held.owner.__name__}.{held.name} is held by what cannot be changed ({type(holder).__name__}), and calls "
+                "through it would not be seen; hold it in a list or a dict, or import it inside of the context"
             )
 
     def _install_module(self, module: ModuleType) -> None:
