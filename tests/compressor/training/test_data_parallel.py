@@ -59,6 +59,7 @@ def test_two_ranks_end_bit_for_bit_alike_in_all_modes(ranks, name):
     assert (cases[0]["buckets"] > 1) == (name in ("many buckets", "everything"))
 
 
+@pytest.mark.nightly
 def test_a_step_of_ours_is_the_loop_that_everybody_writes(ranks):
     assert [found["by hand"]["equal"] for found in ranks] == [True, True]
 

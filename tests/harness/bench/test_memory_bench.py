@@ -32,6 +32,7 @@ def test_more_layers_need_no_more_memory_and_estimates_hold(measured: list[dict[
         assert result["estimate"]["basis"] == "one forward followed on shapes"
 
 
+@pytest.mark.nightly
 def test_the_stage_that_is_said_to_be_worst_is(measured: list[dict[str, Any]]) -> None:
     for result in measured:
         peaks = dict(result["stages"])

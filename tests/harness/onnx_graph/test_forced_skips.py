@@ -69,6 +69,7 @@ def test_child_processes_are_reached_and_their_calls_come_back(
     assert len(calls) >= 1 and all(call.pid != os.getpid() for call in calls)
 
 
+@pytest.mark.nightly
 def test_an_interpreter_that_ignores_the_environment_escapes_and_that_is_an_error(
     third_party: ModuleType, attention_graph: onnx.ModelProto, tmp_path: Path
 ) -> None:

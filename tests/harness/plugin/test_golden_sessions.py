@@ -139,7 +139,7 @@ def test_two_tests_that_write_one_golden_are_told_and_it_is_not_written(project,
     assert set(project.manifest()) == {"other"}
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.nightly)])
 def test_tests_whose_goldens_would_have_one_file_are_told_and_neither_is_written(project, workers: str) -> None:
     tests = TWO.format(factor="2").replace('"same"', '"n/W4A16"', 1).replace('"same"', '"n/w4a16"')
     project.tests(test_it=tests)
