@@ -5,8 +5,8 @@ from __future__ import annotations
 from compressor.data.blocks import BlockOrder, TokenBlocks, load_blocks
 from compressor.data.collate import Batch, batch_to, call_model
 from compressor.data.datasets import CalibrationData, load_dataset_source
+from compressor.data.encode import check_vocabulary, max_positions
 from compressor.data.rows import input_columns
-from compressor.data.vocabulary import check_vocabulary, max_positions
 
 __all__ = [
     "Batch",

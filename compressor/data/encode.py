@@ -1,15 +1,18 @@
-"""One row becomes one line of token ids: texts and conversations through the tokenizer, token ids and their masks after a check."""
+"""One row becomes one line of token ids: texts and conversations through the tokenizer, token ids and their masks after a check.
+
+Whether a model knows the ids is checked here, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from compressor.data.collate import check_mask, check_strided
+from compressor.data.collate import Batch, check_mask, check_strided
 from compressor.data.rows import MASKS, Row
 from compressor.errors import DatasetError
 
@@ -134,3 +137,56 @@ def _settings_kept(tokenizer: Any) -> Iterator[None]:
     finally:
         backend.no_truncation() if truncation is None else backend.enable_truncation(**truncation)
         backend.no_padding() if padding is None else backend.enable_padding(**padding)
+
+
+# Token ids and positions that the model cannot look up: found before any forward; torch would only say that an index is out of range.
+
+
+class HasBatches(Protocol):
+    """Data that shows its tokens: for calibration, or for training."""
+
+    @property
+    def batches(self) -> list[Batch]:
+        """Batches with `input_ids`, or others, which are not looked at."""
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Say how many tokens of a sequence a model takes.
+
+    Args:
+        model: not modified.
+
+    Returns:
+        What its config says; None where there is no limit, which some configs write as -1.
+    """
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def check_vocabulary(data: HasBatches, model: nn.Module) -> None:
+    """Refuse token ids beyond the model's embedding table.
+
+    Args:
+        data: the data; batches without `input_ids` are not looked at.
+        model: a model of transformers, whose input embeddings are the table; any other module has none and takes all.
+
+    Raises:
+        DatasetError: an id lies outside the table; the first one is named.
+    """
+    try:
+        find: Any = getattr(model, "get_input_embeddings", None)
+        table = None if find is None else find()
+    except NotImplementedError:  # of a model with several, or none, transformers does not say which
+        return
+    if not isinstance(table, nn.Embedding):
+        return
+    for number, batch in enumerate(data.batches):
+        ids = batch.get("input_ids") if isinstance(batch, dict) else None
+        if ids is None or ids.numel() == 0:
+            continue
+        outside = ids[(ids < 0) | (ids >= table.num_embeddings)]
+        if outside.numel():
+            raise DatasetError(
+                f"dataset: batch {number} holds token id {int(outside[0])}, and the model knows 0 to {table.num_embeddings - 1}; "
+                "tokenize with the model's own tokenizer"
+            )

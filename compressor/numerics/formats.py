@@ -9,7 +9,8 @@ The functions whose name ends in an underscore overwrite their argument, as torc
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,36 @@ def storage_dtype(number_type: NumberType) -> torch.dtype:
     return torch.float8_e4m3fn if number_type == "float" else torch.int8
 
 
+class Rounding(NamedTuple):
+    """How a format snaps a value: it saturates, then it goes to the nearest code.
+
+    Attributes:
+        low: the smallest code.
+        high: the largest code.
+        to_nearest: rounds saturated values to codes, in their own dtype; may overwrite them.
+    """
+
+    low: float
+    high: float
+    to_nearest: Callable[[Tensor], Tensor]
+
+
+def rounding(number_type: NumberType, num_bits: int) -> Rounding:
+    """Look up how a format snaps values, for loops that snap many small tensors: `to_nearest(values.clamp_(low, high))`.
+
+    Args:
+        number_type: "int" or "float".
+        num_bits: width of a code: 2 to 8 for integers, 4 (e2m1) or 8 (e4m3) for floats.
+
+    Returns:
+        Bounds and rounding.
+    """
+    low, high = code_range(number_type, num_bits)
+    if number_type == "int":
+        return Rounding(low, high, Tensor.round_)
+    return Rounding(low, high, _round_to_fp4 if num_bits == 4 else _round_to_fp8)
+
+
 def snap_(values: Tensor, number_type: NumberType, num_bits: int) -> Tensor:
     """Move every value to the nearest code of the format, keeping the floating dtype.
 
@@ -77,11 +108,8 @@ def snap_(values: Tensor, number_type: NumberType, num_bits: int) -> Tensor:
     Returns:
         The snapped values in the dtype of `values`.
     """
-    low, high = code_range(number_type, num_bits)
-    values.clamp_(low, high)
-    if number_type == "int":
-        return values.round_()
-    return _round_to_fp4(values) if num_bits == 4 else values.to(torch.float8_e4m3fn).to(values.dtype)
+    low, high, to_nearest = rounding(number_type, num_bits)
+    return to_nearest(values.clamp_(low, high))
 
 
 def encode_(values: Tensor, number_type: NumberType, num_bits: int) -> Tensor:
@@ -98,6 +126,10 @@ def encode_(values: Tensor, number_type: NumberType, num_bits: int) -> Tensor:
     if number_type == "float" and num_bits == 8:
         return values.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return snap_(values, number_type, num_bits).to(storage_dtype(number_type))
+
+
+def _round_to_fp8(values: Tensor) -> Tensor:
+    return values.to(torch.float8_e4m3fn).to(values.dtype)
 
 
 def _round_to_fp4(values: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 
 from compressor.arguments import check_dtypes_around
 from compressor.data.datasets import chosen_length
-from compressor.data.vocabulary import max_positions
+from compressor.data.encode import max_positions
 from compressor.lifecycle import Modifier, PlannedModule, State
 from compressor.model.experts.stages import expert_targets
 from compressor.model.experts.unfuse import unfused_experts

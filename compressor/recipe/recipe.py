@@ -14,8 +14,7 @@ from pydantic_core import PydanticSerializationError
 from compressor.errors import RecipeError
 from compressor.lifecycle import Modifier
 from compressor.modifiers.registry import modifier_name
-from compressor.recipe.arguments import escape, named_values
-from compressor.recipe.build import DEFAULT_STAGE, Builder, Stage
+from compressor.recipe.build import DEFAULT_STAGE, Builder, Stage, escape, named_values
 from compressor.recipe.source import RecipeDumper, read_document
 
 _FILLED_IN = {"index", "group"}

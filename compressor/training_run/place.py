@@ -10,7 +10,7 @@ from pathlib import Path
 
 from compressor.atomic import check_output_dir, real_path
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
-from compressor.model.tensor_digests import check_written
+from compressor.model.checkpoints.audit import check_written
 from compressor.pipelines.journal.fingerprint import Fingerprint, digest
 from compressor.pipelines.journal.place import RECORD_FILE
 from compressor.pipelines.journal.run_folder import default_run_dir

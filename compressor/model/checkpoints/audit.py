@@ -1,17 +1,21 @@
-"""The first look at a model before anything is done to it, and the last one before a byte of it is written.
+"""The first look at a model before anything is done to it, the last one before a byte of it is written, and one at the files after that.
 
 A scale that was never computed, or that became NaN on the way, gives a file that loads without complaint and talks nonsense.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from compressor.errors import CheckpointError, NumericsError, SchemeError
-from compressor.model.folder import some
+from compressor.errors import CheckpointError, ModelError, NumericsError, ResumeError, SchemeError
+from compressor.model.folder import one_line, read_json, some
 from compressor.nn.kv_cache import PARTS, kv_args
 from compressor.nn.layer import QuantizedLayer
 from compressor.numerics.qparams import QParams, check_qparams
@@ -148,3 +152,51 @@ def _check_input(name: str, layer: QuantizedLayer) -> None:
 def _lies_in(values: Tensor, low: float, high: float) -> bool:
     """False for NaN as well."""
     return bool(((values >= low) & (values <= high)).all())
+
+
+# A digest of every tensor of a checkpoint, as it lies in the files: what compression.json says of them, so that damage shows later.
+
+
+def tensor_digests(folder: Path) -> dict[str, str]:
+    """Read back every tensor of a folder and hash it.
+
+    Args:
+        folder: holds safetensors files.
+
+    Returns:
+        By name: dtype and shape as the file names them, and the sha256 of the bytes, such as `BF16[64,128] 2c26b4...`.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                described = file.get_slice(name)
+                sizes = ",".join(map(str, described.get_shape()))
+                raw = file.get_tensor(name).reshape(-1).view(torch.uint8).numpy()
+                found[name] = f"{described.get_dtype()}[{sizes}] {hashlib.sha256(raw).hexdigest()}"
+    return found
+
+
+def check_written(folder: Path, record: Mapping[str, Any]) -> None:
+    """Refuse to call a checkpoint finished that is no longer what was written.
+
+    Args:
+        folder: of the checkpoint.
+        record: its compression.json.
+
+    Raises:
+        ResumeError: a tensor is missing or has other bytes than `tensors` says, config.json names other schemes, or a file cannot be read.
+    """
+    noted = record.get("tensors")
+    try:
+        found = tensor_digests(folder)
+        config = read_json(folder / "config.json") if (folder / "config.json").is_file() else record
+        changed = "the record of its tensors" if not isinstance(noted, Mapping) else next(
+            (name for name in sorted(found.keys() | noted.keys()) if found.get(name) != noted.get(name)), None
+        )  # fmt: skip
+        if changed is None and config.get("quantization_config") != record.get("quantization_config"):
+            changed = "the quantization_config of config.json"
+    except (OSError, SafetensorError, ModelError) as error:
+        changed = f"a file ({one_line(error)})"
+    if changed is not None:
+        raise ResumeError(f"{folder}: holds the result of this run, but {changed} is not what was written; remove the folder to run again")

@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from compressor.atomic import check_output_dir, whole_or_nothing
 from compressor.errors import CheckpointError, OutputError
-from compressor.model.checkpoints.audit import audit_qparams
+from compressor.model.checkpoints.audit import audit_qparams, tensor_digests
 from compressor.model.checkpoints.format import config_of, stored_keys, stored_names, unquantized_linears
 from compressor.model.experts.format import kept_fused, with_expert_settings, with_fused_floats
 from compressor.model.folder import one_line, read_json, some
 from compressor.model.loading.load import quiet_transformers
-from compressor.model.tensor_digests import tensor_digests
 from compressor.numerics.scheme import QuantizationScheme
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pathlib import Path
 from compressor.atomic import check_output_dir, partial_path, real_path
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
 from compressor.lifecycle import Modifier
-from compressor.model.tensor_digests import check_written
+from compressor.model.checkpoints.audit import check_written
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes, digest, file_hashes
 from compressor.pipelines.journal.journal import Journal, NullJournal, StageJournal
 from compressor.pipelines.journal.lines import Lines

@@ -1,25 +1,37 @@
-"""From Python values to the arguments of nodes: a tensor or a size becomes the node that made it, and what no node made is refused."""
+"""From Python values to the arguments of nodes, and from the results of nodes back to Python.
+
+On the way in a tensor or a size becomes the node that made it, and what no node made is refused. On the way out tensors are remembered,
+numbers become symbolic, and what steers Python gets a guard.
+"""
 
 from __future__ import annotations
 
+import operator
 import re
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from types import EllipsisType, FunctionType, NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from compressor.data.layouts import has_memory, shape_of
-from compressor.tracing.graph.nested_values import as_size, find_tensor, is_record, map_tree, parts_of, record_fields
-from compressor.tracing.graph.nodes import Constant, rebuild_function, rebuild_record
+from compressor.data.layouts import has_memory, num_bytes, shape_of
+from compressor.tracing.graph.nested_values import (
+    BY_REFERENCE,
+    as_size,
+    find_tensor,
+    is_named_tuple,
+    is_record,
+    map_tree,
+    parts_of,
+    read_field,
+    record_fields,
+    structure,
+)
+from compressor.tracing.graph.nodes import Constant, GraphBuilder, rebuild_function, rebuild_record
 from compressor.tracing.graph.symbolic import SymbolicFloat, SymbolicInt, is_symbolic, plain
-
-if TYPE_CHECKING:
-    from compressor.tracing.graph.recorder import Recorder
-
 
 _AS_IS = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, EllipsisType)
 
@@ -39,12 +51,12 @@ class Encoder:
         objects: id of a helper object or shared container to its node and to itself, which keeps the id valid.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, builder: GraphBuilder) -> None:
         """Learn parameters, buffers and configurations of the model."""
         self.objects: dict[int, tuple[fx.Node, Any]] = {}
-        self._recorder = recorder
+        self._builder = builder
         self._tensors: dict[int, _Known] = {}
-        model = recorder.model
+        model = builder.model
         self._state = {id(tensor): (tensor, name) for name, tensor in (*model.named_buffers(), *model.named_parameters())}
         configs = [vars(module).get("config") for module in model.modules()]
         owned = [value for module in model.modules() for value in vars(module).values()]
@@ -88,7 +100,7 @@ class Encoder:
         return map_tree(self._encode_leaf, value, self.objects, self._encode_size if sizes else as_size)
 
     def _encode_size(self, items: tuple[Any, ...]) -> Any:
-        return self._recorder.emit("call_function", torch.Size, (items,), size=True)  # fx makes a tuple of one among arguments
+        return self._builder.emit("call_function", torch.Size, (items,), size=True)  # fx makes a tuple of one among arguments
 
     def constant(self, value: Any) -> fx.Node:
         """Return the node of an object that all batches share.
@@ -101,15 +113,15 @@ class Encoder:
         """
         if id(value) not in self.objects:
             raw = getattr(value, "__name__", None) or type(value).__name__
-            name = self._recorder.names.get(id(value)) or raw
+            name = self._builder.names.get(id(value)) or raw
             target = Constant(value, re.sub(r"\W", "_", f"{name or 'model'}") + f"_{len(self.objects)}")
-            self.objects[id(value)] = (self._recorder.emit("call_function", target, size=True), value)
+            self.objects[id(value)] = (self._builder.emit("call_function", target, size=True), value)
         return self.objects[id(value)][0]
 
     def _encode_leaf(self, value: Any) -> Any:
         if is_symbolic(value):
-            if value.recorder is not self._recorder:
-                raise self._recorder.refuse('a size or number of an earlier forward is used; it was kept somewhere; use engine="suspend"')
+            if value.source.graph is not self._builder.graph:
+                raise self._builder.refuse('a size or number of an earlier forward is used; it was kept somewhere; use engine="suspend"')
             return value.source
         if type(value) in _AS_IS:
             return value
@@ -124,14 +136,14 @@ class Encoder:
     def _encode_composite(self, value: Any) -> Any:
         if is_record(value):
             fields = self.encode(record_fields(value))
-            return self._recorder.emit("call_function", rebuild_record, (self.constant(type(value)), fields))
+            return self._builder.emit("call_function", rebuild_record, (self.constant(type(value)), fields))
         if isinstance(value, FunctionType):
             parts = dict(parts_of(value))
             cells = [self.encode(part) for key, part in parts.items() if str(key).startswith("cell ")]
             defaults = [self.encode(part) for part in value.__defaults__ or ()]
             if len(cells) == len(value.__closure__ or ()) and find_tensor(list(vars(value).values()), self.owns) is None:
-                return self._recorder.emit("call_function", rebuild_function, (self.constant(value), cells, defaults))
-        raise self._recorder.refuse(
+                return self._builder.emit("call_function", rebuild_function, (self.constant(value), cells, defaults))
+        raise self._builder.refuse(
             f"a {type(value).__name__} that holds tensors goes into a call, and it cannot be made anew for each batch; pass the tensors "
             'themselves, wrap the function around it with leaf(fn) or use engine="suspend"'
         )
@@ -144,7 +156,7 @@ class Encoder:
         node = self._state_node(tensor)
         if node is None:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise self._recorder.refuse(
+            raise self._builder.refuse(
                 f"tensor {shape_of(tensor)} {kind} was not made by a recorded call (numpy round trip?); freezing it would reuse this "
                 'sample\'s values; wrap the producer with leaf(fn) or use engine="suspend"'
             )
@@ -154,8 +166,8 @@ class Encoder:
     def _check_version(self, tensor: Tensor, known: _Known) -> None:
         if tensor.is_inference() or tensor._version == known.version:
             return
-        if not has_memory(tensor) or tensor.untyped_storage()._cdata not in self._recorder.written:
-            raise self._recorder.refuse(
+        if not has_memory(tensor) or tensor.untyped_storage()._cdata not in self._builder.written:
+            raise self._builder.refuse(
                 f"tensor {shape_of(tensor)} was written to by code that was not recorded; wrap that code with leaf(fn) or use "
                 'engine="suspend"'
             )
@@ -165,28 +177,27 @@ class Encoder:
         """Find a tensor among parameters, buffers and whatever else stands on modules at the moment."""
         held, name = self._state.get(id(tensor), (None, ""))
         module, _, own = name.rpartition(".")
-        model = self._recorder.model
+        model = self._builder.model
         if held is tensor and getattr(model.get_submodule(module), own, None) is tensor:
-            return self._recorder.emit("get_attr", name, size=True)
+            return self._builder.emit("get_attr", name, size=True)
         for candidate in model.modules():
             for place in (vars(candidate), candidate._buffers, candidate._parameters):
                 for attribute, value in place.items():
                     if value is tensor:
-                        return self._recorder.emit("call_function", getattr, (self.constant(candidate), attribute))
+                        return self._builder.emit("call_function", getattr, (self.constant(candidate), attribute))
         return None
 
 
-# What a recorder does with symbolic numbers: arithmetic becomes nodes, decisions become guards.
+# What is done with symbolic numbers: arithmetic becomes nodes, decisions become guards.
 
 
 class Numbers:
-    """The part of a recorder that symbolic numbers talk to."""
+    """What symbolic numbers talk to."""
 
-    inside: int
-    encoder: Encoder
-    emit: Callable[..., fx.Node]
-    guard: Callable[..., None]
-    opaque: Callable[[], AbstractContextManager[None]]
+    def __init__(self, builder: GraphBuilder, encoder: Encoder) -> None:
+        """Keep whom to tell of nodes and guards, and who knows the nodes of numbers."""
+        self._builder = builder
+        self._encoder = encoder
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Compute with symbolic numbers.
@@ -199,10 +210,10 @@ class Numbers:
             A symbolic number where this is recorded.
         """
         value = function(*map(plain, args))
-        if self.inside:
+        if self._builder.inside:
             return value
-        with self.opaque():
-            node = self.emit("call_function", function, self.encoder.encode(args), size=True)
+        with self._builder.opaque():
+            node = self._builder.emit("call_function", function, self._encoder.encode(args), size=True)
         return self.number(value, node)
 
     def decide(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -216,9 +227,9 @@ class Numbers:
             The plain outcome.
         """
         value = function(*map(plain, args))
-        if not self.inside:
-            with self.opaque():
-                self.guard(self.emit("call_function", function, self.encoder.encode(args), size=True), value)
+        if not self._builder.inside:
+            with self._builder.opaque():
+                self._builder.guard(self._builder.emit("call_function", function, self._encoder.encode(args), size=True), value)
         return value
 
     def pin(self, node: fx.Node, value: Any) -> None:
@@ -228,9 +239,9 @@ class Numbers:
             node: that computes it.
             value: of it.
         """
-        if not self.inside:
-            with self.opaque():
-                self.guard(node, value)
+        if not self._builder.inside:
+            with self._builder.opaque():
+                self._builder.guard(node, value)
 
     def number(self, value: Any, node: fx.Node) -> Any:
         """Make a number symbolic.
@@ -244,6 +255,128 @@ class Numbers:
         """
         node.meta["number"] = True
         if type(value) in (bool, complex):
-            self.guard(node, value)
+            self._builder.guard(node, value)
             return value
         return SymbolicInt(value, node, self) if isinstance(value, int) else SymbolicFloat(value, node, self)
+
+
+# From the result of a recorded call back to Python.
+
+_PLAIN = (NoneType, *BY_REFERENCE)
+
+
+class Binder:
+    """Gives the values that a recorded forward goes on with."""
+
+    def __init__(self, builder: GraphBuilder, encoder: Encoder, numbers: Numbers, adopt: Callable[[fx.Node, Any], None]) -> None:
+        """Keep whom to tell of tensors, of numbers, and of objects of the run (`adopt`)."""
+        self._builder = builder
+        self._encoder = encoder
+        self._numbers = numbers
+        self._adopt = adopt
+
+    def bind_checked(self, node: fx.Node, value: Any) -> Any:
+        """Bind the result of a module or leaf, whose build may differ from batch to batch.
+
+        Args:
+            node: of the call.
+            value: its result.
+
+        Returns:
+            What Python goes on with.
+        """
+        if not isinstance(value, Tensor) or node.op == "call_function":
+            shape = self._builder.emit("call_function", output_structure, (node,), size=True)
+            self._builder.guard(shape, output_structure(value), "structure")
+        return self.bind(node, value)
+
+    def bind(self, node: fx.Node, value: Any) -> Any:
+        """Attach nodes to a result, to whatever depth.
+
+        Args:
+            node: of the call.
+            value: its result.
+
+        Returns:
+            The result with symbolic numbers in the place of plain ones.
+
+        Raises:
+            Refusal: it holds what cannot be followed.
+        """
+        if isinstance(value, Tensor):
+            self._encoder.note(value, node)
+            node.meta["tensor"] = describe(value)
+            return value
+        if is_symbolic(value) or isinstance(value, _PLAIN) or id(value) in self._encoder.objects:
+            return value
+        if isinstance(value, bool | int | float | complex):
+            return self._numbers.number(value, node)
+        if isinstance(value, str | bytes):
+            self._builder.guard(node, value)
+            return value
+        if isinstance(value, tuple | list):
+            return self._bind_sequence(node, value)
+        if type(value) is dict or is_record(value):
+            return self._bind_record(node, value)
+        if isinstance(value, Iterator | np.ndarray | np.generic | torch.UntypedStorage):
+            raise self._builder.refuse(
+                f"a call returned a {type(value).__name__}, whose contents cannot be followed; return tensors, wrap the function around it "
+                'with leaf(fn), or use engine="suspend"'
+            )
+        self._adopt(node, value)
+        return value
+
+    def _item(self, node: fx.Node, key: Any, size: bool) -> fx.Node:
+        return self._builder.emit("call_function", operator.getitem, (node, key), size=size)
+
+    def _bind_sequence(self, node: fx.Node, value: Any) -> Any:
+        is_size = node.meta["number"] = type(value) is torch.Size
+        if type(value) in (tuple, list) and not is_size:
+            self._builder.guard(self._builder.emit("call_function", len, (node,), size=True), len(value))
+        bound = [self.bind(self._item(node, index, True), item) for index, item in enumerate(value)]
+        if is_size:
+            return torch.Size(bound)
+        if type(value) is list:
+            value[:] = bound
+            return value
+        return tuple(bound) if type(value) is tuple else type(value)(*bound) if is_named_tuple(value) else value
+
+    def _bind_record(self, node: fx.Node, value: Any) -> Any:
+        if type(value) is dict:
+            for key, item in value.items():
+                value[key] = self.bind(self._item(node, key, True), item)
+            return value
+        for name, item in record_fields(value).items():
+            if item is not None:
+                made = self._builder.emit("call_function", read_field, (node, name), size=True)
+                bound = self.bind(made, item)
+                if bound is not item:
+                    object.__setattr__(value, name, bound)
+        return value
+
+
+def output_structure(value: Any) -> Any:
+    """Describe how the result of a module or leaf is built.
+
+    Args:
+        value: the result.
+
+    Returns:
+        Types, lengths and keys; numbers, which stay symbolic, are left out.
+    """
+    return structure(value, numbers=False)
+
+
+def describe(tensor: Tensor) -> tuple[Any, ...]:
+    """Note what planning needs to know of a tensor.
+
+    Args:
+        tensor: not kept.
+
+    Returns:
+        Shape, dtype, identity and bytes of its storage.
+    """
+    if not has_memory(tensor):
+        return shape_of(tensor), tensor.dtype, id(tensor), num_bytes(tensor)
+    storage = tensor.untyped_storage()
+    return tuple(tensor.shape), tensor.dtype, storage._cdata, storage.nbytes()

@@ -1,18 +1,20 @@
-"""The functions that stand in recorded graphs besides torch's own: constants, guards, and what rebuilds Python objects for each batch."""
+"""Nodes: the functions that stand in recorded graphs besides torch's own, and the builder that adds nodes and guards to a graph."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from compressor.errors import TracingError
+from compressor.tracing.graph.nested_values import Modes
 from compressor.tracing.targets.records import short_file
 from compressor.tracing.targets.sample_state import copy_arguments
 
@@ -294,3 +296,93 @@ def call_script(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         What it returns.
     """
     return function(*args, **kwargs)
+
+
+class GraphBuilder:
+    """The graph of one forward while it is recorded, and who adds to it; shared by all parts of a recorder.
+
+    Attributes:
+        model: whose forward it is.
+        names: id of a module to its dotted name.
+        graph: grows node by node, in program order.
+        inside: above 0 while code runs that is not recorded.
+        written: storages that recorded calls have written to.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Learn the modules' names, and the modes that no node needs to note; the graph is empty."""
+        self.model = model
+        self.names: dict[int, str] = {}
+        for name, module in model.named_modules():
+            self.names.setdefault(id(module), name)
+        self.graph = fx.Graph()
+        self.inside = 0
+        self.written: set[int] = set()
+        self._pinned: set[tuple[fx.Node, str]] = set()
+        self._ambient = Modes.current()
+
+    def emit(
+        self,
+        op: str,
+        target: Any,
+        args: Any = (),
+        kwargs: Any = None,
+        *,
+        size: bool = False,
+        effect: bool = False,
+        writes: frozenset[int] = frozenset(),
+    ) -> fx.Node:
+        """Add a node whose arguments are encoded already.
+
+        Args:
+            op: kind of node.
+            target: what it calls.
+            args: nodes and plain values.
+            kwargs: nodes and plain values by name.
+            size: the node computes a number and may go if nothing needs it.
+            effect: the node writes to something.
+            writes: the storages that it writes to.
+
+        Returns:
+            The node.
+        """
+        node = self.graph.create_node(op, target, args, kwargs or {})
+        node.meta["place"] = current_place()
+        state = Modes.current()
+        node.meta["state"] = None if state == self._ambient else state
+        node.meta["size"], node.meta["effect"], node.meta["writes"] = size, effect or bool(writes), writes
+        return node
+
+    def guard(self, node: fx.Node, expected: Any, kind: str = "value") -> None:
+        """Record that a value must be what it is now.
+
+        Args:
+            node: of the value.
+            expected: the value.
+            kind: `value`, or `structure` for what only says that a result is built as it was.
+        """
+        key = (node, f"{type(expected).__name__} {expected!r}")
+        if key not in self._pinned:
+            self._pinned.add(key)
+            made = self.emit("call_function", guard, (node, expected, str(current_place())))
+            made.meta["guard"], made.meta["frames"] = kind, current_frames()
+
+    @contextmanager
+    def opaque(self) -> Iterator[None]:
+        """Let code run that is not recorded."""
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    def refuse(self, message: str) -> Refusal:
+        """Make an error that knows the running functions.
+
+        Args:
+            message: what, why, and the remedy; the place is put before it.
+
+        Returns:
+            The error, for raising.
+        """
+        return Refusal(f"{current_place()}: {message}", current_frames())

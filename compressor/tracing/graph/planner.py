@@ -61,11 +61,11 @@ def record(
         given = _bind_inputs(recorder, batch)
         with recording(recorder, leaves, values):
             output = _run(model, given)
-            with recorder.opaque():
+            with recorder.builder.opaque():
                 recorder.surroundings.check()
                 recorder.weights.check()
                 encoded = recorder.encoder.encode(output)
-            reassigned = {f"{recorder.names.get(id(module), '?')}.{name}".lstrip(".") for module, name in values.noted()}
+            reassigned = {f"{recorder.builder.names.get(id(module), '?')}.{name}".lstrip(".") for module, name in values.noted()}
     finally:
         outside.restore()
         reads.forget()
@@ -92,10 +92,10 @@ def _run(model: nn.Module, batch: Batch) -> Any:
 
 def _bind_inputs(recorder: Recorder, batch: Batch) -> Batch:
     bound: dict[str, Any] = {}
-    with recorder.opaque():
+    with recorder.builder.opaque():
         for name, item in named_inputs(batch).items():
             if is_tensor(item):
-                node = recorder.emit("placeholder", str(name))
+                node = recorder.builder.emit("placeholder", str(name))
                 bound[name] = recorder.binder.bind(node, item)
             else:
                 bound[name] = item  # part of the signature

@@ -133,7 +133,7 @@ def build_program(recorder: Recorder, output: Any, signature: Any, groups: Mappi
     Raises:
         Refusal: the forward calls no target.
     """
-    flat = recorder.graph
+    flat = recorder.builder.graph
     order = {node: number for number, node in enumerate(flat.nodes)}
     flat.output(output)
     for node in reversed(list(flat.nodes)):

@@ -10,23 +10,20 @@ import copy
 import enum
 import operator
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from compressor.random_state import foreign_random
+from compressor.tracing.graph.encoder import Encoder
 from compressor.tracing.graph.nested_values import BY_REFERENCE, find_tensor, is_named_tuple, is_record, structure, tree_leaves
-from compressor.tracing.graph.nodes import Refusal, Template, Unrepeatable, replace_items, set_attributes
+from compressor.tracing.graph.nodes import GraphBuilder, Refusal, Template, Unrepeatable, replace_items, set_attributes
 from compressor.tracing.graph.symbolic import is_symbolic
-
-if TYPE_CHECKING:
-    from compressor.tracing.graph.recorder import Recorder
-
 
 _SIMPLE = (bool, int, float, complex, str, bytes, Tensor, nn.Module, enum.Enum, *BY_REFERENCE)
 
@@ -40,12 +37,14 @@ class _Shared:
     parts: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
 
-class RunObjects:
+class SharedObjects:
     """Follows the helper objects of one forward."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        """Start with none."""
-        self._recorder = recorder
+    def __init__(self, builder: GraphBuilder, encoder: Encoder, bind: Callable[[fx.Node, Any], Any]) -> None:
+        """Start with none; `bind` gives nodes to what a call has put into an object."""
+        self._builder = builder
+        self._encoder = encoder
+        self._bind = bind
         self._shared: dict[int, _Shared] = {}
         self._containers: list[tuple[Any, Any]] = []  # containers of the running call and copies of them from before it
         self._untracked: list[tuple[Any, Any]] = []  # objects that must not change, and their structure
@@ -82,12 +81,12 @@ class RunObjects:
         found = False
         for value, earlier in reversed(self._containers):  # the inner ones first, so that the outer ones refer to them
             if _outline(value) != _outline(earlier):
-                node = self._recorder.emit("call_function", type(value), (self._recorder.encoder.encode(earlier),))
+                node = self._builder.emit("call_function", type(value), (self._encoder.encode(earlier),))
                 self._register(value, node, _parts(earlier))
                 found = True
         for value, outline in self._untracked:
             if _outline(value) != outline:
-                raise self._recorder.refuse(
+                raise self._builder.refuse(
                     f"a module changes a {type(value).__name__} that it is given, and that cannot be repeated for each batch; use a dict "
                     'or an object with attributes, or engine="suspend"'
                 )
@@ -95,7 +94,6 @@ class RunObjects:
 
     def after(self) -> None:
         """Bind and guard what the call has changed in objects of the run."""
-        recorder = self._recorder
         for shared in list(self._shared.values()):
             now = _parts(shared.value)
             changed = _differences(shared.parts, now)
@@ -103,8 +101,8 @@ class RunObjects:
                 continue
             for key in changed:
                 self._bind_part(shared, key, now[key])
-            made = recorder.emit("call_function", structure, (shared.node,), size=True)
-            recorder.guard(made, structure(shared.value), "helper")
+            made = self._builder.emit("call_function", structure, (shared.node,), size=True)
+            self._builder.guard(made, structure(shared.value), "helper")
             shared.parts = _known(_parts(shared.value))
 
     def adopt(self, node: fx.Node, value: Any) -> None:
@@ -114,33 +112,32 @@ class RunObjects:
             node: of the call.
             value: the object.
         """
-        if isinstance(value, enum.Enum) or self._recorder.encoder.owns(value):
+        if isinstance(value, enum.Enum) or self._encoder.owns(value):
             return
         self._register(value, node, {})
         self.after()
 
     def _is_helper(self, value: Any) -> bool:
-        if isinstance(value, _SIMPLE) or is_symbolic(value) or callable(value) or is_record(value) or self._recorder.encoder.owns(value):
+        if isinstance(value, _SIMPLE) or is_symbolic(value) or callable(value) or is_record(value) or self._encoder.owns(value):
             return False
         return isinstance(getattr(value, "__dict__", None), dict)
 
     def _lift(self, value: Any) -> None:
-        recorder = self._recorder
-        traced = {name: part for name, part in vars(value).items() if find_tensor(part, recorder.encoder.owns) is not None}
+        traced = {name: part for name, part in vars(value).items() if find_tensor(part, self._encoder.owns) is not None}
         bare = copy.copy(value)
         for name in traced:
             object.__delattr__(bare, name)
         name = re.sub(r"\W", "_", type(value).__name__) + f"_{len(self._shared)}"
-        node = recorder.emit("call_function", Template(bare, recorder.model, name), (recorder.encoder.encode(traced),))
+        node = self._builder.emit("call_function", Template(bare, self._builder.model, name), (self._encoder.encode(traced),))
         self._register(value, node, _parts(value))
 
     def _register(self, value: Any, node: fx.Node, parts: dict[Any, Any]) -> None:
         self._shared[id(value)] = _Shared(value, node, _known(parts))
-        self._recorder.encoder.objects[id(value)] = (node, value)
+        self._encoder.objects[id(value)] = (node, value)
 
     def _bring_up_to_date(self, shared: _Shared) -> None:
         """Repeat what Python code has done to an object since the last call."""
-        recorder, now = self._recorder, _parts(shared.value)
+        now = _parts(shared.value)
         changed = _differences(shared.parts, now)
         removed = tuple(key for key in shared.parts if key not in now)
         if not changed and not removed:
@@ -148,31 +145,30 @@ class RunObjects:
         if isinstance(shared.value, list | dict):
             contents = shared.value if type(shared.value) in (list, dict) else None
             if contents is None:
-                raise recorder.refuse(f'a {type(shared.value).__name__} is changed between two module calls; use engine="suspend"')
+                raise self._builder.refuse(f'a {type(shared.value).__name__} is changed between two module calls; use engine="suspend"')
             encoded = (
-                [recorder.encoder.encode(one) for one in contents]
+                [self._encoder.encode(one) for one in contents]
                 if isinstance(contents, list)
-                else {key: recorder.encoder.encode(one) for key, one in contents.items()}
+                else {key: self._encoder.encode(one) for key, one in contents.items()}
             )
-            recorder.emit("call_function", replace_items, (shared.node, encoded), effect=True)
+            self._builder.emit("call_function", replace_items, (shared.node, encoded), effect=True)
         else:
-            values = {key: recorder.encoder.encode(now[key]) for key in changed}
-            recorder.emit("call_function", set_attributes, (shared.node, values, removed), effect=True)
+            values = {key: self._encoder.encode(now[key]) for key in changed}
+            self._builder.emit("call_function", set_attributes, (shared.node, values, removed), effect=True)
         shared.parts = _known(now)
 
     def _bind_part(self, shared: _Shared, key: Any, part: Any) -> None:
         """Give nodes to the tensors that a call has put into an object; deeper objects are covered by the guard on its structure."""
-        recorder = self._recorder
         reader = operator.getitem if isinstance(shared.value, list | dict) else getattr
         if type(part) in (list, dict):  # the object's own container, which later calls may change through it
             if id(part) not in self._shared:
-                self._register(part, recorder.emit("call_function", reader, (shared.node, key), size=True), _parts(part))
+                self._register(part, self._builder.emit("call_function", reader, (shared.node, key), size=True), _parts(part))
             inner = self._shared[id(part)]
             for name, item in _parts(part).items():
                 self._bind_part(inner, name, item)
             inner.parts = _known(_parts(part))
         elif isinstance(part, Tensor | tuple) and all(isinstance(one, Tensor) for one in tree_leaves(part)):
-            recorder.binder.bind(recorder.emit("call_function", reader, (shared.node, key), size=True), part)
+            self._bind(self._builder.emit("call_function", reader, (shared.node, key), size=True), part)
 
 
 def _collect(value: Any, found: list[Any]) -> None:
@@ -249,11 +245,12 @@ class Surroundings:
         if written:
             raise Unrepeatable(written_in_place(written[0]))
 
-    def context(self, recorder: Recorder) -> tuple[tuple[ContextVar[Any], Any], ...]:
+    def context(self, builder: GraphBuilder, encoder: Encoder) -> tuple[tuple[ContextVar[Any], Any], ...]:
         """Collect the context variables that the forward has set around a call, but for collectors, which only take notes.
 
         Args:
-            recorder: of the forward.
+            builder: refuses.
+            encoder: knows what belongs to the model.
 
         Returns:
             Variable and value.
@@ -265,8 +262,8 @@ class Surroundings:
         for variable, value in copy_context().items():
             if self._context.get(variable, _UNSET) is value or isinstance(value, TorchFunctionMode | dict | list | set):
                 continue
-            if find_tensor(value, recorder.encoder.owns) is not None:
-                raise recorder.refuse(
+            if find_tensor(value, encoder.owns) is not None:
+                raise builder.refuse(
                     f"context variable {variable.name} hands a tensor to the module that is called, past its arguments; pass it as an "
                     'argument, or use engine="suspend"'
                 )

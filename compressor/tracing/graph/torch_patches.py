@@ -33,7 +33,9 @@ from compressor.tracing.targets.sample_state import ModuleValues, noting_cached_
 class LeafRecorder(Protocol):
     """What a leaf needs of a recorder."""
 
-    inside: int
+    @property
+    def inside(self) -> int:
+        """Above 0 while code runs that is not recorded."""
 
     def call_leaf(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         """Record a call as one node."""
@@ -342,7 +344,7 @@ def _patch_modules(recorder: Recorder, plain_call: Callable[..., Any], noting: d
 
     def listens(module: nn.Module, value: Any) -> bool:
         is_data = not isinstance(value, nn.Module | nn.Parameter) and not callable(value)
-        return threading.get_ident() == thread and not recorder.inside and id(module) in recorder.names and is_data
+        return threading.get_ident() == thread and not recorder.inside and id(module) in recorder.builder.names and is_data
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         if listens(module, value):

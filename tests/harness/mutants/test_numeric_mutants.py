@@ -47,7 +47,11 @@ def test_planting_is_seen_by_those_who_imported_by_name_and_leaves_nothing_behin
 
     before = snap_.__code__
     rounds_down = bug(
-        "toy", "codes", "it rounds down", "quantizer.nearest_codes", Edit("compressor.numerics.formats:snap_", "round_()", "floor_()")
+        "toy",
+        "codes",
+        "it rounds down",
+        "quantizer.nearest_codes",
+        Edit("compressor.numerics.formats:snap_", "values.clamp_(low, high)", "values.clamp_(low, high).floor_()"),
     )
     with pytest.raises(ZeroDivisionError), rounds_down.planted():
         assert snap_.__code__ is not before and formats.snap_ is snap_

@@ -8,6 +8,7 @@ from harness.mutants.patches import Edit, Mutant
 _FORMATS = "compressor.numerics.formats:"
 _QUANTIZE = "compressor.numerics.quantize:"
 _SNAP = _FORMATS + "snap_"
+_ROUNDING = _FORMATS + "rounding"
 _NEAREST = "quantizer.nearest_codes"
 _RULE = "quantizer.scale_rule"
 
@@ -17,16 +18,17 @@ QUANTIZER_MUTANTS: tuple[Mutant, ...] = (
     bug("code_past_the_end", "codes", "the highest code is 128, which int8 does not hold", _RULE,
         Edit(_FORMATS + "code_range", "return -half, half - 1.0", "return -half, half")),
     bug("lowest_code_never_used", "codes", "codes are clamped to -127 while scales know -128", _NEAREST,
-        Edit(_SNAP, "values.clamp_(low, high)", "values.clamp_(low + (number_type == 'int'), high)")),
-    bug("rounds_down", "codes", "codes are rounded down", _NEAREST, Edit(_SNAP, "values.round_()", "values.floor_()")),
-    bug("cuts_off", "codes", "codes are cut off toward zero", _NEAREST, Edit(_SNAP, "values.round_()", "values.trunc_()")),
-    bug("ties_up", "codes", "ties go up in place of to even", "quantizer.odd", Edit(_SNAP, "values.round_()", "values.add_(0.5).floor_()")),
+        Edit(_ROUNDING, "Rounding(low, high, Tensor.round_)", "Rounding(low + 1, high, Tensor.round_)")),
+    bug("rounds_down", "codes", "codes are rounded down", _NEAREST, Edit(_ROUNDING, "Tensor.round_", "Tensor.floor_")),
+    bug("cuts_off", "codes", "codes are cut off toward zero", _NEAREST, Edit(_ROUNDING, "Tensor.round_", "Tensor.trunc_")),
+    bug("ties_up", "codes", "ties go up in place of to even", "quantizer.odd",
+        Edit(_ROUNDING, "Tensor.round_", "lambda values: values.add_(0.5).floor_()")),
     bug("ties_away_from_zero", "codes", "ties go away from zero in place of to even", "quantizer.ties",
-        Edit(_SNAP, "values.round_()", "values.sign() * (values.abs() + 0.5).floor_()")),
+        Edit(_ROUNDING, "Tensor.round_", "lambda values: values.sign() * (values.abs() + 0.5).floor_()")),
     bug("int32_wraps", "codes", "values of more than 2^31 wrap around, as a cast to int32 makes them", "quantizer.saturates",
         Edit(_SNAP, "values.clamp_(low, high)", "values.copy_(torch.where(values.abs() > 2.0**31, low, values)).clamp_(low, high)")),
     bug("no_clamp", "codes", "codes past the end wrap around in int8", _NEAREST,
-        Edit(_SNAP, "values.clamp_(low, high)", "values if number_type == 'int' else values.clamp_(low, high)")),
+        Edit(_ROUNDING, "Rounding(low, high, Tensor.round_)", "Rounding(-float('inf'), float('inf'), Tensor.round_)")),
     bug("fp8_overflows", "codes", "values past 448 become NaN, as a cast of older versions of torch makes them", "quantizer.nearest_codes",
         Edit(_FORMATS + "encode_", "values.clamp_(-FP8_MAX, FP8_MAX).to",
              "torch.where(values.abs() > FP8_MAX, torch.nan, values).to")),
