@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import graphlib
 import importlib
 import inspect
 import pkgutil
@@ -160,3 +161,24 @@ def test_heavy_libraries_are_imported_only_when_needed(repo_root: Path, code: st
     check = f"import sys; {code}; print([name for name in ('torch', 'transformers', 'matplotlib', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], cwd=repo_root, capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def _imports(nodes: list[ast.stmt]) -> Iterator[str]:
+    """What a module names as it is loaded, and what it names for the type checker alone."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.If):
+            yield from _imports([*node.body, *node.orelse])
+
+
+def test_no_file_needs_itself(repo_root: Path) -> None:
+    files = {
+        ".".join(path.relative_to(repo_root).with_suffix("").parts): path for path in _sources(repo_root) if path.name != "__init__.py"
+    }
+    graph = {name: {*_imports(ast.parse(path.read_text(encoding="utf-8")).body)} & files.keys() for name, path in files.items()}
+    assert len(graph) > 300 and sum(map(len, graph.values())) > 1000
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # raises an error that names the circle
