@@ -279,7 +279,7 @@ class ReplayMachine(RuleBasedStateMachine):
         """Compare all state, bit for bit."""
         if hasattr(self, "eager") and not self.is_over:
             names = differing_names(self.eager.digests(), self.replay.digests())
-            assert not names, f"after step {self.number}: {', '.join(names[:5])} of the replaying twin is not that of the eager one"
+            _hold(not names, f"after step {self.number}: {', '.join(names[:5])} of the replaying twin is not that of the eager one")
 
     def teardown(self) -> None:
         """Give the generators back to the process."""
@@ -302,7 +302,8 @@ class ReplayMachine(RuleBasedStateMachine):
         except ReplayError as error:
             loss = self._refused(error, before, same_batch)
         self.seen.actions[self.replay.trainer.last_action] += 1
-        assert torch.equal(loss, expected) or bool(loss.isnan() & expected.isnan()), f"step {self.number}: loss {loss} and not {expected}"
+        is_same = torch.equal(loss, expected) or bool(loss.isnan() & expected.isnan())
+        _hold(is_same, f"step {self.number}: loss {loss} and not {expected}")
 
     def _refused(self, error: ReplayError, before: dict[str, str], batch: Any) -> Tensor:
         self.seen.refusals[type(error).__name__] += 1
@@ -310,7 +311,7 @@ class ReplayMachine(RuleBasedStateMachine):
         changed = [name for name in before if after.get(name) != before[name] and not name.startswith("modifier")]
         # What drops gradients is followed by a call that allocates them anew, before anything is refused.
         changed = [name for name in changed if not name.startswith("grad:")]
-        assert not changed, f"step {self.number}: {type(error).__name__} left {', '.join(changed[:5])}: {error}"
+        _hold(not changed, f"step {self.number}: {type(error).__name__} left {', '.join(changed[:5])}: {error}")
         with self.replay.entered() as trainer:
             trainer.forget_plans()
             return trainer.train_step(batch)
@@ -328,3 +329,9 @@ def replay_machine(factory: Factory, *batches: MakeBatch) -> type[ReplayMachine]
     """
     members = {"factory": staticmethod(factory), "batches": batches, "seen": Seen()}
     return type("ReplayMachine", (ReplayMachine,), members)
+
+
+def _hold(is_right: bool, text: str) -> None:
+    """As `assert`, which `python -O` leaves out."""
+    if not is_right:
+        raise AssertionError(text)
