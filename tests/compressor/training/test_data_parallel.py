@@ -64,6 +64,7 @@ def test_a_step_of_ours_is_the_loop_that_everybody_writes(ranks):
     assert [found["by hand"]["equal"] for found in ranks] == [True, True]
 
 
+@pytest.mark.nightly
 def test_ranks_with_shapes_of_their_own_wait_for_each_other_with_proofs(ranks):
     for found in ranks:
         case = found["uneven"]
@@ -73,6 +74,7 @@ def test_ranks_with_shapes_of_their_own_wait_for_each_other_with_proofs(ranks):
     assert any("eager" in found["uneven"]["replay"]["actions"] for found in ranks)  # one would prove, the other could not
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "rank", "error"),
     [
@@ -89,6 +91,7 @@ def test_what_one_rank_refuses_is_undone_on_all_and_training_goes_on(ranks, case
     assert found[0]["shared"] == found[1]["shared"] and found[0]["last"] == found[1]["last"] != "warm-up"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", ["proof on rank 0", "unsynchronized"])
 def test_a_wrong_tape_on_one_rank_and_a_tape_that_forgets_to_synchronize_fail_the_proof(ranks, case):
     for found in ranks:
@@ -96,6 +99,7 @@ def test_a_wrong_tape_on_one_rank_and_a_tape_that_forgets_to_synchronize_fail_th
     assert ranks[0]["proof on rank 0"]["shared"] == ranks[1]["proof on rank 0"]["shared"]
 
 
+@pytest.mark.nightly
 def test_trainers_made_differently_are_refused_before_they_wait(ranks):
     for found, mode in zip(ranks, ("replay", "eager"), strict=True):
         assert found["settings"]["text"].startswith(
@@ -103,22 +107,26 @@ def test_trainers_made_differently_are_refused_before_they_wait(ranks):
         )
 
 
+@pytest.mark.nightly
 def test_an_error_that_is_not_ours_keeps_nobody_waiting(ranks):
     assert ranks[0]["stumbled"]["text"].startswith("ReplayError: rank 0 of 2: another rank refused this step")
     assert ranks[1]["stumbled"]["text"] == "KeyError: 'gone'"
 
 
+@pytest.mark.nightly
 def test_a_rank_that_waits_in_vain_says_so_when_its_time_is_up(ranks):
     assert ranks[0]["left alone"]["text"].startswith("ReplayError: rank 0 of 2: the other ranks did not answer")
     assert ranks[1]["left alone"]["text"] == "nothing was raised"
 
 
+@pytest.mark.nightly
 def test_one_rank_may_evaluate_alone_and_leaves_no_trace(ranks):
     for found in ranks:
         case = found["evaluated"]
         assert case["False"] == case["True"] and case["last"] == "replay" and case["located"] is None
 
 
+@pytest.mark.nightly
 def test_each_rank_resumes_from_a_file_of_its_own(ranks):
     for found in ranks:
         assert found["resumed"]["end"] == found["resumed"]["again"]
