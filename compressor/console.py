@@ -1,5 +1,5 @@
-"""What both commands do when nobody takes their output: a reader that has seen enough (`| head`) ends them quietly, as it ends other
-programs; a disk that is full is an error of one line.
+"""What both commands share at the terminal. Output that nobody takes: a reader that has seen enough (`| head`) ends them quietly, as it
+ends other programs; a disk that is full is an error of one line. And arguments: none is dropped.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import rich.console
 
@@ -21,6 +22,28 @@ class Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
         """Let the command end as behind `print` (compressor/console.py)."""
         raise BrokenPipeError
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's, but an option that holds one value may not be given two: the first would be dropped without a word."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what argparse takes."""
+        super().__init__(*args, **kwargs)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+
+
+class _StoreOnce(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        before = getattr(namespace, self.dest, self.default)
+        if option is not None and before not in (self.default, values):
+            parser.error(f"{option}: {_shown(before)} and {_shown(values)} were given, and it holds one value; give it once")
+        setattr(namespace, self.dest, values)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 EXIT_CLOSED_PIPE = 141

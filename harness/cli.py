@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from compressor.console import with_output
+from compressor.console import Parser, with_output
 from compressor.errors import CompressorError
 from harness.reporting.verdict import EXIT_FAILURE, EXIT_INTERRUPTED
 
@@ -42,7 +42,7 @@ VERBS: Mapping[str, Verb] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     """Wrong arguments are bad input: exit code 3, because 1 and 2 are verdicts."""
 
     def error(self, message: str) -> NoReturn:

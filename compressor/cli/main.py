@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor.cli import trace, train
-from compressor.console import with_output
+from compressor.console import Parser, with_output
 from compressor.errors import AlreadyDoneError, CompressorError
 from compressor.settings.options import Settings, add_options, chosen
 from compressor.settings.verbs import OneshotSettings, PlanSettings, RecipeSettings
@@ -59,7 +59,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="compressor", description="Compress a model by a recipe, and record what was done.")
+    parser = Parser(prog="compressor", description="Compress a model by a recipe, and record what was done.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, verb in VERBS.items():
         verb.add_arguments(verbs.add_parser(name, help=verb.help, description=verb.help))

@@ -199,3 +199,11 @@ def test_ids_of_a_foreign_vocabulary_are_refused(run: Runner, tmp_path: Path, ca
     save_file({"input_ids": torch.tensor([[1, 2, 300]])}, path)
     assert main(["oneshot", str(run.model), "--recipe", GPTQ, "--dataset", str(path), "--output-dir", str(tmp_path / "o"), "--quiet"]) == 1
     assert "token id 300" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--batch-size", "2", "--batch-size", "4"], ["--recipe", "a.yaml", "--recipe", "b.yaml"]])
+def test_an_option_of_one_value_is_refused_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["oneshot", "model", "--output-dir", "out", *words])
+    assert ended.value.code == 2
+    assert f"{words[0]}: {words[1]} and {words[3]} were given" in capsys.readouterr().err

@@ -123,6 +123,16 @@ def _gemm(constants: Constants, node: ir.Node) -> np.ndarray | None:
     return matrix.T if matrix is not None and _flag(node, "transB") else matrix
 
 
+def _scaled(read: Callable[[Constants, ir.Node], np.ndarray | None]) -> Callable[[Constants, ir.Node], np.ndarray | None]:
+    """Count the factor of the operator to its weight: alpha 0.5 and 2 W are the layer W."""
+
+    def scaled(constants: Constants, node: ir.Node) -> np.ndarray | None:
+        matrix, alpha = read(constants, node), node.attributes.get("alpha")
+        return matrix if matrix is None or alpha is None else matrix.astype(np.float32) * np.float32(alpha.as_float())
+
+    return scaled
+
+
 def _conv(constants: Constants, node: ir.Node) -> np.ndarray | None:
     weight = constants.of(node.inputs[1])
     return None if weight is None or _number(node, "group", 1) != 1 else weight.reshape(len(weight), -1).T
@@ -172,17 +182,17 @@ def _nbits(constants: Constants, node: ir.Node) -> np.ndarray | None:
 
 _READERS: Mapping[str, Callable[[Constants, ir.Node], np.ndarray | None]] = {
     "MatMul": _matmul,
-    "FusedMatMul": _matmul,
-    "TransposeMatMul": _matmul,
-    "Gemm": _gemm,
-    "FusedGemm": _gemm,
+    "FusedMatMul": _scaled(_matmul),
+    "TransposeMatMul": _scaled(_matmul),
+    "Gemm": _scaled(_gemm),
+    "FusedGemm": _scaled(_gemm),
     "GemmFastGelu": _plain(1),
     "Einsum": _einsum,
     "Conv": _conv,
     "FusedConv": _conv,
     "MatMulInteger": _integer_codes,
     "QLinearMatMul": _with_scale(3, 4, 5),
-    "QGemm": _with_scale(3, 4, 5, "transB"),
+    "QGemm": _scaled(_with_scale(3, 4, 5, "transB")),
     "DynamicQuantizeMatMul": _with_scale(1, 2, 3),
     "MatMulIntegerToFloat": _with_scale(1, 3, 5),
     "MatMulNBits": _nbits,

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from harness.onnx_graph.contracts.registry import CONTRACTS, contract_from_names
 from harness.onnx_graph.skips.supervision import EVIDENCE, NOT_SEEN
 from harness.reporting.verdict import EXIT_CODES
+
+
+class NamesAction(argparse.Action):
+    """Names with commas between; those of an option that is given again come behind those of the first."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        """Add names to those that were given."""
+        before = getattr(namespace, self.dest, self.default)
+        given = before is not self.default
+        setattr(namespace, self.dest, f"{before},{values}" if given else values)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +41,13 @@ def add_contract(parser: argparse.ArgumentParser) -> None:
     """
     parser.epilog = f"{NOT_SEEN}. numeric-equal: {EVIDENCE}; {parser.epilog}"
     names = "; ".join(f"{name}: {one.text}" for name, one in CONTRACTS.items())
-    parser.add_argument("--contract", default="separate-qkv", metavar="NAMES", help=f"what must hold, with commas between. {names}")
+    parser.add_argument(
+        "--contract",
+        action=NamesAction,
+        default="separate-qkv",
+        metavar="NAMES",
+        help=f"what must hold, with commas between; may be given several times. {names}",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

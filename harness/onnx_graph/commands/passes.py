@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from harness.onnx_graph.commands.check import add_contract
+from harness.onnx_graph.commands.check import NamesAction, add_contract
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import BACKENDS
 from harness.reporting.verdict import EXIT_CODES, Verdict
@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend", action="append", choices=BACKENDS, help="may be given several times; by default all that are installed"
     )
     parser.add_argument("--golden", type=Path, metavar="FILE", help="the record; by default golden/onnx_passes.json")
-    parser.add_argument("--skip", default=DEFAULT_SKIPS, metavar="PASSES", help=f"the skips that are relied on; by default {DEFAULT_SKIPS}")
+    text = f"the skips that are relied on, with commas between; may be given several times; by default {DEFAULT_SKIPS}"
+    parser.add_argument("--skip", action=NamesAction, default=DEFAULT_SKIPS, metavar="PASSES", help=text)
     add_contract(parser)
     parser.add_argument("--accept", action="store_true", help="put the lists in force on record, if none of them breaks the contract")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from compressor.atomic import check_output_file, whole_file
 from compressor.errors import CheckpointError, UserInputError
+from harness.onnx_graph.commands.check import NamesAction
 from harness.onnx_graph.skips.call_records import Calls
 from harness.onnx_graph.skips.child_processes import Channel
 from harness.onnx_graph.skips.passes import resolve_skips
@@ -28,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = f"{OUT_OF_REACH}; exit codes: 0 the command ended well and every call was forced, 2 it failed, or a call is not known"
-    parser.add_argument("--skip", required=True, metavar="PASSES", help="passes to leave out, with commas between: fuse_qkv,fuse_attention")
+    text = "passes to leave out, with commas between: fuse_qkv,fuse_attention; may be given several times"
+    parser.add_argument("--skip", action=NamesAction, required=True, metavar="PASSES", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the recorded calls there, a .json file")
     parser.set_defaults(refuse=parser.error)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments, after two dashes")

@@ -33,7 +33,8 @@ NOT_SEEN = (
 EVIDENCE = (
     "An output that is constant, NaN everywhere, empty or drawn at random is no evidence; another type or shape, or NaN elsewhere, is "
     "a violation. An error passes if it has less than a billionth of an output's energy and less than a thousandth (3 % in amplitude) of "
-    "each slice along an axis that it lies in; at 35 dB less than 1/3000, and a small slice may be wrong altogether"
+    "each slice along an axis that it lies in; at 35 dB less than 1/3000, and a small slice may be wrong altogether. Of ids, places and "
+    "truth values (integers of 4 bytes or more) one in 31,623 may be another, at 35 dB one in 56: ties that fall the other way"
 )
 """What numeric-equal asks for, and where it ends."""
 

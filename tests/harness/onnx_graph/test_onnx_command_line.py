@@ -26,6 +26,7 @@ from harness.onnx_graph.graph.run_session import POLICIES, output_row, run_graph
 from harness.onnx_graph.plain_text import plain_text
 from harness.onnx_graph.roundtrip.export import ExportFailure, export
 from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
+from harness.onnx_graph.roundtrip.optimizers import optimize
 from harness.onnx_graph.skips import supervision
 from harness.onnx_graph.skips.context import forced_skips
 
@@ -382,6 +383,47 @@ def test_the_boundary_of_numeric_equal_lies_where_it_is_said(error: float, limit
     actual[0] *= 1 + error
     row = output_row("y", expected, actual)
     assert row.wrong(limit_db) is is_wrong and row.sqnr_db > 100
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint32, np.bool_])
+@pytest.mark.parametrize(("wrong", "limit_db", "is_wrong"), [(1, 90.0, True), (1000, 35.0, True), (10, 35.0, False), (0, 90.0, False)])
+def test_of_ids_each_is_right_or_another_however_large_they_are(dtype: type, wrong: int, limit_db: float, is_wrong: bool) -> None:
+    expected = np.random.default_rng(0).integers(0, 250_000 if dtype is not np.bool_ else 2, 1000).astype(dtype)
+    actual = expected.copy()
+    actual[:wrong] = ~actual[:wrong] if dtype is np.bool_ else actual[:wrong] + 1
+    assert output_row("next token", expected, actual).wrong(limit_db) is is_wrong
+
+
+def test_codes_of_one_byte_are_rounded_like_numbers() -> None:
+    expected = np.random.default_rng(0).integers(0, 250, (10, 100)).astype(np.uint8)
+    assert not output_row("codes", expected, expected + np.uint8(1)).wrong(35.0)
+
+
+def test_every_contract_of_a_flag_that_is_given_again_is_checked(
+    attention_graph: onnx.ModelProto, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx")
+    onnx.save(attention_graph, before)
+    onnx.save(optimize(attention_graph, "onnxsim"), after)
+    assert main(["onnx", "check", before, after, "--contract", "numeric-equal"]) == 0
+    assert main(["onnx", "check", before, after, "--contract", "separate-qkv", "--contract", "numeric-equal"]) == 1
+    assert "SeparateQKV" in capsys.readouterr().out
+    assert main(["onnx", "check", before, after, "--contract", "separate-qkv", "--contract", "nothing"]) == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["export", "m", "o.onnx", "--opset", "17", "--opset", "18"],
+        ["roundtrip", "m.onnx", "--output-dir", "a", "--output-dir", "b"],
+        ["explain", "m.onnx", "--backend", "ort", "--backend", "onnxoptimizer"],
+    ],
+)
+def test_a_flag_of_one_value_is_refused_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["onnx", *words])
+    assert ended.value.code == 3
+    assert f"{words[-2]}: {words[-3]} and {words[-1]} were given, and it holds one value; give it once" in capsys.readouterr().err
 
 
 def test_help_says_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,8 +39,12 @@ def _linear(operator: str, inputs: list[str], domain: str = "", **settings: Any)
         (_linear("Gemm", ["x", "w"]), WEIGHT),
         (_linear("Gemm", ["x", "w"], transB=1), WEIGHT.T),
         (_linear("FusedMatMul", ["x", "w"], "com.microsoft", transB=1), WEIGHT.T),
+        (_linear("Gemm", ["x", "w"], alpha=-5.0), -5 * WEIGHT),
+        (_linear("Gemm", ["x", "w"], alpha=0.5, transB=1), WEIGHT.T / 2),
+        (_linear("FusedMatMul", ["x", "w"], "com.microsoft", alpha=0.0), 0 * WEIGHT),
+        (_linear("FusedGemm", ["x", "w"], "com.microsoft", alpha=3.0), 3 * WEIGHT),
     ],
-    ids=["right", "left", "gemm", "gemm transposed", "fused transposed"],
+    ids=["right", "left", "gemm", "gemm transposed", "fused transposed", "negated", "halved", "zeroed", "tripled"],
 )
 def test_the_matrix_is_what_the_activation_is_multiplied_with(model: onnx.ModelProto, expected_IO: np.ndarray) -> None:
     view = GraphView(load_graph(model))
