@@ -122,7 +122,8 @@ def frozen(model: Any) -> None:
 
 BESIDE = [
     config, nested_config, generation_config, tied_config, a_buffer, a_buffer_below, a_buffers_values, an_attribute,
-    an_attribute_of_a_weight, an_attribute_of_a_layer, a_class, a_forward, a_method, a_scaling, an_epsilon, a_module, another_function, a_hook, frozen,
+    an_attribute_of_a_weight, an_attribute_of_a_layer, a_class, a_forward, a_method, a_scaling, an_epsilon, a_module,
+    another_function, a_hook, frozen,
 ]  # fmt: skip
 
 
