@@ -20,6 +20,7 @@ from harness.checks import protocols
 from harness.checks.catalogue.kinds import KINDS, SideEffectError
 from harness.lifecycle.driving.snapshot import Difference, Held, Snapshot, describe_change, freeze
 from harness.lifecycle.process_state import ModulesMayDraw
+from harness.lifecycle.subject import begin_random_numbers
 
 # What a method may change of a module that it is given, and what it is that may; by default nothing.
 _MAY_CHANGE: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -52,6 +53,7 @@ class Watched:
         self._subject = subject
         self._protocol = getattr(protocols, KINDS[subject.kind])
         self._results: dict[str, object] = {}
+        self._num_calls = 0
 
     def __getattr__(self, name: str) -> Any:
         """Return the subject's attribute, watched where it is a method of the protocol."""
@@ -63,6 +65,8 @@ class Watched:
         names = [key for key in inspect.signature(getattr(self._protocol, name)).parameters if key != "self"]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         before, results = _look(given), {key: _frozen(value) for key, value in self._results.items()}
+        self._num_calls += 1
+        begin_random_numbers(self._num_calls)  # each call finds another seed of the caller's, which decides nothing
         around = Snapshot.of_surroundings()
         try:
             with ModulesMayDraw() if name in _MAKES_MODULES else nullcontext():
