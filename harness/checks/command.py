@@ -10,7 +10,8 @@ from pathlib import Path
 from harness.profiles import PROFILES
 
 EPILOG = """exit codes: 0 every check passed or did not apply, 1 a check failed, 2 no check applied,
-3 no verdict: bad input or a failure of the harness itself"""
+3 no verdict: bad input or a failure of the harness itself;
+whatever the code of a subject raises is a finding, sys.exit(0) too, and only an interrupt ends a run"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
