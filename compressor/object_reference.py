@@ -162,7 +162,9 @@ def _imported(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise _NotImportedError(f"its module {name!r} cannot be imported ({error}); install it or correct the name") from error
-    except (Exception, SystemExit) as error:  # it runs somebody's code, which may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # it runs somebody's code, which may raise anything, SystemExit too
         reason = str(error).strip().partition("\n")[0]
         raise _NotImportedError(
             f"its module {name!r} fails while it is imported ({type(error).__name__}: {reason}); make it importable first"

@@ -10,7 +10,8 @@ from pathlib import Path
 from harness.profiles import PROFILES
 
 EPILOG = """exit codes: 0 every check passed or did not apply, 1 a check failed, 2 no check applied,
-3 no verdict: bad input or a failure of the harness itself"""
+3 no verdict: bad input or a failure of the harness itself;
+whatever the code of a subject raises is a finding, sys.exit(0) too, and only an interrupt ends a run"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserInputError(f"{args.subject}: an empty list was given; name at least one subject")
     reports = []
     for one, checks in _asked(subjects, args.check, reasons):
-        own = {name: reasons[name] for name in _those_of(one, reasons)}
+        own = {name: reasons[name] for name in _those_of(one, reasons)} if reasons else {}
         reports.append(check(one, checks=checks, expected_failures=own, profile=args.profile, draws=not args.no_draws))
     if args.json:
         print(to_json([report.to_dict() for report in reports]), end="")
@@ -95,7 +96,11 @@ def _asked(subjects: Sequence[object], wanted: Sequence[str] | None, reasons: It
 def _those_of(subject: object, wanted: Iterable[str]) -> list[str]:
     """Of names and numbers of checks, those that a check of the subject's kind has."""
     from harness.checks.catalogue.registry import find_checks
-    from harness.checks.run import adapt
+    from harness.checks.run import UnusableSubjectError, adapt
 
-    known = {key for check in find_checks(None, adapt(subject).kind) for key in (check.name, str(check.number))}
+    try:
+        kind = adapt(subject).kind
+    except UnusableSubjectError:  # its report says so, whatever was asked for
+        return list(wanted)
+    known = {key for check in find_checks(None, kind) for key in (check.name, str(check.number))}
     return [key for key in wanted if key in known]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.checks.catalogue.registry import find_checks
-from harness.checks.run import adapt, check
+from harness.checks.run import USABLE, UnusableSubjectError, adapt, check, label_of, labels
 from harness.reporting.verdict import Outcome
 
 
@@ -39,6 +39,24 @@ class BoundCheck:
             raise CatalogueCheckFailedError("\n".join([f"{record.name}: {record.title}", record.summary, *record.findings]))
 
 
+@dataclass(frozen=True)
+class _Unusable:
+    """Stands for all checks of a subject that cannot be made, or whose properties raise; call it in a test."""
+
+    reason: str
+
+    def __call__(self, subject: object) -> None:
+        """Fail.
+
+        Args:
+            subject: not looked at.
+
+        Raises:
+            CatalogueCheckFailedError: always.
+        """
+        raise CatalogueCheckFailedError(f"{USABLE.name}: {USABLE.title}\n{self.reason}")
+
+
 def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures: Mapping[str, str] | None = None) -> Any:
     """Return a pytest decorator that makes a test per subject and check of its kind.
 
@@ -62,10 +80,16 @@ def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures:
 
     reasons = dict(expected_failures or {})
     parameters = []
-    for subject in map(adapt, subjects):
-        find_checks(reasons, subject.kind)
-        for one in find_checks(None, subject.kind):
+    for given in subjects:
+        try:
+            subject = adapt(given)
+            name, kind, _ = labels(subject)
+        except UnusableSubjectError as error:
+            parameters.append(pytest.param(given, _Unusable(str(error)), id=f"{label_of(given)}-{USABLE.name}"))
+            continue
+        find_checks(reasons, kind)
+        for one in find_checks(None, kind):
             failing = pytest.mark.xfail(reason=reasons.get(one.name, ""), strict=True, raises=CatalogueCheckFailedError)
             marks = [failing] if one.name in reasons else []
-            parameters.append(pytest.param(subject, BoundCheck(one.name), id=f"{subject.name}-{one.name}", marks=marks))
+            parameters.append(pytest.param(subject, BoundCheck(one.name), id=f"{name}-{one.name}", marks=marks))
     return pytest.mark.parametrize(("subject", "check"), parameters)

@@ -225,8 +225,11 @@ class Layer(Protocol):
     """Builds a runtime layer from a float one.
 
     Built layers meet inputs [N, C], [batch, sequence, C] and inputs without tokens, views, and one piece of memory with other values in it;
-    with and without a bias; moved to bfloat16 and float16, copied, and filled from a state dict. The output has the dtype of the input. The
-    bias that counts is that of the float layer; a built layer needs no attribute `bias`, or any other of nn.Linear's.
+    up to 130 tokens, rows of zeros, values near the largest and the smallest numbers, and subnormal ones where inputs are not quantized; in
+    training and in evaluation mode; with and without a bias; moved to bfloat16 and float16, copied, and filled from a state dict. A forward
+    may keep what it has unpacked, and changes nothing else of its layer: no hook, mode, module or value of its state dict. The output has
+    the dtype of the input. The bias that counts is that of the float layer; a built layer needs no attribute `bias`, or any other of
+    nn.Linear's.
 
     Attributes:
         kind: "layer".
@@ -356,6 +359,10 @@ class Calibration(Protocol):
 @runtime_checkable
 class Sparsifier(Protocol):
     """Sets weights to zero.
+
+    `prune` meets weights that hold zeros already, which count among those that are asked for, or beside them. One that moves weights
+    (`second_order`) meets none whose squares leave the range of float32. One and the same memory comes again with another weight in it,
+    and so does that of the Hessian.
 
     Attributes:
         kind: "sparsifier".

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from compressor.errors import UserInputError
 from compressor.object_reference import resolve
 from compressor.spelling import suggest
 from harness.checks.catalogue.kinds import KINDS
-from harness.checks.catalogue.registry import TAGS, Look, find_checks
+from harness.checks.catalogue.registry import TAGS, Look, described, find_checks
 from harness.profiles import PROFILES, active_profile
-from harness.reporting.record import CheckRecord
+from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.subject_report import SubjectReport
 from harness.reporting.verdict import Outcome
 
@@ -36,6 +37,16 @@ class CheckReport(SubjectReport):
         return {**super().to_dict(), "kind": self.kind, "tags": list(self.tags)}
 
 
+T = TypeVar("T")
+
+USABLE = Claim("check.usable", "It can be made, and shows what its protocol asks for")
+"""The record of a subject whose own code fails before any check of it could begin."""
+
+
+class UnusableSubjectError(Exception):
+    """The subject's own code failed before any check of it could begin; the message says where and how."""
+
+
 # From the objects that people have to subjects of the catalogue.
 
 
@@ -50,10 +61,11 @@ def adapt(subject: object) -> Any:
 
     Raises:
         UserInputError: it is neither.
+        UnusableSubjectError: its constructor, or one of its properties, raised.
     """
     if isinstance(subject, type):
         return adapt(_made(subject))
-    kind = getattr(subject, "kind", None)
+    kind = _read(f"{type(subject).__qualname__}.kind", lambda: getattr(subject, "kind", None))
     if isinstance(kind, str) and kind in KINDS:
         _check_members(subject, kind)
         return subject
@@ -78,8 +90,22 @@ _ADAPTERS = {
 def _made(cls: type) -> object:
     try:
         return cls()
-    except TypeError as error:
-        raise UserInputError(f"check: {cls.__qualname__} cannot be made without arguments ({error}); give an object of it") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None:  # of the call, not from within
+            raise UserInputError(f"check: {cls.__qualname__} cannot be made without arguments ({error}); give an object of it") from error
+        raise UnusableSubjectError(f"{cls.__qualname__}() raised {described(error)}") from error
+
+
+def _read(what: str, read: Callable[[], T]) -> T:
+    """Run code of the subject, be it a property; whatever it raises is the subject's, but for an interrupt, which ends the run."""
+    try:
+        return read()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UnusableSubjectError(f"{what} raised {described(error)}") from error
 
 
 def _check_members(subject: object, kind: str) -> None:
@@ -87,7 +113,7 @@ def _check_members(subject: object, kind: str) -> None:
     from harness.checks import protocols
 
     wanted = protocols.members(getattr(protocols, KINDS[kind]))
-    missing = [name for name in wanted if not hasattr(subject, name)]
+    missing = [name for name in wanted if not _read(f"{type(subject).__qualname__}.{name}", partial(hasattr, subject, name))]
     if missing:
         raise UserInputError(
             f"check: {type(subject).__name__} is a {kind} without {', '.join(missing)}; see harness.checks.protocols.{KINDS[kind]}"
@@ -115,7 +141,7 @@ def check(
         seed: of inputs that are drawn once.
 
     Returns:
-        The report; a bad subject never raises.
+        The report; a bad subject never raises. Whatever its code raises is a finding, SystemExit too; KeyboardInterrupt ends the run.
 
     Raises:
         UserInputError: nothing of this kind can be checked, or a check, tag or profile does not exist.
@@ -125,18 +151,47 @@ def check(
         >>> check(QuantizationArgs(num_bits=4, group_size=32), checks=[1, 5], draws=False).verdict.value
         'pass'
     """
-    adapted = adapt(subject)
-    chosen = find_checks(checks, adapted.kind)
-    reasons = dict(expected_failures or {})
-    find_checks(reasons, adapted.kind)
-    unknown = sorted(frozenset(adapted.tags) - TAGS.keys())
-    if unknown:
-        raise UserInputError(f"{adapted.name}: {unknown[0]!r} is no contract tag; {suggest(unknown[0], list(TAGS))}")
     if profile is not None and profile not in PROFILES:
         raise UserInputError(f"check: profile={profile!r} does not exist; {suggest(profile, PROFILES)}")
     look = Look(PROFILES[profile] if profile else active_profile(), draws, seed)
+    try:
+        adapted = adapt(subject)
+        name, kind, tags = labels(adapted)
+    except UnusableSubjectError as error:
+        return CheckReport(label_of(subject), look.profile.name, (USABLE.record(Outcome.FAIL, str(error), findings=[str(error)]),))
+    chosen = find_checks(checks, kind)
+    reasons = dict(expected_failures or {})
+    find_checks(reasons, kind)
     records = tuple(expect(one.run(adapted, look), reasons) for one in chosen)
-    return CheckReport(adapted.name, look.profile.name, records, adapted.kind, tuple(sorted(adapted.tags)))
+    return CheckReport(name, look.profile.name, records, kind, tags)
+
+
+def label_of(subject: object) -> str:
+    """Return the name of the class of a subject that cannot be asked for its own."""
+    return subject.__qualname__ if isinstance(subject, type) else type(subject).__qualname__
+
+
+def labels(adapted: Any) -> tuple[str, str, tuple[str, ...]]:
+    """Read name, kind and tags of a subject.
+
+    Args:
+        adapted: what `adapt` gave.
+
+    Returns:
+        Each of them.
+
+    Raises:
+        UserInputError: the tags are none.
+    """
+    label = label_of(adapted)
+    name = _read(f"{label}.name", lambda: str(adapted.name))
+    kind = _read(f"{label}.kind", lambda: adapted.kind)
+    tags = _read(f"{label}.tags", lambda: adapted.tags)
+    if not isinstance(tags, set | frozenset | list | tuple) or not all(isinstance(tag, str) for tag in tags):
+        raise UserInputError(f"{name}: {tags!r} is no set of contract tags; give one such as {{'zero'}}, with names of {', '.join(TAGS)}")
+    if unknown := sorted(set(tags) - TAGS.keys()):
+        raise UserInputError(f"{name}: {unknown[0]!r} is no contract tag; {suggest(unknown[0], list(TAGS))}")
+    return name, kind, tuple(sorted(tags))
 
 
 def expect(record: CheckRecord, reasons: Mapping[str, str]) -> CheckRecord:

@@ -43,17 +43,17 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code of the verdict.
     """
-    from harness.lifecycle.template import find_subject
-    from harness.lifecycle.verify import TIME_LIMIT, verify
+    from harness.lifecycle.template import UnusableError, find_subject
+    from harness.lifecycle.verify import TIME_LIMIT, unusable_report, verify
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
-    report = verify(
-        find_subject(args.modifier, args.settings),
-        tags=args.tag,
-        checks=args.check,
-        profile=args.profile,
-        time_limit=args.time_limit or TIME_LIMIT,
-    )
+    try:
+        subject = find_subject(args.modifier, args.settings)
+    except UnusableError as reason:
+        report = unusable_report(args.modifier.rpartition(":")[2], args.profile, reason)
+    else:
+        limit = args.time_limit or TIME_LIMIT
+        report = verify(subject, tags=args.tag, checks=args.check, profile=args.profile, time_limit=limit)
     print(report.to_json() if args.json else report.to_text(), end="")
     return report.exit_code
 

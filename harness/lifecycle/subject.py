@@ -215,11 +215,17 @@ def frozen_class_values(modifier: Modifier) -> dict[str, object]:
     }
 
 
-def begin_random_numbers() -> None:
-    """Bring every global generator to one and the same place, which is no beginning of a seed's numbers."""
-    random.seed(1)
-    numpy.random.seed(1)
-    torch.manual_seed(1)
+def begin_random_numbers(seed: int = 1) -> None:
+    """Bring every global generator to a place that the seed alone decides, and that is no beginning of its numbers.
+
+    Args:
+        seed: that the caller may have chosen; whoever reads it, draws nothing and is told by what comes out under another one.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
     move_random_numbers()
 
 

@@ -52,6 +52,7 @@ def find_subject(path: str, settings: Mapping[str, Any]) -> object:
 
     Raises:
         UserInputError: there is nothing of this name, or the settings do not fit.
+        UnusableError: its constructor raised something else.
     """
     found = resolve(path, "modifier", names=subclass_names(Modifier), files=True).value
     if not settings:
@@ -62,6 +63,10 @@ def find_subject(path: str, settings: Mapping[str, Any]) -> object:
         return found(**settings)
     except ValueError as error:
         raise UserInputError(f"{path}: these settings do not fit ({error}); correct them") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UnusableError(f"{found.__qualname__}() raised {type(error).__name__}: {error}", is_fault=True) from error
 
 
 def make_template(modifier: object) -> Modifier:
@@ -94,7 +99,9 @@ def _copied(modifier: Modifier) -> Modifier:
     """A copy: every run takes one, so an object that cannot be copied is of no use."""
     try:
         return modifier.model_copy(deep=True)
-    except Exception as error:  # the modifier is its author's, and raises what it likes
+    except (TimeLimitError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # the modifier is its author's, and raises what it likes
         what = f"a {type(modifier).__qualname__} object cannot be copied ({type(error).__name__}: {error}), and every run needs a fresh one"
         raise UnusableError(f"{what}; give the class, or define __deepcopy__", is_fault=False) from error
 

@@ -13,10 +13,11 @@ from functools import partial
 from torch import nn
 
 from compressor.errors import CompressorError, UserInputError
-from compressor.lifecycle import Session
+from compressor.lifecycle import Modifier, Session
 from compressor.spelling import suggest
 from harness.lifecycle.checks import hooks, leftovers, machine, order, recipe, watching
 from harness.lifecycle.checks.registry import CHECKS, LifecycleCheck
+from harness.lifecycle.driving.compare import describe
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
 from harness.lifecycle.driving.time_limit import Stopwatch, TimeLimitError, run_limited
 from harness.lifecycle.process_state import process_kept
@@ -62,7 +63,7 @@ def verify(
         session_class: the session to drive it with.
 
     Returns:
-        The report; a bad modifier never raises.
+        The report; a bad modifier never raises. Whatever its code raises is a finding, SystemExit too.
 
     Raises:
         UserInputError: a check, tag or profile that does not exist, or a model without inputs.
@@ -83,10 +84,10 @@ def verify(
     spent = PROFILES[profile] if profile else active_profile()
     stopwatch = Stopwatch()
     try:
-        template = run_limited(lambda: make_template(modifier), stopwatch, time_limit)
+        template = _template_of(modifier, stopwatch, time_limit)
         all_tags = read_tags(template, tags)
     except (UnusableError, TimeLimitError) as reason:
-        return VerifyReport(label_of(modifier), spent.name, (_unusable(reason),))
+        return unusable_report(label_of(modifier), spent.name, reason)
     subject = Subject(
         template,
         model if model is not None else TinyModel(),
@@ -134,6 +135,30 @@ def _expect(record: CheckRecord, reasons: Mapping[str, str]) -> CheckRecord:
         return replace(record, outcome=Outcome.SKIP, summary=f"fails as expected ({reason}): {record.summary}")
     text = f"was expected to fail ({reason}), and did not: {record.summary}; take it out of expected_failures"
     return replace(record, outcome=Outcome.FAIL, summary=text, findings=(text,))
+
+
+def _template_of(modifier: object, stopwatch: Stopwatch, time_limit: float) -> Modifier:
+    """A fresh modifier; whatever its own code raises on the way is a reason why there is none."""
+    try:
+        return run_limited(lambda: make_template(modifier), stopwatch, time_limit)
+    except (UnusableError, TimeLimitError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise UnusableError(f"{label_of(modifier)} raised {describe(error)} when it was looked at", is_fault=True) from error
+
+
+def unusable_report(label: str, profile: str, reason: BaseException) -> VerifyReport:
+    """Return the report of a modifier that cannot be made.
+
+    Args:
+        label: its name.
+        profile: name of the profile.
+        reason: why it cannot.
+
+    Returns:
+        One record.
+    """
+    return VerifyReport(label, profile, (_unusable(reason),))
 
 
 def _unusable(reason: BaseException) -> CheckRecord:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from harness.lifecycle.driving.snapshot import freeze
+from harness.lifecycle.driving.flowing import flowing
 
 # Past this many tensors, more of them are not remembered; a modifier that keeps activations keeps some of the first.
 MOST_STORAGES = 4096
@@ -76,4 +76,4 @@ class Witness:
 
 def _looked_at(values: object) -> object:
     """Values, and which of them carry gradients."""
-    return freeze(values), [leaf.requires_grad for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return flowing(values), [leaf.requires_grad for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

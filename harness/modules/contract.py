@@ -107,7 +107,9 @@ def _call(subject: Subject) -> CheckRecord:
     with untouched(subject.module):
         try:
             subject.call()
-        except Exception as error:  # noqa: BLE001 - a module that raises is a finding, never the end of the run
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a module that raises is a finding, never the end of the run
             return CALL.found([_describe(error)], "")
     return CALL.found([], "it does")
 
@@ -119,9 +121,11 @@ def _run(check: ModuleCheck, subject: Subject) -> CheckRecord:
             return check.claim.found(check.run(subject), "as torch promises", noun="deviation")
         except NotApplicableError as reason:
             return check.claim.skipped(str(reason))
-        except Exception as error:  # noqa: BLE001 - a module that raises is a finding, never the end of the run
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a module that raises is a finding, never the end of the run
             return check.claim.found([_describe(error)], "")
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -165,13 +165,12 @@ class Check:
         Returns:
             The record; a subject that breaks the check, or breaks under it, is a failed one.
         """
-        missing = sorted(self.needs - frozenset(subject.tags))
-        if missing:
-            return self.claim.skipped(f"the subject does not promise {missing[0]!r}")
         from harness.checks.catalogue.watched import watched
         from harness.lifecycle.process_state import process_kept
 
         try:
+            if missing := sorted(self.needs - frozenset(subject.tags)):
+                return self.claim.skipped(f"the subject does not promise {missing[0]!r}")
             with process_kept():
                 summary = self.function(look.once(subject, "watched", partial(watched, subject)), look)
         except NothingToCheckError as reason:
@@ -181,10 +180,17 @@ class Check:
             return self.claim.record(Outcome.FAIL, text, findings=[text, *broken.findings])
         except SideEffectError as effect:
             return self.claim.record(Outcome.FAIL, str(effect), evidence={"causes": [effect.cause]}, findings=[str(effect)])
-        except Exception as error:  # noqa: BLE001 - a subject may raise anything; that it did is the finding
-            text = f"the check could not be completed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a subject may raise anything, SystemExit too; that it did is the finding
+            text = f"the check could not be completed: {described(error)}"
             return self.claim.record(Outcome.FAIL, text, evidence={"causes": [text]}, findings=[text])
         return self.claim.record(Outcome.PASS, summary)
+
+
+def described(error: BaseException) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": ")
 
 
 _CHECKS: dict[str, Check] = {}

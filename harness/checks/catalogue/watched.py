@@ -8,7 +8,8 @@ of its model, and nothing else of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,10 +20,10 @@ from harness.checks import protocols
 from harness.checks.catalogue.kinds import KINDS, SideEffectError
 from harness.lifecycle.driving.snapshot import Difference, Held, Snapshot, describe_change, freeze
 from harness.lifecycle.process_state import ModulesMayDraw
+from harness.lifecycle.subject import begin_random_numbers
 
 # What a method may change of a module that it is given, and what it is that may; by default nothing.
 _MAY_CHANGE: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("transform", "apply"): ("module", "tensor", "attribute"),
     ("layer", "weight"): ("attribute", "tensor"),  # what it has unpacked it may keep
     ("layer", "expected_input"): ("attribute", "tensor"),
 }
@@ -52,6 +53,7 @@ class Watched:
         self._subject = subject
         self._protocol = getattr(protocols, KINDS[subject.kind])
         self._results: dict[str, object] = {}
+        self._num_calls = 0
 
     def __getattr__(self, name: str) -> Any:
         """Return the subject's attribute, watched where it is a method of the protocol."""
@@ -63,6 +65,8 @@ class Watched:
         names = [key for key in inspect.signature(getattr(self._protocol, name)).parameters if key != "self"]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         before, results = _look(given), {key: _frozen(value) for key, value in self._results.items()}
+        self._num_calls += 1
+        begin_random_numbers(self._num_calls)  # each call finds another seed of the caller's, which decides nothing
         around = Snapshot.of_surroundings()
         try:
             with ModulesMayDraw() if name in _MAKES_MODULES else nullcontext():
@@ -88,7 +92,11 @@ class Watched:
         for key, value in _look(given).items():
             was = before[key]
             if isinstance(was, Snapshot) and isinstance(value, Snapshot):
-                inside = [one for one in was.differences(value, (*may, *_AROUND)) if "appeared" not in one.text or one.kind == "hooks"]
+                inside = was.differences(value, (*may, *_AROUND))
+                if self._subject.kind == "transform":
+                    inside = _beside_weights(inside, was, value, given[key])
+                else:
+                    inside = [one for one in inside if "appeared" not in one.text or one.kind == "hooks"]
                 if inside:
                     raise SideEffectError(f"{name}() has changed the {key} that it was given: {inside[0]}", f"{key} {inside[0].kind}")
             elif was != value:
@@ -98,6 +106,40 @@ class Watched:
         for key, value in results.items():
             if _frozen(self._results[key]) != value:
                 raise SideEffectError(f"{name}() has changed what {key}() returned before; give each call memory of its own", f"{key}()")
+
+
+# To untie a head is said in the config, and in what transformers remembers of ties.
+_UNTIED = re.compile(r"changed in ([\w.]*\.)?tie_word_embeddings: True -> False")
+_OF_NEW = ("grad", "requires_grad")
+_TIES = ("_tied_weights_keys", "all_tied_weights_keys", "_dynamic_tied_weights_keys")
+
+
+def _beside_weights(found: Sequence[Difference], before: Snapshot, after: Snapshot, model: nn.Module) -> list[Difference]:
+    """Of what a transform has changed of its model, that which is neither a weight nor the word that the head is tied."""
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    # A weight in the place of another has attributes of its own: that those of the old one are gone is no change.
+    new = {name for name in weights if _weight_of(before, name) != _weight_of(after, name)}
+    left = [one for one in found if not _may_come_of_weights(one, weights, new)]
+    return sorted(left, key=lambda one: one.kind in _OF_NEW)  # what a new tensor brings along comes behind it
+
+
+def _may_come_of_weights(one: Difference, weights: Collection[str], new: Collection[str]) -> bool:
+    if one.kind == "tensor":
+        return one.where in weights
+    if one.kind in _OF_NEW:
+        return one.where in new and one.text.startswith("appeared")
+    if one.kind != "attribute":
+        return False
+    owner, _, name = one.where.rpartition(".")
+    if owner in new and one.text.startswith("vanished"):
+        return True
+    return name in _TIES or (name == "config" and _UNTIED.fullmatch(one.text) is not None)
+
+
+def _weight_of(snapshot: Snapshot, name: str) -> object:
+    """The very tensor that stands there, without its values."""
+    held = snapshot.items.get(("tensor", name))
+    return held[0] if isinstance(held, list) else None
 
 
 _AROUND = ("rng", "torch", "threads", "class")

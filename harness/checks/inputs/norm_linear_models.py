@@ -8,6 +8,7 @@ inside of `truly_float64`.
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compressor.errors import UserInputError
+from compressor.model.loading.load import quiet_transformers
 from harness.checks.catalogue.registry import NothingToCheckError
 from harness.traceability.architectures import zoo
 
@@ -85,6 +87,22 @@ def logits(model: nn.Module, input_ids: Tensor) -> Tensor:
     with torch.inference_mode():
         found: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return found
+
+
+def reloaded(model: nn.Module) -> nn.Module:
+    """Save a model as a checkpoint, and load it with the loader of its own class.
+
+    Args:
+        model: of transformers; not modified.
+
+    Returns:
+        What was loaded, in eval mode.
+    """
+    kind: Any = type(model)
+    with tempfile.TemporaryDirectory() as folder, quiet_transformers():
+        model.save_pretrained(folder)  # type: ignore[operator]
+        loaded: nn.Module = kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return loaded.eval()
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:

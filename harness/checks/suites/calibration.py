@@ -195,21 +195,48 @@ def one_layer(subject: Calibration, look: Look) -> str:
     return f"{count} tensors"
 
 
-@register(None, "every_token", "Every token counts: another first, last or middle token changes every statistic", kind="calibration")
+@register(
+    None, "every_token", "Every token counts: another first, last or middle token of any row changes every statistic", kind="calibration"
+)
 def every_token(subject: Calibration, look: Look) -> str:
     """Exchange one token at a time, in rows that need no padding; of a dense model every target sees all tokens."""
-    rows = _rows(subject, look, (6, 9, 7))
+    rows = _rows_of_every_kind(subject, look)
     plain, total = _run(subject, rows), sum(map(len, rows))
     if wrong := [f"{name} saw {count} of {total} tokens" for name, count in plain.num_tokens.items() if count < total]:
         raise Broken(f"{wrong[0]} of a dense model", wrong)
     if not plain.statistics:
         raise NothingToCheckError("the subject keeps no statistics")
-    for row, place in ((0, 0), (1, 4), (1, 8), (2, 6)):
+    for row, place in _PLACES:
         others = [tokens.clone() for tokens in rows]
         others[row][place] = 3 + (others[row][place] - 2) % (subject.vocabulary - 3)
-        changed = _run(subject, others).statistics
-        _same_names(plain.statistics, changed)
-        blind = [name for name, expected in plain.statistics.items() if torch.equal(expected, changed[name])]
-        if blind:
-            raise Broken(f"{blind[0]}: token {place} of row {row} ({len(rows[row])} tokens) counts for nothing", blind)
-    return f"{len(plain.statistics)} statistics, 4 tokens"
+        _must_differ(subject, plain, others, f"token {place} of row {row} ({len(rows[row])} tokens) counts for nothing")
+    _must_differ(subject, plain, rows[:-1], "the last row, which equals the first, counts for nothing")
+    for token in _special(subject):
+        others = [tokens[tokens != token] for tokens in rows]
+        _must_differ(subject, plain, others, f"tokens of id {token} count for nothing")
+    return f"{len(plain.statistics)} statistics, {len(_PLACES)} tokens of {len(rows)} rows"
+
+
+# Row and place of the tokens that are exchanged: first, last and middle ones, in every row.
+_PLACES = ((0, 0), (1, 4), (1, 8), (2, 6), (3, 0), (4, 3), (5, 4), (6, 0), (7, 2), (8, 5))
+
+
+def _special(subject: Calibration) -> tuple[int, ...]:
+    """Ids that are taken for padding, or for begin and end."""
+    return 0, 1, 2, subject.vocabulary - 1
+
+
+def _rows_of_every_kind(subject: Calibration, look: Look) -> list[Tensor]:
+    """Nine rows: one that begins as the first does, some with ids that are taken for padding, and at the end the first one again."""
+    rows = _rows(subject, look, (6, 9, 7, 5, 4, 8, 3, 6))
+    rows[5][:4] = rows[0][:4]
+    for row, token in zip((1, 2, 3, 7), _special(subject), strict=True):
+        rows[row][1] = rows[row][-2] = token
+    return [*rows, rows[0].clone()]
+
+
+def _must_differ(subject: Calibration, plain: Calibrated, rows: list[Tensor], what: str) -> None:
+    changed = _run(subject, rows).statistics
+    _same_names(plain.statistics, changed)
+    if blind := [name for name, expected in plain.statistics.items() if torch.equal(expected, changed[name])]:
+        raise Broken(f"{blind[0]}: {what}", blind)

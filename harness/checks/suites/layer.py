@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
 from harness.checks.protocols import Layer
-from harness.checks.strategies import hurtful, uniform
-from harness.lifecycle.driving.snapshot import Held, Snapshot, describe_change, freeze
+from harness.checks.strategies import hurtful, large_shapes, uniform
+from harness.lifecycle.driving.snapshot import Held, Snapshot, describe_change, freeze, module_items
 from harness.tolerance import T3, compare, vacuous_decoys
+
+_COARSE = {"tiny": 0.01, "subnormal": 0.01}
 
 
 def _linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, name: str = "spread groups") -> nn.Linear:
@@ -62,51 +64,90 @@ def _hold(actual: Tensor, expected: Tensor, what: str) -> None:
 
 @register(None, "product", "The output is the product of the quantized input and the weight, plus the bias: 32 u sqrt(C)", kind="layer")
 def product(subject: Layer, look: Look) -> str:
-    """Multiply inputs of one to three dimensions, and none."""
+    """Multiply inputs of one to three dimensions, and none, in training and in evaluation mode; and those that hurt."""
     worst = 0.0
     for dtype in subject.dtypes:
-        for shape, bias in ((_shapes(subject)[0], True), (_shapes(subject)[1], False)):
+        sizes = [(_shapes(subject)[0], True), (_shapes(subject)[1], False)]
+        sizes += [(shape, True) for shape in large_shapes(subject.column_multiple) if dtype == subject.dtypes[0]]
+        for number, (shape, bias) in enumerate(sizes):
             linear = _linear(shape, dtype, bias, name="bell")
             added = torch.zeros(shape[0]) if not bias else linear.bias.detach().clone()
             layer = subject.build(linear)
-            for leading in ((7,), (2, 3), (1, 1), (0, 4)):
-                x = uniform((*leading, shape[1]), torch.Generator().manual_seed(1)).to(dtype)
-                x = x * torch.arange(1, x.shape[-1] + 1).sqrt().to(dtype)
-                worst = max(worst, _hold_product(subject, layer, x, added))
+            plain = _plain_inputs(shape[1], dtype) if number < 2 else []
+            for x in plain:
+                worst = max(worst, _hold_product(subject, layer.train(), x, added, "in training mode", num_more=7))
+                _hold_memory(layer, x)
+                worst = max(worst, _hold_product(subject, layer.eval(), x, added, "in evaluation mode"))
+                _hold_memory(layer, x)
                 _hold_layouts(layer, x)
+            for name, x in _hurtful_inputs(shape[1], dtype, bias).items():
+                if name == "subnormal" and not torch.equal(subject.expected_input(layer, x), x):
+                    continue  # the scale of such an input is only asked to be above zero
+                # Near the smallest numbers products are rounded in steps of the same size, however small they are.
+                error = _hold_product(subject, layer, x, added, f"{name}, in evaluation mode", least=_COARSE.get(name, 0.0))
+                worst = max(worst, 0.0 if name in _COARSE else error)
     return f"relative error up to {worst:.1e}"
 
 
-def _hold_product(subject: Layer, layer: nn.Module, x: Tensor, bias: Tensor) -> float:
-    actual = _run_again_and_again(layer, x)
-    _hold_memory(layer, x)
+def _plain_inputs(columns: int, dtype: torch.dtype) -> list[Tensor]:
+    inputs = [uniform((*leading, columns), torch.Generator().manual_seed(1)) for leading in ((7,), (2, 3), (1, 1), (0, 4))]
+    return [x.to(dtype) * torch.arange(1, columns + 1).sqrt().to(dtype) for x in inputs]
+
+
+def _hurtful_inputs(columns: int, dtype: torch.dtype, bias: bool) -> dict[str, Tensor]:
+    """Many tokens, large values, rows of zeros; and small ones, where no bias hides what becomes of them."""
+    many, large = hurtful("bell", (130, columns), dtype), hurtful("large", (3, columns), dtype)
+    some = hurtful("outliers", (5, columns), dtype)
+    some[1::2] = 0
+    found = {"130 tokens": many, "65 tokens a sequence": many.reshape(2, 65, columns), "large": large, "rows of zeros": some}
+    found |= {"zeros only": torch.zeros(2, columns, dtype=dtype), "a constant": torch.full((3, columns), 0.3, dtype=dtype)}
+    small = {} if bias else {name: hurtful(name, (3, columns), dtype) for name in ("small", "tiny", "subnormal")}
+    return {**found, **small}
+
+
+def _hold_product(subject: Layer, layer: nn.Module, x: Tensor, bias: Tensor, where: str, *, num_more: int = 1, least: float = 0.0) -> float:
+    actual = _run_again_and_again(layer, x, num_more)
     wide = subject.expected_input(layer, x).to(torch.float64) @ subject.weight(layer).to(torch.float64).t()
     exact = (wide + bias.to(torch.float64)).to(x.dtype)
     if actual.shape != exact.shape or actual.dtype != exact.dtype:
         raise Broken(f"{actual.dtype} {list(actual.shape)} came out where {exact.dtype} {list(exact.shape)} is due")
     if not exact.numel():
         return 0.0
-    tier = T3(max_relative_error=min(0.2, 32 * float(torch.finfo(x.dtype).eps) * x.shape[-1] ** 0.5))
-    decoys = vacuous_decoys(exact, tier)
+    limit = min(0.2, 32 * float(torch.finfo(x.dtype).eps) * x.shape[-1] ** 0.5)
+    tier = T3(max_relative_error=max(least, limit))
+    decoys = vacuous_decoys(exact, tier) if bool(exact.any()) and exact.unique().numel() > 1 else []
     if decoys and exact.numel() > 1:
         raise Broken(f"the limit {tier} measures nothing: {', '.join(decoys)} would pass")
     result = compare(actual, exact, tier, name="output")
     if not result.ok:
-        raise Broken(f"an input of {list(x.shape)} in {x.dtype}: {result.summary}")
+        raise Broken(f"an input of {list(x.shape)} in {x.dtype}, {where}: {result.summary}")
     return result.distance.relative_error if result.distance else 0.0
 
 
-def _run_again_and_again(layer: nn.Module, x: Tensor) -> Tensor:
-    """Run a layer several times; each time gives the same, and changes neither its input nor the process."""
+def _run_again_and_again(layer: nn.Module, x: Tensor, num_more: int) -> Tensor:
+    """Run a layer several times; each time gives the same, and changes neither its input nor the process, nor what it is itself."""
+    before = _standing(layer)
     with torch.enable_grad():
         _watched_forward(layer, x)
     with torch.no_grad():
         first = _watched_forward(layer, x).clone()
-        for _ in range(7):
+        for _ in range(num_more):
             actual = _watched_forward(layer, x)
             if not torch.equal(first, actual):
                 raise Broken(f"an input of {list(x.shape)} in {x.dtype}: a later forward gives another output than the first one")
+    if changed := [key for key, value in _standing(layer).items() if before.get(key, ()) != value]:
+        raise Broken(f"a forward has changed the {' '.join(changed[0])} of the layer, or added to it")
     return actual
+
+
+def _standing(layer: nn.Module) -> dict[tuple[str, str], object]:
+    """What no forward may change of its layer: hooks, modes, modules and what a checkpoint holds. What it has unpacked it may keep."""
+    found = {key: thing for name, module in layer.named_modules() for key, thing in module_items(name, module) if _is_standing(*key)}
+    return found | {("state", key): freeze(value) for key, value in layer.state_dict().items()}
+
+
+def _is_standing(kind: str, where: str) -> bool:
+    return kind in ("hooks", "training", "module", "requires_grad") or where.endswith(("__class__", "forward"))
 
 
 def _watched_forward(layer: nn.Module, x: Tensor) -> Tensor:
@@ -165,7 +206,7 @@ def every_shape(subject: Layer, look: Look) -> str:
     count = 0
     for dtype in subject.dtypes:
         for shape in _shapes(subject):
-            layer = subject.build(_linear(shape, dtype))
+            layer = subject.build(_linear(shape, dtype)).eval()
             x = uniform((2, 3, shape[1]), torch.Generator().manual_seed(2)).to(dtype)
             with torch.no_grad():
                 y = layer(x)
@@ -193,7 +234,7 @@ def moves(subject: Layer, look: Look) -> str:
             key: value.clone() for key, value in layer.state_dict().items() if value.dtype.itemsize == 1 or not value.is_floating_point()
         }
         before = subject.weight(layer).to(torch.float64)
-        moved = copy.deepcopy(layer).to(dtype)
+        moved = copy.deepcopy(layer).to(dtype).eval()
         after = moved.state_dict()
         for key, value in kept.items():
             if after[key].dtype != value.dtype or not torch.equal(after[key].view(torch.uint8), value.view(torch.uint8)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
-from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, token_ids, truly
+from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, reloaded, token_ids, truly
 from harness.checks.protocols import Transform
 from harness.tolerance import T3, climb, vacuous_decoys
 
@@ -143,6 +143,22 @@ def _hold(actual: Tensor, expected: Tensor, limit: float, what: str) -> None:
     error = float((actual - expected).double().norm() / expected.double().norm())
     if not error <= limit:
         raise Broken(f"{what}: relative error {error:.3g}, where {limit:.3g} are allowed")
+
+
+@register(None, "checkpoint", "What is saved and loaded again computes what the transformed model does", kind="transform")
+def checkpoint(subject: Transform, look: Look) -> str:
+    """Save and load every architecture, and the first with tied weights: of a checkpoint only weights, buffers and the config count."""
+    cases = [(architecture, False) for architecture in subject.architectures]
+    for architecture, tied in (*cases, (subject.architectures[0], True)):
+        model = build(architecture, seed=look.seed, tied=tied)
+        ids = token_ids(model, seed=look.seed)[0]
+        _apply(subject, model, look)
+        here = logits(model, ids)
+        limit = _UNITS * torch.finfo(here.dtype).eps
+        refuse_vacuous(here, limit)
+        what = f"{architecture}{' with tied weights' if tied else ''}: what is saved and loaded again does not compute the same"
+        _hold(logits(reloaded(model), ids), here, limit, what)
+    return f"{', '.join(subject.architectures)}, and tied weights"
 
 
 @register(35, "not_vacuous", "The targeted weights did change, each of them", kind="transform")

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.compare import Violation, describe
+from harness.lifecycle.driving.flowing import flowing
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, list_differences
 from harness.lifecycle.driving.probes import masked_batch
 from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze
@@ -24,6 +25,8 @@ from harness.lifecycle.witness import Witness
 
 # A hook may wait for its second call, or for its fifth: these many batches, in evaluation and in training mode.
 LEAST_BATCHES = 4
+# Bytes within which the place of a tensor decides how it is read.
+_ALIGNMENT = 64
 # What a modifier keeps for itself and in the shared state of the run.
 _ITS_OWN = ("state", "settings", "session")
 _ADVICE = "hooks watch, and return None; change values in copies, or declare 'changes_forward'"
@@ -72,6 +75,7 @@ class _Watch:
                 module.register_forward_hook(hook)
                 self._hung.add(hook)
         self._begin = self._latest = Snapshot(model)
+        self._layout = _layout(model)
         self._original = [self._forward(model, one, nullcontext()) for one in self._cases]
         self._turn = 0
 
@@ -89,6 +93,8 @@ class _Watch:
         """
         run, now = checked.run, Snapshot(checked.run.model)
         is_as_at_first = not [one for one in self._begin.differences(now) if one.kind in ("module", "tensor")]
+        # Sums may be added up in another order where the same values lie in another way.
+        is_as_at_first = is_as_at_first and self._layout == _layout(run.model)
         cases = list(enumerate(self._cases))
         if not self._latest.differences(now):  # the same hooks as before: what they do may depend on what has come since
             self._turn += 1
@@ -132,7 +138,7 @@ class _Watch:
             tensors = freeze(dict(model.state_dict()))
             drawn = [] if "random" in self._subject.tags else [freeze([*RandomState.current(foreign=False).by_device.values()])]
         self._hold_callers(model, witness)
-        values = [*witness.seen, ("what the model returns", freeze(output)), ("the caller's batch", freeze(batch))]
+        values = [*witness.seen, ("what the model returns", flowing(output)), ("the caller's batch", flowing(batch))]
         values += [("the model's state dict", tensors), ("what gradients reach the parameters", freeze(gradients))]
         return _Forward([*values, ("what the caller draws next", drawn)], before.differences(after))
 
@@ -209,8 +215,25 @@ def _kept(model: nn.Module, training: bool) -> Iterator[None]:
         for own, before, copies in tensors:
             own.update(before)
             for tensor, value in zip(before.values(), copies, strict=True):
-                if tensor is not None and value is not None:
+                # One number that is spread over a whole tensor cannot be copied into.
+                if tensor is not None and value is not None and not (0 in _strides(tensor) and torch.equal(tensor, value)):
                     tensor.data.copy_(value)
+
+
+def _layout(model: nn.Module) -> list[tuple[object, ...]]:
+    """How the values of a model lie in memory."""
+    own = {id(tensor): tensor for module in model.modules() for tensor in (*module._parameters.values(), *module._buffers.values())}
+    return [_place(tensor) for tensor in own.values() if tensor is not None]
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return (tensor.layout,)
+    return tensor.stride(), tensor.data_ptr() % _ALIGNMENT
 
 
 def _copies(tensors: Any) -> Sequence[Tensor | None]:

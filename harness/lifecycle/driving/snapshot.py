@@ -322,8 +322,8 @@ def module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str]
         if tensor is not None:
             yield ("requires_grad", where), tensor.requires_grad
             yield ("grad", where), None if tensor.grad is None else Bits(tensor.grad)
-            for name, thing in getattr(tensor, "__dict__", {}).items():
-                yield ("attribute", f"{where}.{name}"), freeze(thing)
+            for attribute, thing in getattr(tensor, "__dict__", {}).items():
+                yield ("attribute", f"{where}.{attribute}"), freeze(thing)
             for kind in _TENSOR_HOOKS:
                 if hooks := getattr(tensor, kind, None):
                     yield ("hooks", f"{where}.{kind}"), [Same(hook) for hook in hooks.values()]

@@ -176,9 +176,9 @@ class Uncompressed(OurCalibration):
     [
         (LastBatchLost, 41, "padding has changed it"),
         (FirstTokenLost, "calibration.every_token", "token 0 of row 0 (6 tokens) counts for nothing"),
-        (Shortest, "calibration.every_token", "token 8 of row 1 (9 tokens) counts for nothing"),
+        (Shortest, "calibration.every_token", "token 4 of row 1 (9 tokens) counts for nothing"),
         (OneToken, "calibration.every_token", "token 4 of row 1 (9 tokens) counts for nothing"),
-        (FewTokens, "calibration.every_token", "saw 1 of 22 tokens"),
+        (FewTokens, "calibration.every_token", "saw 1 of 54 tokens"),
         (NotANumber, 46, "not finite"),
         (Uncompressed, 46, "calibrated on what the first gave uncompressed"),
     ],
@@ -214,3 +214,62 @@ class BasicSeesLess(OurCalibration):
 
 def test_pipelines_that_differ_on_one_layer_are_caught():
     assert outcome(BasicSeesLess(), 46)[0] is Outcome.FAIL
+
+
+class Changed(OurCalibration):
+    """Calibrates on other rows than it was given."""
+
+    def change(self, rows):
+        return rows
+
+    def run(self, rows, **options):
+        return super().run(self.change(list(rows)), **options)
+
+
+def changed(change, hides=False):
+    class Mine(Changed):
+        def change(self, rows):
+            return change(rows)
+
+        def run(self, rows, **options):
+            done = super().run(rows, **options)
+            return replace(done, num_tokens={}) if hides else done
+
+    return Mine()
+
+
+def unique(rows):
+    return [row for number, row in enumerate(rows) if not any(torch.equal(row, other) for other in rows[:number])]
+
+
+def without(token):
+    return lambda rows: [row[row != token] if (row != token).any() else row for row in rows]
+
+
+LOST = {
+    "after the third row": lambda rows: rows[:3],
+    "after the eighth row": lambda rows: rows[:8],
+    "the fourth row": lambda rows: rows[:3] + rows[4:],
+    "every other row": lambda rows: rows[::2],
+    "equal rows": unique,
+    "rows that begin alike": lambda rows: list({tuple(row[:4].tolist()): row for row in rows}.values()),
+    "first tokens of later rows": lambda rows: [*rows[:3], *(row[1:] for row in rows[3:])],
+    "last tokens of short rows": lambda rows: [row[:-1] if len(row) == 4 else row for row in rows],
+    "id 0": without(0),
+    "id 1": without(1),
+    "id 2": without(2),
+    "the last id": without(95),
+    "short rows": lambda rows: [row for row in rows if len(row) > 3],
+}
+
+
+ALWAYS = ("after the third row", "equal rows", "id 0")
+# Each takes a second or two; three are of all kinds.
+CASES = [pytest.param(what, marks=[] if what in ALWAYS else [pytest.mark.nightly]) for what in LOST]
+
+
+@pytest.mark.parametrize("hides", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["counted", "not counted"])
+@pytest.mark.parametrize("what", CASES)
+def test_tokens_that_are_lost_are_told(what, hides):
+    found, summary = outcome(changed(LOST[what], hides), "calibration.every_token")
+    assert found is Outcome.FAIL and ("counts for nothing" in summary or "count for nothing" in summary or "saw" in summary)

@@ -1,0 +1,203 @@
+"""What pruners are shown: weights on which masks go wrong, and those on which quantizers do. Each is pruned once for all checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from harness.checks.catalogue.registry import Broken, Look
+from harness.checks.protocols import Sparsifier
+from harness.checks.strategies import fixed_weights
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Their squares leave the range of float32, and a pruner that reads the Hessian squares.
+_NO_SQUARE = ("subnormal", "large", "tiny")
+_MOST_DENSE = 200
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """One weight and what a pruner made of it.
+
+    Attributes:
+        weight: as given.
+        hessian: as given.
+        pruned: what came out.
+    """
+
+    weight: Tensor
+    hessian: Tensor
+    pruned: Tensor
+
+    @property
+    def zeros_before(self) -> Tensor:
+        """Zeros of each row that were there before, [R]: nobody can say whether they were kept."""
+        return (self.weight == 0).sum(1)
+
+
+def ordinary_weights(subject: Sparsifier, look: Look) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights on which masks go wrong: all magnitudes equal, ties everywhere, outliers, single rows, every dtype; no zeros.
+
+    Args:
+        subject: whose blocks they suit.
+        look: its seed is used.
+
+    Yields:
+        Words that say which one it is, and the weight.
+    """
+    multiple = multiple_of(subject)
+    wide = 24 * multiple if multiple > 1 else 97
+    generator = torch.Generator().manual_seed(look.seed)
+
+    def drawn(rows: int, columns: int) -> Tensor:
+        values = torch.rand(rows, columns, generator=generator) - 0.5
+        return values + 0.01 * values.sign() + (values == 0) * 0.01
+
+    yield "random", drawn(7, wide)
+    yield "one row", drawn(1, wide)
+    yield "shortest", drawn(3, multiple if multiple > 1 else 2)
+    yield "one magnitude", drawn(5, wide).sign() * 0.25
+    yield "ties", (drawn(6, wide) * 6).round().abs().clamp(min=1) * drawn(6, wide).sign()
+    yield "one large row", drawn(6, wide) * torch.tensor([1.0, 1, 100, 1, 1, 0.01])[:, None]
+    outliers = drawn(6, wide)
+    outliers[:, ::9] *= 50
+    yield "outliers", outliers
+    yield "tiny", drawn(4, wide) * 1e-30
+    yield "bfloat16", drawn(6, wide).to(torch.bfloat16)
+    yield "float16", drawn(6, wide).to(torch.float16)
+
+
+def _hurtful_weights(subject: Sparsifier) -> Iterator[tuple[str, Tensor]]:
+    """Those that quantizers are shown: zeros, large, subnormal, constant, square, wide, of many rows, of one column; and views of some."""
+    for label, weight in fixed_weights(DTYPES, multiple_of(subject), group=16):
+        if subject.second_order and label.startswith(_NO_SQUARE):
+            continue
+        yield label, weight
+        if weight.dtype == DTYPES[0] and label.startswith(("spread groups", "zeros")):
+            for name, view in views_of(weight).items():
+                yield f"{label}, {name}", view
+
+
+def views_of(weight: Tensor) -> dict[str, Tensor]:
+    """Return the same values in other layouts of memory.
+
+    Args:
+        weight: [R, C].
+
+    Returns:
+        Each in words, and the view.
+    """
+    larger = torch.full((weight.shape[0] + 2, 2 * weight.shape[1] + 3), 3.0, dtype=weight.dtype)
+    larger[1:-1, 2:-1:2] = weight
+    return {"a transposed view": weight.t().contiguous().t(), "a part of a larger tensor": larger[1:-1, 2:-1:2]}
+
+
+def multiple_of(subject: Sparsifier) -> int:
+    """Return what the columns must be a multiple of."""
+    return subject.pattern[1] if subject.pattern else 1
+
+
+def hessian_of(columns: int, look: Look) -> Tensor:
+    """Return the Hessian of correlated inputs, float32 [C, C]; the same one every time.
+
+    Args:
+        columns: of the weight.
+        look: its seed is used.
+    """
+    return look.once(look, f"hessian of {columns} columns", partial(_hessian, columns, look.seed + 1))
+
+
+def _hessian(columns: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = 4 * columns if columns <= _MOST_DENSE else 64
+    x = torch.rand(tokens, columns, generator=generator) - 0.5
+    x = x + 0.7 * (torch.rand(tokens, 1, generator=generator) - 0.5)  # columns that go together
+    x[:, ::5] *= 3
+    hessian = 2 * x.t() @ x / len(x)
+    # Of many columns a few tokens, and as much again on the diagonal as if each column were apart: it is not singular, and soon made.
+    return hessian if columns <= _MOST_DENSE else hessian + torch.diag(hessian.diagonal())
+
+
+def each_ordinary(subject: Sparsifier, look: Look, hold: Callable[[Pruned], None]) -> str:
+    """Show a function every ordinary weight, and what the subject made of it.
+
+    Args:
+        subject: a pruner.
+        look: how closely.
+        hold: raises Broken for a weight with which the subject is wrong.
+
+    Returns:
+        How many were looked at, in words.
+    """
+    return _each(ordinary_weights(subject, look), subject, look, hold)
+
+
+def each_weight(subject: Sparsifier, look: Look, hold: Callable[[Pruned], None]) -> str:
+    """Show a function every ordinary weight, those that hurt, and views; each is pruned once for all checks that share a look.
+
+    Args:
+        subject: a pruner.
+        look: how closely.
+        hold: raises Broken for a weight with which the subject is wrong.
+
+    Returns:
+        How many were looked at, in words.
+    """
+    seen = _each(ordinary_weights(subject, look), subject, look, hold)
+    return f"{seen}, {_each(_hurtful_weights(subject), subject, look, hold)} that hurt"
+
+
+def _each(weights: Iterator[tuple[str, Tensor]], subject: Sparsifier, look: Look, hold: Callable[[Pruned], None]) -> str:
+    count = 0
+    for label, weight in weights:
+        try:
+            hold(look.once(subject, f"pruned {label} {list(weight.shape)}", partial(_examine, subject, look, weight)))
+        except Broken as broken:
+            raise Broken(f"{label} {list(weight.shape)}: {broken}", broken.findings) from None
+        count += 1
+    return f"{count} weights"
+
+
+def _examine(subject: Sparsifier, look: Look, weight: Tensor) -> Pruned:
+    """Prune a weight, twice."""
+    hessian = hessian_of(weight.shape[1], look)
+    pruned = subject.prune(weight, hessian)
+    if pruned.shape != weight.shape or pruned.dtype != weight.dtype:
+        raise Broken(f"{list(pruned.shape)} {pruned.dtype} came out of {list(weight.shape)} {weight.dtype}")
+    if not bool(torch.isfinite(pruned).all()):
+        raise Broken("a value is not finite")
+    if not torch.equal(subject.prune(weight, hessian), pruned):
+        raise Broken("a second call gives another result")
+    # Whoever multiplies matrices, as a second-order pruner does, may add in another order for another layout.
+    is_exact = not subject.second_order and not weight.is_contiguous()
+    if is_exact and not torch.equal(subject.prune(weight.contiguous(), hessian), pruned):
+        raise Broken("a contiguous weight of the same values gives another result")
+    return Pruned(weight, hessian, pruned)
+
+
+def memory_used_again(subject: Sparsifier, look: Look) -> None:
+    """Prune other weights, with other Hessians, in one piece of memory each.
+
+    Args:
+        subject: a pruner.
+        look: how closely.
+
+    Raises:
+        Broken: what came out is not what comes out of new memory.
+    """
+    columns = 24 * multiple_of(subject)
+    generator = torch.Generator().manual_seed(look.seed + 2)
+    weights = [torch.rand(8, columns, generator=generator) - 0.5 for _ in range(3)]
+    plain = hessian_of(columns, look)
+    hessians = [plain.clone(), plain.roll((2, 2), (0, 1)), plain.roll((1, 1), (0, 1))]
+    held, statistic = torch.empty_like(weights[0]), torch.empty_like(plain)
+    for weight, hessian in zip(weights, hessians, strict=True):  # all stay alive, so that new memory is new
+        # As an allocator gives memory out again: address and version are those of the weight before.
+        held.data.copy_(weight)
+        statistic.data.copy_(hessian)
+        if not torch.equal(subject.prune(held, statistic), subject.prune(weight, hessian)):
+            raise Broken(f"{list(weight.shape)}: in memory that has held another weight it gives another result than in new memory")
