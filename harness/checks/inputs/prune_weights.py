@@ -102,11 +102,14 @@ def multiple_of(subject: Sparsifier) -> int:
 
 
 def hessian_of(columns: int, look: Look) -> Tensor:
-    """Return the Hessian of correlated inputs, float32 [C, C]; the same one every time.
+    """Make the Hessian of correlated inputs; the same one every time.
 
     Args:
         columns: of the weight.
         look: its seed is used.
+
+    Returns:
+        float32 [C, C].
     """
     return look.once(look, f"hessian of {columns} columns", partial(_hessian, columns, look.seed + 1))
 
