@@ -81,7 +81,7 @@ def test_twins_stay_equal_whatever_happens_between_steps(factory):
     machine = replay_machine(factory, *BATCHES)
     run_state_machine_as_test(machine, settings=spent(0.025))
     assert machine.seen.actions["replay"] >= 20 and machine.seen.actions["prove"] >= 2
-    assert sum(machine.seen.refusals.values()) >= 2 and len(machine.seen.rules) >= 6
+    assert sum(machine.seen.refusals.values()) >= 1 and len(machine.seen.rules) >= 6
     assert torch.equal(before, torch.get_rng_state())
 
 
