@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from compressor.cli import trace, train
 from compressor.console import Parser, with_output
 from compressor.errors import AlreadyDoneError, CompressorError
+from compressor.json_text import to_json
 from compressor.settings.options import Settings, add_options, chosen
 from compressor.settings.verbs import OneshotSettings, PlanSettings, RecipeSettings
 
@@ -98,11 +99,11 @@ def _run_oneshot(args: argparse.Namespace) -> int:
         print(f"compressor oneshot: {_one_line(done)}", file=sys.stderr)
         if args.json:
             record = json.loads((Path(args.output_dir) / "compression.json").read_text(encoding="utf-8"))
-            print(json.dumps({**record, "output_dir": str(Path(args.output_dir).resolve())}, indent=1, sort_keys=True))
+            print(to_json({**record, "output_dir": str(Path(args.output_dir).resolve())}), end="")
         return EXIT_OK
     if args.json:
         payload = {**result.record, "output_dir": str(result.output_dir), "seconds": result.seconds, "resumed": result.resumed}
-        print(json.dumps(payload, indent=1, sort_keys=True))
+        print(to_json(payload), end="")
     else:
         _print_result(result)
     return EXIT_OK
@@ -143,7 +144,7 @@ def _run_plan(args: argparse.Namespace) -> int:
 
     made = plan(args.model, **chosen(args, PlanSettings))
     if args.json:
-        print(json.dumps(made.to_dict(), indent=1, sort_keys=True))
+        print(to_json(made.to_dict()), end="")
     else:
         _print_plan(made)
     return EXIT_OK
@@ -173,7 +174,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
     from compressor.recipe import load_recipe, recipe_schema
 
     if args.recipe_verb == "schema":
-        print(json.dumps(recipe_schema(), indent=1, sort_keys=True))
+        print(to_json(recipe_schema()), end="")
         return EXIT_OK
     print(load_recipe(args.recipe, args=args.recipe_args).dump(), end="")
     if args.model is not None:

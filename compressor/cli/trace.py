@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from compressor.json_text import to_json
 from compressor.settings.options import add_options, chosen
 from compressor.settings.verbs import TraceSettings
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     report = trace_model(args.model, **chosen(args, TraceSettings))
     tool = None if args.draw is None else draw(report.picture(), args.draw)
     if args.json:
-        print(json.dumps(report.to_dict(), indent=1, sort_keys=True))
+        print(to_json(report.to_dict()), end="")
         return 0
     print("\n".join(report.lines()))
     if args.print_stages:

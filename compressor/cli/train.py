@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor.errors import AlreadyDoneError
+from compressor.json_text import to_json
 from compressor.settings.options import add_options, chosen
 from compressor.settings.verbs import TrainSettings
 
@@ -45,10 +46,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"compressor train: {done}", file=sys.stderr)
         if args.json:
             record = json.loads((Path(args.output_dir) / "compression.json").read_text(encoding="utf-8"))
-            print(json.dumps({**record, "output_dir": str(Path(args.output_dir).resolve())}, indent=1, sort_keys=True))
+            print(to_json({**record, "output_dir": str(Path(args.output_dir).resolve())}), end="")
         return 0
     if args.json:
-        print(json.dumps(_payload(args, result), indent=1, sort_keys=True))
+        print(to_json(_payload(args, result)), end="")
     else:
         _print(args, result)
     return 0

@@ -17,6 +17,7 @@ from typing import Any
 
 from compressor.atomic import own_names, partial_path, real_path, remove, whole_file
 from compressor.errors import ModelError, OutputError, ResumeError
+from compressor.json_text import to_json
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes
 from compressor.pipelines.journal.run_folder import RunFolder
 from compressor.training import Trainer, load_training, save_training
@@ -219,7 +220,7 @@ def opened(path: Path | None, run: Fingerprint, *, resume: bool, output_dir: Pat
             _clear(path)
             first = {"format": _FORMAT, "fingerprint": run, "token": secrets.token_hex(4)}
             with whole_file(path / _RUN) as partial:
-                partial.write_text(json.dumps(first, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+                partial.write_text(to_json(first), encoding="utf-8")
         _check_same_run(path, first, run)
         if output_dir is not None:  # what a kill during the writing of the checkpoint has left
             shutil.rmtree(partial_path(output_dir, first["token"]), ignore_errors=True)

@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     """
     from compressor.atomic import whole_file
     from compressor.errors import OutputError
+    from compressor.json_text import to_json
     from compressor.progress import RichProgress, SilentProgress
     from harness.bisect.locate import bisect
-    from harness.reporting.record import to_json
 
     if args.test is not None and (args.test.exists() or not args.test.parent.is_dir()):
         rule = "exists already" if args.test.exists() else "lies in a folder that does not exist"

@@ -50,9 +50,10 @@ def run(args: argparse.Namespace) -> int:
         UserInputError: an expected failure without a reason, or no subject.
     """
     from compressor.errors import UserInputError
+    from compressor.json_text import to_json
     from compressor.object_reference import own_names, resolve
     from harness.checks.run import check
-    from harness.reporting.record import decide, to_json
+    from harness.reporting.record import decide
     from harness.reporting.verdict import EXIT_CODES, Verdict
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`

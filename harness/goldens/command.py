@@ -204,7 +204,7 @@ def _short(tier: str) -> str:
 
 
 def _print(args: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
-    from harness.reporting.record import to_json
+    from compressor.json_text import to_json
 
     sys.stdout.write(to_json(data) if args.json else "".join(f"{line}\n" for line in lines))
 

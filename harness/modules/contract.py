@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from compressor.json_text import to_json
 from harness.modules import copies, hooks, state
 from harness.modules.subject import ModuleCheck, NotApplicableError, Subject, untouched
-from harness.reporting.record import CheckRecord, Claim, decide, to_json, to_table
+from harness.reporting.record import CheckRecord, Claim, decide, to_table
 from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 
 CALL = Claim("module.call", "The module takes the inputs that it is checked with")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.console import positive
+from compressor.json_text import to_json
 from harness.mutants.family import TABLE
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     names = [args.family] if args.family else list(listed_families(args.table))
     results = {name: _fates(find_family(name, args.table), args) for name in names}
     if args.json:
-        print(json.dumps({name: summary(fates) for name, fates in results.items()}, sort_keys=True, indent=1))
+        print(to_json({name: summary(fates) for name, fates in results.items()}), end="")
     else:
         for fates in results.values():
             _print(fates)

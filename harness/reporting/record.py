@@ -6,8 +6,6 @@ place, `decide`, and the exit codes of the command line follow from it.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -100,19 +98,6 @@ def decide(records: Iterable[CheckRecord]) -> Verdict:
     """
     meaning = {Outcome.PASS: Verdict.PASS, Outcome.FAIL: Verdict.REGRESSION, Outcome.INCONCLUSIVE: Verdict.INCONCLUSIVE}
     return worst(meaning[record.outcome] for record in records if record.outcome is not Outcome.SKIP)
-
-
-def to_json(data: Any) -> str:
-    """Return `data` as JSON that is the same for the same data: sorted keys, `nan` and `inf` as texts, one trailing newline."""
-    return json.dumps(_finite(data), sort_keys=True, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, Mapping):
-        return {str(key): _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def to_junit(records: Sequence[CheckRecord], suite: str) -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
-from harness.reporting.record import CheckRecord, decide, to_json, to_junit, to_table
+from compressor.json_text import to_json
+from harness.reporting.record import CheckRecord, decide, to_junit, to_table
 from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from compressor.json_text import to_json
 from harness.errors import HarnessError
 from harness.reporting.verdict import EXIT_CODES, worst
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what models and other libraries print must not mix with the verdicts
         rows = _audit_all(_subjects(args), list(dict.fromkeys(args.targets or _LEVELS)), _auditors(args))
     if args.json:
-        print(json.dumps(_summary(rows), sort_keys=True, indent=1))
+        print(to_json(_summary(rows)), end="")
     else:
         _print(rows)
     return EXIT_CODES[worst(row.finding.verdict for row in rows)]

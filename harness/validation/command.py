@@ -97,7 +97,8 @@ def _policy(args: argparse.Namespace) -> Policy:
 
 def _print(report: ValidationReport, page: Path, *, as_json: bool) -> None:
     from compressor.console import Console
-    from harness.reporting.record import to_json, to_table
+    from compressor.json_text import to_json
+    from harness.reporting.record import to_table
 
     if as_json:
         sys.stdout.write(to_json(report.to_dict()))

@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from compressor.json_text import to_json
 from harness.reporting.pages import pairs_html, record_html
-from harness.reporting.record import Claim, decide, to_json, to_junit, to_table
+from harness.reporting.record import Claim, decide, to_junit, to_table
 from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 
 CLAIM = Claim("family.check", "A statement")

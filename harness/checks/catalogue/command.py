@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from typing import Any
 
+from compressor.json_text import to_json
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
 
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     """
     rows = listing(args.kind)
     if args.json:
-        print(json.dumps(rows, indent=1, ensure_ascii=False))
+        print(to_json(rows), end="")
         return EXIT_CODES[Verdict.PASS]
     from rich import box
     from rich.table import Table

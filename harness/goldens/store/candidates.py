@@ -16,11 +16,11 @@ from typing import Any
 
 from compressor.atomic import write_whole
 from compressor.errors import UserInputError
+from compressor.json_text import to_json
 from harness.errors import GoldenError
 from harness.goldens.store.manifest import TensorEntry, read_tensors, tensors_data
 from harness.goldens.store.paths import SUFFIX, relative_path
 from harness.goldens.store.provenance import Platform
-from harness.reporting.record import to_json
 from harness.tolerance.tiers import TierMap
 
 _FORMAT = 2

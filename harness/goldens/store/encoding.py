@@ -19,9 +19,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from compressor.errors import UserInputError
+from compressor.json_text import to_json
 from harness.errors import GoldenError
 from harness.goldens.store.manifest import TensorEntry
-from harness.reporting.record import to_json
 from harness.tolerance.bits import dtype_name, dtype_of, from_bytes, to_bytes
 
 # What safetensors and every reader of it hold as it is; all else is stored as bytes.

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
+from compressor.json_text import to_json
 from harness.errors import HarnessError
 from harness.lifecycle.counterexamples.program import (
     DISABLE,
@@ -25,7 +26,6 @@ from harness.lifecycle.counterexamples.program import (
     Trial,
 )
 from harness.lifecycle.oracle import MOMENTS, SessionModel, Settings
-from harness.reporting.record import to_json
 from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE, Verdict
 
 MAX_STEPS = 5

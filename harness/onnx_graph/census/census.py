@@ -17,6 +17,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from harness.onnx_graph.census.chains import Chains
 from harness.onnx_graph.census.flow import PACKED_ATTENTION, PROJECTED_ATTENTION, FlowMap, Shapes, is_opaque, operands
 from harness.onnx_graph.census.parts import takes_a_part
 from harness.onnx_graph.census.products import SOFTMAX, Products, is_matrix_product, shown
@@ -338,7 +339,11 @@ class _Search:
             notes = notes or [f"no linear layer leads to {', '.join(empty)}"]
         elif max(counts) > 1 or any(role.unread for role in found.values()):
             status = Status.AMBIGUOUS
+        elif (split := (chains := Chains.behind(layers, self._behind)).split(self._view, self._shapes)) is not None:
+            status = Status.AMBIGUOUS
+            notes.append(f"several roles take their parts of {_shown([split])}, and go through further layers")
         else:
+            layers = {role: (chains.projection(role),) for role in ROLES}
             held = self._num_weights(layers, found)
             status = {3: Status.SEPARATE, 2: Status.PARTLY_FUSED, 1: Status.FUSED}[held]
             if held < len({layers[role][0].node for role in ROLES}):
@@ -347,10 +352,10 @@ class _Search:
 
     def _num_weights(self, layers: Mapping[str, tuple[Projection, ...]], found: Mapping[str, _Role]) -> int:
         """How many weights the roles have. Equal copies of which each role takes a part are one: a quantizer meets all of it in each."""
-        held: dict[str, object] = {role: layers[role][0].sources for role in ROLES}
+        held: dict[str, object] = {role: tuple(each.sources for each in (one, *one.beside)) for role, (one, *_) in layers.items()}
         for one, other in itertools.combinations(ROLES, 2):
             first, second = layers[one][0], layers[other][0]
-            if held[one] != held[other] and first.fingerprint == second.fingerprint:
+            if held[one] != held[other] and first.marks == second.marks:
                 parts = (takes_a_part(self._view, self._shapes, layers[role][0], found[role].value) for role in (one, other))
                 held[other] = held[one] if all(parts) else held[other]
         return len(set(held.values()))
@@ -360,7 +365,8 @@ class _Search:
         direct, notes = {}, []
         for role in ROLES:
             direct[role] = tuple(one for one in layers[role] if not any(self._feeds(one, other) for other in layers[role]))
-            if passed := [one for one in layers[role] if one not in direct[role]]:
+            passed = [one for one in layers[role] if one not in direct[role]]
+            if passed and not all(one.turns for one in direct[role]):
                 notes.append(f"{role.upper()} takes a part from {_shown(passed)}, past its own layer")
         own = dict(direct)
         for role in ROLES:
@@ -418,6 +424,10 @@ class _Search:
         layers = [one for one in read if not one.selects] + [layer for role in behind for layer in role.layers]
         unread += tuple(node for role in behind for node in role.unread)
         return _Role(tuple({one.node: one for one in layers}.values()), unread, value)
+
+    def _behind(self, layer: Projection) -> Projection | None:
+        role = self._role(layer.activation)
+        return role.layers[0] if len(role.layers) == 1 and not role.unread else None
 
     def _kind(self, roles: Mapping[str, Sequence[Projection]]) -> str:
         if any(len(roles[role]) != 1 for role in ROLES):

@@ -10,9 +10,12 @@ import onnx_ir as ir
 
 from harness.onnx_graph.census.flow import Shapes
 from harness.onnx_graph.census.projections import Projection
+from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.view import GraphView
 
 _CUTS = frozenset({"Split", "Slice", "Gather", "GatherND", "GatherElements", "Compress", "SplitToSequence", "SequenceAt", "DynamicSlice"})
+
+_MOVES = _CUTS | {"Concat", "Tile", "ScatterElements", "ScatterND", "Pad", "ReverseSequence"}
 
 
 def path_between(view: GraphView, layer: Projection, value: ir.Value) -> list[ir.Node]:
@@ -59,6 +62,28 @@ def takes_a_part(view: GraphView, shapes: Shapes, layer: Projection, value: ir.V
         return sizes[1][0] < sizes[0][0]
     path = path_between(view, layer, value)
     return any(node.op_type in _CUTS or _is_narrow(shapes, node) for node in path)
+
+
+def moves(view: GraphView, layer: Projection, value: ir.Value | None) -> Counter[str]:
+    """Tell what cuts, joins or repeats the columns of a layer on their way to a value. Equal for equal ways.
+
+    Args:
+        view: of the graph.
+        layer: of that graph.
+        value: what a product takes for a role.
+
+    Returns:
+        Each such operator with its settings and constants, and how often it occurs.
+    """
+    path = [] if value is None else path_between(view, layer, value)
+    constants = Constants(view)
+    return Counter(_told(constants, node) for node in path if node.op_type in _MOVES)
+
+
+def _told(constants: Constants, node: ir.Node) -> str:
+    held = [constants.of(one) for one in node.inputs[1:]]
+    given = [None if one is None else (one.shape, one.tobytes()) for one in held]
+    return f"{node.op_type} {sorted((name, str(one.value)) for name, one in node.attributes.items())} {len(node.outputs)} {given}"
 
 
 def _is_narrow(shapes: Shapes, node: ir.Node) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from harness.onnx_graph.census.products import Equation
 from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.view import label
 
+_TURNS_WITHIN = 1e-2
+"""Of half precision and a few hundred rows."""
+
 
 @dataclass(frozen=True, eq=False)
 class Projection:
@@ -31,6 +35,7 @@ class Projection:
         matrix_IO: [in_features, out_features], float32.
         sources: the constants that hold the weight; of a slice, what it is cut from.
         stored: how the weight is kept: `float`, `codes` (computed by DequantizeLinear or inside of a quantized operator).
+        beside: further layers that lead to the same role alone: those behind it that turn its result, then those before it.
     """
 
     node: ir.Node
@@ -38,6 +43,7 @@ class Projection:
     matrix_IO: np.ndarray
     sources: frozenset[ir.Value]
     stored: str
+    beside: tuple[Projection, ...] = ()
 
     @property
     def name(self) -> str:
@@ -57,7 +63,8 @@ class Projection:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layer as JSON types."""
-        return {"node": self.name, "op": self.op, "shape": list(self.shape), "stored": self.stored, "fingerprint": self.fingerprint}
+        told = {"node": self.name, "op": self.op, "shape": list(self.shape), "stored": self.stored, "fingerprint": self.fingerprint}
+        return {**told, "beside": [one.to_dict() for one in self.beside]} if self.beside else told
 
     @functools.cached_property
     def selects(self) -> bool:
@@ -66,9 +73,30 @@ class Projection:
         return num_out < num_in and bool((np.count_nonzero(self.matrix_IO, axis=0) == 1).all())
 
     @functools.cached_property
+    def turns(self) -> bool:
+        """Whether its rows, or its columns, are orthogonal and of one length: Hadamard matrices, rotations, permutations, averages."""
+        return any(_is_orthogonal(one) for one in (self.matrix_IO, self.matrix_IO.T))
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of shape and values; another orientation has another one."""
         return fingerprint(self.matrix_IO)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Fingerprints of all layers that are the role's own."""
+        return (self.fingerprint, *(one.fingerprint for one in self.beside))
+
+
+def _is_orthogonal(matrix: np.ndarray) -> bool:
+    """Whether M Mᵀ is a multiple of one: rows of one length, and a drawn vector comes back. No trained weight has the first."""
+    squares = np.square(matrix, dtype=np.float64).sum(axis=1)
+    mean = float(squares.mean())
+    if not mean or not np.isfinite(mean) or np.abs(squares - mean).max() > _TURNS_WITHIN * mean:
+        return False
+    drawn = np.random.default_rng(0).standard_normal(len(matrix))
+    wide = matrix.astype(np.float64)
+    return bool(np.abs(wide @ (wide.T @ drawn) - mean * drawn).max() <= _TURNS_WITHIN * mean * np.abs(drawn).max())
 
 
 def fingerprint(matrix_IO: np.ndarray) -> str:
@@ -156,10 +184,40 @@ def _with_scale(weight: int, scale: int, zero_point: int, transpose: str = "") -
 
 
 def _integer_codes(constants: Constants, node: ir.Node) -> np.ndarray | None:
-    """MatMulInteger: the scale is applied further down; the codes less the zero point are the matrix up to a factor."""
-    codes = constants.of(node.inputs[1])
+    """MatMulInteger: the codes less the zero point, times the scale that a Mul further down applies together with that of the input."""
+    codes, scale = constants.of(node.inputs[1]), _scale_behind(constants, node.outputs[0])
     zero = constants.of(node.inputs[3]) if len(node.inputs) > 3 else None
-    return None if codes is None else codes.astype(np.float32) - (0 if zero is None else zero.astype(np.float32))
+    if codes is None or scale is None:
+        return None
+    matrix: np.ndarray = (codes.astype(np.float32) - (0 if zero is None else zero.astype(np.float32))) * scale
+    return matrix
+
+
+def _scale_behind(constants: Constants, value: ir.Value) -> np.ndarray | None:
+    """The first constant that an integer result is multiplied by, alone or times the scale of the input; None where there is none."""
+    while len(uses := list(value.uses())) == 1:
+        user, position = uses[0]
+        value = user.outputs[0]
+        if user.op_type == "Cast":
+            continue
+        other = user.inputs[1 - position] if user.op_type == "Mul" else None
+        factors = _factors(constants, other)
+        if factors is None:
+            return None
+        if factors:
+            return math.prod(factors[1:], start=factors[0]).astype(np.float32)
+    return None
+
+
+def _factors(constants: Constants, value: ir.Value | None) -> list[np.ndarray] | None:
+    """The constants among the factors of a scale; the scale of the input is no constant. None for anything else."""
+    node = None if value is None else value.producer()
+    if (held := constants.of(value)) is not None:
+        return [held]
+    if node is not None and node.op_type == "DynamicQuantizeLinear":
+        return []
+    parts = [_factors(constants, one) for one in node.inputs] if node is not None and node.op_type == "Mul" else [None]
+    return None if None in parts else [one for part in parts if part is not None for one in part]
 
 
 def _nbits(constants: Constants, node: ir.Node) -> np.ndarray | None:

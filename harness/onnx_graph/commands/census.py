@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from compressor.json_text import to_json
 from harness.onnx_graph.skips.supervision import NOT_SEEN
 from harness.reporting.verdict import EXIT_CODES, worst
 
@@ -36,5 +36,5 @@ def run(args: argparse.Namespace) -> int:
 
     trip = onnx_roundtrip(args.model, model_class=args.model_class)
     found = census(trip.exported(trip.exporters[0]).model)
-    print(json.dumps(found.to_dict(), indent=1, sort_keys=True) if args.json else found.text())
+    print(to_json(found.to_dict()) if args.json else found.text() + "\n", end="")
     return EXIT_CODES[worst(block.status.verdict for block in found.blocks)]

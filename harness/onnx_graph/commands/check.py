@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
+from compressor.json_text import to_json
 from harness.onnx_graph.contracts.registry import CONTRACTS, contract_from_names
 from harness.onnx_graph.skips.supervision import EVIDENCE, NOT_SEEN
 from harness.reporting.verdict import EXIT_CODES
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """
     result = contract_from_names(args.contract).check(args.before, args.after)
     if args.json:
-        print(json.dumps(result.to_dict(), indent=1, sort_keys=True))
+        print(to_json(result.to_dict()), end="")
     else:
         print(f"{' & '.join(result.contracts)}: {result.holding.value}")
         if result.message:

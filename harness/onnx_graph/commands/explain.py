@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from compressor.json_text import to_json
 from harness.onnx_graph.commands.check import add_contract
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import BACKENDS
@@ -40,5 +40,5 @@ def run(args: argparse.Namespace) -> int:
     trip = onnx_roundtrip(args.model, model_class=args.model_class)
     exported = trip.exported(trip.exporters[0])
     explanation = explain(exported.model, contract_from_names(args.contract), args.backend, exported.module)
-    print(json.dumps(explanation.to_dict(), indent=1, sort_keys=True) if args.json else explanation.text())
+    print(to_json(explanation.to_dict()) if args.json else explanation.text() + "\n", end="")
     return EXIT_CODES[Verdict.PASS if explanation.kept else explanation.default.holding.verdict]

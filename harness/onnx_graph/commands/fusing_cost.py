@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from compressor.atomic import check_output_file
+from compressor.json_text import to_json
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.figure is not None:
         draw_costs(rows, args.figure, f"{Path(args.model).name}: int{args.bits}, one scale over Q, K and V against one each")
     if args.json:
-        print(json.dumps({"rows": [row.to_dict() for row in rows], "summary": summary(rows)}, indent=1, sort_keys=True))
+        print(to_json({"rows": [row.to_dict() for row in rows], "summary": summary(rows)}), end="")
         return EXIT_CODES[Verdict.PASS]
     print(f"int{args.bits}, one scale per tensor: own scale - one scale over Q, K and V, {len(rows) // 3} blocks")
     for role, cost in summary(rows).items():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from compressor.json_text import to_json
 from harness.onnx_graph.commands.check import NamesAction, add_contract
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import BACKENDS
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     contract, records = contract_from_names(args.contract), read_records(path)
     alarms = [check_passes(records, backend, contract, skips) for backend in args.backend or installed_backends()]
     if args.json:
-        print(json.dumps([alarm.to_dict() for alarm in alarms], indent=1, sort_keys=True))
+        print(to_json([alarm.to_dict() for alarm in alarms]), end="")
     else:
         print("\n".join(alarm.text() for alarm in alarms))
     if any(alarm.breaks for alarm in alarms):

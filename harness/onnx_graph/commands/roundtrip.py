@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor.errors import UserInputError
+from compressor.json_text import to_json
 from harness.onnx_graph.commands.check import add_contract
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import resolve_skips
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     exporters = tuple(dict.fromkeys(args.exporter or ("dynamo", "torchscript")))
     trip = onnx_roundtrip(args.model, exporters=exporters, opset=args.opset, model_class=args.model_class)
     rows = trip.matrix(contract, optimizers=optimizers, skips=[(), *skips], on_row=_show_progress)
-    print(json.dumps([row.to_dict() for row in rows], indent=1, sort_keys=True) if args.json else "", end="")
+    print(to_json([row.to_dict() for row in rows]) if args.json else "", end="")
     if not args.json:
         _print(rows)
     for note in trip.notes():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from compressor.atomic import check_output_file, whole_file
 from compressor.errors import CheckpointError, UserInputError
+from compressor.json_text import to_json
 from harness.onnx_graph.commands.check import NamesAction
 from harness.onnx_graph.skips.call_records import Calls
 from harness.onnx_graph.skips.child_processes import Channel
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         report = {"command": command, "exit_code": ended.code, "skips": skips} | found
         try:
             with whole_file(args.json) as partial:
-                partial.write_text(json.dumps(report, indent=1, sort_keys=True), encoding="utf-8")
+                partial.write_text(to_json(report), encoding="utf-8")
         except CheckpointError as error:  # the command has run: to say that nothing was would be untrue
             print(f"harness onnx run: {error}", file=sys.stderr)
             return EXIT_CODES[Verdict.INCONCLUSIVE]

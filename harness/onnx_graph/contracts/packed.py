@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from compressor.errors import UserInputError
 from harness.errors import HarnessError
 from harness.onnx_graph.census.census import ROLES, Block, Census
 from harness.onnx_graph.census.flow import Shapes, operands
-from harness.onnx_graph.census.parts import path_between, takes_a_part
+from harness.onnx_graph.census.parts import moves, path_between, takes_a_part
 from harness.onnx_graph.census.products import Equation
 from harness.onnx_graph.census.projections import Projection
 from harness.onnx_graph.graph.constants import Constants
@@ -49,29 +50,29 @@ class Columns:
         return "columns " + ", ".join(runs[:4]) + (f" and {len(runs) - 4} more runs" if len(runs) > 4 else "")
 
 
-def packed_roles(found: Census) -> set[tuple[int, str]]:
-    """Find the roles that take a part of their layer, or share it with another role.
+def columns_told(found: Census) -> dict[tuple[int, str], Counter[str] | None]:
+    """Tell how each role takes its columns, as far as that can be told without running the graph.
 
     Args:
         found: of a graph.
 
     Returns:
-        (block, role).
+        (block, role) to what moves columns on the way; None where the role takes a part of its layer, or shares it with another role.
     """
     view = found.view
     layers = [(block, role, one) for block in found.read for role in ROLES if (one := block.projection(role)) is not None]
     if view is None:
-        return set()
-    shapes, packed = Shapes(view), set()
+        return {}
+    shapes, told = Shapes(view), dict[tuple[int, str], Counter[str] | None]()
     for block, role, layer in layers:
         shared = any(
             (block.index, role) != (other.index, another)
             and (one.node is layer.node or (other is block and one.fingerprint == layer.fingerprint))
             for other, another, one in layers
         )
-        if shared or takes_a_part(view, shapes, layer, block.taken.get(role)):
-            packed.add((block.index, role))
-    return packed
+        value = block.taken.get(role)
+        told[block.index, role] = None if shared or takes_a_part(view, shapes, layer, value) else moves(view, layer, value)
+    return told
 
 
 def columns_taken(found: Census, wanted: Sequence[tuple[Block, str]], inputs: Mapping[str, np.ndarray]) -> list[Columns | str]:

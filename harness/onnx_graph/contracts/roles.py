@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from harness.onnx_graph.census.baseline import RoleWeight, describe, packed_in, 
 from harness.onnx_graph.census.census import ROLES, Block, Status
 from harness.onnx_graph.census.projections import Projection
 from harness.onnx_graph.contracts.base import Contract, Finding, Holding, Pair
-from harness.onnx_graph.contracts.packed import columns_taken, packed_roles
+from harness.onnx_graph.contracts.packed import columns_taken, columns_told
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
 from harness.onnx_graph.graph.run_session import sqnr_db
 
@@ -129,8 +130,9 @@ class SeparateQKV(RoleContract):
 class RoleWeights(RoleContract):
     """Every role of every block still has its own weight: not another role's, not transposed, not scaled, not another matrix.
 
-    Of a layer that several roles share, or of which a role takes a part, every role still takes the same columns in the same order; what
-    that is, is found by running the graph, and where it cannot be run, nobody knows. Exact by default. With `min_sqnr_db` a weight that was
+    So do the other layers that lead to it alone. Of a layer that several roles share, of which a role takes a part, or whose result is cut,
+    joined or repeated otherwise than before, every role still takes the same columns in the same order; what that is, is found by running
+    the graph, and where it cannot be run, nobody knows. Exact by default. With `min_sqnr_db` a weight that was
     quantized may differ by so much.
     """
 
@@ -159,9 +161,9 @@ class RoleWeights(RoleContract):
 
     def _taken(self, pair: Pair, kept: Sequence[RoleWeight]) -> Iterator[Finding]:
         """Roles that have their weight, and take other columns of it than before."""
-        packed = packed_roles(pair.baseline.census), packed_roles(pair.census_after)
         blocks = {block.index: block for block in pair.baseline.census.read}
-        asked = [one for one in kept if (one.block, one.role) in packed[0] or (pair.counterparts[one.block].index, one.role) in packed[1]]
+        told = columns_told(pair.baseline.census), columns_told(pair.census_after)
+        asked = [one for one in kept if _may_differ(told[0][one.block, one.role], told[1][pair.counterparts[one.block].index, one.role])]
         if not asked:
             return
         try:
@@ -204,14 +206,25 @@ class RoleWeights(RoleContract):
             return Finding(self.name, Holding.NOT_ANALYSED, f"{was.where}: its weight cannot be read: {state}", was.block, was.role)
         now = block.projection(was.role)
         assert now is not None
-        if now.fingerprint == was.projection.fingerprint:
-            return None
-        sqnr = sqnr_db(was.projection.matrix_IO, now.matrix_IO)
-        if self._min_sqnr_db is not None and sqnr >= self._min_sqnr_db:
-            return None
         layer = f"{now.op} {now.name} [{now.shape[0]}, {now.shape[1]}]"
-        text = f"{was.where}: expected its own weight, found {layer} with {_what(pair, was, now, sqnr)}"
-        return self.violated(text, was.block, was.role)
+        if not self._is_close(was.projection, now):
+            sqnr = sqnr_db(was.projection.matrix_IO, now.matrix_IO)
+            text = f"{was.where}: expected its own weight, found {layer} with {_what(pair, was, now, sqnr)}"
+            return self.violated(text, was.block, was.role)
+        lost = self._lost_beside(was.projection, now)
+        return self.violated(f"{was.where}: {layer} is kept, but {lost}", was.block, was.role) if lost else None
+
+    def _lost_beside(self, was: Projection, now: Projection) -> str:
+        """Say what became of the other layers on the way; empty if they are kept."""
+        if len(was.beside) != len(now.beside):
+            return f"expected {len(was.beside)} further layers on its way, found {len(now.beside)}"
+        changed = [f"{one.op} {one.name}" for one, other in zip(was.beside, now.beside, strict=True) if not self._is_close(one, other)]
+        return f"on its way {', '.join(changed)} changed" if changed else ""
+
+    def _is_close(self, was: Projection, now: Projection) -> bool:
+        if was.fingerprint == now.fingerprint:
+            return True
+        return self._min_sqnr_db is not None and sqnr_db(was.matrix_IO, now.matrix_IO) >= self._min_sqnr_db
 
 
 class ProjectionOp(RoleContract):
@@ -274,12 +287,22 @@ class QDQPreserved(RoleContract):
                 found.append(
                     self.violated(f"{one.where}: expected codes, found floating point in {now.op} {now.name}", one.block, one.role)
                 )
-            elif now.fingerprint != one.projection.fingerprint:
-                sqnr = sqnr_db(one.projection.matrix_IO, now.matrix_IO)
+            elif changed := [(old, new) for old, new in _in_codes(one.projection, now) if old.fingerprint != new.fingerprint]:
+                sqnr = min(sqnr_db(old.matrix_IO, new.matrix_IO) for old, new in changed)
                 found.append(
                     self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
                 )
         return found
+
+
+def _in_codes(was: Projection, now: Projection) -> list[tuple[Projection, Projection]]:
+    pairs = zip((was, *was.beside), (now, *now.beside), strict=False)
+    return [(one, other) for one, other in pairs if one.stored == "codes"]
+
+
+def _may_differ(was: Counter[str] | None, now: Counter[str] | None) -> bool:
+    """Whether a role may take other columns: it takes a part, or its way is another one."""
+    return was is None or now is None or was != now
 
 
 def _unread(block: Block, when: str) -> str:

@@ -6,6 +6,7 @@ projections, quantized to integers with one symmetric scale per tensor: once eac
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import numpy as np
 import torch
 
 from compressor.atomic import whole_file
-from compressor.errors import UserInputError
 from compressor.numerics import QuantizationArgs, fake_quantize
 from compressor.numerics.observers import weight_qparams
-from harness.onnx_graph.census.baseline import take_baseline
+from harness.errors import HarnessError
+from harness.onnx_graph.census.baseline import RoleWeight, take_baseline
 from harness.onnx_graph.census.census import ROLES, Status
 from harness.onnx_graph.graph.run_session import sqnr_db
 
@@ -42,8 +43,8 @@ class RoleCost:
 
     @property
     def cost_db(self) -> float:
-        """What sharing costs."""
-        return self.own_db - self.shared_db
+        """What sharing costs: nothing where both are exact, as of zeros."""
+        return 0.0 if self.own_db == self.shared_db else self.own_db - self.shared_db
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON types."""
@@ -59,29 +60,30 @@ def fusing_cost(model: Any, num_bits: int = 8) -> list[RoleCost]:
         num_bits: of the integer codes.
 
     Returns:
-        Three rows per block, in the order of the graph.
+        Three rows per block, in the order of the graph. Of cross-attention only those that take inputs of one width can be fused; one that
+        is alone loses nothing.
 
     Raises:
-        UserInputError: no block, or none with three projections of its own.
+        UserInputError: the model cannot be read.
+        HarnessError: no block has three projections of its own, so there is nothing to measure.
     """
     baseline = take_baseline(model)
     separate = [block for block in baseline.census.blocks if block.status is Status.SEPARATE]
     if not separate:
-        raise UserInputError(
+        raise HarnessError(
             "fusing cost: no block has three projections of its own, so there is nothing to fuse; give the model as exported"
         )
     args = QuantizationArgs(num_bits=num_bits, strategy="tensor")
-    rows = []
-    for block in separate:
-        weights = baseline.of_block(block.index)
-        matrices = [one.projection.matrix_IO for one in weights]
-        together = _rounded(np.concatenate(matrices, axis=1), args)
-        edges = np.cumsum([0, *(matrix.shape[1] for matrix in matrices)])
-        for number, (one, matrix) in enumerate(zip(weights, matrices, strict=True)):
-            shared = together[:, edges[number] : edges[number + 1]]
-            own = _rounded(matrix, args)
-            rows.append(RoleCost(block.index, one.role, one.module, sqnr_db(matrix, own), sqnr_db(matrix, shared)))
-    return rows
+    return [row for block in separate for row in _costs(baseline.of_block(block.index), args)]
+
+
+def _costs(weights: Sequence[RoleWeight], args: QuantizationArgs) -> Iterator[RoleCost]:
+    for one in weights:
+        matrix, fused = one.projection.matrix_IO, [other for other in weights if other.projection.shape[0] == one.projection.shape[0]]
+        start = sum(other.projection.shape[1] for other in fused[: fused.index(one)])
+        together = np.concatenate([other.projection.matrix_IO for other in fused], axis=1)
+        shared = _rounded(together, args)[:, start : start + matrix.shape[1]]
+        yield RoleCost(one.block, one.role, one.module, sqnr_db(matrix, _rounded(matrix, args)), sqnr_db(matrix, shared))
 
 
 def summary(rows: list[RoleCost]) -> dict[str, dict[str, float]]:

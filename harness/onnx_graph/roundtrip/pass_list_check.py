@@ -19,6 +19,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from compressor.atomic import whole_file
 from compressor.errors import UserInputError
+from compressor.json_text import to_json
 from harness.onnx_graph.contracts.base import Contract
 from harness.onnx_graph.roundtrip.explain import OPTIMIZER_OF, explain
 from harness.onnx_graph.roundtrip.optimizers import OptimizerFailure, optimize
@@ -322,7 +323,7 @@ def accept(path: Path, alarms: Sequence[Alarm]) -> None:
         records.setdefault(alarm.passes.backend, {})[alarm.passes.version] = record
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as partial:
-        partial.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        partial.write_text(to_json(records), encoding="utf-8")
 
 
 def _try(graph: str, backend: str, contract: Contract, skips: Sequence[str]) -> Trial:

@@ -12,6 +12,7 @@ import onnx
 
 from compressor.atomic import whole_file
 from compressor.errors import CompressorError, OutputError
+from compressor.json_text import to_json
 from harness.onnx_graph.census.baseline import describe
 from harness.onnx_graph.census.block_picture import picture_of, to_svg
 from harness.onnx_graph.census.census import Block, Census, census
@@ -20,7 +21,7 @@ from harness.onnx_graph.graph.view import GraphView, load_graph
 from harness.onnx_graph.roundtrip.matrix import RoundTrip, RoundTripRow
 from harness.onnx_graph.skips.passes import effective_passes, installed_backends
 from harness.reporting.pages import render
-from harness.reporting.record import CheckRecord, to_json, to_junit
+from harness.reporting.record import CheckRecord, to_junit
 from harness.reporting.verdict import Outcome
 
 _OUTCOMES = {Holding.HOLDS: Outcome.PASS, Holding.VIOLATED: Outcome.FAIL, Holding.NOT_ANALYSED: Outcome.INCONCLUSIVE}

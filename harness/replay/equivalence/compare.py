@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from compressor.errors import ReplayError, UserInputError
+from compressor.json_text import to_json
 from harness.errors import ContractViolation
 from harness.replay.equivalence.first_difference import FirstDifference, explain, locate_refused
 from harness.replay.equivalence.mode_run import ModeRun, run_mode, spell_plans, spell_run
 from harness.replay.equivalence.run import Batches, Between, Factory, Plot
 from harness.replay.equivalence.training_state import differing_names
-from harness.reporting.record import CheckRecord, Claim, decide, to_json
+from harness.reporting.record import CheckRecord, Claim, decide
 from harness.reporting.verdict import Outcome, Verdict
 
 # What the runs of a comparison say: a record for each mode, and one that asks whether there was anything to see.

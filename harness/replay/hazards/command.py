@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 if one is red.
     """
+    from compressor.json_text import to_json
     from compressor.progress import RichProgress
     from harness.replay.hazards.registry import chosen_hazards, run_hazards
-    from harness.reporting.record import to_json
 
     chosen = chosen_hazards(args.only)
     if args.list:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import warnings
 from typing import TYPE_CHECKING
 
 from compressor.errors import UserInputError
+from compressor.json_text import to_json
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     verdict, reason = _verdict(args, reports, list(dict.fromkeys(beyond)))
     if args.json:
         result = {"model": args.model, "verdict": verdict.value, "reason": reason, "reports": [report.to_dict() for report in reports]}
-        print(json.dumps(result, indent=1, sort_keys=True))
+        print(to_json(result), end="")
     else:
         print("\n\n".join(report.text() for report in reports))
         if reason:

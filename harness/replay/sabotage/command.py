@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from compressor.json_text import to_json
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     verdict = Verdict.REGRESSION if counts["missed"] or counts["another named"] else Verdict.PASS
     if args.json:
         found = {"model": args.model, "verdict": verdict.value, "score": counts, "trials": [trial.to_dict() for trial in trials]}
-        print(json.dumps(found, indent=1, sort_keys=True))
+        print(to_json(found), end="")
     else:
         print(_text(trials, counts))
     return EXIT_CODES[verdict]

@@ -13,6 +13,7 @@ from onnx import numpy_helper
 
 from compressor.errors import UserInputError
 from harness.cli import main
+from harness.errors import HarnessError
 from harness.onnx_graph.census.block_picture import picture_of, to_dot, to_svg
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.contracts.roles import SeparateQKV
@@ -93,7 +94,7 @@ def test_sharing_a_scale_costs_the_smallest_weight_what_it_should() -> None:
     assert rows["v"].cost_db == pytest.approx(20 * np.log10(8), abs=3.0), "a scale 8 times too large is 18 dB"
     assert abs(rows["q"].cost_db) < 3 and rows["q"].own_db > 35
     assert summary(list(rows.values()))["v"]["worst_db"] == rows["v"].cost_db
-    with pytest.raises(UserInputError, match="nothing to fuse"):
+    with pytest.raises(HarnessError, match="nothing to fuse"):
         fusing_cost(optimize(model, "onnxsim"))
 
 

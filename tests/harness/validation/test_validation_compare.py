@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import save_file
 
 from compressor.errors import CheckpointError, DatasetError, ModelError, OutputError
-from harness.reporting.record import to_json
+from compressor.json_text import to_json
 from harness.validation.behaviour.scoring import TokenBatch, model_logits, sees_ahead
 from harness.validation.compare import validate
 from harness.validation.policy import Policy, SqnrLimits
