@@ -11,6 +11,7 @@ from compressor.lifecycle import EventType, Session
 from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask, watched_modules
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.out_of_memory import memory_explained
+from compressor.pipelines.padding import check_padding
 from compressor.progress import Progress
 from compressor.tracing.footprint import all_that_may_change
 from compressor.tracing.graph.nodes import Unrepeatable
@@ -50,6 +51,7 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
         watched = watched_modules(session)
         with session.hooks_disabled():
             stirred, kept = changed_by_forwards(state.model, watched, [batch_to(batch, state.device) for batch in data.batches[:2]])
+            check_padding(state, data, watched)
         note_kept(state, kept)
         stirred.add(all_that_may_change(state.model, watched))  # later batches may change what the first one leaves alone
         with Traces(state.model, stirred) as traces:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from compressor.data import CalibrationData
-from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
 from compressor.tracing import Watched
 
@@ -86,25 +85,9 @@ def set_token_mask(state: State, data: CalibrationData, index: int) -> None:
         state: of the session.
         data: the batches with their masks.
         index: number of the batch.
-
-    Raises:
-        CalibrationError: the batch is padded, and a decoder takes tokens of the very same shape that the mask says nothing about.
     """
     mask = data.token_masks[index]
-    if mask is not None and not bool(mask.all()):
-        _refuse_a_second_sequence(data.batches[index], mask, index)
     state.token_mask = None if mask is None else mask.to(state.device)
-
-
-def _refuse_a_second_sequence(batch: Any, mask: Tensor, index: int) -> None:
-    """Inputs of another shape are told apart from masked ones by their shape; those of the same shape would be masked as well."""
-    names = [name for name in batch if name.startswith("decoder_")] if isinstance(batch, Mapping) else []
-    for name in names:
-        if name != "decoder_attention_mask" and batch[name].shape[:2] == mask.shape:
-            raise CalibrationError(
-                f"dataset batch {index}: {name} has the shape {tuple(mask.shape)} of the padded encoder's input, so padding of one would "
-                "count as padding of the other; give batches without padding, or another length to the decoder"
-            )
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -9,8 +9,8 @@ where they stand: nobody needs their logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol, runtime_checkable
 
 from compressor.data import CalibrationData
@@ -20,6 +20,7 @@ from compressor.pipelines.calibration_mode import calibration_mode, note_kept, n
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.offload.open_store import open_store
 from compressor.pipelines.out_of_memory import memory_explained
+from compressor.pipelines.padding import check_padding
 from compressor.pipelines.settings import SequentialSettings
 from compressor.progress import Progress, Task
 from compressor.tracing import Partition, Plan, Run, RunningStage, ValueStore, module_names, partition, trace
@@ -74,8 +75,10 @@ def _run_stages(
     """Take all samples through all stages; return the targets, and those that no sample has called."""
     state = session.state
     with calibration_mode(state):
+        watched = watched_modules(session)
         with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
             plan = _trace(state, data, settings)
+            check_padding(state, data, watched)
         note_kept(state, plan.kept)
         note_proof(state, plan.widened)
         cut = plan.partition
@@ -100,9 +103,13 @@ def _run_stages(
             ):
                 _check_called(session, cut, plan.uncalled)
                 _check_rewritten(state, plan, settings.propagate_error)
-                for stage in running:
-                    _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(cut.targets))
+                early: tuple[str, ...] = ()
+                with _calls(state, cut) as called:
+                    for stage in running:
+                        early = tuple(called)
+                        _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(cut.targets))
             _check_called(session, cut, running.uncalled)
+            _note_late(state, early if settings.propagate_error else ())
             bar.finish()
     return cut, running.uncalled
 
@@ -169,6 +176,29 @@ def _run_stage(
 
 def _changed_by_modifiers(state: State, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in state.claims or name in state.touched]
+
+
+@contextmanager
+def _calls(state: State, cut: Partition) -> Iterator[dict[str, None]]:
+    """Note which modules outside of the targets are called that the recipe compresses; in the order of their first calls."""
+    staged = {below for target in cut.targets for below in module_names(state.model, target)}
+    outside = [name for name, _ in state.model.named_modules() if name not in staged]
+    called: dict[str, None] = {}
+    with ExitStack() as hooks:
+        for name in _changed_by_modifiers(state, outside):
+            handle = state.model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.setdefault(name))
+            hooks.callback(handle.remove)
+        yield called
+
+
+def _note_late(state: State, names: Sequence[str]) -> None:
+    """Say which modules were compressed after layers that come behind them."""
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        state.report.notes.append(
+            f"{shown} lie outside the sequential targets and were compressed last, so the layers behind them were calibrated without their "
+            "error; name them among the sequential_targets if that matters"
+        )
 
 
 def _check_rewritten(state: State, plan: Plan, propagate_error: bool) -> None:

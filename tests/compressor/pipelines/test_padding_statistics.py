@@ -181,3 +181,72 @@ def test_a_decoder_of_the_encoders_shape_is_not_masked_by_the_encoders_padding(p
     with pytest.raises(CalibrationError, match="decoder_input_ids has the shape"):
         compress(8, padded_mask)
     compress(8, torch.ones(2, 8, dtype=torch.long))
+
+
+class Reordering(nn.Module):
+    """Two layers that get the tokens in an order of their own."""
+
+    def __init__(self, order: Any, back: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.order, self.back = nn.Embedding(64, 16), order, back
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.order(self.embed(input_ids))
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return self.back(hidden, input_ids)  # type: ignore[no-any-return]
+
+
+ORDERS = {
+    "as they come": (lambda x: x, lambda x, ids: x),
+    "flat": (lambda x: x.flatten(0, 1), lambda x, ids: x.unflatten(0, ids.shape)),
+    "backwards": (lambda x: x.flip(1), lambda x, ids: x.flip(1)),
+    "rolled": (lambda x: x.roll(1, 1), lambda x, ids: x.roll(-1, 1)),
+    "rows exchanged": (lambda x: x.flip(0), lambda x, ids: x.flip(0)),
+    "by time": (lambda x: x.transpose(0, 1).flatten(0, 1), lambda x, ids: x.unflatten(0, ids.t().shape).transpose(0, 1)),
+    "something else": (lambda x: x * 0 + torch.arange(16.0), lambda x, ids: x),
+}
+FITTING = ("as they come", "flat")
+
+
+def quantize(model: nn.Module, data: CalibrationData, pipeline: str) -> list[str]:
+    with Session(State(model), [GPTQModifier(scheme="W8A8", targets=["Linear"])]) as session:
+        session.initialize()
+        run_pipeline(pipeline, session, data, progress=SilentProgress())
+        session.finalize()
+        return list(session.state.report.notes)
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_mask_is_not_laid_on_rows_that_are_not_the_tokens(order: str, pipeline: str) -> None:
+    batch = {name: one for name, one in padded("right").batches[0].items() if name != "position_ids"}  # type: ignore[union-attr]
+    data = load_dataset_source(DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    model = Reordering(*ORDERS[order])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if order in FITTING:
+        quantize(model, data, pipeline)
+        return
+    with pytest.raises(CalibrationError, match=r"layers\.0: .*use batch_size=1"):
+        quantize(model, data, pipeline)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_a_mask_of_another_name_is_said_not_to_be_read(as_tuple: bool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layer = nn.Embedding(64, 16), nn.Linear(16, 16)
+
+        def forward(self, input_ids: Tensor, key_padding_mask: Tensor) -> Tensor:
+            hidden: Tensor = self.layer(self.embed(input_ids))
+            return hidden * ~key_padding_mask[..., None]
+
+    ids, mask = torch.arange(12).view(2, 6), torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
+    batch: Any = (ids, mask) if as_tuple else {"input_ids": ids, "key_padding_mask": mask}
+    notes = quantize(Masked(), load_dataset_source(DataLoader([batch], batch_size=None)), "sequential")
+    name = "position 1" if as_tuple else "key_padding_mask"
+    assert any(note.startswith(f"{name} of the batches is not read as padding") for note in notes)

@@ -158,7 +158,8 @@ def test_sequential_feeds_each_layer_through_the_compressed_layers_before_it(bat
     recorder = run(model, data, "sequential", Recorder(ignore=("lm_head",)), settings=SequentialSettings(verify="off"))
     assert_saw(recorder, expected, data)
     kinds = len({tuple(batch) for batch in data.batches})
-    assert len(heads) == kinds + 1, "logits are computed for one batch of each kind in the plan, and for one batch in the run"
+    padding = 3 if any(len(batch) > 1 for batch in data.batches) else 0
+    assert len(heads) == kinds + 1 + padding, "one batch of each kind in the plan, thrice one with padding, one in the run"
 
 
 def test_sequential_tells_each_module_in_exactly_one_event() -> None:

@@ -107,3 +107,29 @@ def test_statistics_come_from_the_flow_that_was_asked_for(engine: Engine, propag
     other = distances(found, expected[not propagate_error])
     assert all(distance <= BOUND for name, distance in other.items() if "layers.0." in name)
     assert all(distance > APART for name, distance in other.items() if "layers.0." not in name)
+
+
+@pytest.mark.parametrize("propagate_error", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_layer_before_the_targets_that_is_compressed_last_is_named(named: bool, propagate_error: bool) -> None:
+    class Stemmed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.stem, self.head = nn.Embedding(64, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            hidden: Tensor = self.stem(self.embed(input_ids))
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return self.head(hidden)  # type: ignore[no-any-return]
+
+    groups: Any = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
+    with Session(State(Stemmed()), [GPTQModifier(config_groups=groups)]) as session:
+        session.initialize()
+        targets = ["stem", "re:layers\\.[0-9]+$"] if named else ["re:layers\\.[0-9]+$"]
+        settings = SequentialSettings(targets=targets, propagate_error=propagate_error)
+        run_pipeline("sequential", session, tokens(), progress=SilentProgress(), settings=settings)
+        session.finalize()
+        late = [note for note in session.state.report.notes if "compressed last" in note]
+    assert [note.split(" lie ")[0] for note in late] == (["stem"] if propagate_error and not named else [])

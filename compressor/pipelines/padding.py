@@ -1,0 +1,148 @@
+"""Does the mask of the tokens fit what modules are handed? Shapes alone do not say: a model may flip, sort or transpose its tokens.
+
+Two further forwards of one padded batch tell: one with other padding, one with other tokens throughout. A row of a module's input that
+moves with the padding, or with nothing, is no token. Where the mask keeps such a row and drops one that is a token, padding would be
+counted in place of tokens. A model whose padding reaches every row is its author's choice, and none of the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.data import Batch, CalibrationData
+from compressor.data.collate import leading_tensor
+from compressor.errors import CalibrationError
+from compressor.lifecycle import State
+from compressor.tracing.footprint import Footprint
+from compressor.tracing.targets.call_order import plain_forward
+
+_MOVED = 1e-3
+"""Share of a row's length: experts round a row otherwise when the rows beside it change."""
+
+
+def check_padding(state: State, data: CalibrationData, watched: Collection[str]) -> None:
+    """Hold the mask against what modules are handed, on the batch with the most padding; note masks that are not read.
+
+    Args:
+        state: of the session, whose hooks are asleep; its report may get a note, its model is as before.
+        data: the batches with their masks; where none is padded there is nothing to do.
+        watched: dotted names of the modules with calibration hooks.
+
+    Raises:
+        CalibrationError: the rows of a module's input are not the tokens of the batch, or lie in another order; or a decoder takes tokens
+            of the very same shape, of which the mask says nothing.
+    """
+    for index, (one, mask) in enumerate(zip(data.batches, data.token_masks, strict=True)):
+        if mask is not None and not bool(mask.all()):
+            _refuse_a_second_sequence(one, mask, index)
+    _note_unread(state, data)
+    padded = [(batch, real) for batch in data.batches if isinstance(batch, dict) and (real := _real(batch)) is not None]
+    if not padded or not watched:
+        return
+    batch, real = max(padded, key=lambda one: int(one[1].logical_not().sum()))
+    batch, real = {name: tensor.to(state.device) for name, tensor in batch.items()}, real.to(state.device)
+    ids = batch["input_ids"]
+    others = ids.roll(1, -1).where(ids.roll(1, -1) != ids, ids[real].min())
+    others = others.where(others != ids, ids[real].max())
+    if bool((others == ids).all()):
+        return  # tokens of one kind, in whatever order
+    with Footprint(state.model) as footprint, torch.no_grad():
+        seen = []
+        for other in (ids, ids.where(real, others), others):
+            with footprint.returning():
+                seen.append(_rows(state.model, {**batch, "input_ids": other}, real, watched))
+    for name in watched:
+        for plain, padding, tokens in zip(*(one[name] for one in seen), strict=False):
+            _check(name, real, plain, padding, tokens)
+
+
+def _refuse_a_second_sequence(batch: Any, mask: Tensor, index: int) -> None:
+    """Inputs of another shape are told apart from masked ones by their shape; those of the same shape would be masked as well."""
+    names = [name for name in batch if name.startswith("decoder_")] if isinstance(batch, Mapping) else []
+    for name in names:
+        if name != "decoder_attention_mask" and batch[name].shape[:2] == mask.shape:
+            raise CalibrationError(
+                f"dataset batch {index}: {name} has the shape {tuple(mask.shape)} of the padded encoder's input, so padding of one would "
+                "count as padding of the other; use batch_size=1, which needs no padding"
+            )
+
+
+def _note_unread(state: State, data: CalibrationData) -> None:
+    """Say that tokens count which a mask of another name may mean to be padding."""
+    unread = {name for batch, mask in zip(data.batches, data.token_masks, strict=True) if mask is None for name in _masks(batch)}
+    if unread:
+        state.report.notes.append(
+            f"{', '.join(sorted(unread))} of the batches is not read as padding, and all tokens count; a loss_mask beside it "
+            "(1: counts; the model never gets it) says which do"
+        )
+
+
+def _masks(batch: Batch) -> list[str]:
+    """What looks like a mask of the tokens: of their shape, of ones and zeros, named so or of truth values."""
+    shape = leading_tensor(batch).shape[:2]
+    named = batch.items() if isinstance(batch, Mapping) else ((f"position {place}", one) for place, one in enumerate(batch))
+    alike = [(name, one) for name, one in named if one.shape == shape and ("mask" in name or one.dtype == torch.bool)]
+    return [name for name, one in alike if bool((one == 0).any()) and bool((one == 1).any()) and bool(((one == 0) | (one == 1)).all())]
+
+
+def _real(batch: Mapping[str, Tensor]) -> Tensor | None:
+    """The tokens of a batch that are no padding, bool [batch, sequence]; None where nothing is padded, or nothing can be exchanged."""
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    if mask is None or ids is None or mask.shape != ids.shape or not bool(mask.any()) or bool(mask.all()):
+        return None
+    return mask.bool()
+
+
+def _rows(model: nn.Module, batch: Batch, real: Tensor, watched: Collection[str]) -> dict[str, list[Tensor]]:
+    """A number for each row of what modules are handed, where the mask would be laid on it: of a projection, and of its length."""
+    found: dict[str, list[Tensor]] = {name: [] for name in watched}
+    handles = []
+    for name in watched:
+
+        def note(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+            x = args[0] if args else None
+            if isinstance(x, Tensor) and x.layout is torch.strided and x.is_floating_point() and _fits(x, real):
+                found[name].append(_numbers(x.reshape(-1, x.shape[-1])))
+
+        handles.append(model.get_submodule(name).register_forward_pre_hook(note))
+    try:
+        plain_forward(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _fits(x: Tensor, real: Tensor) -> bool:
+    return x.shape[:-1] == real.shape or (x.dim() == 2 and len(x) == real.numel())
+
+
+def _numbers(rows: Tensor) -> Tensor:
+    """[N, 2]: the projection of each row on a drawn direction, and its length."""
+    drawn = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows.device)
+    wide = rows.float()
+    return torch.stack([wide @ drawn, wide.norm(dim=1)], 1).nan_to_num()
+
+
+def _check(name: str, real: Tensor, plain: Tensor, padding: Tensor, tokens: Tensor) -> None:
+    kept = real.flatten()
+    by_padding, by_tokens = _moved(plain, padding), _moved(plain, tokens)
+    is_token = by_tokens & ~by_padding
+    if not bool(by_tokens.any()):
+        raise CalibrationError(
+            f"{name}: its input has the shape of a padded batch of {tuple(real.shape)} tokens, and no token reaches it, so something else "
+            "would be taken out as padding; use batch_size=1, which needs no padding"
+        )
+    if bool((is_token & ~kept).any()) and bool((~is_token & kept).any()):
+        raise CalibrationError(
+            f"{name}: the rows of its input are not in the order of the {tuple(real.shape)} tokens of a padded batch, so padding would be "
+            "counted in place of tokens; use batch_size=1, which needs no padding"
+        )
+
+
+def _moved(one: Tensor, other: Tensor) -> Tensor:
+    return (one[:, 0] - other[:, 0]).abs() > _MOVED * (one[:, 1] + other[:, 1])
