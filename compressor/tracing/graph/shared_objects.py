@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from compressor.random_state import foreign_random
 from compressor.tracing.graph.encoder import Encoder
 from compressor.tracing.graph.nested_values import BY_REFERENCE, find_tensor, is_named_tuple, is_record, structure, tree_leaves
-from compressor.tracing.graph.nodes import GraphBuilder, Refusal, Template, Unrepeatable, replace_items, set_attributes
+from compressor.tracing.graph.nodes import GraphBuilder, Refusal, Template, replace_items, set_attributes
 from compressor.tracing.graph.symbolic import is_symbolic
 
 _SIMPLE = (bool, int, float, complex, str, bytes, Tensor, nn.Module, enum.Enum, *BY_REFERENCE)
@@ -229,8 +229,8 @@ class Surroundings:
         """Refuse a forward that did what a graph cannot repeat.
 
         Raises:
-            Refusal: it caught an exception, drew from Python's or numpy's generators, or seeded torch's.
-            Unrepeatable: it wrote to parameters or buffers in place.
+            Refusal: it caught an exception, drew from Python's or numpy's generators, seeded torch's, or wrote to parameters or buffers in
+                place, which paused forwards may do if none sees what another wrote.
         """
         if self.caught is not None:
             raise Refusal(f'{self.caught}: whether it is raised depends on the batch; use engine="suspend"')
@@ -243,7 +243,7 @@ class Surroundings:
             raise Refusal('forward: it seeds torch\'s random generator, which a graph cannot repeat; use engine="suspend"')
         written = [name for name, (tensor, version) in self._versions.items() if tensor._version != version]
         if written:
-            raise Unrepeatable(written_in_place(written[0]))
+            raise Refusal(written_in_place(written[0]))
 
     def context(self, builder: GraphBuilder, encoder: Encoder) -> tuple[tuple[ContextVar[Any], Any], ...]:
         """Collect the context variables that the forward has set around a call, but for collectors, which only take notes.

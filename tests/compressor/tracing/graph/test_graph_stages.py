@@ -207,7 +207,25 @@ class Tallying(Stacked):
         return super().forward(ids, mask)
 
 
-@pytest.mark.parametrize("engine", ["auto", "graph"])
-def test_state_that_all_samples_write_to_is_refused(engine: Any) -> None:
+def test_state_that_all_samples_write_to_is_no_graph_and_runs_where_paused_forwards_do_not_see_it() -> None:
     with pytest.raises(TracingError, match=r'tally: every forward writes to it, and all samples share it.*pipeline="basic"'):
-        trace(build(Tallying), toy_batches(), engine=engine)
+        trace(build(Tallying), toy_batches(), engine="graph")
+    plan = trace(build(Tallying), toy_batches())
+    assert plan.engine == "suspend" and plan.model.get_buffer("tally") == 0
+
+
+class Telling(Tallying):
+    """What a forward has written decides what the next layers of another one compute."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hook = self.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * self.tally, *args[1:]))
+        try:
+            self.tally.fill_(ids.shape[1])
+            return Stacked.forward(self, ids, mask)
+        finally:
+            hook.remove()
+
+
+def test_state_that_paused_forwards_see_of_each_other_is_refused() -> None:
+    with pytest.raises(TracingError, match="tally"):
+        trace(build(Telling), toy_batches())
