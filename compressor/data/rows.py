@@ -58,11 +58,13 @@ def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None, inputs
         raise DatasetError(f"text_column: {text_column!r} was given, but this data has no columns that are named; leave it out")
     if isinstance(source, str | Path):
         return _read_file(Path(source), text_column, shuffle_seed, inputs)
+    if isinstance(source, Tensor) and source.is_nested:
+        return _list_rows(list(source.unbind()), text_column, shuffle_seed)
     if isinstance(source, Tensor):
         return _tensor_rows({"input_ids": source}, "dataset", shuffle_seed)
     if hasattr(source, "column_names"):
         return _dataset_rows(source, text_column, shuffle_seed)
-    if isinstance(source, list | tuple):
+    if isinstance(source, list | tuple) and not hasattr(source, "_fields"):  # the parts of a PackedSequence are no rows
         return _list_rows(source, text_column, shuffle_seed)
     raise DatasetError(
         f"dataset: a {type(source).__name__} is no source of calibration data; give a file (.jsonl, .txt, .parquet, .safetensors), "

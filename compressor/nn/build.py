@@ -79,9 +79,13 @@ def replacement(
         SchemeError: nothing stores this, or codes or scales do not fit.
     """
     _check_kind(module, name)
+    layer: QuantizedLayer
     if isinstance(module, nn.Embedding):
-        return QuantizedEmbedding.from_embedding(module, scheme, codes_RC, qparams, g_idx_C=g_idx_C, name=name)
-    return QuantizedLinear.from_linear(module, scheme, codes_RC, qparams, g_idx_C=g_idx_C, input_qparams=input_qparams, name=name)
+        layer = QuantizedEmbedding.from_embedding(module, scheme, codes_RC, qparams, g_idx_C=g_idx_C, name=name)
+    else:
+        layer = QuantizedLinear.from_linear(module, scheme, codes_RC, qparams, g_idx_C=g_idx_C, input_qparams=input_qparams, name=name)
+    _hand_over(module, layer, name)
+    return layer
 
 
 @torch.no_grad()
@@ -232,7 +236,28 @@ def _bare_layer(module: nn.Module, scheme: QuantizationScheme, name: str) -> Qua
         bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
         layer = QuantizedLinear.class_of(scheme)(*linear_shape(module), scheme, bias, dtype, name)
         layer.is_transposed = is_conv1d(module)
+    _hand_over(module, layer, name)
     return layer.train(module.training)
+
+
+# What goes with the weight: torch.nn.utils.prune, parametrizations and weight_norm keep it there.
+_OF_THE_WEIGHT = {"weight", "bias", "weight_mask", "bias_mask", "parametrizations"}
+_OF_THE_SIZE = {"in_features", "out_features", "num_embeddings", "embedding_dim", "nx", "nf"}
+_OF_AN_EMBEDDING = {"padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"}
+
+
+def _hand_over(module: nn.Module, layer: nn.Module, name: str) -> None:
+    """Give a layer what the model's author has put on the module beside its weight: attributes, buffers, modules."""
+    usual = {*vars(nn.Module()), *_OF_THE_WEIGHT, *_OF_THE_SIZE, *(_OF_AN_EMBEDDING if isinstance(module, nn.Embedding) else ())}
+    found = {key: value for key, value in (vars(module) | module._buffers | module._modules).items() if key not in usual}
+    taken = sorted(key for key in found if hasattr(layer, key))
+    if taken:
+        raise SchemeError(f"{name or 'module'}: it has a {taken[0]!r} of its own, which a quantized layer has, too; give it another name")
+    for key, value in found.items():
+        if key in module._buffers:
+            layer.register_buffer(key, module._buffers[key], key not in module._non_persistent_buffers_set)
+        else:
+            setattr(layer, key, value)
 
 
 def _check_kind(module: nn.Module, name: str) -> None:

@@ -137,6 +137,8 @@ class QuantizedLinear(QuantizedLayer):
         """
         if input.is_nested and input.layout is torch.strided:  # has no shape, and few operators
             return torch.nested.as_nested_tensor([self.forward(row) for row in input.unbind()])
+        if input.layout not in (torch.strided, torch.jagged):  # nn.Linear takes sparse inputs, too, and no codes have holes
+            return self.forward(input.to_dense())
         self._check_input(input)
         if input.numel() > 0 and self.matmul_path(input) != "dequantized":
             return self._multiply_codes(input)

@@ -12,6 +12,7 @@ from compressor.pipelines.calibration_mode import calibration_mode, note_kept, s
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.pipelines.padding import check_padding
+from compressor.pipelines.still_called import calls_of, check_still_called, compressed_names
 from compressor.progress import Progress
 from compressor.tracing.footprint import all_that_may_change
 from compressor.tracing.graph.nodes import Unrepeatable
@@ -34,7 +35,7 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
     is_finished = journal.open_stage(session, 0, "", names, 1)
     if not is_finished:
         with memory_explained(state.model, "the model", "calibrated", names):
-            _forward_all(session, data, progress)
+            called = _forward_all(session, data, progress)
     with memory_explained(state.model, "the model", "compressed", names):
         if is_finished:
             journal.restore_stage(session)
@@ -42,14 +43,17 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
             session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
             journal.finish_stage(session)
     session.send(EventType.CALIBRATION_END)
+    if not is_finished:
+        with calibration_mode(state):
+            check_still_called(session, data, called)
 
 
-def _forward_all(session: Session, data: CalibrationData, progress: Progress) -> None:
-    """Run every batch on the model as it was loaded: what a forward leaves there is taken back after each."""
+def _forward_all(session: Session, data: CalibrationData, progress: Progress) -> set[str]:
+    """Run every batch on the model as it was loaded: what a forward leaves there is taken back after each. Return what was called."""
     state = session.state
     with calibration_mode(state), progress.task("calibrate", total=len(data.batches)) as task:
         watched = watched_modules(session)
-        with session.hooks_disabled():
+        with session.hooks_disabled(), calls_of(state.model, compressed_names(state)) as called:
             stirred, kept = changed_by_forwards(state.model, watched, [batch_to(batch, state.device) for batch in data.batches[:2]])
             check_padding(state, data, watched)
         note_kept(state, kept)
@@ -61,6 +65,7 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
                     _forward(session, batch_to(batch, state.device))
                 traces.undo()
                 task.advance()
+    return called
 
 
 def _forward(session: Session, batch: Batch) -> None:

@@ -82,11 +82,13 @@ def _note_unread(state: State, data: CalibrationData) -> None:
 
 
 def _masks(batch: Batch) -> list[str]:
-    """What looks like a mask of the tokens: of their shape, of ones and zeros, named so or of truth values."""
+    """What looks like a mask of the tokens: of their shape, of ones and zeros, named so or of truth values; a wider attention_mask."""
     shape = leading_tensor(batch).shape[:2]
     named = batch.items() if isinstance(batch, Mapping) else ((f"position {place}", one) for place, one in enumerate(batch))
     alike = [(name, one) for name, one in named if one.shape == shape and ("mask" in name or one.dtype == torch.bool)]
-    return [name for name, one in alike if bool((one == 0).any()) and bool((one == 1).any()) and bool(((one == 0) | (one == 1)).all())]
+    found = [name for name, one in alike if bool((one == 0).any()) and bool((one == 1).any()) and bool(((one == 0) | (one == 1)).all())]
+    wide = isinstance(batch, Mapping) and "attention_mask" in batch and batch["attention_mask"].dim() > len(shape)
+    return [*found, *(["attention_mask of more than two dimensions"] if wide else [])]
 
 
 def _real(batch: Mapping[str, Tensor]) -> Tensor | None:
@@ -123,7 +125,7 @@ def _fits(x: Tensor, real: Tensor) -> bool:
 
 def _numbers(rows: Tensor) -> Tensor:
     """[N, 2]: the projection of each row on a drawn direction, and its length."""
-    drawn = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows.device)
+    drawn = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(rows.device)
     wide = rows.float()
     return torch.stack([wide @ drawn, wide.norm(dim=1)], 1).nan_to_num()
 

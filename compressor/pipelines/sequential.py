@@ -22,6 +22,7 @@ from compressor.pipelines.offload.open_store import open_store
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.pipelines.padding import check_padding
 from compressor.pipelines.settings import SequentialSettings
+from compressor.pipelines.still_called import calls_of, check_still_called, compressed_names
 from compressor.progress import Progress, Task
 from compressor.tracing import Partition, Plan, Run, RunningStage, ValueStore, module_names, partition, trace
 
@@ -61,23 +62,26 @@ def run(
     partition(state.model, settings.targets)  # a wrong pattern is refused before anything happens
     session.send(EventType.CALIBRATION_START)
     if journal.needs_no_data(watched_modules(session)):
-        cut, uncalled = partition(state.model, settings.targets), journal.restore_all(session)
+        cut, uncalled, called = partition(state.model, settings.targets), journal.restore_all(session), set[str]()
     else:
-        cut, uncalled = _run_stages(session, data, progress, settings, journal)
+        cut, uncalled, called = _run_stages(session, data, progress, settings, journal)
         journal.end_stages(session, uncalled)
     _send_rest(session, cut, uncalled)
     session.send(EventType.CALIBRATION_END)
+    with calibration_mode(state):
+        check_still_called(session, data, called)
 
 
 def _run_stages(
     session: Session, data: CalibrationData, progress: Progress, settings: SequentialSettings, journal: StageJournal
-) -> tuple[Partition, tuple[str, ...]]:
-    """Take all samples through all stages; return the targets, and those that no sample has called."""
+) -> tuple[Partition, tuple[str, ...], set[str]]:
+    """Take all samples through all stages; return the targets, those that no sample has called, and the modules that one has."""
     state = session.state
     with calibration_mode(state):
         watched = watched_modules(session)
         with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
-            plan = _trace(state, data, settings)
+            with calls_of(state.model, compressed_names(state)) as called:
+                plan = _trace(state, data, settings)
             check_padding(state, data, watched)
         note_kept(state, plan.kept)
         note_proof(state, plan.widened)
@@ -101,17 +105,17 @@ def _run_stages(
                     quiet=session.hooks_disabled,
                 ) as running,
             ):
-                _check_called(session, cut, plan.uncalled)
+                _check_called(session, plan.uncalled, settings.targets)
                 _check_rewritten(state, plan, settings.propagate_error)
                 early: tuple[str, ...] = ()
-                with _calls(state, cut) as called:
+                with _outside_calls(state, cut) as outside:
                     for stage in running:
-                        early = tuple(called)
+                        early = tuple(outside)
                         _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(cut.targets))
-            _check_called(session, cut, running.uncalled)
+            _check_called(session, running.uncalled, settings.targets)
             _note_late(state, early if settings.propagate_error else ())
             bar.finish()
-    return cut, running.uncalled
+    return cut, running.uncalled, called
 
 
 def _trace(state: State, data: CalibrationData, settings: SequentialSettings) -> Plan:
@@ -179,7 +183,7 @@ def _changed_by_modifiers(state: State, names: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _calls(state: State, cut: Partition) -> Iterator[dict[str, None]]:
+def _outside_calls(state: State, cut: Partition) -> Iterator[dict[str, None]]:
     """Note which modules outside of the targets are called that the recipe compresses; in the order of their first calls."""
     staged = {below for target in cut.targets for below in module_names(state.model, target)}
     outside = [name for name, _ in state.model.named_modules() if name not in staged]
@@ -219,9 +223,10 @@ def _watched_elsewhere(session: Session, names: Sequence[str]) -> bool:
     return not set(watched_modules(session)) <= set(names)
 
 
-def _check_called(session: Session, cut: Partition, uncalled: Sequence[str]) -> None:
+def _check_called(session: Session, uncalled: Sequence[str], named: Sequence[str] | None) -> None:
+    """Refuse targets without statistics: those that somebody watches, and those that the user named one by one."""
     watched = set(watched_modules(session))
-    blind = [name for name in uncalled if not cut.inferred or not watched.isdisjoint(module_names(session.state.model, name))]
+    blind = [name for name in uncalled if name in (named or ()) or not watched.isdisjoint(module_names(session.state.model, name))]
     if blind:
         raise CalibrationError(
             f"{', '.join(blind)}: no batch calls {'these sequential targets' if len(blind) > 1 else 'this sequential target'}, so there "

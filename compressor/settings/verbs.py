@@ -87,7 +87,7 @@ class PlanSettings(RecipeSettings, TracingSettings, LoadSettings):
     recipe: Annotated[Any, Option(metavar="R")]
     """YAML or JSON text or file; in Python also a dict, a modifier or a list of modifiers."""
     num_calibration_samples: Annotated[Whole, Option(metavar="N", read=positive)] = 512
-    """Sequences taken from the dataset."""
+    """Sequences taken from the dataset; of a DataLoader whole batches, up to that number or beyond."""
     max_seq_length: Annotated[Whole | None, Option(metavar="T", read=positive)] = None
     """Tokens kept of each sequence; by default what the model takes, at most 2048."""
     batch_size: Annotated[Whole | None, Option(metavar="B", read=positive)] = None

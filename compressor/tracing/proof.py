@@ -288,14 +288,14 @@ def _watching(model: nn.Module, watched: Collection[str], tell: Callable[[Seen],
     def before(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if wants(name):
-                tell(Seen(name, "input", tuple(digests((args, kwargs)))))
+                tell(Seen(name, "input", _told((args, kwargs))))
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if wants(name):
-                tell(Seen(name, "output", tuple(digests(output))))
+                tell(Seen(name, "output", _told(output)))
 
         return hook
 
@@ -305,6 +305,12 @@ def _watching(model: nn.Module, watched: Collection[str], tell: Callable[[Seen],
                 hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(after(name)).remove)
         yield
+
+
+def _told(value: Any) -> tuple[tuple[str, str], ...]:
+    """The digests of a value; inside of a transform of torch.func tensors have no bytes, and what they stand for is seen outside of it."""
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    return (("", "inside a transform of torch.func"),) if inside else tuple(digests(value))
 
 
 def digests(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:

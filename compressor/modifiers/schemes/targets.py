@@ -60,7 +60,7 @@ def _is_read_past(parent: nn.Module) -> bool:
 
 
 def check_linear_forwards(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse targets whose own forward computes something else than a product with their weight.
+    """Refuse targets whose forward was exchanged, or computes something else than a product with their weight.
 
     Args:
         modules: targets by dotted name; not modified.
@@ -68,6 +68,12 @@ def check_linear_forwards(modules: Mapping[str, nn.Module]) -> None:
     Raises:
         TargetError: names them, and says what to do.
     """
+    patched = [name for name, module in modules.items() if "forward" in vars(module)]
+    if patched:
+        raise TargetError(
+            f"{some(patched)}: the forward of {len(patched)} targets was exchanged on the object, as hooks of accelerate do, and a "
+            "quantized layer would leave it out; take it off (accelerate.hooks.remove_hook_from_module), or ignore them"
+        )
     odd = {name: type(module).__name__ for name, module in modules.items() if isinstance(module, nn.Linear) and not _is_linear(module)}
     if odd:
         kinds = ", ".join(sorted(set(odd.values())))

@@ -130,9 +130,11 @@ def _run_again_and_again(layer: nn.Module, x: Tensor, num_more: int) -> Tensor:
     with torch.enable_grad():
         _watched_forward(layer, x)
     with torch.no_grad():
-        first = _watched_forward(layer, x).clone()
+        around = Snapshot.of_surroundings()
+        first, around = _watched_from(around, layer, x)
+        first = first.clone()
         for _ in range(num_more):
-            actual = _watched_forward(layer, x)
+            actual, around = _watched_from(around, layer, x)
             if not torch.equal(first, actual):
                 raise Broken(f"an input of {list(x.shape)} in {x.dtype}: a later forward gives another output than the first one")
     if changed := [key for key, value in _standing(layer).items() if before.get(key, ()) != value]:
@@ -152,13 +154,19 @@ def _is_standing(kind: str, where: str) -> bool:
 
 def _watched_forward(layer: nn.Module, x: Tensor) -> Tensor:
     """Run a layer; looked at where the caller has chosen the grad mode, so that leaving another one is seen."""
-    before, around = freeze(x, tensors=Held), Snapshot.of_surroundings()
+    return _watched_from(Snapshot.of_surroundings(), layer, x)[0]
+
+
+def _watched_from(around: Snapshot, layer: nn.Module, x: Tensor) -> tuple[Tensor, Snapshot]:
+    """Run a layer in known surroundings; those that it leaves are the next one's."""
+    before = freeze(x, tensors=Held)
     actual: Tensor = layer(x)
     if before != (after := freeze(x, tensors=Held)):
         raise Broken(f"the forward has changed its input: {describe_change(before, after)}")
-    if changed := around.differences(Snapshot.of_surroundings(), ("threads",)):
+    left = Snapshot.of_surroundings()
+    if changed := around.differences(left, ("threads",)):
         raise Broken(f"the forward has changed something of the process: {changed[0]}")
-    return actual
+    return actual, left
 
 
 @torch.no_grad()

@@ -91,7 +91,7 @@ def test_basic_runs_each_batch_on_what_was_loaded() -> None:
     model = Halving().eval()
     model.layers[1].register_forward_pre_hook(lambda module, args: fed.append(args[0].clone()))
     oneshot(model, recipe=recipe(), dataset=rows(), pipeline="basic", batch_size=1)
-    for got, row in zip(fed[-3:], rows(), strict=True):
+    for got, row in zip(fed[-4:-1], rows(), strict=True):  # the last one looks whether all is still called
         base = Halving().eval()
         with torch.no_grad():
             base.layers[0][0].weight.div_(2)

@@ -1,0 +1,146 @@
+"""What compression put in a layer's place takes part in the model, with all that its owner asks of it; or the run ends with an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor import GPTQModifier, oneshot
+from compressor.errors import CompressorError, TargetError
+
+SIZE = 8
+KINDS: dict[str, dict[str, Any]] = {
+    "graph": {"engine": "graph"},
+    "suspend": {"engine": "suspend"},
+    "single layers": {"sequential_targets": ["Linear"]},
+    "basic": {"pipeline": "basic"},
+}
+
+
+class Block(nn.Module):
+    """Two layers that are called in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), how
+        self.steps: Any = [self.a, torch.relu, self.b]
+        self.by_name: Any = {"up": self.a, "down": self.b}
+        self.function: Any = lambda x, up=self.a, down=self.b: down(torch.relu(up(x)))
+        self.bound = (self.a.forward, self.b.forward)
+        if how != "list":
+            del self.steps
+        if how != "function":
+            del self.function
+        own: Any = self.a
+        own.scale, own.act = 1.5, nn.GELU()
+        own.register_buffer("offset", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = WAYS[self.how](self, x)
+        return x + y
+
+
+def by_list(block: Any, x: Tensor) -> Tensor:
+    for step in block.steps:
+        x = step(x)
+    return x
+
+
+def by_class(block: Any, x: Tensor) -> Tensor:
+    for child in block.children():
+        x = torch.relu(child(x)) if isinstance(child, nn.Linear) else x
+    return x
+
+
+WAYS: dict[str, Any] = {
+    "list": by_list,
+    "dict": lambda block, x: block.by_name["down"](torch.relu(block.by_name["up"](x))),
+    "function": lambda block, x: block.function(x),
+    "bound method": lambda block, x: block.bound[1](torch.relu(block.bound[0](x))),
+    "class": by_class,
+    "plain": lambda block, x: block.b(torch.relu(block.a(x))),
+    "attribute": lambda block, x: block.b(torch.relu(block.a(x) * block.a.scale)),
+    "default": lambda block, x: block.b(torch.relu(block.a(x) * getattr(block.a, "scale", 1.0))),
+    "buffer": lambda block, x: block.b(torch.relu(block.a(x) + block.a.offset)),
+    "child": lambda block, x: block.b(block.a.act(block.a(x))),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers = nn.Embedding(32, SIZE), nn.ModuleList(Block(how) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden: Tensor = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def compressed(model: nn.Module, kind: str) -> nn.Module:
+    groups: Any = {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": SIZE}}}
+    ids = torch.randint(0, 32, (16, 6), generator=torch.Generator().manual_seed(0))
+    oneshot(model, recipe=GPTQModifier(config_groups=groups), dataset=ids, **KINDS[kind])
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["list", "dict", "function", "bound method", "class"])
+def test_a_layer_that_is_held_elsewhere_is_an_error_and_the_model_stays_as_it_was(how: str, kind: str) -> None:
+    model, ids = Model(how).eval(), torch.arange(6)[None]
+    before = model(ids)
+    with pytest.raises(CompressorError, match=r"layers\.\d"):
+        compressed(model, kind)
+    assert torch.equal(model(ids), before)
+    assert all(isinstance(block.a, nn.Linear) for block in model.layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["plain", "attribute", "default", "buffer", "child"])
+def test_what_an_owner_asks_of_its_layer_is_there_after_compression(how: str, kind: str) -> None:
+    ids = torch.arange(6)[None]
+    expected = Model(how).eval()(ids)
+    got = compressed(Model(how).eval(), kind)(ids)
+    assert 0 < float((got - expected).detach().abs().max()) < 0.05
+
+
+def test_a_forward_that_was_exchanged_on_the_object_is_refused() -> None:
+    model = Model("plain").eval()
+    layer: Any = model.layers[0].a
+    plain = layer.forward
+    layer.forward = lambda x: 1.5 * plain(x)
+    with pytest.raises(TargetError, match=r"layers\.0\.a: the forward of 1 targets was exchanged on the object"):
+        compressed(model, "graph")
+
+
+def test_a_name_that_a_quantized_layer_has_for_itself_is_refused() -> None:
+    model = Model("plain").eval()
+    own: Any = model.layers[0].a
+    own.scheme = "mine"
+    with pytest.raises(CompressorError, match=r"layers\.0\.a: it has a 'scheme' of its own"):
+        compressed(model, "graph")
+
+
+def test_a_layer_that_no_batch_calls_may_stay_where_the_recipe_leaves_it_alone() -> None:
+    model: Any = Model("plain").eval()
+    model.unused = nn.Linear(SIZE, SIZE)
+    groups: Any = {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": SIZE}}}
+    modifier = GPTQModifier(config_groups=groups, ignore=["unused"])
+    oneshot(model, recipe=modifier, dataset=torch.randint(0, 32, (8, 6)), sequential_targets=["Linear"])
+    assert isinstance(model.unused, nn.Linear) and not isinstance(model.layers[0].a, nn.Linear)
+
+
+def test_rows_of_a_nested_tensor_are_rows_and_a_packed_sequence_is_none() -> None:
+    from compressor.data import load_dataset_source
+    from compressor.errors import DatasetError
+
+    rows = [torch.arange(3), torch.arange(5)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    assert load_dataset_source(nested).sha256 == load_dataset_source(rows).sha256
+    with pytest.raises(DatasetError, match="PackedSequence is no source of calibration data"):
+        load_dataset_source(nn.utils.rnn.pack_sequence(rows[::-1]))
