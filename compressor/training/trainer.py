@@ -29,7 +29,7 @@ from compressor.training.replay.plan import Plan, record, refuse_early
 from compressor.training.replay.prove import audit, compare_recorded, eager_end, prove
 from compressor.training.step.batch import Batch, BatchKey, InputBuffers, batch_key, num_tokens, varying_constants
 from compressor.training.step.optimizers import Factor, RateSchedule
-from compressor.training.step.ranks import Turn
+from compressor.training.step.ranks import StepDecision
 from compressor.training.step.snapshot import Snapshot
 from compressor.training.step.step import TrainStep
 
@@ -259,7 +259,7 @@ class Trainer:
         self.step.finish()
         return loss
 
-    def _refusable(self, turn: Turn, known: _KeyRecord, batch: Batch) -> Tensor:
+    def _refusable(self, turn: StepDecision, known: _KeyRecord, batch: Batch) -> Tensor:
         """Perform what a plan holds of a step; where it is refused, all is as before."""
         run = partial(self._perform, known, batch)
         if turn.rehearsed:
@@ -273,23 +273,23 @@ class Trainer:
             known.warmed, known.plan, known.lines = before.warmed, before.plan, before.lines
             raise
 
-    def _choose(self, batch: Batch, audited: bool, found: list[_KeyRecord]) -> Turn:
+    def _choose(self, batch: Batch, audited: bool, found: list[_KeyRecord]) -> StepDecision:
         """Say what is to be done with a batch, after the guards had a look; adds the record of its key to `found`."""
         known = self._record_of((batch_key(batch), self.step.plan_key()))
         found.append(known)
         if known.warmed < self.warmup:
-            return Turn("warm-up")
+            return StepDecision("warm-up")
         if known.plan is None:
             refuse_early(self.step)
-            return Turn("capture", rehearsed=known.lines is None, may_be_refused=True)
+            return StepDecision("capture", rehearsed=known.lines is None, may_be_refused=True)
         proves = self._needs_proof(known, known.plan, batch, audited)
         if proves or self.num_steps % self.check_every == 0:
             known.plan.guard()
         unproven = not (known.proven and known.plan.proven_with_other_batch)
         if not proves:
-            return Turn("replay", unproven=unproven)
+            return StepDecision("replay", unproven=unproven)
         refuse_early(self.step)
-        return Turn("audit" if known.proven else "prove", unproven=unproven)
+        return StepDecision("audit" if known.proven else "prove", unproven=unproven)
 
     def _perform(self, known: _KeyRecord, batch: Batch) -> Tensor:
         if self.last_action in ("warm-up", "eager"):

@@ -17,13 +17,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.checks.catalogue.registry import Broken, Check, NothingToCheckError, register
+    from harness.checks.catalogue.registry import Check, CheckFailed, NothingToCheckError, register
     from harness.checks.parametrize import parametrize_with_catalogue
     from harness.checks.run import CheckReport, check
 
 
 _PUBLIC = {
-    "Broken": "harness.checks.catalogue.registry",
+    "CheckFailed": "harness.checks.catalogue.registry",
     "Check": "harness.checks.catalogue.registry",
     "CheckReport": "harness.checks.run",
     "NothingToCheckError": "harness.checks.catalogue.registry",
@@ -32,7 +32,7 @@ _PUBLIC = {
     "register": "harness.checks.catalogue.registry",
 }
 
-__all__ = ["Broken", "Check", "CheckReport", "NothingToCheckError", "check", "parametrize_with_catalogue", "register"]
+__all__ = ["Check", "CheckFailed", "CheckReport", "NothingToCheckError", "check", "parametrize_with_catalogue", "register"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from compressor.errors import UserInputError
 from compressor.object_reference import resolve
 from compressor.spelling import suggest
 from harness.checks.catalogue.kinds import KINDS
-from harness.checks.catalogue.registry import TAGS, Look, described, find_checks
+from harness.checks.catalogue.registry import TAGS, CheckContext, described, find_checks
 from harness.profiles import PROFILES, active_profile
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.subject_report import SubjectReport
@@ -153,17 +153,17 @@ def check(
     """
     if profile is not None and profile not in PROFILES:
         raise UserInputError(f"check: profile={profile!r} does not exist; {suggest(profile, PROFILES)}")
-    look = Look(PROFILES[profile] if profile else active_profile(), draws, seed)
+    context = CheckContext(PROFILES[profile] if profile else active_profile(), draws, seed)
     try:
         adapted = adapt(subject)
         name, kind, tags = labels(adapted)
     except UnusableSubjectError as error:
-        return CheckReport(label_of(subject), look.profile.name, (USABLE.record(Outcome.FAIL, str(error), findings=[str(error)]),))
+        return CheckReport(label_of(subject), context.profile.name, (USABLE.record(Outcome.FAIL, str(error), findings=[str(error)]),))
     chosen = find_checks(checks, kind)
     reasons = dict(expected_failures or {})
     find_checks(reasons, kind)
-    records = tuple(expect(one.run(adapted, look), reasons) for one in chosen)
-    return CheckReport(name, look.profile.name, records, kind, tags)
+    records = tuple(expect(one.run(adapted, context), reasons) for one in chosen)
+    return CheckReport(name, context.profile.name, records, kind, tags)
 
 
 def label_of(subject: object) -> str:

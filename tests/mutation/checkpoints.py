@@ -13,7 +13,7 @@ from pathlib import Path
 
 from compressor.errors import CompressorError
 from harness.checks.adapters.ours import OurArtifact
-from harness.checks.catalogue.registry import Look, find_checks
+from harness.checks.catalogue.registry import CheckContext, find_checks
 from harness.mutants.code_swap import bug
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Edit, Mutant
@@ -129,7 +129,7 @@ class _Written:
         artifact = self.artifact
         if artifact is None:
             return self._error
-        record = find_checks([name], "artifact")[0].run(artifact, Look(draws=False))
+        record = find_checks([name], "artifact")[0].run(artifact, CheckContext(draws=False))
         return record.summary if record.outcome is Outcome.FAIL else None
 
 

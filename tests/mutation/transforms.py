@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from harness.checks.catalogue.registry import Look, find_checks
+from harness.checks.catalogue.registry import CheckContext, find_checks
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Mutant
 from harness.reporting.verdict import Outcome
@@ -208,7 +208,7 @@ _SOUND: Sequence[type[Base]] = (FoldNorms, Rotate, AlwaysSmooth)
 def _look(name: str, kinds: Sequence[type[Base]]) -> str | None:
     check = find_checks([name], "transform")[0]
     for kind in kinds:
-        record = check.run(kind(), Look(draws=False))
+        record = check.run(kind(), CheckContext(draws=False))
         if record.outcome is Outcome.FAIL:
             return f"{kind.__name__}: {record.summary}"
     return None

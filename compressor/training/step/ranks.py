@@ -50,7 +50,7 @@ _REFUSED: tuple[tuple[Callable[[Any], object], type[ReplayError], str], ...] = (
 
 
 @dataclass(frozen=True)
-class Turn:
+class StepDecision:
     """What one rank does in one step.
 
     Attributes:
@@ -178,7 +178,7 @@ class Ranks:
                 "use one group, or mode='eager'"
             )
 
-    def settle(self, choose: Callable[[], Turn]) -> Turn:
+    def settle(self, choose: Callable[[], StepDecision]) -> StepDecision:
         """Choose what this rank would do, and settle with the others what it does.
 
         All ranks prove, or none does: where one of them would and another has no plan yet, the first runs this step eagerly. A proof runs
@@ -195,7 +195,7 @@ class Ranks:
         """
         if not self._many:
             return choose()
-        turn, chosen = Turn(""), False
+        turn, chosen = StepDecision(""), False
         try:
             turn, chosen = choose(), True
         finally:  # whatever keeps this rank from choosing, the others are told
@@ -209,7 +209,7 @@ class Ranks:
             action = "eager"
         elif proving and not without:
             action = "prove" if unproven else "audit"
-        return Turn(action, bool(rehearsed), bool(doubtful))
+        return StepDecision(action, bool(rehearsed), bool(doubtful))
 
     def together(self, run: Callable[[], T]) -> T:
         """Run something that may be refused; refused by one rank, it is refused by all.

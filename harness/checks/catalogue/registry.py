@@ -3,9 +3,9 @@
 A new file of checks is a line of MODULES and functions that are decorated with `register`:
 
     @register(5, "zero", "0 becomes 0 exactly", kind="quantizer", needs=("zero",), caught_by=("some/repo#1",))
-    def zero_is_zero(subject: Quantizer, look: Look) -> str:
+    def zero_is_zero(subject: Quantizer, context: CheckContext) -> str:
         ...
-        raise Broken("what is wrong")       # a failure
+        raise CheckFailed("what is wrong")       # a failure
         raise NothingToCheckError("why")    # a skip
         return "what was seen, in one line" # a pass
 
@@ -75,7 +75,7 @@ MODULES: tuple[str, ...] = (
 )
 
 
-class Broken(AssertionError):
+class CheckFailed(AssertionError):
     """A subject breaks the statement of a check.
 
     Attributes:
@@ -93,7 +93,7 @@ class NothingToCheckError(Exception):
 
 
 @dataclass(frozen=True)
-class Look:
+class CheckContext:
     """How closely a check looks.
 
     Attributes:
@@ -124,8 +124,8 @@ class Look:
         return made
 
 
-CheckFunction = Callable[[Any, Look], str]
-"""Looks into a subject and returns what it saw, in one line; Broken is a failure."""
+CheckFunction = Callable[[Any, CheckContext], str]
+"""Looks into a subject and returns what it saw, in one line; CheckFailed is a failure."""
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ class Check:
         """What the records are about."""
         return Claim(self.name, self.title if self.number is None else f"{self.title} (check {self.number})")
 
-    def run(self, subject: Any, look: Look) -> CheckRecord:
+    def run(self, subject: Any, context: CheckContext) -> CheckRecord:
         """Look into a subject.
 
         Args:
             subject: of the kind of this check.
-            look: how closely.
+            context: how closely.
 
         Returns:
             The record; a subject that breaks the check, or breaks under it, is a failed one.
@@ -172,10 +172,10 @@ class Check:
             if missing := sorted(self.needs - frozenset(subject.tags)):
                 return self.claim.skipped(f"the subject does not promise {missing[0]!r}")
             with process_kept():
-                summary = self.function(look.once(subject, "watched", partial(watched, subject)), look)
+                summary = self.function(context.once(subject, "watched", partial(watched, subject)), context)
         except NothingToCheckError as reason:
             return self.claim.skipped(str(reason))
-        except Broken as broken:
+        except CheckFailed as broken:
             text = str(broken)
             return self.claim.record(Outcome.FAIL, text, findings=[text, *broken.findings])
         except SideEffectError as effect:

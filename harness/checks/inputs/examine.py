@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError
 from harness.checks.oracles import spread
 from harness.checks.protocols import Quantized, Quantizer
 from harness.checks.strategies import fixed_weights
@@ -61,29 +61,31 @@ def examine(subject: Quantizer, weight: Tensor) -> Examined:
         All of it in float64.
 
     Raises:
-        Broken: codes or scales of a wrong form, or a weight that was changed.
+        CheckFailed: codes or scales of a wrong form, or a weight that was changed.
     """
     before = weight.clone()
     quantized = subject.quantize(weight)
     if not torch.equal(before, weight):
-        raise Broken("quantize() has changed the weight that it was given")
+        raise CheckFailed("quantize() has changed the weight that it was given")
     values = subject.dequantize(quantized)
     shape = (weight.shape[0], weight.shape[1])
     for name, part in (("codes", quantized.codes), ("values", values)):
         if tuple(part.shape) != shape:
-            raise Broken(f"{name} of shape {list(part.shape)} came out of a weight of {list(shape)}")
+            raise CheckFailed(f"{name} of shape {list(part.shape)} came out of a weight of {list(shape)}")
     unit = subject.unit(shape)
     try:
         scale = spread(quantized.scale, shape, unit)
         zero = torch.zeros_like(scale) if quantized.zero_point is None else spread(quantized.zero_point, shape, unit)
     except ValueError as error:
-        raise Broken(f"scale or zero point: {error}") from error
+        raise CheckFailed(f"scale or zero point: {error}") from error
     if quantized.global_scale is not None:
         scale = scale / quantized.global_scale.to(torch.float64).reshape(())
     return Examined(weight, quantized, values, weight.to(torch.float64), quantized.codes.to(torch.float64), scale, zero, unit)
 
 
-def each_weight(subject: Quantizer, look: Look, hold: Callable[[Examined], None], *, dtypes: Sequence[torch.dtype] | None = None) -> str:
+def each_weight(
+    subject: Quantizer, context: CheckContext, hold: Callable[[Examined], None], *, dtypes: Sequence[torch.dtype] | None = None
+) -> str:
     """Show a function every weight that hurts, and what the subject made of it.
 
     A fixed weight is quantized once for all checks that share a look: that the same weight gives the same codes twice is a check of
@@ -91,15 +93,15 @@ def each_weight(subject: Quantizer, look: Look, hold: Callable[[Examined], None]
 
     Args:
         subject: a quantizer.
-        look: how closely.
-        hold: raises Broken for a weight with which the subject is wrong.
+        context: how closely.
+        hold: raises CheckFailed for a weight with which the subject is wrong.
         dtypes: of the weights; by default all that the subject takes.
 
     Returns:
         How many were looked at, in words.
 
     Raises:
-        Broken: what the function raised, with the words for the weight.
+        CheckFailed: what the function raised, with the words for the weight.
         NothingToCheckError: the subject takes none of these dtypes.
     """
     wanted = [dtype for dtype in subject.dtypes if dtypes is None or dtype in dtypes]
@@ -110,30 +112,30 @@ def each_weight(subject: Quantizer, look: Look, hold: Callable[[Examined], None]
     for label, weight in fixed_weights(wanted, subject.column_multiple, group):
         count += 1
         try:
-            hold(look.once(subject, label, partial(examine, subject, weight)))
-        except Broken as broken:
-            raise Broken(f"{label}: {broken}", broken.findings) from None
-    if not look.draws:
+            hold(context.once(subject, label, partial(examine, subject, weight)))
+        except CheckFailed as broken:
+            raise CheckFailed(f"{label}: {broken}", broken.findings) from None
+    if not context.draws:
         return f"{count} fixed weights"
-    return f"{count} fixed weights and {_drawn(subject, look, hold, wanted)} drawn ones"
+    return f"{count} fixed weights and {_drawn(subject, context, hold, wanted)} drawn ones"
 
 
-def _drawn(subject: Quantizer, look: Look, hold: Callable[[Examined], None], dtypes: Sequence[torch.dtype]) -> int:
+def _drawn(subject: Quantizer, context: CheckContext, hold: Callable[[Examined], None], dtypes: Sequence[torch.dtype]) -> int:
     from hypothesis import given
 
     from harness.checks.strategies import weights
 
     count = 0
 
-    @look.profile.example_settings()
+    @context.profile.example_settings()
     @given(weights(dtypes=dtypes, column_multiple=subject.column_multiple))
     def drawn(weight: Tensor) -> None:
         nonlocal count
         count += 1
         try:
             hold(examine(subject, weight))
-        except Broken as broken:
-            raise Broken(f"{list(weight.shape)} {weight.dtype} {weight.flatten()[:6].tolist()}: {broken}", broken.findings) from None
+        except CheckFailed as broken:
+            raise CheckFailed(f"{list(weight.shape)} {weight.dtype} {weight.flatten()[:6].tolist()}: {broken}", broken.findings) from None
 
     drawn()
     return count
@@ -158,10 +160,10 @@ def refuse(bad: Tensor, what: str, **shown: Tensor) -> None:
         **shown: tensors whose value at the first place helps.
 
     Raises:
-        Broken: something is.
+        CheckFailed: something is.
     """
     if not bool(bad.any()):
         return
     place = first(bad)
     numbers = ", ".join(f"{name} {float(tensor[tuple(place)]):.9g}" for name, tensor in shown.items())
-    raise Broken(f"{what} at {int(bad.sum())} of {bad.numel()} places, the first at {place}: {numbers}")
+    raise CheckFailed(f"{what} at {int(bad.sum())} of {bad.numel()} places, the first at {place}: {numbers}")

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, Look
+from harness.checks.catalogue.registry import CheckContext, CheckFailed
 from harness.checks.protocols import Sparsifier
 from harness.checks.strategies import fixed_weights
 
@@ -39,19 +39,19 @@ class Pruned:
         return (self.weight == 0).sum(1)
 
 
-def ordinary_weights(subject: Sparsifier, look: Look) -> Iterator[tuple[str, Tensor]]:
+def ordinary_weights(subject: Sparsifier, context: CheckContext) -> Iterator[tuple[str, Tensor]]:
     """Yield weights on which masks go wrong: all magnitudes equal, ties everywhere, outliers, single rows, every dtype; no zeros.
 
     Args:
         subject: whose blocks they suit.
-        look: its seed is used.
+        context: its seed is used.
 
     Yields:
         Words that say which one it is, and the weight.
     """
     multiple = multiple_of(subject)
     wide = 24 * multiple if multiple > 1 else 97
-    generator = torch.Generator().manual_seed(look.seed)
+    generator = torch.Generator().manual_seed(context.seed)
 
     def drawn(rows: int, columns: int) -> Tensor:
         values = torch.rand(rows, columns, generator=generator) - 0.5
@@ -101,17 +101,17 @@ def multiple_of(subject: Sparsifier) -> int:
     return subject.pattern[1] if subject.pattern else 1
 
 
-def hessian_of(columns: int, look: Look) -> Tensor:
+def hessian_of(columns: int, context: CheckContext) -> Tensor:
     """Make the Hessian of correlated inputs; the same one every time.
 
     Args:
         columns: of the weight.
-        look: its seed is used.
+        context: its seed is used.
 
     Returns:
         float32 [C, C].
     """
-    return look.once(look, f"hessian of {columns} columns", partial(_hessian, columns, look.seed + 1))
+    return context.once(context, f"hessian of {columns} columns", partial(_hessian, columns, context.seed + 1))
 
 
 def _hessian(columns: int, seed: int) -> Tensor:
@@ -125,77 +125,77 @@ def _hessian(columns: int, seed: int) -> Tensor:
     return hessian if columns <= _MOST_DENSE else hessian + torch.diag(hessian.diagonal())
 
 
-def each_ordinary(subject: Sparsifier, look: Look, hold: Callable[[Pruned], None]) -> str:
+def each_ordinary(subject: Sparsifier, context: CheckContext, hold: Callable[[Pruned], None]) -> str:
     """Show a function every ordinary weight, and what the subject made of it.
 
     Args:
         subject: a pruner.
-        look: how closely.
-        hold: raises Broken for a weight with which the subject is wrong.
+        context: how closely.
+        hold: raises CheckFailed for a weight with which the subject is wrong.
 
     Returns:
         How many were looked at, in words.
     """
-    return _each(ordinary_weights(subject, look), subject, look, hold)
+    return _each(ordinary_weights(subject, context), subject, context, hold)
 
 
-def each_weight(subject: Sparsifier, look: Look, hold: Callable[[Pruned], None]) -> str:
+def each_weight(subject: Sparsifier, context: CheckContext, hold: Callable[[Pruned], None]) -> str:
     """Show a function every ordinary weight, those that hurt, and views; each is pruned once for all checks that share a look.
 
     Args:
         subject: a pruner.
-        look: how closely.
-        hold: raises Broken for a weight with which the subject is wrong.
+        context: how closely.
+        hold: raises CheckFailed for a weight with which the subject is wrong.
 
     Returns:
         How many were looked at, in words.
     """
-    seen = _each(ordinary_weights(subject, look), subject, look, hold)
-    return f"{seen}, {_each(_hurtful_weights(subject), subject, look, hold)} that hurt"
+    seen = _each(ordinary_weights(subject, context), subject, context, hold)
+    return f"{seen}, {_each(_hurtful_weights(subject), subject, context, hold)} that hurt"
 
 
-def _each(weights: Iterator[tuple[str, Tensor]], subject: Sparsifier, look: Look, hold: Callable[[Pruned], None]) -> str:
+def _each(weights: Iterator[tuple[str, Tensor]], subject: Sparsifier, context: CheckContext, hold: Callable[[Pruned], None]) -> str:
     count = 0
     for label, weight in weights:
         try:
-            hold(look.once(subject, f"pruned {label} {list(weight.shape)}", partial(_examine, subject, look, weight)))
-        except Broken as broken:
-            raise Broken(f"{label} {list(weight.shape)}: {broken}", broken.findings) from None
+            hold(context.once(subject, f"pruned {label} {list(weight.shape)}", partial(_examine, subject, context, weight)))
+        except CheckFailed as broken:
+            raise CheckFailed(f"{label} {list(weight.shape)}: {broken}", broken.findings) from None
         count += 1
     return f"{count} weights"
 
 
-def _examine(subject: Sparsifier, look: Look, weight: Tensor) -> Pruned:
+def _examine(subject: Sparsifier, context: CheckContext, weight: Tensor) -> Pruned:
     """Prune a weight, twice."""
-    hessian = hessian_of(weight.shape[1], look)
+    hessian = hessian_of(weight.shape[1], context)
     pruned = subject.prune(weight, hessian)
     if pruned.shape != weight.shape or pruned.dtype != weight.dtype:
-        raise Broken(f"{list(pruned.shape)} {pruned.dtype} came out of {list(weight.shape)} {weight.dtype}")
+        raise CheckFailed(f"{list(pruned.shape)} {pruned.dtype} came out of {list(weight.shape)} {weight.dtype}")
     if not bool(torch.isfinite(pruned).all()):
-        raise Broken("a value is not finite")
+        raise CheckFailed("a value is not finite")
     if not torch.equal(subject.prune(weight, hessian), pruned):
-        raise Broken("a second call gives another result")
+        raise CheckFailed("a second call gives another result")
     # Whoever multiplies matrices, as a second-order pruner does, may add in another order for another layout.
     is_exact = not subject.second_order and not weight.is_contiguous()
     if is_exact and not torch.equal(subject.prune(weight.contiguous(), hessian), pruned):
-        raise Broken("a contiguous weight of the same values gives another result")
+        raise CheckFailed("a contiguous weight of the same values gives another result")
     return Pruned(weight, hessian, pruned)
 
 
-def memory_used_again(subject: Sparsifier, look: Look) -> None:
+def memory_used_again(subject: Sparsifier, context: CheckContext) -> None:
     """Prune other weights, with other Hessians, in one piece of memory each.
 
     Args:
         subject: a pruner.
-        look: how closely.
+        context: how closely.
 
     Raises:
-        Broken: what came out is not what comes out of new memory.
+        CheckFailed: what came out is not what comes out of new memory.
     """
     columns = 24 * multiple_of(subject)
-    generator = torch.Generator().manual_seed(look.seed + 2)
+    generator = torch.Generator().manual_seed(context.seed + 2)
     weights = [torch.rand(8, columns, generator=generator) - 0.5 for _ in range(3)]
-    plain = hessian_of(columns, look)
+    plain = hessian_of(columns, context)
     hessians = [plain.clone(), plain.roll((2, 2), (0, 1)), plain.roll((1, 1), (0, 1))]
     held, statistic = torch.empty_like(weights[0]), torch.empty_like(plain)
     for weight, hessian in zip(weights, hessians, strict=True):  # all stay alive, so that new memory is new
@@ -203,4 +203,4 @@ def memory_used_again(subject: Sparsifier, look: Look) -> None:
         held.data.copy_(weight)
         statistic.data.copy_(hessian)
         if not torch.equal(subject.prune(held, statistic), subject.prune(weight, hessian)):
-            raise Broken(f"{list(weight.shape)}: in memory that has held another weight it gives another result than in new memory")
+            raise CheckFailed(f"{list(weight.shape)}: in memory that has held another weight it gives another result than in new memory")

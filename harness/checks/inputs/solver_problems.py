@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, NothingToCheckError
+from harness.checks.catalogue.registry import CheckFailed, NothingToCheckError
 from harness.checks.oracles import damped, nearest, quadratic_loss
 from harness.checks.protocols import Quantized, Solved, Solver
 
@@ -136,7 +136,7 @@ def solve(solver: Solver, weight: Tensor, hessian: Tensor, block_size: int | Non
         The solution.
 
     Raises:
-        Broken: it changed the weight or the Hessian, or codes of another shape came out.
+        CheckFailed: it changed the weight or the Hessian, or codes of another shape came out.
         NothingToCheckError: it takes no scales from outside.
     """
     before = weight.clone(), hessian.clone()
@@ -145,9 +145,9 @@ def solve(solver: Solver, weight: Tensor, hessian: Tensor, block_size: int | Non
     except NotImplementedError as error:
         raise NothingToCheckError("this solver takes no scales from outside") from error
     if not (torch.equal(before[0], weight) and torch.equal(before[1], hessian)):
-        raise Broken("the solver changed the weight or the Hessian that it was given")
+        raise CheckFailed("the solver changed the weight or the Hessian that it was given")
     if found.quantized.codes.shape != weight.shape or found.values.shape != weight.shape:
-        raise Broken(f"codes {list(found.quantized.codes.shape)} came out of a weight {list(weight.shape)}")
+        raise CheckFailed(f"codes {list(found.quantized.codes.shape)} came out of a weight {list(weight.shape)}")
     return found
 
 
@@ -169,12 +169,12 @@ def same_codes(one: Tensor, two: Tensor, what: str, max_share: float = MAX_SHARE
         The share that differs.
 
     Raises:
-        Broken: more differ.
+        CheckFailed: more differ.
     """
     different = one.to(torch.float64) != two.to(torch.float64)
     share = float(different.double().mean())
     if int(different.sum()) > max(1, max_share * different.numel()):
-        raise Broken(f"{what}: {int(different.sum())} of {different.numel()} codes differ ({share:.2%}), at most {max_share:.1%} may")
+        raise CheckFailed(f"{what}: {int(different.sum())} of {different.numel()} codes differ ({share:.2%}), at most {max_share:.1%} may")
     return share
 
 
@@ -189,14 +189,14 @@ def each_problem(solver: Solver, look: Callable[[Problem], str]) -> str:
         What it saw in all.
 
     Raises:
-        Broken: with the name of the problem.
+        CheckFailed: with the name of the problem.
     """
     seen = []
     for one in problems(solver):
         try:
             seen.append(f"{one.name}: {look(one)}")
-        except Broken as broken:
-            raise Broken(f"{one.name}: {broken}", broken.findings) from None
+        except CheckFailed as broken:
+            raise CheckFailed(f"{one.name}: {broken}", broken.findings) from None
     return "; ".join(seen)
 
 
@@ -215,7 +215,7 @@ def must_raise(act: Callable[[], object], what: str) -> None:
         what: is wrong with that, in words.
 
     Raises:
-        Broken: no error came, or one without a message.
+        CheckFailed: no error came, or one without a message.
         NothingToCheckError: the subject cannot be asked.
     """
     try:
@@ -224,6 +224,6 @@ def must_raise(act: Callable[[], object], what: str) -> None:
         raise
     except Exception as error:  # the subject may refuse with any class
         if not str(error).strip():
-            raise Broken(f"{what}: {type(error).__name__} came without a message") from error
+            raise CheckFailed(f"{what}: {type(error).__name__} came without a message") from error
         return
-    raise Broken(f"{what} was solved as if nothing had happened")
+    raise CheckFailed(f"{what} was solved as if nothing had happened")

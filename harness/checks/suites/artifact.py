@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.model.checkpoints.load import load_compressed
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.protocols import Artifact
 from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome
@@ -34,14 +34,14 @@ def _hold(record: CheckRecord) -> str:
     if record.outcome is Outcome.SKIP:
         raise NothingToCheckError(record.summary)
     if record.outcome is not Outcome.PASS:
-        raise Broken(record.summary, record.findings)
+        raise CheckFailed(record.summary, record.findings)
     return record.summary
 
 
 def _subject(artifact: Artifact) -> Subject:
     subject = read_subject(Path(artifact.base), Path(artifact.folder), trained="trained" in artifact.tags)
     if subject.problems:
-        raise Broken(subject.problems[0], subject.problems)
+        raise CheckFailed(subject.problems[0], subject.problems)
     return subject
 
 
@@ -64,12 +64,12 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     kind="artifact",
     caught_by=("transformers#47407",),
 )
-def reload(subject: Artifact, look: Look) -> str:
+def reload(subject: Artifact, context: CheckContext) -> str:
     """Load with transformers and with our reader, and hold both against each other and against what was saved."""
     record, loaded = check_loads(_subject(subject), allow_dequantize_load=False)
     summary = _hold(record)
     own = load_compressed(subject.folder, device="cpu")
-    ids = _tokens(own, look.seed)
+    ids = _tokens(own, context.seed)
     expected = _logits(own, ids)
     assert loaded is not None
     _equal(_logits(loaded, ids), expected, "transformers' logits differ from those of our reader")
@@ -85,25 +85,25 @@ def reload(subject: Artifact, look: Look) -> str:
 def _equal(actual: Tensor, expected: Tensor, what: str) -> None:
     found = compare(actual, expected, T0())
     if not found.ok:
-        raise Broken(f"{what}: {found.summary}")
+        raise CheckFailed(f"{what}: {found.summary}")
 
 
 @register(56, "accepted", "quantization_config is accepted by transformers' own loader and by compressed-tensors", kind="artifact")
-def accepted(subject: Artifact, look: Look) -> str:
+def accepted(subject: Artifact, context: CheckContext) -> str:
     """Ask both."""
-    del look
+    del context
     return _hold(check_accepted(_subject(subject)))
 
 
 @register(57, "decoded", "An independent decoder of the file gives the weights that are loaded, bitwise", kind="artifact")
-def decoded(subject: Artifact, look: Look) -> str:
+def decoded(subject: Artifact, context: CheckContext) -> str:
     """Decode each module with numpy, and compare with what transformers and our reader hold."""
-    del look
+    del context
     folders = _subject(subject)
     summaries = []
     for model in (check_loads(folders, allow_dequantize_load=True)[1], load_compressed(subject.folder, device="cpu")):
         if model is None:
-            raise Broken("the checkpoint does not load; check 55 says why")
+            raise CheckFailed("the checkpoint does not load; check 55 says why")
         records = check_weights(folders, inspect_modules(folders, model), Policy())
         summaries.append(_hold(next(record for record in records if record.name == DECODED.name)))
     return summaries[0]
@@ -116,16 +116,16 @@ def decoded(subject: Artifact, look: Look) -> str:
     kind="artifact",
     caught_by=("vllm#41511",),
 )
-def shards(subject: Artifact, look: Look) -> str:
+def shards(subject: Artifact, context: CheckContext) -> str:
     """Divide the shapes of the base's weights by groups and blocks."""
-    del look
+    del context
     if subject.num_shards < 1:
-        raise Broken(f"num_shards is {subject.num_shards}, where 1 or more belongs")
+        raise CheckFailed(f"num_shards is {subject.num_shards}, where 1 or more belongs")
     if subject.num_shards == 1:
         raise NothingToCheckError("the checkpoint is meant for one device")
     folders, said = _subject(subject), subject.uncuttable()
     if unknown := sorted(name for name in said if f"{name}.weight" not in folders.base.entries):
-        raise Broken(f"the run names {unknown[0]!r} as what cannot be cut, and the base has no such module", unknown)
+        raise CheckFailed(f"the run names {unknown[0]!r} as what cannot be cut, and the base has no such module", unknown)
     found = {}
     for name, group in folders.readable_modules.items():
         assert group.scheme is not None
@@ -136,7 +136,7 @@ def shards(subject: Artifact, look: Look) -> str:
             found[name] = f"{shape[axis]} {('rows', 'columns')[axis]} in pieces of {step} for {subject.num_shards} devices"
     silent = [f"{name}: {why}" for name, why in found.items() if name not in said]
     if silent:
-        raise Broken(f"{len(silent)} modules cannot be cut, and the run does not say so; first: {silent[0]}", silent)
+        raise CheckFailed(f"{len(silent)} modules cannot be cut, and the run does not say so; first: {silent[0]}", silent)
     return f"{len(folders.readable_modules)} modules for {subject.num_shards} devices, {len(found)} cannot be cut and are named"
 
 
@@ -152,36 +152,36 @@ def _step(scheme: WeightScheme, axis: int) -> int:
 
 
 @register(59, "tokenizer", "The saved tokenizer files equal the source's", kind="artifact", caught_by=("llm-compressor#2850",))
-def tokenizer(subject: Artifact, look: Look) -> str:
+def tokenizer(subject: Artifact, context: CheckContext) -> str:
     """Compare bytes."""
-    del look
+    del context
     return _hold(check_tokenizer(Path(subject.base), Path(subject.folder)))
 
 
 @register(None, "against_base", "Files, record and weights are what `harness validate` lets through without data", kind="artifact")
-def against_base(subject: Artifact, look: Look) -> str:
+def against_base(subject: Artifact, context: CheckContext) -> str:
     """Run its checks of bytes and values; those that cannot tell (rows that are too short) are named and do not count."""
-    del look
+    del context
     folders = _subject(subject)
     records = [*check_files(folders), *check_record(folders.compressed.folder, file_hashes(folders.base.folder), "")]
     records += [check_digests(folders.compressed), check_quantization_config(folders.compressed.folder, folders.config)]
     records += [*check_weights(folders, inspect_modules(folders, None), Policy()), check_sparsity(folders)]
     asked = [record for record in records if record.name not in (TOKENIZER.name, DECODED.name)]  # which have checks of their own
     if failed := [record for record in asked if record.outcome is Outcome.FAIL]:
-        raise Broken(f"{failed[0].name}: {failed[0].summary}", [line for record in failed for line in record.findings])
+        raise CheckFailed(f"{failed[0].name}: {failed[0].summary}", [line for record in failed for line in record.findings])
     told = [f"; {record.name} cannot tell: {record.summary}" for record in asked if record.outcome is Outcome.INCONCLUSIVE]
     return f"{sum(record.outcome is Outcome.PASS for record in asked)} checks of harness validate{''.join(told)}"
 
 
 @register(60, "devices", "CPU against CUDA: equal codes and scales, loss within 0.5 %", kind="artifact")
-def devices(subject: Artifact, look: Look) -> str:
+def devices(subject: Artifact, context: CheckContext) -> str:
     """Load on both and compare; needs a GPU."""
     if not torch.cuda.is_available():
         raise NothingToCheckError("torch sees no CUDA device")
     here, there = (load_compressed(subject.folder, device=device) for device in ("cpu", "cuda"))
     for key, value in here.state_dict().items():
         _equal(there.state_dict()[key].cpu(), value, f"{key} differs on CUDA")
-    ids = _tokens(here, look.seed)
+    ids = _tokens(here, context.seed)
     return _same_loss(_losses(there, ids), _losses(here, ids))
 
 
@@ -194,8 +194,8 @@ def _same_loss(actual: Tensor, expected: Tensor) -> str:
     """Hold the mean loss of one device against the other's."""
     tier = T3(max_loss_ratio=_LOSS_RATIO)
     if passed := vacuous_decoys(expected, tier):
-        raise Broken(f"the limit measures nothing: {', '.join(passed)} would pass")
+        raise CheckFailed(f"the limit measures nothing: {', '.join(passed)} would pass")
     found = compare(actual, expected, tier, name="loss")
     if not found.ok or not math.isfinite(float(actual.mean())):
-        raise Broken(f"loss {float(actual.mean()):.6g} on CUDA, {float(expected.mean()):.6g} on the CPU: {found.summary}")
+        raise CheckFailed(f"loss {float(actual.mean()):.6g} on CUDA, {float(expected.mean()):.6g} on the CPU: {found.summary}")
     return f"loss {float(actual.mean()):.6g} and {float(expected.mean()):.6g}"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.protocols import Calibrated, Calibration
 from harness.tolerance import T0, T3, compare, vacuous_decoys
 
@@ -24,12 +24,12 @@ _SECONDS = 300
 def _run(subject: Calibration, rows: list[Tensor], **options: Any) -> Calibrated:
     found = subject.run(rows, **options)
     if not isinstance(found, Calibrated):
-        raise Broken(f"run() returned {type(found).__name__}, where a Calibrated belongs")
+        raise CheckFailed(f"run() returned {type(found).__name__}, where a Calibrated belongs")
     return found
 
 
-def _rows(subject: Calibration, look: Look, lengths: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(look.seed)
+def _rows(subject: Calibration, context: CheckContext, lengths: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(context.seed)
     return [torch.randint(3, subject.vocabulary, (length,), generator=generator) for length in lengths]
 
 
@@ -40,9 +40,9 @@ def _rows(subject: Calibration, look: Look, lengths: tuple[int, ...]) -> list[Te
     kind="calibration",
     caught_by=("Model-Optimizer#1261", "GPTQModel#1968"),
 )
-def padding(subject: Calibration, look: Look) -> str:
+def padding(subject: Calibration, context: CheckContext) -> str:
     """Run rows of unequal length one by one, padded in one batch, and in batches of which the last is not full."""
-    rows = _rows(subject, look, (9, 4, 12, 1, 7))
+    rows = _rows(subject, context, (9, 4, 12, 1, 7))
     alone = _run(subject, rows, batch_size=1).statistics
     if not alone:
         raise NothingToCheckError("the subject keeps no statistics")
@@ -57,10 +57,10 @@ def _apart(alone: Mapping[str, Tensor], padded: Mapping[str, Tensor]) -> float:
     for name, expected in alone.items():
         tier = T3(max_relative_error=1e-6)
         if passed := vacuous_decoys(expected, tier, others={other: value for other, value in alone.items() if _differ(value, expected)}):
-            raise Broken(f"{name}: the limit measures nothing: {', '.join(passed)} would pass")
+            raise CheckFailed(f"{name}: the limit measures nothing: {', '.join(passed)} would pass")
         found = compare(padded[name], expected, tier, name=name)
         if not found.ok:
-            raise Broken(f"{name}: padding has changed it: {found.summary}")
+            raise CheckFailed(f"{name}: padding has changed it: {found.summary}")
         worst = max(worst, found.distance.relative_error if found.distance else 0.0)
     return worst
 
@@ -72,7 +72,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 
 def _same_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     if one.keys() != other.keys():
-        raise Broken(f"the two runs made different things: {sorted(one.keys() ^ other.keys())[0]} is in one of them only")
+        raise CheckFailed(f"the two runs made different things: {sorted(one.keys() ^ other.keys())[0]} is in one of them only")
 
 
 @register(
@@ -82,11 +82,11 @@ def _same_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     kind="calibration",
     caught_by=("llm-compressor#2826", "llm-compressor#2952"),
 )
-def starved_modules(subject: Calibration, look: Look) -> str:
+def starved_modules(subject: Calibration, context: CheckContext) -> str:
     """Give a model more experts than tokens, and allow any number of fallbacks, exactly enough, and one too few."""
-    fed = _run(subject, _rows(subject, look, (12, 12)))
+    fed = _run(subject, _rows(subject, context, (12, 12)))
     if hungry := [name for name, count in fed.num_tokens.items() if not count and name not in fed.fallbacks]:
-        raise Broken(f"{hungry[0]} saw no token of a dense model, and the run does not say so", hungry)
+        raise CheckFailed(f"{hungry[0]} saw no token of a dense model, and the run does not say so", hungry)
     starved = subject.run_starved(budget=None)
     if starved is None:
         raise NothingToCheckError("the subject has no model whose modules can be starved")
@@ -95,12 +95,14 @@ def starved_modules(subject: Calibration, look: Look) -> str:
         raise NothingToCheckError("every module of the starved model saw a token")
     silent = [name for name in hungry if name not in starved.fallbacks]
     if silent:
-        raise Broken(f"{len(silent)} of {len(hungry)} modules that saw no token are not named as fallbacks; first: {silent[0]}", silent)
+        raise CheckFailed(
+            f"{len(silent)} of {len(hungry)} modules that saw no token are not named as fallbacks; first: {silent[0]}", silent
+        )
     count = len(starved.fallbacks)
     if not _fits(subject, count):
-        raise Broken(f"a budget of {count} was refused, and {count} fallbacks there were")
+        raise CheckFailed(f"a budget of {count} was refused, and {count} fallbacks there were")
     if _fits(subject, count - 1):
-        raise Broken(f"{count} fallbacks went through a budget of {count - 1}")
+        raise CheckFailed(f"{count} fallbacks went through a budget of {count - 1}")
     return f"{len(hungry)} of {len(starved.num_tokens)} modules saw no token and are named; the budget is kept"
 
 
@@ -113,9 +115,9 @@ def _fits(subject: Calibration, budget: int) -> bool:
 
 
 @register(43, "new_process", "A second run, in a new process, is bitwise equal", kind="calibration")
-def new_process(subject: Calibration, look: Look) -> str:
+def new_process(subject: Calibration, context: CheckContext) -> str:
     """Compare everything that the two made."""
-    rows = _rows(subject, look, (12, 12, 12))
+    rows = _rows(subject, context, (12, 12, 12))
     with tempfile.TemporaryDirectory() as folder:
         given, out = Path(folder) / "rows.safetensors", Path(folder) / "out.safetensors"
         save_file({"input_ids": torch.stack(rows)}, given)
@@ -123,12 +125,12 @@ def new_process(subject: Calibration, look: Look) -> str:
         if command is None:
             raise NothingToCheckError("the subject names no command")
         if isinstance(command, str):
-            raise Broken("command() returned one text; return its words in a list")
+            raise CheckFailed("command() returned one text; return its words in a list")
         done = subprocess.run(list(command), capture_output=True, text=True, check=False, timeout=_SECONDS)
         if not done.returncode and not out.is_file():
-            raise Broken("the command exits with 0 and has written no tensors to `out`")
+            raise CheckFailed("the command exits with 0 and has written no tensors to `out`")
         if done.returncode:
-            raise Broken(f"the command exits with {done.returncode}: {' '.join(done.stderr.split())[-300:]}")
+            raise CheckFailed(f"the command exits with {done.returncode}: {' '.join(done.stderr.split())[-300:]}")
         there = load_file(out)
     return f"{_all_equal(_run(subject, rows).tensors, there, 'a new process')} tensors"
 
@@ -137,35 +139,35 @@ def _all_equal(here: Mapping[str, Tensor], there: Mapping[str, Tensor], what: st
     _same_names(here, there)
     for name, expected in here.items():
         if not bool(expected.isfinite().all()):
-            raise Broken(f"{name} holds values that are not finite")
+            raise CheckFailed(f"{name} holds values that are not finite")
         found = compare(there[name], expected, T0(), name=name)
         if not found.ok:
-            raise Broken(f"{name} differs in {what}: {found.summary}")
+            raise CheckFailed(f"{name} differs in {what}: {found.summary}")
     if not here:
-        raise Broken("the run made no tensor")
+        raise CheckFailed("the run made no tensor")
     return len(here)
 
 
 @register(44, "batch_size", "Batch size 1 against N changes <= 0.1 % of codes", kind="calibration")
-def batch_size(subject: Calibration, look: Look) -> str:
+def batch_size(subject: Calibration, context: CheckContext) -> str:
     """Count codes, with a last batch that is not full; codes rolled by one must be beyond the limit."""
-    rows = _rows(subject, look, (12, 12, 12, 12, 12))
+    rows = _rows(subject, context, (12, 12, 12, 12, 12))
     one, many = _run(subject, rows, batch_size=1).codes, _run(subject, rows, batch_size=4).codes
     _same_names(one, many)
     changed = sum(int((one[name].float() != many[name].float()).sum()) for name in one)
     total = sum(codes.numel() for codes in one.values())
     decoy = sum(int((codes.float() != codes.float().roll(1, -1)).sum()) for codes in one.values())
     if decoy <= _MAX_CODES * total:
-        raise Broken("the limit measures nothing: codes rolled by one would pass")
+        raise CheckFailed("the limit measures nothing: codes rolled by one would pass")
     if changed > _MAX_CODES * total:
-        raise Broken(f"{changed} of {total} codes ({changed / total:.2%}) depend on the batch size")
+        raise CheckFailed(f"{changed} of {total} codes ({changed / total:.2%}) depend on the batch size")
     return f"{changed} of {total} codes"
 
 
 @register(45, "siblings", "Fused siblings (q/k/v, gate/up) share a global scale exactly", kind="calibration")
-def siblings(subject: Calibration, look: Look) -> str:
+def siblings(subject: Calibration, context: CheckContext) -> str:
     """Group modules by the names that runtimes fuse."""
-    scales = _run(subject, _rows(subject, look, (12, 12))).global_scales
+    scales = _run(subject, _rows(subject, context, (12, 12))).global_scales
     if not scales:
         raise NothingToCheckError("the format has no global scale")
     count = 0
@@ -174,7 +176,9 @@ def siblings(subject: Calibration, look: Look) -> str:
             present = [f"{parent}.{last}" for last in family if f"{parent}.{last}" in scales]
             values = {name: scales[name].flatten().tolist() for name in present}
             if any(value != values[present[0]] for value in values.values()):
-                raise Broken(f"{', '.join(f'{name} {value}' for name, value in values.items())}: runtimes fuse them and keep one scale")
+                raise CheckFailed(
+                    f"{', '.join(f'{name} {value}' for name, value in values.items())}: runtimes fuse them and keep one scale"
+                )
             count += len(present) > 1
     if not count:
         raise NothingToCheckError("the model has no modules that runtimes fuse")
@@ -182,14 +186,14 @@ def siblings(subject: Calibration, look: Look) -> str:
 
 
 @register(46, "one_layer", "Sequential equals basic, bitwise, for a model of one layer", kind="calibration")
-def one_layer(subject: Calibration, look: Look) -> str:
+def one_layer(subject: Calibration, context: CheckContext) -> str:
     """Compare everything that both made; of two layers the statistics must differ, else the second sees the first uncompressed."""
-    rows = _rows(subject, look, (12, 12, 12))
+    rows = _rows(subject, context, (12, 12, 12))
     sequential = _run(subject, rows, sequential=True, num_layers=1)
     count = _all_equal(sequential.tensors, _run(subject, rows, sequential=False, num_layers=1).tensors, "the basic pipeline")
     ways = [_run(subject, rows, sequential=way, num_layers=2).statistics for way in (True, False)]
     if ways[0] and all(torch.equal(ways[0][name], ways[1].get(name, torch.empty(0))) for name in ways[0]):
-        raise Broken(
+        raise CheckFailed(
             "statistics of two layers are the same, sequential or not: the second is calibrated on what the first gave uncompressed"
         )
     return f"{count} tensors"
@@ -198,12 +202,12 @@ def one_layer(subject: Calibration, look: Look) -> str:
 @register(
     None, "every_token", "Every token counts: another first, last or middle token of any row changes every statistic", kind="calibration"
 )
-def every_token(subject: Calibration, look: Look) -> str:
+def every_token(subject: Calibration, context: CheckContext) -> str:
     """Exchange one token at a time, in rows that need no padding; of a dense model every target sees all tokens."""
-    rows = _rows_of_every_kind(subject, look)
+    rows = _rows_of_every_kind(subject, context)
     plain, total = _run(subject, rows), sum(map(len, rows))
     if wrong := [f"{name} saw {count} of {total} tokens" for name, count in plain.num_tokens.items() if count < total]:
-        raise Broken(f"{wrong[0]} of a dense model", wrong)
+        raise CheckFailed(f"{wrong[0]} of a dense model", wrong)
     if not plain.statistics:
         raise NothingToCheckError("the subject keeps no statistics")
     for row, place in _PLACES:
@@ -226,9 +230,9 @@ def _special(subject: Calibration) -> tuple[int, ...]:
     return 0, 1, 2, subject.vocabulary - 1
 
 
-def _rows_of_every_kind(subject: Calibration, look: Look) -> list[Tensor]:
+def _rows_of_every_kind(subject: Calibration, context: CheckContext) -> list[Tensor]:
     """Nine rows: one that begins as the first does, some with ids that are taken for padding, and at the end the first one again."""
-    rows = _rows(subject, look, (6, 9, 7, 5, 4, 8, 3, 6))
+    rows = _rows(subject, context, (6, 9, 7, 5, 4, 8, 3, 6))
     rows[5][:4] = rows[0][:4]
     for row, token in zip((1, 2, 3, 7), _special(subject), strict=True):
         rows[row][1] = rows[row][-2] = token
@@ -239,4 +243,4 @@ def _must_differ(subject: Calibration, plain: Calibrated, rows: list[Tensor], wh
     changed = _run(subject, rows).statistics
     _same_names(plain.statistics, changed)
     if blind := [name for name, expected in plain.statistics.items() if torch.equal(expected, changed[name])]:
-        raise Broken(f"{blind[0]}: {what}", blind)
+        raise CheckFailed(f"{blind[0]}: {what}", blind)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, refuse
 from harness.checks.oracles import at_tie, nearest, units
 from harness.checks.protocols import Quantized, Quantizer
@@ -15,7 +15,7 @@ from harness.checks.strategies import hurtful, shapes
 
 
 @register(None, "dequantizes", "The values are (code - zero point) * scale, over the global scale: 4 u", kind="quantizer")
-def dequantizes(subject: Quantizer, look: Look) -> str:
+def dequantizes(subject: Quantizer, context: CheckContext) -> str:
     """Compute the values of the codes in float64: a turned sign or a neighbour's scale is told here, and not by what it does to weights."""
 
     def hold(found: Examined) -> None:
@@ -25,7 +25,7 @@ def dequantizes(subject: Quantizer, look: Look) -> str:
         values = found.values.to(torch.float64)
         refuse((values - exact).abs() > limit, "a value is not (code - zero point) * scale", value=values, exact=exact)
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 @register(
@@ -35,7 +35,7 @@ def dequantizes(subject: Quantizer, look: Look) -> str:
     kind="quantizer",
     caught_by=("compressed-tensors#308",),
 )
-def nearest_codes(subject: Quantizer, look: Look) -> str:
+def nearest_codes(subject: Quantizer, context: CheckContext) -> str:
     """Hold every code against the nearest value of the grid in float64."""
     grid = subject.code_values
 
@@ -47,7 +47,7 @@ def nearest_codes(subject: Quantizer, look: Look) -> str:
         wrong = (found.codes != expected) & ~(excused & one_step)
         refuse(wrong, "a code is not the nearest one", code=found.codes, nearest=expected, position=positions)
 
-    seen = each_weight(subject, look, hold)
+    seen = each_weight(subject, context, hold)
     return f"{seen}, {_beside_middles(subject)}"
 
 
@@ -70,14 +70,14 @@ def _beside_middles(subject: Quantizer) -> str:
 
 
 @register(5, "zero", "0 becomes 0 exactly", kind="quantizer", needs=("zero",))
-def zero(subject: Quantizer, look: Look) -> str:
+def zero(subject: Quantizer, context: CheckContext) -> str:
     """Look at the zeros of every weight."""
 
     def hold(found: Examined) -> None:
         values = found.values.to(torch.float64)
         refuse((found.weight == 0) & (values != 0), "0 does not come back as 0", value=values)
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 @register(
@@ -86,7 +86,7 @@ def zero(subject: Quantizer, look: Look) -> str:
     "|dq - w| <= s/2 + 2 ulp(w) inside the clipping range, in steps of the grid where they are not all equal",
     kind="quantizer",
 )
-def half_step(subject: Quantizer, look: Look) -> str:
+def half_step(subject: Quantizer, context: CheckContext) -> str:
     """Measure the error of every value that is not cut off."""
     grid = subject.code_values
 
@@ -103,14 +103,14 @@ def half_step(subject: Quantizer, look: Look) -> str:
         error = (values - found.exact).abs()
         refuse(inside & ~(error <= limit), "a value is more than half a step away", error=error, limit=limit, weight=found.exact)
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 @register(
     None, "covers", "The range covers the weight: no value is cut off by more than a step, and no scale is twice as wide as needed",
     kind="quantizer", needs=("covers",),
 )  # fmt: skip
-def covers(subject: Quantizer, look: Look) -> str:
+def covers(subject: Quantizer, context: CheckContext) -> str:
     """Measure how far values lie outside of the codes, and how many codes a unit leaves unused."""
     grid = subject.code_values
     # Between the last two codes of the grid; a float format ends in wide steps.
@@ -132,7 +132,7 @@ def covers(subject: Quantizer, look: Look) -> str:
         unused = normal & (reach < needed) & _is_alone(found.quantized)
         refuse(unused, "less than half of the codes are used: the scale is too wide", reach=reach, needed=needed)
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 def _is_alone(quantized: Quantized) -> bool:
@@ -146,18 +146,18 @@ def _is_alone(quantized: Quantized) -> bool:
     "quantize(dequantize(q)) == q bitwise in float32, where the bits of a code are fewer than those of the significand",
     kind="quantizer",
 )
-def codes_come_back(subject: Quantizer, look: Look) -> str:
+def codes_come_back(subject: Quantizer, context: CheckContext) -> str:
     """Quantize the values again, with the scales that are there."""
 
     def hold(found: Examined) -> None:
         again = subject.encode(found.values, found.quantized).to(torch.float64)
         refuse(again != found.codes, "a value does not come back as its own code", code=found.codes, again=again)
 
-    return each_weight(subject, look, hold, dtypes=[torch.float32, torch.float64])
+    return each_weight(subject, context, hold, dtypes=[torch.float32, torch.float64])
 
 
 @register(6, "monotone", "w1 <= w2 in one unit gives q1 <= q2", kind="quantizer")
-def monotone(subject: Quantizer, look: Look) -> str:
+def monotone(subject: Quantizer, context: CheckContext) -> str:
     """Sort each unit by its weights and look at the codes."""
 
     def hold(found: Examined) -> None:
@@ -166,11 +166,11 @@ def monotone(subject: Quantizer, look: Look) -> str:
         sorted_codes = codes.gather(1, order)
         refuse(sorted_codes.diff(dim=1) < 0, "a larger weight has a smaller code", code=sorted_codes[:, 1:])
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 @register(7, "homogeneous", "Q(2^k w) == 2^k Q(w) bitwise", kind="quantizer", needs=("homogeneous",))
-def homogeneous(subject: Quantizer, look: Look) -> str:
+def homogeneous(subject: Quantizer, context: CheckContext) -> str:
     """Scale weights by powers of two, away from the ends of their dtype."""
 
     def hold(found: Examined) -> None:
@@ -181,7 +181,7 @@ def homogeneous(subject: Quantizer, look: Look) -> str:
             again = subject.dequantize(subject.quantize(found.weight * 2.0**power)).to(torch.float64)
             refuse(again != values * 2.0**power, f"2^{power} times the weight gives something else", value=values, scaled=again)
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 def _is_central(weight: Tensor) -> bool:
@@ -193,7 +193,7 @@ def _is_central(weight: Tensor) -> bool:
 
 
 @register(8, "odd", "Q(-w) == -Q(w), away from the last code of the longer side", kind="quantizer", needs=("odd",))
-def odd(subject: Quantizer, look: Look) -> str:
+def odd(subject: Quantizer, context: CheckContext) -> str:
     """Turn the sign of every weight."""
     last = min(abs(float(subject.code_values[0])), float(subject.code_values[-1]))
 
@@ -202,12 +202,12 @@ def odd(subject: Quantizer, look: Look) -> str:
         turned = subject.quantize(-found.weight).codes.to(torch.float64)
         refuse((codes != -turned) & (codes.abs() < last), "the codes of -w are not those of w, negated", code=codes, turned=turned)
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 @register(9, "ties", "The declared tie mode, half to even, is exact on planted ties, and one ulp beside them", kind="quantizer",
           needs=("half_even",))  # fmt: skip
-def ties(subject: Quantizer, look: Look) -> str:
+def ties(subject: Quantizer, context: CheckContext) -> str:
     """Plant every tie of the grid, and its two neighbours, under scales that are powers of two."""
     grid = subject.code_values
     middles = (grid[1:] + grid[:-1]) / 2
@@ -262,7 +262,7 @@ def power_scales(subject: Quantizer, columns: int, scale: float) -> Quantized:
     needs=("local",),
     caught_by=("compressed-tensors#308",),
 )
-def local(subject: Quantizer, look: Look) -> str:
+def local(subject: Quantizer, context: CheckContext) -> str:
     """Change each unit of some weights in turn."""
     shape = shapes(subject.column_multiple)[0]
     unit = subject.unit(shape)
@@ -294,7 +294,7 @@ def _change_unit(subject: Quantizer, weight: Tensor, before: Quantized, place: t
         differs = one.flatten().to(torch.float64) != two.flatten().to(torch.float64)
         differs[number] = False
         if bool(differs.any()):
-            raise Broken(f"the {name} of unit {int(differs.nonzero()[0])} changed with the values of unit {number}")
+            raise CheckFailed(f"the {name} of unit {int(differs.nonzero()[0])} changed with the values of unit {number}")
 
 
 @register(
@@ -304,7 +304,7 @@ def _change_unit(subject: Quantizer, weight: Tensor, before: Quantized, place: t
     kind="quantizer",
     caught_by=("Model-Optimizer#1633",),
 )
-def saturates(subject: Quantizer, look: Look) -> str:
+def saturates(subject: Quantizer, context: CheckContext) -> str:
     """Encode values far beyond the range, and just beyond it."""
     grid = subject.code_values
     like = power_scales(subject, subject.column_multiple * 8, 0.5)
@@ -327,7 +327,7 @@ def saturates(subject: Quantizer, look: Look) -> str:
     kind="quantizer",
     needs=("per_token",),
 )
-def per_token(subject: Quantizer, look: Look) -> str:
+def per_token(subject: Quantizer, context: CheckContext) -> str:
     """Permute the rows of some activations, and leave some out."""
     count = 0
     for dtype in subject.dtypes:
@@ -340,7 +340,7 @@ def per_token(subject: Quantizer, look: Look) -> str:
                 same = torch.equal(part.codes.to(torch.float64), whole.codes[kept].to(torch.float64))
                 same &= torch.equal(part.scale.reshape(len(kept), -1), whole.scale.reshape(7, -1)[kept])
                 if not same:
-                    raise Broken(f"{name} in {dtype}: tokens {kept.tolist()} by themselves are quantized differently")
+                    raise CheckFailed(f"{name} in {dtype}: tokens {kept.tolist()} by themselves are quantized differently")
                 count += 1
     return f"{count} permutations and selections of tokens"
 
@@ -351,7 +351,7 @@ def per_token(subject: Quantizer, look: Look) -> str:
     "Odd, one-wide and prime shapes, and other memory layouts, in every supported dtype give the same codes twice",
     kind="quantizer",
 )
-def every_shape(subject: Quantizer, look: Look) -> str:
+def every_shape(subject: Quantizer, context: CheckContext) -> str:
     """Quantize every shape in every dtype, also as a transposed view and as a part of a larger tensor."""
     count = 0
     for dtype in subject.dtypes:
@@ -364,13 +364,13 @@ def every_shape(subject: Quantizer, look: Look) -> str:
             for name, view in views.items():
                 same = examine(subject, view)
                 if not (torch.equal(same.codes, found.codes) and torch.equal(same.scale, found.scale)):
-                    raise Broken(f"{list(shape)} {dtype}: {name} gives other codes or scales")
+                    raise CheckFailed(f"{list(shape)} {dtype}: {name} gives other codes or scales")
                 count += 1
     return f"{count} shapes, dtypes and layouts"
 
 
 @register(None, "reported_error", "The reported relative squared error is that of the values, to 1e-3", kind="quantizer")
-def reported_error(subject: Quantizer, look: Look) -> str:
+def reported_error(subject: Quantizer, context: CheckContext) -> str:
     """Compute the error of every weight in float64."""
 
     def hold(found: Examined) -> None:
@@ -381,6 +381,6 @@ def reported_error(subject: Quantizer, look: Look) -> str:
         exact = float((found.values.to(torch.float64) - found.exact).square().sum()) / energy if energy else 0.0
         # In float32 the squares of the smallest and the largest numbers are none.
         if 1e-30 < energy < 1e30 and abs(reported - exact) > 1e-3 * exact:
-            raise Broken(f"the reported error is {reported:.6g}, that of the values {exact:.6g}")
+            raise CheckFailed(f"the reported error is {reported:.6g}, that of the values {exact:.6g}")
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.solver_problems import (
     Problem,
@@ -33,7 +33,7 @@ from harness.checks.protocols import Quantized, Solver
     kind="solver",
     caught_by=("mlx-lm#1880",),
 )
-def block_size(subject: Solver, look: Look) -> str:
+def block_size(subject: Solver, context: CheckContext) -> str:
     """Solve with blocks of one column, of prime and round sizes, and with one block for everything."""
     one = wide_problem(subject)
     columns = one.weight.shape[1]
@@ -46,7 +46,7 @@ def block_size(subject: Solver, look: Look) -> str:
 
 
 @register(21, "hessian_scale", "Scaling H by 1e-4 .. 1e4 changes <= 0.1 % of codes", kind="solver")
-def hessian_scale(subject: Solver, look: Look) -> str:
+def hessian_scale(subject: Solver, context: CheckContext) -> str:
     """Multiply the Hessian."""
 
     def examined(one: Problem) -> str:
@@ -59,7 +59,7 @@ def hessian_scale(subject: Solver, look: Look) -> str:
 
 
 @register(22, "sample_order", "Sample order and batch split change <= 0.1 % of codes", kind="solver")
-def sample_order(subject: Solver, look: Look) -> str:
+def sample_order(subject: Solver, context: CheckContext) -> str:
     """Accumulate the same tokens in other orders and batches, an empty one among them."""
 
     def examined(one: Problem) -> str:
@@ -73,19 +73,19 @@ def sample_order(subject: Solver, look: Look) -> str:
 
 
 @register(23, "rows", "Permuting rows permutes the codes, bitwise", kind="solver", needs=("rows_apart",))
-def rows(subject: Solver, look: Look) -> str:
+def rows(subject: Solver, context: CheckContext) -> str:
     """Turn the rows of the ordinary problem around, and rotate them."""
     one = problems(subject)[0]
     codes = solve(subject, one.weight, one.hessian).quantized.codes
     for name, order in {"reversed": torch.arange(len(codes)).flip(0), "rotated": torch.arange(len(codes)).roll(5)}.items():
         other = solve(subject, one.weight[order].contiguous(), one.hessian).quantized.codes
         if not torch.equal(other, codes[order]):
-            raise Broken(f"rows {name}: {int((other != codes[order]).sum())} of {codes.numel()} codes differ")
+            raise CheckFailed(f"rows {name}: {int((other != codes[order]).sum())} of {codes.numel()} codes differ")
     return "2 permutations"
 
 
 @register(24, "groups", "Permuting whole groups under act-order changes <= 0.1 % of codes", kind="solver", needs=("act_order",))
-def groups(subject: Solver, look: Look) -> str:
+def groups(subject: Solver, context: CheckContext) -> str:
     """Move whole groups of columns."""
     if subject.group_size is None:
         raise NothingToCheckError("whole rows share a scale")
@@ -102,7 +102,7 @@ def groups(subject: Solver, look: Look) -> str:
 
 
 @register(7, "homogeneous", "2^k times the weight gives the same codes: <= 0.1 % differ", kind="solver")
-def homogeneous(subject: Solver, look: Look) -> str:
+def homogeneous(subject: Solver, context: CheckContext) -> str:
     """Multiply weights by powers of two that float32 and bfloat16 hold."""
 
     def examined(one: Problem) -> str:
@@ -122,7 +122,7 @@ def homogeneous(subject: Solver, look: Look) -> str:
     kind="solver",
     needs=("fixed_scales",),
 )
-def scales_fit(subject: Solver, look: Look) -> str:
+def scales_fit(subject: Solver, context: CheckContext) -> str:
     """Solve for groups of very different magnitudes, more rows and more columns than a solver takes at once."""
     size = subject.group_size or 1
     square = 3 * size if subject.group_size else 40  # groups that run down the columns fit, too
@@ -139,12 +139,14 @@ def scales_fit(subject: Solver, look: Look) -> str:
         for group in group_C.unique().tolist():
             used = values[:, group_C == group].abs().amax()
             if float(used) < widest / 6:
-                raise Broken(f"{rows} x {columns}: of the codes of group {group} only those up to {float(used):.3g} of {widest:g} are used")
+                raise CheckFailed(
+                    f"{rows} x {columns}: of the codes of group {group} only those up to {float(used):.3g} of {widest:g} are used"
+                )
     return "groups of 4 magnitudes"
 
 
 @register(30, "batched", "Batched modules == one by one, bitwise", kind="solver")
-def batched(subject: Solver, look: Look) -> str:
+def batched(subject: Solver, context: CheckContext) -> str:
     """Solve weights of one input together and apart: of mixed shapes, in several orders, and lists of one shape only, as q, k and v are."""
     one = problems(subject)[0]
     first, second, third = one.weight, one.weight.flip(0) * -0.3, one.weight.roll(3, 0) * 0.8
@@ -158,7 +160,7 @@ def batched(subject: Solver, look: Look) -> str:
 def _hold_together(subject: Solver, weights: list[Tensor], hessian: Tensor) -> None:
     together = subject.solve(weights, hessian)
     if len(together) != len(weights):
-        raise Broken(f"{len(together)} solutions for {len(weights)} weights")
+        raise CheckFailed(f"{len(together)} solutions for {len(weights)} weights")
     for number, (weight, found) in enumerate(zip(weights, together, strict=True)):
         alone = subject.solve([weight], hessian)[0]
         parts = (found.quantized.codes, found.values, *per_value(found)), (alone.quantized.codes, alone.values, *per_value(alone))
@@ -166,9 +168,9 @@ def _hold_together(subject: Solver, weights: list[Tensor], hessian: Tensor) -> N
             rows = " and ".join(str(len(other)) for other in weights)
             what = f"weight {number} of {len(weights)} ({rows} rows)"
             if found.quantized.codes.shape != alone.quantized.codes.shape:
-                raise Broken(f"{what}: codes {list(found.quantized.codes.shape)}, alone {list(alone.quantized.codes.shape)}")
+                raise CheckFailed(f"{what}: codes {list(found.quantized.codes.shape)}, alone {list(alone.quantized.codes.shape)}")
             share = float((found.quantized.codes.double() != alone.quantized.codes.double()).double().mean())
-            raise Broken(f"{what}: other scales, values or codes than alone ({share:.2%} of the codes)")
+            raise CheckFailed(f"{what}: other scales, values or codes than alone ({share:.2%} of the codes)")
 
 
 # A check of the ties of second-order solvers: check 9, where no column moves another.
@@ -183,12 +185,12 @@ _POWERS = (-3, 0)
     kind="solver",
     needs=("half_even",),
 )
-def ties(subject: Solver, look: Look) -> str:
+def ties(subject: Solver, context: CheckContext) -> str:
     """Plant ties of the grid on scales that are powers of two: those that the solver chooses by itself, or those that it is given.
 
     Args:
         subject: a solver.
-        look: how closely.
+        context: how closely.
 
     Returns:
         What was seen.

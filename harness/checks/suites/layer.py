@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.protocols import Layer
 from harness.checks.strategies import hurtful, large_shapes, uniform
 from harness.lifecycle.driving.snapshot import Held, Snapshot, describe_change, freeze, module_items
@@ -34,7 +34,7 @@ def _shapes(subject: Layer) -> list[tuple[int, int]]:
 
 
 @register(14, "weight_as_calibrated", "The stored weight is what calibration computed, bitwise, after a state dict too", kind="layer")
-def weight_as_calibrated(subject: Layer, look: Look) -> str:
+def weight_as_calibrated(subject: Layer, context: CheckContext) -> str:
     """Build layers of every shape and dtype, copy them, and send them through their state dict."""
     count = 0
     for dtype in subject.dtypes:
@@ -45,7 +45,7 @@ def weight_as_calibrated(subject: Layer, look: Look) -> str:
                 layer = subject.build(linear)
                 _hold(subject.weight(layer), subject.expected_weight(linear), f"{name} {list(shape)} {dtype}")
                 if not torch.equal(before, linear.weight):
-                    raise Broken("building the layer has changed the float layer")
+                    raise CheckFailed("building the layer has changed the float layer")
                 other = subject.build(_linear(shape, dtype, name="outliers"))
                 with torch.no_grad():
                     other(torch.ones(2, shape[1], dtype=dtype))  # what it has unpacked by now it must not keep
@@ -59,11 +59,11 @@ def weight_as_calibrated(subject: Layer, look: Look) -> str:
 def _hold(actual: Tensor, expected: Tensor, what: str) -> None:
     result = compare(actual, expected)
     if not result.ok:
-        raise Broken(f"{what}: the weight is another one: {result.summary}")
+        raise CheckFailed(f"{what}: the weight is another one: {result.summary}")
 
 
 @register(None, "product", "The output is the product of the quantized input and the weight, plus the bias: 32 u sqrt(C)", kind="layer")
-def product(subject: Layer, look: Look) -> str:
+def product(subject: Layer, context: CheckContext) -> str:
     """Multiply inputs of one to three dimensions, and none, in training and in evaluation mode; and those that hurt."""
     worst = 0.0
     for dtype in subject.dtypes:
@@ -110,17 +110,17 @@ def _hold_product(subject: Layer, layer: nn.Module, x: Tensor, bias: Tensor, whe
     wide = subject.expected_input(layer, x).to(torch.float64) @ subject.weight(layer).to(torch.float64).t()
     exact = (wide + bias.to(torch.float64)).to(x.dtype)
     if actual.shape != exact.shape or actual.dtype != exact.dtype:
-        raise Broken(f"{actual.dtype} {list(actual.shape)} came out where {exact.dtype} {list(exact.shape)} is due")
+        raise CheckFailed(f"{actual.dtype} {list(actual.shape)} came out where {exact.dtype} {list(exact.shape)} is due")
     if not exact.numel():
         return 0.0
     limit = min(0.2, 32 * float(torch.finfo(x.dtype).eps) * x.shape[-1] ** 0.5)
     tier = T3(max_relative_error=max(least, limit))
     decoys = vacuous_decoys(exact, tier) if bool(exact.any()) and exact.unique().numel() > 1 else []
     if decoys and exact.numel() > 1:
-        raise Broken(f"the limit {tier} measures nothing: {', '.join(decoys)} would pass")
+        raise CheckFailed(f"the limit {tier} measures nothing: {', '.join(decoys)} would pass")
     result = compare(actual, exact, tier, name="output")
     if not result.ok:
-        raise Broken(f"an input of {list(x.shape)} in {x.dtype}, {where}: {result.summary}")
+        raise CheckFailed(f"an input of {list(x.shape)} in {x.dtype}, {where}: {result.summary}")
     return result.distance.relative_error if result.distance else 0.0
 
 
@@ -136,9 +136,9 @@ def _run_again_and_again(layer: nn.Module, x: Tensor, num_more: int) -> Tensor:
         for _ in range(num_more):
             actual, around = _watched_from(around, layer, x)
             if not torch.equal(first, actual):
-                raise Broken(f"an input of {list(x.shape)} in {x.dtype}: a later forward gives another output than the first one")
+                raise CheckFailed(f"an input of {list(x.shape)} in {x.dtype}: a later forward gives another output than the first one")
     if changed := [key for key, value in _standing(layer).items() if before.get(key, ()) != value]:
-        raise Broken(f"a forward has changed the {' '.join(changed[0])} of the layer, or added to it")
+        raise CheckFailed(f"a forward has changed the {' '.join(changed[0])} of the layer, or added to it")
     return actual
 
 
@@ -162,10 +162,10 @@ def _watched_from(around: Snapshot, layer: nn.Module, x: Tensor) -> tuple[Tensor
     before = freeze(x, tensors=Held)
     actual: Tensor = layer(x)
     if before != (after := freeze(x, tensors=Held)):
-        raise Broken(f"the forward has changed its input: {describe_change(before, after)}")
+        raise CheckFailed(f"the forward has changed its input: {describe_change(before, after)}")
     left = Snapshot.of_surroundings()
     if changed := around.differences(left, ("threads",)):
-        raise Broken(f"the forward has changed something of the process: {changed[0]}")
+        raise CheckFailed(f"the forward has changed something of the process: {changed[0]}")
     return actual, left
 
 
@@ -182,9 +182,9 @@ def _hold_memory(layer: nn.Module, x: Tensor) -> None:
     again, alone = layer(memory), layer(x * -0.5)
     what = f"an input of {list(x.shape)} in {x.dtype}"
     if not torch.equal(first, before):
-        raise Broken(f"{what}: a later forward has changed the output of an earlier one; give each call memory of its own")
+        raise CheckFailed(f"{what}: a later forward has changed the output of an earlier one; give each call memory of its own")
     if not torch.equal(again, alone):
-        raise Broken(f"{what}: an input that was changed in place gives another output than a new one of the same values")
+        raise CheckFailed(f"{what}: an input that was changed in place gives another output than a new one of the same values")
 
 
 def _hold_layouts(layer: nn.Module, x: Tensor) -> None:
@@ -205,11 +205,11 @@ def _hold_layouts(layer: nn.Module, x: Tensor) -> None:
             # In another order of additions; a T3 of the norm, which one output that is near zero does not decide.
             limit = 8 * float(torch.finfo(x.dtype).eps) * float(plain.to(torch.float64).norm())
             if actual.shape != plain.shape or not float((actual.to(torch.float64) - plain.to(torch.float64)).norm()) <= limit:
-                raise Broken(f"{what}: another output than for a contiguous input of the same values")
+                raise CheckFailed(f"{what}: another output than for a contiguous input of the same values")
 
 
 @register(64, "shapes", "Odd, one-wide and prime shapes in every supported dtype build, run and keep to their dtype", kind="layer")
-def every_shape(subject: Layer, look: Look) -> str:
+def every_shape(subject: Layer, context: CheckContext) -> str:
     """Build and run every shape, and move layers to every dtype and back."""
     count = 0
     for dtype in subject.dtypes:
@@ -219,19 +219,19 @@ def every_shape(subject: Layer, look: Look) -> str:
             with torch.no_grad():
                 y = layer(x)
             if y.shape != (2, 3, shape[0]) or y.dtype != dtype or not bool(y.isfinite().all()):
-                raise Broken(f"{list(shape)} {dtype}: the output is {y.dtype} {list(y.shape)}, finite: {bool(y.isfinite().all())}")
+                raise CheckFailed(f"{list(shape)} {dtype}: the output is {y.dtype} {list(y.shape)}, finite: {bool(y.isfinite().all())}")
             for part in range(2):
                 with torch.no_grad():
                     alone = layer(x[part : part + 1])
                 limit = 16 * float(torch.finfo(dtype).eps) * float(y.abs().amax())
                 if float((alone - y[part : part + 1]).abs().amax()) > limit:
-                    raise Broken(f"{list(shape)} {dtype}: a sequence by itself gives another output than in a batch")
+                    raise CheckFailed(f"{list(shape)} {dtype}: a sequence by itself gives another output than in a batch")
             count += 1
     return f"{count} layers"
 
 
 @register(None, "moves", "Moving a layer to another dtype leaves codes and scales of one byte alone, and its weight to 4 u", kind="layer")
-def moves(subject: Layer, look: Look) -> str:
+def moves(subject: Layer, context: CheckContext) -> str:
     """Move float32 layers to bfloat16 and float16, and run them there."""
     if torch.float32 not in subject.dtypes:
         raise NothingToCheckError("the subject takes no float32 layers")
@@ -246,12 +246,12 @@ def moves(subject: Layer, look: Look) -> str:
         after = moved.state_dict()
         for key, value in kept.items():
             if after[key].dtype != value.dtype or not torch.equal(after[key].view(torch.uint8), value.view(torch.uint8)):
-                raise Broken(f"{key} has become {after[key].dtype} when the layer went from float32 to {dtype}")
+                raise CheckFailed(f"{key} has become {after[key].dtype} when the layer went from float32 to {dtype}")
         error = float((subject.weight(moved).to(torch.float64) - before).norm())
         if not error <= 4 * float(torch.finfo(dtype).eps) * float(before.norm()):
-            raise Broken(f"the weight has changed by {error / float(before.norm()):.3g} when the layer went to {dtype}")
+            raise CheckFailed(f"the weight has changed by {error / float(before.norm()):.3g} when the layer went to {dtype}")
         with torch.no_grad():
             y = moved(uniform((3, shape[1]), torch.Generator().manual_seed(4)).to(dtype))
         if y.dtype != dtype or not bool(y.isfinite().all()):
-            raise Broken(f"a layer in {dtype} gives {y.dtype}, finite: {bool(y.isfinite().all())}")
+            raise CheckFailed(f"a layer in {dtype} gives {y.dtype}, finite: {bool(y.isfinite().all())}")
     return "bfloat16 and float16"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.oracles import RULES, nearest
 from harness.checks.protocols import Observer, Quantized
 from harness.checks.strategies import NOT_FINITE
@@ -90,22 +90,22 @@ _UNEVEN = ("one number", "one number first", "one row", "one column", "one dimen
 
 
 @register(1, "scales_positive", "Scales are finite and above 0, for batches of zeros too", kind="observer", caught_by=("GPTQModel#1531",))
-def scales_positive(subject: Observer, look: Look) -> str:
+def scales_positive(subject: Observer, context: CheckContext) -> str:
     """Observe batches of every kind."""
     for dtype in _DTYPES:
         for kind in _KINDS:
             found = subject.observe(_batches(kind, dtype))
             wide = found.scale.to(torch.float64)
             if not bool((wide.isfinite() & (wide > 0)).all()):
-                raise Broken(f"{kind} in {dtype}: scale {wide.flatten()[:3].tolist()}")
+                raise CheckFailed(f"{kind} in {dtype}: scale {wide.flatten()[:3].tolist()}")
             zero = torch.zeros(1) if found.zero_point is None else found.zero_point.to(torch.float64)
             if bool(((zero < subject.code_values[0]) | (zero > subject.code_values[-1]) | (zero != zero.round())).any()):
-                raise Broken(f"{kind} in {dtype}: zero point {zero.flatten()[:3].tolist()} is no code")
+                raise CheckFailed(f"{kind} in {dtype}: zero point {zero.flatten()[:3].tolist()} is no code")
     return f"{len(_KINDS)} kinds of batches in {len(_DTYPES)} dtypes"
 
 
 @register(None, "scale_rule", "Scale and zero point are those of all values of all batches together", kind="observer")
-def scale_rule(subject: Observer, look: Look) -> str:
+def scale_rule(subject: Observer, context: CheckContext) -> str:
     """Hold them against the rule in float64."""
     if subject.scale_rule is None:
         raise NothingToCheckError("the scale is searched; no rule is declared")
@@ -120,7 +120,7 @@ def scale_rule(subject: Observer, look: Look) -> str:
             eps = float(torch.finfo(dtype).eps)
             actual = float(found.scale.to(torch.float64).reshape(()))
             if abs(actual - float(scale)) > 2 * eps * float(scale):
-                raise Broken(f"{kind} in {dtype}: scale {actual:.9g}, the rule {subject.scale_rule} says {float(scale):.9g}")
+                raise CheckFailed(f"{kind} in {dtype}: scale {actual:.9g}, the rule {subject.scale_rule} says {float(scale):.9g}")
             if zero is not None and found.zero_point is not None:
                 _hold_zero(found, zero, subject, eps, f"{kind} in {dtype}")
     return f"the rule {subject.scale_rule}"
@@ -131,11 +131,11 @@ def _hold_zero(found: Quantized, zero: Tensor, subject: Observer, eps: float, wh
     actual = float(found.zero_point.to(torch.float64).reshape(()))
     wanted = float(zero.clamp(subject.code_values[0], subject.code_values[-1]))
     if abs(actual - wanted) > 0.5 + 4 * eps * float(subject.code_values[-1] - subject.code_values[0]) * 2:
-        raise Broken(f"{what}: zero point {actual:g}, the rule {subject.scale_rule} says {wanted:g}")
+        raise CheckFailed(f"{what}: zero point {actual:g}, the rule {subject.scale_rule} says {wanted:g}")
 
 
 @register(22, "batch_order", "Neither the order of the batches nor where they are cut changes one bit", kind="observer")
-def batch_order(subject: Observer, look: Look) -> str:
+def batch_order(subject: Observer, context: CheckContext) -> str:
     """Observe the same values in other orders and batches."""
     for dtype in _DTYPES:
         for kind in _KINDS:
@@ -151,7 +151,7 @@ def batch_order(subject: Observer, look: Look) -> str:
                 before = [x.clone() for x in other]
                 _same(subject.observe(other), whole, f"{kind} in {dtype}, {name}")
                 if not all(map(torch.equal, before, other)):
-                    raise Broken(f"{kind} in {dtype}, {name}: observing has changed a batch")
+                    raise CheckFailed(f"{kind} in {dtype}, {name}: observing has changed a batch")
             for name, other in {"": batches, ", reversed": batches[::-1]}.items():
                 _same(subject.observe(_Reused(other)), whole, f"{kind} in {dtype}, all in one piece of memory{name}")
     return f"{len(_KINDS) * len(_DTYPES)} sets of batches"
@@ -160,13 +160,13 @@ def batch_order(subject: Observer, look: Look) -> str:
 def _same(one: Quantized, two: Quantized, what: str) -> None:
     pairs = ((one.scale, two.scale), (one.zero_point, two.zero_point), (one.global_scale, two.global_scale))
     if not all(left is right is None or (left is not None and right is not None and torch.equal(left, right)) for left, right in pairs):
-        raise Broken(f"{what}: scale {one.scale.flatten()[:2].tolist()} where it was {two.scale.flatten()[:2].tolist()}")
+        raise CheckFailed(f"{what}: scale {one.scale.flatten()[:2].tolist()} where it was {two.scale.flatten()[:2].tolist()}")
 
 
 @register(
     13, "refuses_nonfinite", "NaN or infinity in a batch raises an error with a message", kind="observer", needs=("refuses_nonfinite",)
 )
-def refuses_nonfinite(subject: Observer, look: Look) -> str:
+def refuses_nonfinite(subject: Observer, context: CheckContext) -> str:
     """Plant NaN and infinities into the first and the last batch."""
     for value in NOT_FINITE:
         for place in (0, -1):
@@ -176,14 +176,14 @@ def refuses_nonfinite(subject: Observer, look: Look) -> str:
                 subject.observe(batches)
             except Exception as error:  # the subject may refuse with any class
                 if not str(error).strip():
-                    raise Broken(f"{value}: {type(error).__name__} came without a message") from error
+                    raise CheckFailed(f"{value}: {type(error).__name__} came without a message") from error
                 continue
-            raise Broken(f"{value} in batch {place} was observed as if nothing had happened")
+            raise CheckFailed(f"{value} in batch {place} was observed as if nothing had happened")
     return "6 planted values were refused"
 
 
 @register(36, "search_pays", "A searched range loses at most 2 % more than the full one: |dq - x|^2.4 over all values", kind="observer")
-def search_pays(subject: Observer, look: Look) -> str:
+def search_pays(subject: Observer, context: CheckContext) -> str:
     """Round all values with the scale that was found, and with that of the full range."""
     if subject.scale_rule is not None:
         raise NothingToCheckError("the scale follows a rule")
@@ -199,7 +199,7 @@ def search_pays(subject: Observer, look: Look) -> str:
             own = _error(flat, float(found.scale), own_zero, subject.code_values)
             full = _error(flat, float(scale), full_zero, subject.code_values) if float(scale) else 0.0
             if own > 1.02 * full + 1e-30:
-                raise Broken(f"{kind} in {dtype}: an error of {own:.6g}, with the full range it is {full:.6g}")
+                raise CheckFailed(f"{kind} in {dtype}: an error of {own:.6g}, with the full range it is {full:.6g}")
             ratios.append(own / full if full else 1.0)
     return f"{min(ratios):.3f} to {max(ratios):.3f} of the error of the full range"
 
@@ -209,14 +209,14 @@ def _error(flat: Tensor, scale: float, zero: float, grid: Tensor) -> float:
 
 
 @register(42, "refuses_nothing", "No value at all raises an error with a message: there is no range", kind="observer")
-def refuses_nothing(subject: Observer, look: Look) -> str:
+def refuses_nothing(subject: Observer, context: CheckContext) -> str:
     """Observe no batch, and batches without values."""
     for name, batches in {"no batch": [], "batches without values": [torch.zeros(0, 16), torch.zeros(2, 0, 16)]}.items():
         try:
             subject.observe(batches)
         except Exception as error:  # the subject may refuse with any class
             if not str(error).strip():
-                raise Broken(f"{name}: {type(error).__name__} came without a message") from error
+                raise CheckFailed(f"{name}: {type(error).__name__} came without a message") from error
             continue
-        raise Broken(f"{name}: a scale came out of nothing")
+        raise CheckFailed(f"{name}: a scale came out of nothing")
     return "no batch, and batches without values"

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, Look, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, register
 from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.solver_problems import (
     Problem,
@@ -38,7 +38,7 @@ _EPS = float(torch.finfo(torch.float32).eps)
     "H == H^T, lambda_min >= -1e-6 lambda_max, and H is 2 * mean(x x^T): relative 1e-5",
     kind="solver",
 )
-def hessian(subject: Solver, look: Look) -> str:
+def hessian(subject: Solver, context: CheckContext) -> str:
     """Accumulate inputs in batches of several sizes and dtypes."""
     one = problem("many columns", 2, 401, 96, seed=9)
     worst = 0.0
@@ -47,17 +47,17 @@ def hessian(subject: Solver, look: Look) -> str:
     for batches in kinds:
         H = subject.hessian(batches).to(torch.float64)
         if not torch.equal(H, H.t()):
-            raise Broken(f"H is not symmetric: |H - H^T| up to {float((H - H.t()).abs().max()):.3g}")
+            raise CheckFailed(f"H is not symmetric: |H - H^T| up to {float((H - H.t()).abs().max()):.3g}")
         tier = T3(max_relative_error=1e-5)
         if passed := vacuous_decoys(one.hessian, tier):
-            raise Broken(f"the limit measures nothing: {', '.join(passed)} would pass")
+            raise CheckFailed(f"the limit measures nothing: {', '.join(passed)} would pass")
         expected = hessian_of(narrow) if batches[0] is narrow else one.hessian
         result = compare(H.to(torch.float32), expected, tier, name="H")
         if not result.ok:
-            raise Broken(f"H is not 2 * mean(x x^T): {result.summary}")
+            raise CheckFailed(f"H is not 2 * mean(x x^T): {result.summary}")
         eigenvalues = torch.linalg.eigvalsh(H)
         if float(eigenvalues[0]) < -1e-6 * float(eigenvalues[-1]):
-            raise Broken(f"lambda_min {float(eigenvalues[0]):.3g} against lambda_max {float(eigenvalues[-1]):.3g}")
+            raise CheckFailed(f"lambda_min {float(eigenvalues[0]):.3g} against lambda_max {float(eigenvalues[-1]):.3g}")
         worst = max(worst, result.distance.relative_error if result.distance else 0.0)
     _hold_few_tokens(subject, one.x)
     return f"relative error up to {worst:.1e}"
@@ -68,12 +68,12 @@ def _hold_few_tokens(subject: Solver, x: Tensor) -> None:
     single = subject.hessian([x[:1]]).to(torch.float64)
     exact = hessian_of(x[:1]).to(torch.float64)
     if float((single - exact).abs().max()) > 1e-5 * float(exact.abs().max()):
-        raise Broken("H of a single token is not 2 x x^T")
+        raise CheckFailed("H of a single token is not 2 x x^T")
     must_raise(lambda: subject.hessian([x[:0]]), "no token at all")
 
 
 @register(None, "parts_agree", "Values are (code - zero point) * scale of their group, and codes are codes", kind="solver")
-def parts_agree(subject: Solver, look: Look) -> str:
+def parts_agree(subject: Solver, context: CheckContext) -> str:
     """Compute the values of a loader from the codes."""
 
     def examined(one: Problem) -> str:
@@ -87,14 +87,14 @@ def parts_agree(subject: Solver, look: Look) -> str:
         refuse((values - exact).abs() > limit, "a value is not (code - zero) * scale of its group", value=values, exact=exact)
         counts = torch.bincount(group_of(solved, codes.shape[1]))
         if subject.group_size is not None and bool((counts != subject.group_size).any()):
-            raise Broken(f"groups have {sorted(set(counts.tolist()))} columns, not {subject.group_size}")
+            raise CheckFailed(f"groups have {sorted(set(counts.tolist()))} columns, not {subject.group_size}")
         return "equal"
 
     return each_problem(subject, examined)
 
 
 @register(18, "beats_rounding", "Reconstruction loss <= 1.001 x the loss of round-to-nearest on the same scales", kind="solver")
-def beats_rounding(subject: Solver, look: Look) -> str:
+def beats_rounding(subject: Solver, context: CheckContext) -> str:
     """Compare losses under the damped Hessian, in float64."""
 
     def examined(one: Problem) -> str:
@@ -102,7 +102,7 @@ def beats_rounding(subject: Solver, look: Look) -> str:
         own = loss_of(subject, one, solved.values)
         other = loss_of(subject, one, rounded(one.weight, solved, subject.code_values)[1])
         if not own <= 1.001 * other:
-            raise Broken(f"loss {own:.6g}, where rounding to nearest has {other:.6g}")
+            raise CheckFailed(f"loss {own:.6g}, where rounding to nearest has {other:.6g}")
         return f"{own / other:.3f} of the loss of rounding"
 
     size = subject.group_size or 1
@@ -117,7 +117,7 @@ def beats_rounding(subject: Solver, look: Look) -> str:
     kind="solver",
     needs=("searches_scales",),
 )
-def search_pays(subject: Solver, look: Look) -> str:
+def search_pays(subject: Solver, context: CheckContext) -> str:
     """Solve with and without the search."""
     ratios = []
 
@@ -130,17 +130,17 @@ def search_pays(subject: Solver, look: Look) -> str:
         limit = 1.05 if len(one.weight) == 1 else 1.001
         ratios.append(searched / plain)
         if not searched <= limit * plain:
-            raise Broken(f"loss {searched:.6g} with the search, {plain:.6g} without")
+            raise CheckFailed(f"loss {searched:.6g} with the search, {plain:.6g} without")
         return f"{searched / plain:.3f} of the loss without"
 
     seen = each_problem(subject, examined)
     if min(ratios) > 0.999:
-        raise Broken("the search never gains anything")
+        raise CheckFailed("the search never gains anything")
     return seen
 
 
 @register(19, "identity_rounds", "H = c I gives exactly round-to-nearest", kind="solver")
-def identity_rounds(subject: Solver, look: Look) -> str:
+def identity_rounds(subject: Solver, context: CheckContext) -> str:
     """Solve with multiples of the identity."""
 
     def examined(one: Problem) -> str:
@@ -162,7 +162,7 @@ def _hold_nearest(subject: Solver, weight: Tensor, codes: Tensor, scale: Tensor,
 
 
 @register(25, "grid_is_fixed", "A weight already on the grid is a fixed point", kind="solver")
-def grid_is_fixed(subject: Solver, look: Look) -> str:
+def grid_is_fixed(subject: Solver, context: CheckContext) -> str:
     """Solve for the values of a solution, on its scales."""
 
     def examined(one: Problem) -> str:
@@ -182,7 +182,7 @@ def grid_is_fixed(subject: Solver, look: Look) -> str:
     "Dead columns (H_ii = 0) stay finite, take the declared value, and change nothing in the others",
     kind="solver",
 )
-def dead_columns(subject: Solver, look: Look) -> str:
+def dead_columns(subject: Solver, context: CheckContext) -> str:
     """Make the first, the last and a middle column of the input zero, and the others small against any constant."""
 
     def examined(one: Problem) -> str:
@@ -202,14 +202,14 @@ def dead_columns(subject: Solver, look: Look) -> str:
         oracle = solve_dense(one.weight, exact, *per_value(solved), subject.code_values, order, solved.values.dtype)[1]
         own, best = (quadratic_loss((one.weight.double() - found)[:, alive], exact[alive][:, alive]) for found in (values, oracle))
         if not own <= 1.01 * best:
-            raise Broken(f"the other columns have a loss of {own:.6g}, the oracle's have {best:.6g}")
+            raise CheckFailed(f"the other columns have a loss of {own:.6g}, the oracle's have {best:.6g}")
         return f"{len(dead)} dead columns"
 
     return each_problem(subject, examined)
 
 
 @register(27, "last_column", "For the last column no step of +-1 code lowers the loss", kind="solver")
-def last_column(subject: Solver, look: Look) -> str:
+def last_column(subject: Solver, context: CheckContext) -> str:
     """Move the codes of the column that was rounded last."""
     grid = subject.code_values
 
@@ -240,7 +240,7 @@ def last_column(subject: Solver, look: Look) -> str:
     "The loss is within 1 % of a dense optimal-brain solution in float64, and 95 % of the codes are its codes",
     kind="solver",
 )
-def dense_oracle(subject: Solver, look: Look) -> str:
+def dense_oracle(subject: Solver, context: CheckContext) -> str:
     """Solve small problems twice, on the scales that the subject chose."""
     kept = "no problem whose limit measures anything"
     is_measured = False
@@ -252,11 +252,11 @@ def dense_oracle(subject: Solver, look: Look) -> str:
         naive = loss_of(subject, one, rounded(one.weight, solved, subject.code_values)[1])
         is_measured |= naive > 1.02 * exact  # else rounding to nearest, the decoy, would pass
         if not 0.99 * exact <= own <= 1.01 * exact:
-            raise Broken(f"{one.name}: loss {own:.6g}, the oracle's is {exact:.6g}")
+            raise CheckFailed(f"{one.name}: loss {own:.6g}, the oracle's is {exact:.6g}")
         same_codes(solved.quantized.codes, codes, f"{one.name}, against the oracle", 0.05)
         kept = f"{one.name}: {own / exact:.5f} of the oracle's loss, rounding has {naive / exact:.2f}"
     if not is_measured:
-        raise Broken("rounding to nearest would pass this limit on every problem: it measures nothing")
+        raise CheckFailed("rounding to nearest would pass this limit on every problem: it measures nothing")
     return kept
 
 
@@ -264,7 +264,7 @@ def dense_oracle(subject: Solver, look: Look) -> str:
 
 
 @register(29, "float64", "float32 against float64: the loss is within 0.5 %, and so is the loss that the solver reports", kind="solver")
-def float64_loss(subject: Solver, look: Look) -> str:
+def float64_loss(subject: Solver, context: CheckContext) -> str:
     """Hold a larger problem against the oracle, and every reported loss against its own codes."""
     reported = 0
     for one in (*problems(subject), wide_problem(subject)):
@@ -274,13 +274,13 @@ def float64_loss(subject: Solver, look: Look) -> str:
         if solved.loss is not None:
             reported += 1
             if not abs(solved.loss - own) <= 5e-3 * own:
-                raise Broken(f"{one.name}: the reported loss is {solved.loss:.6g}, that of the codes {own:.6g}")
+                raise CheckFailed(f"{one.name}: the reported loss is {solved.loss:.6g}, that of the codes {own:.6g}")
     _hold_many_rows(subject)
     H = damped(one.hessian, subject.damp_frac)
     values = solve_dense(one.weight, H, *per_value(solved), subject.code_values, subject.order(one.hessian), solved.values.dtype)[1]
     exact = quadratic_loss(one.weight.to(torch.float64) - values, H)
     if not abs(own - exact) <= 5e-3 * exact:
-        raise Broken(f"{one.name}: loss {own:.6g}, in float64 it is {exact:.6g}")
+        raise CheckFailed(f"{one.name}: loss {own:.6g}, in float64 it is {exact:.6g}")
     return f"{own / exact:.5f} of the loss in float64; {reported} reported losses are right"
 
 
@@ -291,7 +291,7 @@ def _hold_relative_error(one: Problem, solved: Solved) -> None:
     H, weight = one.hessian.to(torch.float64), one.weight.to(torch.float64)
     exact = quadratic_loss(weight - solved.values.to(torch.float64), H) / quadratic_loss(weight, H)
     if not abs(solved.relative_error - exact) <= 5e-3 * exact:
-        raise Broken(f"{one.name}: the reported relative error is {solved.relative_error:.6g}, that of the codes {exact:.6g}")
+        raise CheckFailed(f"{one.name}: the reported relative error is {solved.relative_error:.6g}, that of the codes {exact:.6g}")
 
 
 def _hold_many_rows(subject: Solver) -> None:
@@ -306,7 +306,7 @@ def _hold_many_rows(subject: Solver) -> None:
     H, wide = one.hessian.to(torch.float64), one.weight.to(torch.float64)
     exact = quadratic_loss(wide - solved.values.to(torch.float64), H) / quadratic_loss(wide, H)
     if not exact / 2 <= solved.relative_error <= 2 * exact:
-        raise Broken(f"{one.name}: the reported relative error is {solved.relative_error:.6g}, that of the codes {exact:.6g}")
+        raise CheckFailed(f"{one.name}: the reported relative error is {solved.relative_error:.6g}, that of the codes {exact:.6g}")
 
 
 @register(
@@ -316,7 +316,7 @@ def _hold_many_rows(subject: Solver) -> None:
     kind="solver",
     needs=("act_order",),
 )
-def reported_order(subject: Solver, look: Look) -> str:
+def reported_order(subject: Solver, context: CheckContext) -> str:
     """Ask for the order of some diagonals, with ties."""
     one = problems(subject)[0]
     diagonal = one.hessian.diagonal().clone()
@@ -324,7 +324,7 @@ def reported_order(subject: Solver, look: Look) -> str:
     order = subject.order(torch.diag(diagonal))
     expected = sorted(range(len(diagonal)), key=lambda column: (-float(diagonal[column]), column))
     if order.tolist() != expected:
-        raise Broken(f"the order begins with {order.tolist()[:6]}, by decreasing H_ii it is {expected[:6]}")
+        raise CheckFailed(f"the order begins with {order.tolist()[:6]}, by decreasing H_ii it is {expected[:6]}")
     return f"{len(expected)} columns"
 
 
@@ -334,7 +334,7 @@ def reported_order(subject: Solver, look: Look) -> str:
     "NaN or infinity in a weight or a Hessian, and an indefinite H, raise an error",
     kind="solver",
 )
-def solver_refuses(subject: Solver, look: Look) -> str:
+def solver_refuses(subject: Solver, context: CheckContext) -> str:
     """Plant NaN and infinity in the weight and in the inputs, and a negative eigenvalue in the Hessian."""
     one = problems(subject)[0]
     for value in (float("nan"), float("inf"), float("-inf")):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
 from harness.checks.oracles import LAYOUTS, bits_behind
 from harness.checks.protocols import Packer
@@ -46,25 +46,25 @@ def _cases(subject: Packer) -> Iterator[Tensor]:
     kind="packer",
     caught_by=("compressed-tensors#401", "compressed-tensors#608"),
 )
-def round_trip(subject: Packer, look: Look) -> str:
+def round_trip(subject: Packer, context: CheckContext) -> str:
     """Pack and unpack, and hold the codes."""
     count = 0
     for codes in _cases(subject):
         _comes_back(subject, codes)
         count += 1
-    if look.draws:
-        _draw(subject, look)
-    return f"{count} fixed tensors of codes" + (f" and {look.profile.examples} drawn ones" if look.draws else "")
+    if context.draws:
+        _draw(subject, context)
+    return f"{count} fixed tensors of codes" + (f" and {context.profile.examples} drawn ones" if context.draws else "")
 
 
-def _draw(subject: Packer, look: Look) -> None:
+def _draw(subject: Packer, context: CheckContext) -> None:
     from hypothesis import given
 
     from harness.checks.strategies import code_tensors
 
     ranks = [rank for rank in subject.ranks if rank >= -subject.packed_dim]
 
-    @look.profile.example_settings()
+    @context.profile.example_settings()
     @given(code_tensors(subject.code_values, subject.code_dtype, ranks, subject.column_multiple))
     def drawn(codes: Tensor) -> None:
         _comes_back(subject, codes)
@@ -78,33 +78,33 @@ def _comes_back(subject: Packer, codes: Tensor) -> None:
     words = packed.clone()
     back = subject.unpack(packed, tuple(codes.shape))
     if not torch.equal(packed, words):
-        raise Broken("unpacking has changed the words that it was given")
+        raise CheckFailed("unpacking has changed the words that it was given")
     if (back.dtype, back.shape) != (before.dtype, before.shape):
-        raise Broken(f"{before.dtype} {list(before.shape)} came back as {back.dtype} {list(back.shape)}")
+        raise CheckFailed(f"{before.dtype} {list(before.shape)} came back as {back.dtype} {list(back.shape)}")
     one, two = before.to(torch.float64), back.to(torch.float64)
     refuse(one != two, f"{list(codes.shape)}: a code does not come back", code=one, back=two)
     if not torch.equal(codes.to(torch.float64), one):
-        raise Broken("packing has changed the codes that it was given")
+        raise CheckFailed("packing has changed the codes that it was given")
 
 
 @register(None, "dense", "A row takes no more words than it needs, they are contiguous, and a view packs as its copy does", kind="packer")
-def dense(subject: Packer, look: Look) -> str:
+def dense(subject: Packer, context: CheckContext) -> str:
     """Count the words."""
     for codes in _cases(subject):
         packed = subject.pack(codes)
         if not packed.is_contiguous():
-            raise Broken(f"the words of {list(codes.shape)} are no contiguous tensor, as files hold them")
+            raise CheckFailed(f"the words of {list(codes.shape)} are no contiguous tensor, as files hold them")
         length = codes.shape[subject.packed_dim]
         words = -(-length * subject.bits // (packed.dtype.itemsize * 8))
         if packed.shape[subject.packed_dim] != words:
-            raise Broken(f"{length} codes of {subject.bits} bits take {packed.shape[subject.packed_dim]} words, {words} are enough")
+            raise CheckFailed(f"{length} codes of {subject.bits} bits take {packed.shape[subject.packed_dim]} words, {words} are enough")
         if codes.ndim == 2 and not torch.equal(subject.pack(codes.t().contiguous().t()), packed):
-            raise Broken(f"a transposed view of {list(codes.shape)} packs to other words than its copy")
+            raise CheckFailed(f"a transposed view of {list(codes.shape)} packs to other words than its copy")
     return f"{subject.bits} bits a code"
 
 
 @register(None, "layout", "Each code lies where the declared layout has it, in an independent reader of the bits", kind="packer")
-def layout(subject: Packer, look: Look) -> str:
+def layout(subject: Packer, context: CheckContext) -> str:
     """Decode the words bit by bit."""
     if subject.layout is None:
         raise NothingToCheckError("no layout is declared")
@@ -119,7 +119,9 @@ def layout(subject: Packer, look: Look) -> str:
             continue
         rows = packed.reshape(-1, packed.shape[-1]).contiguous().numpy()
         if rest := bits_behind(rows, subject.bits, wanted.shape[-1]):
-            raise Broken(f"{list(codes.shape)}: {rest} bits behind the last codes of rows are set, where equal codes must have equal bytes")
+            raise CheckFailed(
+                f"{list(codes.shape)}: {rest} bits behind the last codes of rows are set, where equal codes must have equal bytes"
+            )
         read = torch.from_numpy(LAYOUTS[subject.layout](rows, subject.bits, wanted.shape[-1])).to(torch.float64)
         expected = wanted.to(torch.float64).reshape(-1, wanted.shape[-1])
         refuse(read != expected, f"{list(codes.shape)}: a code does not lie in its place", code=expected, read=read)
@@ -128,7 +130,7 @@ def layout(subject: Packer, look: Look) -> str:
 
 
 @register(None, "refuses_unfit", "A code that does not fit into its bits raises an error", kind="packer", needs=("refuses_unfit",))
-def refuses_unfit(subject: Packer, look: Look) -> str:
+def refuses_unfit(subject: Packer, context: CheckContext) -> str:
     """Put one code beyond either end among others."""
     grid = subject.code_values
     info_low, info_high = (-128.0, 127.0) if subject.code_dtype == torch.int8 else (-448.0, 448.0)
@@ -143,10 +145,10 @@ def refuses_unfit(subject: Packer, look: Look) -> str:
             subject.pack(ready)
         except Exception as error:  # the subject may refuse with any class
             if not str(error).strip():
-                raise Broken(f"{wrong:g}: {type(error).__name__} came without a message") from error
+                raise CheckFailed(f"{wrong:g}: {type(error).__name__} came without a message") from error
             count += 1
             continue
-        raise Broken(f"{wrong:g} was packed into {subject.bits} bits")
+        raise CheckFailed(f"{wrong:g} was packed into {subject.bits} bits")
     if not count:
         raise NothingToCheckError("every value of the dtype is a code")
     return f"{count} codes beyond the ends were refused"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import Examined, each_weight, examine, refuse
 from harness.checks.oracles import RULES, e4m3_grid, units
 from harness.checks.protocols import Quantizer
@@ -25,7 +25,7 @@ _LEAST_GLOBAL = 448.0 * 6.0 / torch.finfo(torch.float32).max
     kind="quantizer",
     caught_by=("coremltools#2853", "GPTQModel#1531"),
 )
-def scales_positive(subject: Quantizer, look: Look) -> str:
+def scales_positive(subject: Quantizer, context: CheckContext) -> str:
     """Look at the scales of every weight that hurts."""
 
     def hold(found: Examined) -> None:
@@ -38,7 +38,7 @@ def scales_positive(subject: Quantizer, look: Look) -> str:
                 wide = part.to(torch.float64)
                 refuse(~(wide.isfinite() & (wide > 0)), f"the {name} as {how} is not finite and above 0", scale=wide)
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 @register(
@@ -48,7 +48,7 @@ def scales_positive(subject: Quantizer, look: Look) -> str:
     kind="quantizer",
     caught_by=("GPTQModel#2350",),
 )
-def zero_points_in_range(subject: Quantizer, look: Look) -> str:
+def zero_points_in_range(subject: Quantizer, context: CheckContext) -> str:
     """Look at the zero points of every weight that hurts."""
     if subject.quantize(_plain(subject)).zero_point is None:
         raise NothingToCheckError("this quantizer has no zero points")
@@ -63,7 +63,7 @@ def zero_points_in_range(subject: Quantizer, look: Look) -> str:
         zero = units(found.zero, found.unit)[:, 0]
         refuse(none_used & ~zero.isfinite(), "the zero point of a group of zeros is no number", zero_point=zero)
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 @register(
@@ -73,7 +73,7 @@ def zero_points_in_range(subject: Quantizer, look: Look) -> str:
     kind="quantizer",
     caught_by=("compressed-tensors#308",),
 )
-def scale_rule(subject: Quantizer, look: Look) -> str:
+def scale_rule(subject: Quantizer, context: CheckContext) -> str:
     """Hold the scales against a rule in float64."""
     if subject.scale_rule is None:
         raise NothingToCheckError("the scales are searched; no rule is declared")
@@ -86,7 +86,7 @@ def scale_rule(subject: Quantizer, look: Look) -> str:
             _hold_zero_points(found, expected, zero, subject.code_values)
 
     _guard(subject)
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 def _hold_scales(found: Examined, expected: Tensor) -> None:
@@ -101,10 +101,10 @@ def _hold_scales(found: Examined, expected: Tensor) -> None:
     flat = scale.reshape(-1)
     usable = (expected > torch.finfo(scale.dtype).tiny) & expected.isfinite()  # else any scale above 0 serves, which check 1 asks for
     if scale.numel() != expected.numel():
-        raise Broken(f"{scale.numel()} scales for {expected.numel()} units")
+        raise CheckFailed(f"{scale.numel()} scales for {expected.numel()} units")
     result = compare(flat[usable], expected[usable].to(scale.dtype), _TIER, name="scale")
     if not result.ok:
-        raise Broken(f"scales are not what their units ask for: {result.summary}")
+        raise CheckFailed(f"scales are not what their units ask for: {result.summary}")
 
 
 def _hold_small_scales(actual: Tensor, expected: Tensor, eps: float) -> None:
@@ -133,7 +133,7 @@ def _guard(subject: Quantizer) -> None:
     scale = examine(subject, _plain(subject)).quantized.scale.reshape(-1)
     passed = vacuous_decoys(scale, _TIER) if len(scale) > 1 else ()
     if passed:
-        raise Broken(f"the limit of {_SCALE_ULP} ulp measures nothing: {', '.join(passed)} would pass")
+        raise CheckFailed(f"the limit of {_SCALE_ULP} ulp measures nothing: {', '.join(passed)} would pass")
 
 
 def _plain(subject: Quantizer) -> Tensor:
@@ -148,7 +148,7 @@ def _plain(subject: Quantizer) -> Tensor:
     kind="quantizer",
     needs=("refuses_nonfinite",),
 )
-def refuses_nonfinite(subject: Quantizer, look: Look) -> str:
+def refuses_nonfinite(subject: Quantizer, context: CheckContext) -> str:
     """Plant NaN and infinities, first, last and in the middle, in every dtype."""
     count = 0
     for dtype in subject.dtypes:
@@ -169,11 +169,11 @@ def _must_refuse(subject: Quantizer, weight: Tensor, what: str) -> None:
         subject.quantize(weight)
     except Exception as error:  # of which class is the subject's affair; that there is a message is ours
         if not str(error).strip():
-            raise Broken(f"{what}: {type(error).__name__} came without a message") from error
+            raise CheckFailed(f"{what}: {type(error).__name__} came without a message") from error
         if not torch.equal(before.nan_to_num(nan=7.0), weight.nan_to_num(nan=7.0)):
-            raise Broken(f"{what}: it was refused, but the weight has changed") from error
+            raise CheckFailed(f"{what}: it was refused, but the weight has changed") from error
         return
-    raise Broken(f"{what}: it was quantized as if nothing had happened")
+    raise CheckFailed(f"{what}: it was quantized as if nothing had happened")
 
 
 @register(
@@ -182,7 +182,7 @@ def _must_refuse(subject: Quantizer, weight: Tensor, what: str) -> None:
     "Dequantizing with the scale as stored, in its storage dtype, equals what calibration used, bitwise",
     kind="quantizer",
 )
-def scale_as_stored(subject: Quantizer, look: Look) -> str:
+def scale_as_stored(subject: Quantizer, context: CheckContext) -> str:
     """Send the scale through its storage dtype."""
 
     def hold(found: Examined) -> None:
@@ -191,7 +191,7 @@ def scale_as_stored(subject: Quantizer, look: Look) -> str:
         wide, kept = scale.to(torch.float64), stored.to(torch.float64)
         refuse(wide != kept, "calibration used a scale that its storage dtype does not hold", used=wide, stored=kept)
 
-    return each_weight(subject, look, hold)
+    return each_weight(subject, context, hold)
 
 
 @register(
@@ -201,7 +201,7 @@ def scale_as_stored(subject: Quantizer, look: Look) -> str:
     kind="quantizer",
     needs=("searches_scales",),
 )
-def search_pays(subject: Quantizer, look: Look) -> str:
+def search_pays(subject: Quantizer, context: CheckContext) -> str:
     """Add up |dq - w|^2.4 of the values with outliers in them, which a search is made for."""
     plain = subject.unsearched()  # type: ignore[attr-defined]  # what the tag promises
     ratios = []
@@ -211,10 +211,10 @@ def search_pays(subject: Quantizer, look: Look) -> str:
             own, other = (_errors(one, weight) for one in (subject, plain))
             ratios.append(float(own.sum() / other.sum()) if float(other.sum()) else 1.0)
             if ratios[-1] > 1 + 1e-3:
-                raise Broken(f"{name} in {dtype}: {ratios[-1]:.3f} times the error of the full range")
+                raise CheckFailed(f"{name} in {dtype}: {ratios[-1]:.3f} times the error of the full range")
             refuse(own > 10 * other + 1e-12, f"{name} in {dtype}: a group has ten times the error", error=own, full_range=other)
     if min(ratios) > 0.999:
-        raise Broken("the search never changes anything")
+        raise CheckFailed("the search never changes anything")
     return f"{min(ratios):.3f} to {max(ratios):.3f} of the error of the full range"
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.prune_weights import Pruned, each_ordinary, each_weight, hessian_of, memory_used_again, multiple_of
 from harness.checks.protocols import Sparsifier
 from harness.tolerance import T0, compare
 
 
 @register(37, "pattern", "N:M counts are exact in every block", kind="sparsifier")
-def pattern(subject: Sparsifier, look: Look) -> str:
+def pattern(subject: Sparsifier, context: CheckContext) -> str:
     """Count zeros in every run of m neighbours, and look at a row that does not divide."""
     if subject.pattern is None:
         raise NothingToCheckError("the subject has no pattern")
@@ -26,29 +26,29 @@ def pattern(subject: Sparsifier, look: Look) -> str:
         bad = ((counts > n) | (counts < n - were_zero)).nonzero()  # a zero that is kept cannot be told from one that is not
         if len(bad):
             row, block = (int(place) for place in bad[0])
-            raise Broken(
+            raise CheckFailed(
                 f"{len(bad)} of {counts.numel()} blocks do not keep {n} of {m}; row {row}, block {block} keeps {int(counts[row, block])}"
             )
 
-    seen = each_weight(subject, look, examined)
-    return f"{seen}; {_ragged(subject, look, n, m)}"
+    seen = each_weight(subject, context, examined)
+    return f"{seen}; {_ragged(subject, context, n, m)}"
 
 
-def _ragged(subject: Sparsifier, look: Look, n: int, m: int) -> str:
+def _ragged(subject: Sparsifier, context: CheckContext, n: int, m: int) -> str:
     """Give a row with one column too many: it may be refused, or its whole blocks must be right."""
     whole = 6 * m
-    weight = torch.rand(3, whole + 1, generator=torch.Generator().manual_seed(look.seed)) + 0.1
+    weight = torch.rand(3, whole + 1, generator=torch.Generator().manual_seed(context.seed)) + 0.1
     try:
-        pruned = subject.prune(weight, hessian_of(whole + 1, look))
+        pruned = subject.prune(weight, hessian_of(whole + 1, context))
     except Exception:  # noqa: BLE001 - the subject may refuse with any class
         return f"{whole + 1} columns are refused"
     if pruned.shape != weight.shape or bool(((pruned[:, :whole].reshape(3, -1, m) != 0).sum(-1) != n).any()):
-        raise Broken(f"{whole + 1} columns are neither refused nor pruned {n} of {m} in their whole blocks")
+        raise CheckFailed(f"{whole + 1} columns are neither refused nor pruned {n} of {m} in their whole blocks")
     return f"{whole + 1} columns are pruned"
 
 
 @register(38, "zeros_survive", "Zeros survive later quantizers", kind="sparsifier", caught_by=("sparseml#2281",))
-def zeros_survive(subject: Sparsifier, look: Look) -> str:
+def zeros_survive(subject: Sparsifier, context: CheckContext) -> str:
     """Quantize what was pruned; a zero must be 0 after it, whatever the group beside it holds."""
     quantize = subject.quantize
     if quantize is None:
@@ -61,13 +61,15 @@ def zeros_survive(subject: Sparsifier, look: Look) -> str:
             shifted = torch.where(mask, pruned, pruned + shift * weight.abs().amax())
             lost = mask & (quantize(shifted.clone()) != 0)
             if bool(lost.any()):
-                raise Broken(f"{int(lost.sum())} of {int(mask.sum())} zeros did not survive, the first at {lost.nonzero()[0].tolist()}")
+                raise CheckFailed(
+                    f"{int(lost.sum())} of {int(mask.sum())} zeros did not survive, the first at {lost.nonzero()[0].tolist()}"
+                )
 
-    return each_ordinary(subject, look, examined)
+    return each_ordinary(subject, context, examined)
 
 
 @register(39, "target_met", "The target sparsity is met to one element per row", kind="sparsifier")
-def target_met(subject: Sparsifier, look: Look) -> str:
+def target_met(subject: Sparsifier, context: CheckContext) -> str:
     """Count zeros per row, or in all where the subject's scope is the tensor."""
 
     def examined(one: Pruned) -> None:
@@ -77,9 +79,11 @@ def target_met(subject: Sparsifier, look: Look) -> str:
             zeros, before = zeros.mean()[None], before.mean()[None]
         off = torch.maximum(wanted - zeros, zeros - wanted - before)  # a zero that was there may have been dropped or kept
         if float(off.max()) > 1:
-            raise Broken(f"a row has {float(zeros[int(off.argmax())]):g} zeros of {one.weight.shape[1]}, where {wanted:.1f} were asked for")
+            raise CheckFailed(
+                f"a row has {float(zeros[int(off.argmax())]):g} zeros of {one.weight.shape[1]}, where {wanted:.1f} were asked for"
+            )
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, context, examined)
 
 
 @register(
@@ -88,7 +92,7 @@ def target_met(subject: Sparsifier, look: Look) -> str:
     "A weight that is kept is what it was, bit for bit, where the subject does not make up for what it drops",
     kind="sparsifier",
 )
-def kept_weights(subject: Sparsifier, look: Look) -> str:
+def kept_weights(subject: Sparsifier, context: CheckContext) -> str:
     """Compare what is not zero."""
     if subject.second_order:
         raise NothingToCheckError("the subject moves the weights that it keeps")
@@ -96,18 +100,18 @@ def kept_weights(subject: Sparsifier, look: Look) -> str:
     def examined(one: Pruned) -> None:
         found = compare(one.pruned, torch.where(one.pruned != 0, one.weight, torch.zeros_like(one.weight)), T0())
         if found.distance is not None and found.distance.max_abs:
-            raise Broken(f"kept weights have changed: {found.summary}")
+            raise CheckFailed(f"kept weights have changed: {found.summary}")
 
-    return each_weight(subject, look, examined)
+    return each_weight(subject, context, examined)
 
 
 @register(None, "beats_random", "The loss is nearer to that of magnitude pruning than to that of masks drawn at random", kind="sparsifier")
-def beats_random(subject: Sparsifier, look: Look) -> str:
+def beats_random(subject: Sparsifier, context: CheckContext) -> str:
     """Compare tr(E H E^T) where magnitudes differ; whoever drops the large ones, or forgets their sign, does no better than chance."""
-    memory_used_again(subject, look)
+    memory_used_again(subject, context)
     worst = 0.0
-    for label, weight in _uneven(subject, look):
-        hessian = hessian_of(weight.shape[1], look)
+    for label, weight in _uneven(subject, context):
+        hessian = hessian_of(weight.shape[1], context)
         own, best, chance = _losses(subject, weight, hessian)
         ends = (slice(None), slice(3), slice(-3, None)) if subject.scope == "row" else (slice(None),)
         for rows in ends:
@@ -115,14 +119,14 @@ def beats_random(subject: Sparsifier, look: Look) -> str:
             # The middle between both, and rounding errors where they are the same.
             if not sums[0] <= (sums[1] + sums[2]) / 2 * (1 + 1e-9):
                 seen = "loss {:.4g}, where magnitude pruning has {:.4g} and masks drawn at random have {:.4g}".format(*sums)
-                raise Broken(f"{label} {list(weight.shape)}: {seen}")
+                raise CheckFailed(f"{label} {list(weight.shape)}: {seen}")
             worst = max(worst, float((sums[0] - sums[1]) / (sums[2] - sums[1]).clamp(min=1e-300)))
     return f"the loss goes at most {worst:.0%} of the way from magnitude pruning to masks drawn at random"
 
 
-def _uneven(subject: Sparsifier, look: Look) -> Iterator[tuple[str, Tensor]]:
+def _uneven(subject: Sparsifier, context: CheckContext) -> Iterator[tuple[str, Tensor]]:
     """Weights whose magnitudes differ, in shapes with columns enough; two of one shape, of which one has the first row of the other."""
-    generator = torch.Generator().manual_seed(look.seed)
+    generator = torch.Generator().manual_seed(context.seed)
     m = multiple_of(subject)
     wide = 24 * m if m > 1 else 96
     for rows, columns in ((16, wide), (wide, wide), (131, 24 * m), (3, -(-1031 // m) * m)):
@@ -148,7 +152,7 @@ def _losses(subject: Sparsifier, weight: Tensor, hessian: Tensor) -> tuple[Tenso
 
 
 @register(40, "beats_magnitude", "The loss of a second-order pruner is <= 1.001 x that of magnitude pruning", kind="sparsifier")
-def beats_magnitude(subject: Sparsifier, look: Look) -> str:
+def beats_magnitude(subject: Sparsifier, context: CheckContext) -> str:
     """Compare tr(E H E^T) in float64 with dropping the smallest magnitudes of the same rows and blocks."""
     if not subject.second_order:
         raise NothingToCheckError("the subject does not read the Hessian")
@@ -162,12 +166,12 @@ def beats_magnitude(subject: Sparsifier, look: Look) -> str:
         own, other = _loss(weight, pruned, hessian), _loss(weight, _by_magnitude(subject, weight), hessian)
         decoy = _loss(weight, torch.zeros_like(weight), hessian)
         if decoy <= 1.001 * other:
-            raise Broken("the limit measures nothing: all zeros would pass")
+            raise CheckFailed("the limit measures nothing: all zeros would pass")
         shares.append(own / other)
         if not own <= 1.001 * other:
-            raise Broken(f"loss {own:.6g}, where magnitude pruning has {other:.6g}")
+            raise CheckFailed(f"loss {own:.6g}, where magnitude pruning has {other:.6g}")
 
-    return f"{each_ordinary(subject, look, examined)}, {min(shares):.3f} to {max(shares):.3f} of the loss of magnitude pruning"
+    return f"{each_ordinary(subject, context, examined)}, {min(shares):.3f} to {max(shares):.3f} of the loss of magnitude pruning"
 
 
 def _loss(weight: Tensor, pruned: Tensor, hessian: Tensor) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from harness.checks.catalogue.registry import Broken, Look, NothingToCheckError, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, reloaded, token_ids, truly
 from harness.checks.protocols import Transform
 from harness.tolerance import T3, climb, vacuous_decoys
@@ -17,28 +17,28 @@ _UNITS = 32.0
 _LEAST_CHANGE = 1e-4
 
 
-def _apply(subject: Transform, model: nn.Module, look: Look) -> None:
+def _apply(subject: Transform, model: nn.Module, context: CheckContext) -> None:
     with torch.no_grad():
-        subject.apply(model, token_ids(model, seed=look.seed + 7))
+        subject.apply(model, token_ids(model, seed=context.seed + 7))
 
 
-def _ladder(subject: Transform, architecture: str, look: Look) -> str:
+def _ladder(subject: Transform, architecture: str, context: CheckContext) -> str:
     """Compare float outputs before and after at three dtypes; the error must fall with each."""
-    model = build(architecture, seed=look.seed)
-    ids = token_ids(model, seed=look.seed)[0]
+    model = build(architecture, seed=context.seed)
+    ids = token_ids(model, seed=context.seed)[0]
 
     def both(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         own = in_dtype(model, dtype)
         with truly(dtype):
             before = logits(own, ids)
-            _apply(subject, own, look)
+            _apply(subject, own, context)
             after = logits(own, ids)
         refuse_vacuous(before, _UNITS * torch.finfo(dtype).eps)
         return after, before
 
     ladder = climb(both, max_units=_UNITS)
     if not ladder.ok:
-        raise Broken(f"{architecture}: the float output has changed: {ladder}, where {_UNITS:g} eps are allowed")
+        raise CheckFailed(f"{architecture}: the float output has changed: {ladder}, where {_UNITS:g} eps are allowed")
     return f"{architecture} {ladder}"
 
 
@@ -50,10 +50,10 @@ def refuse_vacuous(expected: Tensor, limit: float) -> None:
         limit: relative error.
 
     Raises:
-        Broken: the limit measures nothing here.
+        CheckFailed: the limit measures nothing here.
     """
     if passed := vacuous_decoys(expected, T3(max_relative_error=limit)):
-        raise Broken(f"the limit {limit:.3g} measures nothing: {', '.join(passed)} would pass")
+        raise CheckFailed(f"the limit {limit:.3g} measures nothing: {', '.join(passed)} would pass")
 
 
 @register(
@@ -64,9 +64,9 @@ def refuse_vacuous(expected: Tensor, limit: float) -> None:
     needs=("invariant_fp",),
     caught_by=("SpinQuant#14", "QuaRot#7"),
 )
-def float_output(subject: Transform, look: Look) -> str:
+def float_output(subject: Transform, context: CheckContext) -> str:
     """Look at the first architecture."""
-    return _ladder(subject, subject.architectures[0], look)
+    return _ladder(subject, subject.architectures[0], context)
 
 
 @register(
@@ -77,7 +77,7 @@ def float_output(subject: Transform, look: Look) -> str:
     needs=("invariant_fp",),
     caught_by=("llm-compressor#2500", "llm-compressor#1455"),
 )
-def every_architecture(subject: Transform, look: Look) -> str:
+def every_architecture(subject: Transform, context: CheckContext) -> str:
     """Look at all the others."""
     rest = list(subject.architectures[1:])
     if not rest:
@@ -85,25 +85,25 @@ def every_architecture(subject: Transform, look: Look) -> str:
     failed = []
     for architecture in rest:
         try:
-            _ladder(subject, architecture, look)
-        except Broken as broken:
+            _ladder(subject, architecture, context)
+        except CheckFailed as broken:
             failed.append(str(broken))
     if failed:
-        raise Broken(f"{len(failed)} of {len(rest)} architectures; first: {failed[0]}", failed)
+        raise CheckFailed(f"{len(failed)} of {len(rest)} architectures; first: {failed[0]}", failed)
     return f"{len(rest)} architectures: {', '.join(rest)}"
 
 
 @register(33, "orthogonal", "||R R^T - I|| <= 32 eps sqrt(n)", kind="transform")
-def orthogonal(subject: Transform, look: Look) -> str:
+def orthogonal(subject: Transform, context: CheckContext) -> str:
     """Multiply in float64."""
-    model = build(subject.architectures[0], seed=look.seed)
+    model = build(subject.architectures[0], seed=context.seed)
     rotations = subject.rotations(model)
     if not rotations:
         raise NothingToCheckError("the subject does not rotate")
     worst = 0.0
     for name, rotation in rotations.items():
         if rotation.ndim != 2 or rotation.shape[0] != rotation.shape[1]:
-            raise Broken(f"{name} has the shape {list(rotation.shape)}, which is no rotation")
+            raise CheckFailed(f"{name} has the shape {list(rotation.shape)}, which is no rotation")
         n = rotation.shape[0]
         unit = torch.eye(n, dtype=torch.float64)
         limit = _UNITS * torch.finfo(rotation.dtype).eps * math.sqrt(n)
@@ -111,7 +111,7 @@ def orthogonal(subject: Transform, look: Look) -> str:
         wide = rotation.to(torch.float64)
         error = float((wide @ wide.t() - unit).norm())
         if not error <= limit:
-            raise Broken(f"{name}: ||R R^T - I|| = {error:.3g}, where {limit:.3g} are allowed")
+            raise CheckFailed(f"{name}: ||R R^T - I|| = {error:.3g}, where {limit:.3g} are allowed")
         worst = max(worst, error / limit)
     return f"{len(rotations)} matrices, at most {worst:.1%} of the limit"
 
@@ -124,15 +124,15 @@ def orthogonal(subject: Transform, look: Look) -> str:
     needs=("invariant_fp",),
     caught_by=("GPTQModel#1550",),
 )
-def tied_weights(subject: Transform, look: Look) -> str:
+def tied_weights(subject: Transform, context: CheckContext) -> str:
     """Transform a model whose embedding is its head, then tie its weights as `from_pretrained` would."""
     architecture = subject.architectures[0]
-    model = build(architecture, seed=look.seed, tied=True)
-    ids = token_ids(model, seed=look.seed)[0]
+    model = build(architecture, seed=context.seed, tied=True)
+    ids = token_ids(model, seed=context.seed)[0]
     before = logits(model, ids)
     limit = _UNITS * torch.finfo(before.dtype).eps
     refuse_vacuous(before, limit)
-    _apply(subject, model, look)
+    _apply(subject, model, context)
     _hold(logits(model, ids), before, limit, f"{architecture} with tied weights: the float output has changed")
     model.tie_weights()  # type: ignore[operator]
     _hold(logits(model, ids), before, limit, f"{architecture}: tying again, as a loader does, changes it; set tie_word_embeddings to False")
@@ -142,17 +142,17 @@ def tied_weights(subject: Transform, look: Look) -> str:
 def _hold(actual: Tensor, expected: Tensor, limit: float, what: str) -> None:
     error = float((actual - expected).double().norm() / expected.double().norm())
     if not error <= limit:
-        raise Broken(f"{what}: relative error {error:.3g}, where {limit:.3g} are allowed")
+        raise CheckFailed(f"{what}: relative error {error:.3g}, where {limit:.3g} are allowed")
 
 
 @register(None, "checkpoint", "What is saved and loaded again computes what the transformed model does", kind="transform")
-def checkpoint(subject: Transform, look: Look) -> str:
+def checkpoint(subject: Transform, context: CheckContext) -> str:
     """Save and load every architecture, and the first with tied weights: of a checkpoint only weights, buffers and the config count."""
     cases = [(architecture, False) for architecture in subject.architectures]
     for architecture, tied in (*cases, (subject.architectures[0], True)):
-        model = build(architecture, seed=look.seed, tied=tied)
-        ids = token_ids(model, seed=look.seed)[0]
-        _apply(subject, model, look)
+        model = build(architecture, seed=context.seed, tied=tied)
+        ids = token_ids(model, seed=context.seed)[0]
+        _apply(subject, model, context)
         here = logits(model, ids)
         limit = _UNITS * torch.finfo(here.dtype).eps
         refuse_vacuous(here, limit)
@@ -162,21 +162,21 @@ def checkpoint(subject: Transform, look: Look) -> str:
 
 
 @register(35, "not_vacuous", "The targeted weights did change, each of them", kind="transform")
-def not_vacuous(subject: Transform, look: Look) -> str:
+def not_vacuous(subject: Transform, context: CheckContext) -> str:
     """Compare parameters by name on every architecture."""
     count = 0
     for architecture in subject.architectures:
-        model = build(architecture, seed=look.seed)
+        model = build(architecture, seed=context.seed)
         targets = list(subject.targets(model))
         before = {name: value.detach().clone() for name, value in model.named_parameters()}
         unknown = [name for name in targets if name not in before]
         if unknown or not targets:
-            raise Broken(f"{architecture}: {f'{unknown[0]} is no parameter' if unknown else 'no weight is targeted'}")
-        _apply(subject, model, look)
+            raise CheckFailed(f"{architecture}: {f'{unknown[0]} is no parameter' if unknown else 'no weight is targeted'}")
+        _apply(subject, model, context)
         after = dict(model.named_parameters())
         still = [name for name in targets if name in after and _change(after[name], before[name]) < _LEAST_CHANGE]
         if still:
-            raise Broken(f"{architecture}: {len(still)} of {len(targets)} targeted weights did not change; first: {still[0]}", still)
+            raise CheckFailed(f"{architecture}: {len(still)} of {len(targets)} targeted weights did not change; first: {still[0]}", still)
         count += len(targets)
     return f"{count} weights of {len(subject.architectures)} architectures changed"
 
@@ -192,17 +192,17 @@ def _change(after: Tensor, before: Tensor) -> float:
     kind="transform",
     caught_by=("llm-compressor#2522",),
 )
-def search_pays(subject: Transform, look: Look) -> str:
+def search_pays(subject: Transform, context: CheckContext) -> str:
     """Quantize the weights of all targeted layers before and after; compare relative output errors on the data of the search."""
     if subject.fake_quantize is None:
         raise NothingToCheckError("the subject does not search")
-    model = build(subject.architectures[0], seed=look.seed)
+    model = build(subject.architectures[0], seed=context.seed)
     modules = dict(model.named_modules())
     names = [name.removesuffix(".weight") for name in subject.targets(model)]
     linears = [name for name in names if isinstance(modules.get(name), nn.Linear)]
-    batches = token_ids(model, seed=look.seed + 7)
+    batches = token_ids(model, seed=context.seed + 7)
     plain = _losses(model, linears, batches, subject.fake_quantize)
-    _apply(subject, model, look)
+    _apply(subject, model, context)
     searched = _losses(model, linears, batches, subject.fake_quantize)
     worse = [
         f"{' and '.join(group)}: {searched[group]:.4g} after the search, {plain[group]:.4g} without it"
@@ -210,7 +210,7 @@ def search_pays(subject: Transform, look: Look) -> str:
         if not searched.get(group, math.inf) <= plain[group] * (1 + 1e-5)
     ]
     if worse:
-        raise Broken(f"{len(worse)} of {len(plain)} groups lose by the search; first: {worse[0]}", worse)
+        raise CheckFailed(f"{len(worse)} of {len(plain)} groups lose by the search; first: {worse[0]}", worse)
     return f"{len(plain)} groups, {sum(searched.values()) / max(sum(plain.values()), 1e-30):.3f} of the loss of the identity"
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from compressor import oneshot
 from harness import check
 from harness.checks.adapters.ours import OurArtifact
-from harness.checks.catalogue.registry import Broken
+from harness.checks.catalogue.registry import CheckFailed
 from harness.checks.suites import artifact
 from harness.reporting.verdict import Outcome
 from harness.validation.format.scheme import WeightScheme
@@ -139,7 +139,7 @@ def test_another_loss_on_another_device_is_caught():
     losses = torch.rand(2, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
     assert "loss" in artifact._same_loss(losses * 1.001, losses)
     for wrong in (losses * 1.01, losses * 0.99, losses * torch.nan):
-        with pytest.raises(Broken):
+        with pytest.raises(CheckFailed):
             artifact._same_loss(wrong, losses)
 
 

@@ -16,7 +16,7 @@ import harness
 from compressor.errors import UserInputError
 from compressor.numerics import QuantizationArgs
 from harness.checks.catalogue.command import ELSEWHERE, listing
-from harness.checks.catalogue.registry import Broken, Check, Look, NothingToCheckError, all_checks, find_checks
+from harness.checks.catalogue.registry import Check, CheckContext, CheckFailed, NothingToCheckError, all_checks, find_checks
 from harness.checks.strategies import weights
 from harness.lifecycle import verify as _lifecycle  # registers the checks of the lifecycle
 from harness.lifecycle.checks.registry import CHECKS as LIFECYCLE
@@ -70,20 +70,22 @@ def test_a_check_never_raises() -> None:
     class Subject:
         tags = frozenset({"odd"})
 
-    def broken(subject: Any, look: Look) -> str:
-        raise Broken("it is wrong", ["here"])
+    def broken(subject: Any, context: CheckContext) -> str:
+        raise CheckFailed("it is wrong", ["here"])
 
-    def empty(subject: Any, look: Look) -> str:
+    def empty(subject: Any, context: CheckContext) -> str:
         raise NothingToCheckError("nothing is there")
 
-    def crashing(subject: Any, look: Look) -> str:
+    def crashing(subject: Any, context: CheckContext) -> str:
         raise IndexError("out of range")
 
-    outcomes = [_check(function).run(Subject(), Look()).outcome for function in (broken, empty, crashing, lambda subject, look: "fine")]
+    outcomes = [
+        _check(function).run(Subject(), CheckContext()).outcome for function in (broken, empty, crashing, lambda subject, context: "fine")
+    ]
     assert outcomes == [Outcome.FAIL, Outcome.SKIP, Outcome.FAIL, Outcome.PASS]
-    assert _check(broken).run(Subject(), Look()).findings == ("it is wrong", "here")
-    assert _check(broken, ("zero",)).run(Subject(), Look()).outcome is Outcome.SKIP
-    assert _check(broken, ("odd",)).run(Subject(), Look()).outcome is Outcome.FAIL
+    assert _check(broken).run(Subject(), CheckContext()).findings == ("it is wrong", "here")
+    assert _check(broken, ("zero",)).run(Subject(), CheckContext()).outcome is Outcome.SKIP
+    assert _check(broken, ("odd",)).run(Subject(), CheckContext()).outcome is Outcome.FAIL
 
 
 def test_names_and_numbers_choose_checks() -> None:
@@ -168,6 +170,6 @@ def test_a_vacuous_limit_is_itself_a_failure(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_check_that_does_not_fit_the_catalogue_is_refused(name: str, settings: dict[str, Any], problem: str) -> None:
     before = dict(all_checks())
     with pytest.raises(UserInputError) as caught:
-        harness.checks.register(None, name, "A statement", **settings)(lambda subject, look: "")
+        harness.checks.register(None, name, "A statement", **settings)(lambda subject, context: "")
     assert problem in str(caught.value)
     assert all_checks() == before

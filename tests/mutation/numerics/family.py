@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from harness.checks import ours
-from harness.checks.catalogue.registry import Look, find_checks
+from harness.checks.catalogue.registry import CheckContext, find_checks
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Mutant
 from harness.reporting.verdict import Outcome
@@ -69,14 +69,14 @@ def killers(kind: str, mutant: Mutant | None) -> Sequence[Killer]:
     Returns:
         Those who look.
     """
-    look = Look(draws=False)  # one for each bug: what was seen of a subject without it says nothing
-    return [Killer(check.name, partial(_look, check.name, kind, look)) for check in find_checks(None, kind)]
+    context = CheckContext(draws=False)  # one for each bug: what was seen of a subject without it says nothing
+    return [Killer(check.name, partial(_look, check.name, kind, context)) for check in find_checks(None, kind)]
 
 
-def _look(name: str, kind: str, look: Look) -> str | None:
+def _look(name: str, kind: str, context: CheckContext) -> str | None:
     check = find_checks([name], kind)[0]
     for subject in _subjects(kind):
-        record = check.run(subject, look)
+        record = check.run(subject, context)
         if record.outcome is Outcome.FAIL:
             return f"{subject.name}: {record.summary}"
     return None
