@@ -55,7 +55,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt as error:
-        print(f"compressor {args.verb}: interrupted; {_notes(error) or 'nothing was written'}", file=sys.stderr)
+        print(f"compressor {args.verb}: interrupted; {_notes(error) or _left(args)}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -71,6 +71,13 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, ExceptionGroup):
         return "; ".join(_one_line(inner) for inner in error.exceptions)
     return " ".join("; ".join(part for part in (str(error), _notes(error)) if part).split())
+
+
+def _left(args: argparse.Namespace) -> str:
+    """What an interruption leaves behind: checkpoints appear whole or not at all, which it may come too late for."""
+    output_dir = getattr(args, "output_dir", None)
+    is_whole = output_dir is not None and (Path(output_dir) / "compression.json").is_file()
+    return f"the checkpoint in {output_dir} is whole" if is_whole else "nothing was written"
 
 
 def _notes(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compressor.atomic import whole_file
-from compressor.errors import ResumeError
+from compressor.errors import ResumeError, UserInputError
 from compressor.lifecycle import EventType
 from compressor.random_state import ForeignRandom, RandomState, foreign_random
+from compressor.training.guards.frozen_value import is_foreign
 from compressor.training.step.digests import raw_bytes
 from compressor.training.step.step import TrainStep
 from compressor.training.stored_values import BOOKS, Reader, Writer, generators, is_writable
 from compressor.training.trainer import Trainer
 
+_OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
 _FORMAT = "training-state-5"
 _KEPT = "kept:"
@@ -63,7 +65,10 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
         "modifiers": _modifiers(step),
         "settings": _settings(trainer),
         "factor": None if trainer.schedule is None else trainer.schedule.given,
-        "host_state": {f"{number}.{key}": value for number, key, value in _host_state(trainer)},
+        "host_state": {
+            f"{number}.{key}": value if _is_simple(value) else writer.write(value, f"setting '{key}' of optimizer group {number}")
+            for number, key, value in _host_state(trainer)
+        },
         "optimizer_state": _python_state(step),
         "optimizer_attributes": {key: writer.write(value, _attribute(step, key)) for key, value in _attributes(step).items()},
         "generators": {name: writer.write(generator, name) for name, generator in generators(step).items()},
@@ -75,15 +80,32 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
             name: writer.write(module.get_extra_state(), f"extra state of {name or 'the model'}", is_new=True)
             for name, module in _with_extra_state(step.model).items()
         },
-        "notes": dict(notes or {}),
+        "notes": _json(notes),
     }
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in step.tensors().items()}
     tensors |= {f"rng:{number}": state for number, state in enumerate(_torch_rng(step).values())}
     tensors |= writer.tensors
     text = json.dumps(record)
     with whole_file(path) as partial:
-        save_file(tensors, partial, metadata={"training": f"{_digest(text, tensors)} {text}"})
+        try:
+            save_file(tensors, partial, metadata={"training": f"{_digest(text, tensors)} {text}"})
+        except KeyError as error:  # how safetensors says that it has no name for a dtype
+            raise ResumeError(
+                f"{path}: {error} is the dtype of a tensor of model or optimizer, which no such file keeps; use another"
+            ) from None
     return path
+
+
+def _json(notes: Mapping[str, Any] | None) -> dict[str, Any]:
+    try:
+        return dict(json.loads(json.dumps(dict(notes or {}))))
+    except (TypeError, ValueError) as error:
+        raise UserInputError(f"notes: they are no JSON ({error}); give numbers, texts, lists and dicts") from error
+
+
+def _is_simple(value: object) -> bool:
+    """Whether JSON gives a setting back as it is, but for a tuple of plain values, which is known to be one."""
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value))
 
 
 def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
@@ -122,9 +144,12 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     with torch.no_grad():
         for name, tensor in trainer.step.tensors().items():
             tensor.copy_(stored[name])
-    for number, key, _ in _host_state(trainer):
-        trainer.step.optimizer.param_groups[number][key] = _tupled(record["host_state"][f"{number}.{key}"])
-    numpy_rng, attributes, extra = _put_values(trainer, record, Reader(trainer.step, kept, dry=False))
+    reader = Reader(trainer.step, kept, dry=False)
+    for number, key, present in _host_state(trainer):
+        node = record["host_state"][f"{number}.{key}"]
+        value = reader.read(node, present) if isinstance(node, dict) else _tupled(node)
+        trainer.step.optimizer.param_groups[number][key] = value
+    numpy_rng, attributes, extra = _put_values(trainer, record, reader)
     vars(trainer.step.optimizer).update(attributes)
     for name, state in extra.items():
         trainer.step.model.get_submodule(name).set_extra_state(state)
@@ -189,11 +214,17 @@ def _put_values(trainer: Trainer, record: dict[str, Any], reader: Reader) -> tup
     for name, node in record["generators"].items():
         reader.read(node, now[name])
     modules = dict(step.model.named_modules())
+    own = {tensor.untyped_storage()._cdata for tensor in step.tensors().values()}
     for name, nodes in record["module_tensors"].items():
         held: dict[str, Any] = modules[name].__dict__ if name in modules else {}  # a modifier that starts may make the module
-        values = {key: reader.read(node, held.get(key)) for key, node in nodes.items()}
+        values = {key: reader.read(node, _apart(held.get(key), own)) for key, node in nodes.items()}
         held.update({} if reader.is_dry else values)
     return numpy_rng, attributes, {name: reader.read(node, None) for name, node in record["extra_state"].items()}
+
+
+def _apart(present: Any, own: Collection[int]) -> Any:
+    """What stands in a place and may be written to: nothing where it lies in the memory of a parameter, which has its own value."""
+    return None if isinstance(present, Tensor) and present.untyped_storage()._cdata in own else present
 
 
 def _python_rng(record: dict[str, Any]) -> Any:
@@ -219,8 +250,22 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
     now = {name: type(module).__qualname__ for name, module in step.model.named_modules()}
     classes = now if step.session is None else step.made_of  # a modifier that starts gives modules others, and starts when it is loaded
     found |= {f"class of {name or 'the model'}": cls for name, cls in classes.items()}
+    if step.session is None:
+        found |= {f"settings of {name or 'the model'}": text for name, module in step.model.named_modules() if (text := _told(module))}
+    if step.ranks.is_wrapped:
+        found["rank"] = torch.distributed.get_rank()
     result: dict[str, Any] = json.loads(json.dumps(found))
     return result
+
+
+def _told(module: nn.Module) -> str:
+    """What a module of torch says of itself, such as the rate of a dropout; and the numbers that one of one's own holds."""
+    if is_foreign(type(module).__module__):
+        return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else ""
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        return ""  # it gets its own back
+    kept = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN) and key not in _OF_MODULES}
+    return ", ".join(f"{key}={value!r}" for key, value in kept.items())
 
 
 def _module_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:

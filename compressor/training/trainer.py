@@ -242,6 +242,12 @@ class Trainer:
             model.eval()
             try:
                 return [self.step.loss_of(batch).double() for batch in batches]
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                raise UserInputError(
+                    f"evaluate: the loss asks for gradients ({error}), and an evaluation makes none; compute them under torch.enable_grad()"
+                ) from error
             finally:
                 for module, training in flags:
                     module.training = training

@@ -33,6 +33,7 @@ from compressor.training_run.loop import Loop, settle_masks
 from compressor.training_run.place import Place
 from compressor.training_run.result import cast_parameters, check_saveable, save_trained, saved_dtype, sparsities, training_record
 from compressor.training_run.settings import AUTOCAST, check_recipe, training_fingerprint
+from compressor.training_run.states import States
 
 # The loss of a causal language model.
 
@@ -208,6 +209,7 @@ class TrainingRun:
             loop.run()
             plans = [{"operators": len(plan.captured.ops), "bytes": plan.captured.scratch_bytes} for plan in trainer.plans]
             self._lap("train")
+            held.enter_context(_told_of_interruption(states, self.place.output_dir))
             check_unclaimed(self.loaded.model, self.frozen, state.claims.keys() | state.touched, self.trained)
             self._settle(trainer, flags)
             if session is not None:
@@ -292,6 +294,17 @@ def _all_but_frozen(model: nn.Module) -> frozenset[str]:
     """Names of all stored tensors but parameters that nobody trains; buffers such as running means change with every step."""
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not (p.requires_grad and p.is_floating_point())}
     return frozenset(model.state_dict().keys() - frozen)
+
+
+@contextmanager
+def _told_of_interruption(states: States, output_dir: Path | None) -> Iterator[None]:
+    """Say of ctrl-C behind the last step what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        is_whole = output_dir is not None and output_dir.is_dir() and any(output_dir.iterdir())  # it appears whole or not at all
+        error.add_note(f"the checkpoint in {output_dir} is whole" if is_whole else f"stopped behind the last step; {states.advice}")
+        raise
 
 
 @contextmanager

@@ -485,6 +485,25 @@ def test_the_second_ctrl_c_stops_at_once(run: Runner, tmp_path: Path, monkeypatc
     assert "stopped in the midst of step 6; 4 steps are kept in" in info.value.__notes__[0]
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_behind_the_last_step_says_what_is_there(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    from compressor.training_run import phases
+
+    plain = phases.save_trained
+
+    def pressed(*given: Any) -> Any:
+        if when == "after":
+            plain(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(phases, "save_trained", pressed)
+    common = ["train", str(run.model), "--dataset", str(run.tokens), "--output-dir", str(tmp_path / "o"), "--quiet"]
+    assert main([*common, *fast(("--save-every",))]) == 130
+    said = run.capsys.readouterr().err
+    assert (f"the checkpoint in {tmp_path / 'o'} is whole" in said) == (when == "after")
+    assert ("4 steps are kept in" in said) == (when == "before") and "nothing was written" not in said
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_state(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from compressor.training_run import phases
 

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -202,6 +203,17 @@ def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+# What libraries read of the environment, and take another way for: instructions, and the order of sums.
+_DECIDES_SUMS = (
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "ONEDNN_MAX_CPU_ISA",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+)
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """Say what decides in which order sums are taken: on another machine the same run need not give the same bits.
 
@@ -216,6 +228,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "environment": {name: os.environ[name] for name in _DECIDES_SUMS if name in os.environ},
     }
 
 

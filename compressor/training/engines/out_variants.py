@@ -75,7 +75,8 @@ def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
         overload = getattr(packet, name)
         outs = tuple(argument.name for argument in overload._schema.arguments if argument.is_out)
         rest = [(argument.name, str(argument.type)) for argument in overload._schema.arguments if not argument.is_out]
-        if outs and rest == given and len(outs) == len(func._schema.returns):
+        one_each = all(str(returned.type) == "Tensor" for returned in func._schema.returns)  # a list of results is many in one
+        if outs and rest == given and one_each and len(outs) == len(func._schema.returns):
             return overload, outs
     return None
 

@@ -10,7 +10,6 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
@@ -18,8 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-from torch.optim import optimizer as torch_optimizer
 
 from compressor.training.guards.frozen_value import MAX_ARRAY_BYTES, Same, frozen, is_foreign
 from compressor.training.guards.python_state import variables
@@ -37,12 +34,6 @@ TABLES = (
 )  # fmt: skip
 # The attributes in which torch keeps its books, these tables among them.
 BOOKS = frozenset(vars(nn.Module()))
-# Hooks that torch runs for every module and every optimizer.
-GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
-    *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
-    *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
-    *(torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks),
-)
 _CONTAINERS = (list, dict, set, deque, MappingProxyType)
 _DEPTH, _MAX_CONTAINERS, _MAX_ITEMS = 4, 512, 4096
 
@@ -209,30 +200,28 @@ def named_generators(step: TrainStep) -> dict[str, torch.Generator]:
     return dict(reversed(found.values()))
 
 
-@contextmanager
-def undone(step: TrainStep) -> Iterator[None]:
-    """Put back, after the block, what it writes into tensors that nobody has registered, as far as the guards see them.
+class LooseTensors:
+    """Copies of the tensors that nobody has registered, as far as the guards see them.
 
     Args:
-        step: runs in the block; its own tensors are not looked at.
-
-    Yields:
-        Nothing.
+        step: its own tensors are not looked at.
     """
-    values: list[Any] = [value for module in step.model.modules() for value in module.__dict__.values()]
-    values += [getter() for _, getter in variables(step)]
-    values += [value for held in containers(step) for value in held.values()]
-    values += [value for module in other_modules(step).values() for value in module.state_dict(keep_vars=True).values()]
-    own = {tensor.untyped_storage()._cdata for tensor in step.tensors().values()}
-    found = {id(value): value for value in values if isinstance(value, Tensor) and value.layout is torch.strided}
-    loose = [value for value in found.values() if value.untyped_storage()._cdata not in own]
-    kept = [value.detach().clone() for value in loose]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for value, old in zip(loose, kept, strict=True):
-                value.detach().copy_(old)
+
+    def __init__(self, step: TrainStep) -> None:
+        values: list[Any] = [value for module in step.model.modules() for value in module.__dict__.values()]
+        values += [getter() for _, getter in variables(step)]
+        values += [value for held in containers(step) for value in held.values()]
+        values += [value for module in other_modules(step).values() for value in module.state_dict(keep_vars=True).values()]
+        own = {tensor.untyped_storage()._cdata for tensor in step.tensors().values()}
+        found = {id(value): value for value in values if isinstance(value, Tensor) and value.layout is torch.strided}
+        loose = [value for value in found.values() if value.untyped_storage()._cdata not in own]
+        self._kept = [(value, value.detach().clone()) for value in loose]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Write the copies back, in place."""
+        for value, old in self._kept:
+            value.detach().copy_(old)
 
 
 def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:

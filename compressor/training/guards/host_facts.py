@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from compressor.training.guards.containers import (
     BOOKS,
-    GLOBAL_HOOKS,
     TABLES,
     arrays,
     classes,
@@ -31,7 +30,7 @@ from compressor.training.guards.containers import (
     watches_update,
 )
 from compressor.training.guards.frozen_value import Same, frozen
-from compressor.training.guards.python_state import HOOKS, variables
+from compressor.training.guards.python_state import GLOBAL_HOOKS, HOOKS, variables
 from compressor.training.step.step import HasTensors, TrainStep
 
 # The facts of the host that a captured step takes for granted, by name, so that a change can be said in words.

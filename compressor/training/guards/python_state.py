@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from compressor.training.guards.frozen_value import PLAIN, is_foreign
 from compressor.training.step.step import HasPlanKey, TrainStep
@@ -29,6 +31,13 @@ from compressor.training.step.step import HasPlanKey, TrainStep
 _MAX_ITEMS = 64
 _NEAR = 4  # calls from one function to the next
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Hooks that torch runs for every module, and for every optimizer.
+_MODULE_HOOKS: tuple[dict[Any, Any], ...] = (
+    *(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks),
+    *(torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks),
+)
+_OPTIMIZER_HOOKS: tuple[dict[Any, Any], ...] = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+GLOBAL_HOOKS = (*_MODULE_HOOKS, *_OPTIMIZER_HOOKS)
 _WATCHED = frozenset({"state", "param_groups", "defaults"})  # what an optimizer holds is watched by name already
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -57,6 +66,8 @@ def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str,
         Name for messages, and a function that gives the value of the moment.
     """
     found: list[tuple[str, Getter]] = []
+    for name, tensor in (*step.parameters().items(), *step.model.named_buffers()):
+        found += [(f"attribute '{key}' of {name}", partial(vars(tensor).get, key)) for key in vars(tensor)]
     walk = _Walk()
     for name, root in _roots(step):
         if isinstance(root, MethodType):
@@ -83,6 +94,7 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         hooks = (*(parameter._backward_hooks or {}).values(), *(after or {}).values())
         yield from ((f"a hook of {name}", hook) for hook in hooks if _runs(hook))
+    yield from (("a hook of all modules", hook) for table in _MODULE_HOOKS for hook in table.values() if _runs(hook))
     yield from _zero_roots(step.optimizer)
     yield from _update_roots(step.optimizer) if step.update_is_captured else ()
     for number, modifier in enumerate(step.modifiers):  # one with a plan key speaks for itself, and so do those of this package
@@ -102,6 +114,7 @@ def _zero_roots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 def _update_roots(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
     yield from (("a hook of the optimizer", hook) for hook in hooks if _runs(hook))
+    yield from (("a hook of all optimizers", hook) for table in _OPTIMIZER_HOOKS for hook in table.values() if _runs(hook))
     if not is_foreign(type(optimizer).__module__):
         yield "step() of the optimizer", optimizer.step
 

@@ -256,6 +256,7 @@ def _check_moved(before: Mapping[str, Tensor], after: Mapping[str, Tensor], reco
             )
         if name in after and recorder.maker(after[name]) is not None:
             raise EscapedTensorError(
-                f"{name}: the step puts a tensor of its own in this place, which a replay overwrites; write in place with copy_"
+                f"{name}: the step puts a tensor of its own in this place, which a replay overwrites; write in place with copy_, "
+                "or call forget_plans() where it was you who put another parameter or tensor there"
             )
         raise PointerDriftError(f"{name}: the step gives it another storage, which a replay would not; allocate before, write in place")

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from compressor.errors import ProofError, ReplayError, SignatureDriftError
-from compressor.random_state import random_numbers_kept
+from compressor.random_state import RandomState
 from compressor.training.capture.protocol import Engine
 from compressor.training.capture.signature import drift
-from compressor.training.guards.containers import undone
+from compressor.training.guards.containers import LooseTensors
 from compressor.training.guards.optimizer_state import optimizer_facts, refuse_moved
 from compressor.training.python_state import PythonState
 from compressor.training.replay.plan import Plan, record
@@ -92,9 +92,17 @@ def eager_end(step: TrainStep, batch: Batch, engine: Engine, generators: list[to
     Returns:
         The state after the step, its loss among it.
     """
-    start = Snapshot.take(step, generators)
-    with lent(batch) as given, random_numbers_kept(devices=step.device), undone(step):
-        end = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(given)))
+    start, loose = Snapshot.take(step, generators), LooseTensors(step)
+    random = RandomState.current(foreign=True, devices=step.device)
+    with lent(batch) as given:
+        try:
+            end = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(given)))
+        except ReplayError:
+            random.restore()
+            loose.put_back()
+            raise  # an error of the step's own leaves what an eager step leaves
+    random.restore()
+    loose.put_back()
     start.put_back(step, generators)
     return end
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from compressor.errors import DynamicShapeError, GuardDriftError, ProofError, ReplayError
-from compressor.training import Trainer, TrainStep, adamw
+from compressor.errors import DynamicShapeError, GuardDriftError, ProofError, ReplayError, UserInputError
+from compressor.training import Trainer, TrainStep, adamw, sgd
 
 SETTINGS = types.ModuleType("settings_of_the_test")
 SETTINGS.scale = 1.0  # type: ignore[attr-defined]
@@ -347,3 +348,123 @@ def test_containers_that_hold_themselves_and_long_chains_of_methods_have_an_end(
     held["scale"] = 2.0
     with pytest.raises(GuardDriftError):
         run.train_step(batches(6))
+
+
+def _batch_of(number):
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(number))
+    return {"x": x, "y": (x.sum(1) > 0).long()}
+
+
+def _loss_of(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class Counting(torch.nn.Linear):
+    """Counts on its weight, on a buffer, or nowhere."""
+
+    def __init__(self, where):
+        super().__init__(8, 2)
+        self.register_buffer("seen", torch.zeros(1))
+        self.where = where
+
+    def forward(self, x):
+        if self.where:
+            holder = getattr(self, self.where)
+            holder.calls = getattr(holder, "calls", 0) + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+@pytest.mark.parametrize("where", ["weight", "seen"])
+def test_a_counter_on_a_tensor_is_refused(where, mode):
+    model = Counting(where)
+    trainer = Trainer(TrainStep(model, _loss_of, torch.optim.SGD(model.parameters(), lr=0.1)), mode)
+    with pytest.raises(GuardDriftError, match=f"attribute 'calls' of {where}"):
+        trainer.fit(_batch_of, 6)
+
+
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+@pytest.mark.parametrize("of", ["modules", "optimizers"])
+def test_a_counter_in_a_hook_of_all_modules_or_optimizers_is_refused(of, mode):
+    seen, model = [0], Counting("")
+
+    def hook(*args):
+        seen[0] += 1
+
+    register = {
+        "modules": register_module_forward_hook,
+        "optimizers": register_optimizer_step_post_hook,
+    }[of]
+    handle = register(hook)
+    try:
+        trainer = Trainer(TrainStep(model, _loss_of, sgd(model.parameters(), lr=0.1)), mode)
+        with pytest.raises(GuardDriftError, match=f"'seen' that a hook of all {of}"):
+            trainer.fit(_batch_of, 6)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("mode", ["eager", "capture", "replay"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 4])
+def test_an_error_of_the_steps_own_leaves_what_an_ordinary_loop_leaves(at, mode, tmp_path):
+    armed = tmp_path / "armed"  # a file, which no guard follows
+
+    def loss_fn(model, batch):
+        loss = _loss_of(model, batch)
+        if armed.exists():
+            armed.unlink()
+            raise ValueError("once")
+        return loss
+
+    def run(mode):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 2))
+        optimizer = adamw(model.parameters(), lr=0.01)
+        trainer = None if mode is None else Trainer(TrainStep(model, loss_fn, optimizer), mode)
+        losses = []
+        for number in range(10):
+            if number == at:
+                armed.touch()
+            try:
+                if trainer is not None:
+                    losses.append(trainer.train_step(_batch_of(number)).item())
+                    continue
+                optimizer.zero_grad()
+                loss = loss_fn(model, _batch_of(number))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            except ValueError:
+                losses.append(None)
+        return losses
+
+    assert run(mode) == run(None)
+
+
+@pytest.mark.parametrize("mode", ["eager", "capture", "replay"])
+@pytest.mark.parametrize("make", [lambda: torch.nn.Linear(8, 2, bias=False), lambda: torch.nn.Linear(8, 2)], ids=["one", "two"])
+def test_gradients_of_a_single_parameter_are_clipped_in_every_mode(make, mode):
+    def run(mode):
+        torch.manual_seed(0)
+        model = make()
+        step = TrainStep(model, _loss_of, torch.optim.SGD(model.parameters(), lr=0.1), clip_norm=0.1)
+        return Trainer(step, mode).fit(_batch_of, 8)
+
+    assert run(mode) == run("eager")
+
+
+def test_a_loss_that_takes_gradients_says_how_it_can_be_evaluated():
+    def penalized(model, batch):
+        x = batch["x"].clone().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(model(x), batch["y"])
+        return loss + torch.autograd.grad(loss, x, create_graph=True)[0].square().sum()
+
+    def enabled(model, batch):
+        with torch.enable_grad():
+            return penalized(model, batch)
+
+    model = torch.nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserInputError, match=r"evaluate: the loss asks for gradients .* torch\.enable_grad\(\)"):
+        Trainer(TrainStep(model, penalized, optimizer)).evaluate([_batch_of(0)])
+    assert Trainer(TrainStep(model, enabled, optimizer)).evaluate([_batch_of(0)]) > 0

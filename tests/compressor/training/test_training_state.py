@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from compressor import Session, State
-from compressor.errors import CheckpointError, ResumeError
+from compressor.errors import CheckpointError, ResumeError, UserInputError
 from compressor.training import Snapshot, Trainer, TrainStep, load_training, save_training
 
 SETTINGS = {"ema": True, "schedule": True, "clip_norm": 1.0}
@@ -159,3 +159,89 @@ def test_a_digit_or_a_key_that_changed_is_damage(mlp_trainer, batches, tmp_path,
     with pytest.raises(ResumeError, match="does not hold what was written"):
         load_training(other, path)
     assert before.differences(Snapshot.take(other.step)) == [] and not other.step.optimizer.state
+
+
+def _batch(number):
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(number))
+    return {"x": x, "y": (x.sum(1) > 0).long()}
+
+
+def _loss(model, batch):
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class Sharing(nn.Linear):
+    """Holds what its weight was, which lies in the memory of the weight until the first step."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.before = self.weight.data
+
+    def forward(self, x):
+        self.before = 0.5 * self.before + 0.5 * self.weight.detach()
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("first", [Sharing, lambda: nn.utils.spectral_norm(nn.Linear(8, 8))], ids=["own", "spectral norm"])
+def test_what_lies_in_the_memory_of_a_parameter_does_not_write_over_it(first, tmp_path):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(first(), nn.Tanh(), nn.Linear(8, 2))
+        return Trainer(TrainStep(model, _loss, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+    one, other = make(), make()
+    one.fit(_batch, 5)
+    load_training(other, save_training(one, tmp_path / "s"))
+    assert all(torch.equal(a, b) for a, b in zip(one.step.model.parameters(), other.step.model.parameters(), strict=True))
+    assert one.fit(_batch, 10) == other.fit(_batch, 10)
+
+
+class Scaled(nn.Module):
+    def __init__(self, p=0.1, eps=1e-5, momentum=0.1, scale=1.0, flag=False):
+        super().__init__()
+        self.layer, self.norm, self.batch_norm = nn.Linear(8, 8), nn.LayerNorm(8, eps=eps), nn.BatchNorm1d(8, momentum=momentum)
+        self.drop, self.scale, self.flag = nn.Dropout(p), scale, flag
+
+    def forward(self, x):
+        return self.drop(self.batch_norm(self.norm(self.layer(x)))) * (2 if self.flag else self.scale)
+
+
+@pytest.mark.parametrize("other", [{"p": 0.5}, {"eps": 0.1}, {"momentum": 0.5}, {"scale": 2.0}, {"flag": True}])
+def test_a_model_that_says_other_settings_of_itself_is_refused(other, tmp_path):
+    def make(**settings):
+        torch.manual_seed(0)
+        model = Scaled(**settings)
+        return Trainer(TrainStep(model, _loss, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+    path = save_training(make(), tmp_path / "s")
+    load_training(make(), path)
+    with pytest.raises(ResumeError, match="settings of"):
+        load_training(make(**other), path)
+
+
+def test_settings_of_a_group_come_back_as_they_were(tmp_path):
+    def make(kept):
+        model = nn.Linear(8, 2)
+        betas = (torch.tensor(0.8), torch.tensor(0.9))
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), betas=betas)
+        optimizer.param_groups[0]["kept"] = kept
+        return Trainer(TrainStep(model, _loss, optimizer))
+
+    one = make((1, (2, [3])))
+    one.fit(_batch, 2)
+    other = make(None)
+    load_training(other, save_training(one, tmp_path / "s"))
+    group = other.step.optimizer.param_groups[0]
+    assert group["kept"] == (1, (2, [3])) and [float(one) for one in group["betas"]] == pytest.approx([0.8, 0.9])
+
+
+def test_what_a_file_does_not_hold_is_said_in_our_words(tmp_path):
+    model = nn.Linear(8, 2)
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    trainer = Trainer(TrainStep(model, _loss, torch.optim.SGD(model.parameters(), lr=0.1)))
+    with pytest.raises(ResumeError, match=r"torch\.complex128 is the dtype of a tensor"):
+        save_training(trainer, tmp_path / "s")
+    with pytest.raises(UserInputError, match="notes: they are no JSON"):
+        save_training(trainer, tmp_path / "s", notes={"a": torch.ones(1)})
+    assert list(tmp_path.iterdir()) == []

@@ -22,20 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from compressor.errors import SignatureDriftError
-from compressor.training import Trainer, TrainStep
-from harness.replay.equivalence.run import Subject
 from harness.replay.hazards.building_blocks import (
     MODULE,
     NUMBERS,
     Kept,
-    Net,
     Row,
-    at,
-    classify,
-    default_optimizer,
     kept_in,
     nested,
     put,
@@ -239,19 +232,6 @@ def _builtin() -> Kept:
     return lambda: getattr(builtins, name), lambda value: setattr(builtins, name, value)
 
 
-def _on_parameter() -> Subject:
-    class Scaled(Net):
-        def middle(self, h: Tensor) -> Tensor:
-            weight: Any = self.last.weight
-            return h * weight.factor
-
-    model = Scaled()
-    weight: Any = model.last.weight
-    weight.factor = 1.0
-    step = TrainStep(model, classify, default_optimizer(model.parameters()))
-    return Subject(Trainer(step), at(6, lambda trainer: setattr(weight, "factor", 2.0)))
-
-
 def _tensor_moved() -> Kept:
     factor = torch.ones(())
     return lambda: factor, lambda value: setattr(factor, "data", torch.tensor(value))
@@ -286,7 +266,6 @@ _AUDITED: tuple[Row, ...] = (
     ("decimal_context", "the precision of decimals", kept_in(_decimal_context)),
     ("collector_flags", "the flags of the garbage collector", kept_in(_collector)),
     ("builtin_name", "a name among the builtins", kept_in(_builtin)),
-    ("parameter_attribute", "an attribute of a parameter", _on_parameter),
     ("tensor_data", "a tensor whose data are exchanged", kept_in(_tensor_moved)),
 )
 _SOURCE = "compressor/training/README.md: what the guards see"

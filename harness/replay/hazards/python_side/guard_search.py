@@ -326,7 +326,21 @@ def _other_class() -> Kept:
     return lambda: held.factor, lambda value: setattr(held, "__class__", Two) if value == 2.0 else None
 
 
+def _on_parameter() -> Subject:
+    class Scaled(Net):
+        def middle(self, h: Tensor) -> Tensor:
+            weight: Any = self.last.weight
+            return h * weight.factor
+
+    model = Scaled()
+    weight: Any = model.last.weight
+    weight.factor = 1.0
+    step = TrainStep(model, classify, default_optimizer(model.parameters()))
+    return Subject(Trainer(step), at(6, lambda trainer: setattr(weight, "factor", 2.0)))
+
+
 _SEEN: tuple[Row, ...] = (
+    ("parameter_attribute", "an attribute of a parameter", _on_parameter),
     ("class_list", "a list on the class of a module", _in_model(_class_list)),
     ("class_dict", "a dict in a dict on the class of a module", _in_model(_class_dict)),
     ("mixin_list", "a list on a mixin", _in_model(_mixin_list)),
