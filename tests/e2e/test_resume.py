@@ -179,6 +179,7 @@ def test_killed_in_other_pipelines_and_settings(name: str, killer: Killer) -> No
     assert not lines or resumed != {None}
 
 
+@pytest.mark.nightly
 def test_killed_between_layers_that_share_a_scale(killer: Killer) -> None:
     """The scale of q_proj, k_proj and v_proj follows from all three, also where the first of them is a stage that is over."""
     name = "siblings in stages of their own"
@@ -186,6 +187,7 @@ def test_killed_between_layers_that_share_a_scale(killer: Killer) -> None:
     kill_and_resume(killer, name, [(lines[stage] + 5, "after") for stage in (0, 4, 7, 11)])
 
 
+@pytest.mark.nightly
 def test_killed_again_while_it_resumes(killer: Killer) -> None:
     draw = random.Random(1)
     num_events = len(killer.reference("mixed")[2])

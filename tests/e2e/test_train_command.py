@@ -123,6 +123,7 @@ def test_the_checkpoint_is_as_the_one_that_was_loaded_but_for_its_weights(run: R
     assert (run.out / "tokenizer.json").read_bytes() == (run.model / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.nightly
 def test_all_modes_give_the_bytes_of_eager_with_everything_switched_on(run: Runner, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.json"
     recipe.write_text(json.dumps(PRUNE))

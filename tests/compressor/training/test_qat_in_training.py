@@ -178,6 +178,7 @@ def test_embeddings_and_every_way_to_fix_scales_give_equal_codes(new_trainer, sc
     assert sum(isinstance(module, QuantizedLayer) for module in model.modules()) == 3
 
 
+@pytest.mark.nightly
 def test_a_trained_model_saves_and_loads_like_any_other(cases, new_trainer, tmp_path):
     from transformers import AutoModelForCausalLM
 

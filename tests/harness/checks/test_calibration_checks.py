@@ -22,6 +22,7 @@ def outcome(subject, number):
     return record.outcome, record.summary
 
 
+@pytest.mark.nightly
 def test_our_oneshot_passes():
     report = check(OurCalibration(), checks=[41, 42, 43, 44, 46, "calibration.every_token"])
     assert {record.outcome for record in report.records} == {Outcome.PASS}, report.to_text()

@@ -34,6 +34,7 @@ def test_profiles_are_what_they_say() -> None:
     assert PROFILES["pr"].machine_settings().database is None
 
 
+@pytest.mark.nightly
 def test_a_session_that_forgets_is_found_and_shrunk_to_a_few_steps() -> None:
     class Forgetful(Session):
         def abort(self) -> None:

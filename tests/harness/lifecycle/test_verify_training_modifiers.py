@@ -32,6 +32,7 @@ def test_modifiers_of_a_training_keep_the_contract(modifier: Modifier) -> None:
     assert skipped <= {"lifecycle.nested_contexts", "lifecycle.already_quantized"}  # no hooks; pruning what is pruned changes nothing
 
 
+@pytest.mark.nightly
 def test_static_ranges_without_a_batch_are_refused_and_rolled_back() -> None:
     modifier = QuantizationModifier(config_groups=INT8, start=0)
     assert verify(modifier, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.rolls_back", "lifecycle.nothing_left"]).passed

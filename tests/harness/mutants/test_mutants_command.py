@@ -101,6 +101,7 @@ def test_a_bug_that_a_check_sees_and_one_that_only_a_machine_sees(capsys: pytest
     assert (result["num_killed"], result["num_mutants"], result["num_only_machines"]) == (2, 2, 1)
 
 
+@pytest.mark.nightly
 def test_all_checks_look_where_that_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mutants", "lifecycle", "--mutant", "one_of_a_type", "--all-checks", "--jobs", "1", "--json"]) == 0
     (mutant,) = json.loads(capsys.readouterr().out)["lifecycle"]["mutants"]
