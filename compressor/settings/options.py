@@ -27,6 +27,9 @@ class Option:
         metavar: of its value in the help.
         read: from the text to the value.
         choices: of the value, where its type does not say them.
+        positional: it is told by its place; `nargs` says how many there are.
+        nargs: as argparse takes it, of one that is told by its place.
+        action: an action of argparse of one's own.
         many: it is followed by several values.
         repeats: it may be given several times.
         negates: given, it makes a field False that is True otherwise.
@@ -38,7 +41,10 @@ class Option:
     flag: str | None = None
     metavar: str | None = None
     read: Callable[[str], Any] | None = None
-    choices: tuple[str, ...] | None = None
+    choices: tuple[Any, ...] | None = None
+    positional: bool = False
+    nargs: str | None = None
+    action: type[argparse.Action] | None = None
     many: bool = False
     repeats: bool = False
     negates: bool = False
@@ -133,10 +139,18 @@ def add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> No
     groups: dict[str, Any] = {}
     found = [(name, field, option) for name, field in settings.model_fields.items() if (option := _option(field)) is not None]
     for name, field, option in sorted(found, key=lambda one: (not _is_required(one[1], one[2]), _depth(settings, one[0]))):
+        if option.positional:
+            _add_positional(parser, name, field, option)
+            continue
         if option.group is not None and option.group not in groups:
             groups[option.group] = parser.add_mutually_exclusive_group()
         flag = option.flag or "--" + name.replace("_", "-")
         groups.get(option.group or "", parser).add_argument(flag, dest=name, help=_help(field, option), **_how(field, option))
+
+
+def _add_positional(parser: argparse.ArgumentParser, name: str, field: FieldInfo, option: Option) -> None:
+    how: dict[str, Any] = {"metavar": option.metavar, "nargs": option.nargs, "type": option.read, "choices": option.choices}
+    parser.add_argument(name, help=_help(field, option), **{key: value for key, value in how.items() if value is not None})
 
 
 def _depth(settings: type[Settings], name: str) -> int:
@@ -167,6 +181,8 @@ def _how(field: FieldInfo, option: Option) -> dict[str, Any]:
         common["nargs"] = "+"
     if option.repeats:
         common["action"] = "append"
+    if option.action is not None:
+        common["action"] = option.action
     return common
 
 
@@ -179,9 +195,13 @@ def _literals(annotation: Any) -> tuple[str, ...] | None:
     return None
 
 
+_SPELLED = (bool, int, float, str, Path)
+"""Defaults that the help spells out; of others its text speaks."""
+
+
 def _help(field: FieldInfo, option: Option) -> str:
     said = " ".join((option.help or field.description or "").split()).removesuffix(".").replace("%", "%%")
-    if option.negates or field.is_required() or any(field.default is none for none in (None, False, ())):
+    if option.negates or field.is_required() or field.default is False or not isinstance(field.default, _SPELLED):
         return said
     return f"{said} (default: {field.default})"
 
@@ -206,8 +226,23 @@ def chosen(args: argparse.Namespace, settings: type[Settings]) -> dict[str, Any]
     return given
 
 
-P = ParamSpec("P")
 S = TypeVar("S", bound=Settings)
+
+
+def settings_of(args: argparse.Namespace, settings: type[S]) -> S:
+    """Return what was given on a command line, and the defaults of the rest.
+
+    Args:
+        args: as `add_options` declared them.
+        settings: of the verb.
+
+    Returns:
+        The settings.
+    """
+    return settings(**chosen(args, settings))
+
+
+P = ParamSpec("P")
 M = TypeVar("M")
 R = TypeVar("R")
 

@@ -6,12 +6,34 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated
 
+from compressor.settings.kinds import Flag, Text, Texts
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.profiles import PROFILES
 
 EPILOG = """exit codes: 0 every check passed or did not apply, 1 a check failed, 2 no check applied,
 3 no verdict: bad input or a failure of the harness itself;
 whatever the code of a subject raises is a finding, sys.exit(0) too, and only an interrupt ends a run"""
+
+
+class CheckSettings(Settings):
+    """The choices of one run of the catalogue."""
+
+    subject: Annotated[Text, Option(positional=True, metavar="PACKAGE.MODULE:NAME")]
+    """An object, also FILE.py:NAME, that offers a protocol of harness.checks.protocols, or a list of them."""
+    checks: Annotated[Texts | None, Option("--check", metavar="NAME", repeats=True)] = None
+    """Run only this check, by name or number; may be given several times."""
+    expect_failure: Annotated[Texts, Option(metavar="NAME=REASON", repeats=True)] = ()
+    """A check that fails today, and must."""
+    profile: Annotated[Text, Option(choices=tuple(PROFILES))] = "pr"
+    """How many random inputs are drawn."""
+    no_draws: Annotated[Flag, Option()] = False
+    """Only the fixed inputs, no random ones."""
+    as_json: Annotated[Flag, Option("--json", group="shown")] = False
+    """Print JSON instead of the tables."""
+    junit: Annotated[Flag, Option(group="shown")] = False
+    """Print JUnit documents instead of the tables."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,20 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the verb; changed.
     """
     parser.epilog = EPILOG
-    parser.add_argument(
-        "subject",
-        metavar="PACKAGE.MODULE:NAME",
-        help="an object, also FILE.py:NAME, that offers a protocol of harness.checks.protocols, or a list of them",
-    )
-    parser.add_argument(
-        "--check", action="append", metavar="NAME", help="run only this check, by name or number; may be given several times"
-    )
-    parser.add_argument("--expect-failure", action="append", default=[], metavar="NAME=REASON", help="a check that fails today, and must")
-    parser.add_argument("--profile", choices=tuple(PROFILES), default="pr", help="how many random inputs are drawn (default: pr)")
-    parser.add_argument("--no-draws", action="store_true", help="only the fixed inputs, no random ones")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="print JSON instead of the tables")
-    shown.add_argument("--junit", action="store_true", help="print JUnit documents instead of the tables")
+    add_options(parser, CheckSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserInputError: an expected failure without a reason, or no subject.
     """
+    settings = settings_of(args, CheckSettings)
     from compressor.errors import UserInputError
     from compressor.json_text import to_json
     from compressor.object_reference import own_names, resolve
@@ -57,22 +67,22 @@ def run(args: argparse.Namespace) -> int:
     from harness.reporting.verdict import EXIT_CODES, Verdict
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
-    found = resolve(args.subject, "subject", names=own_names, files=True).value
+    found = resolve(settings.subject, "subject", names=own_names, files=True).value
     subjects = list(found) if isinstance(found, list | tuple) else [found]
-    reasons = dict(text.partition("=")[::2] for text in args.expect_failure)
+    reasons = dict(text.partition("=")[::2] for text in settings.expect_failure)
     if not all(reasons.values()):
         raise UserInputError("--expect-failure: a check without a reason was given; write NAME=REASON")
     if not subjects:
-        raise UserInputError(f"{args.subject}: an empty list was given; name at least one subject")
+        raise UserInputError(f"{settings.subject}: an empty list was given; name at least one subject")
     reports = []
-    for one, checks in _asked(subjects, args.check, reasons):
+    for one, checks in _asked(subjects, settings.checks, reasons):
         own = {name: reasons[name] for name in _those_of(one, reasons)} if reasons else {}
-        reports.append(check(one, checks=checks, expected_failures=own, profile=args.profile, draws=not args.no_draws))
-    if args.json:
+        reports.append(check(one, checks=checks, expected_failures=own, profile=settings.profile, draws=not settings.no_draws))
+    if settings.as_json:
         print(to_json([report.to_dict() for report in reports]), end="")
     else:
         for report in reports:
-            print(report.to_junit() if args.junit else report.to_text(), end="")
+            print(report.to_junit() if settings.junit else report.to_text(), end="")
     verdicts = [decide(report.records) for report in reports]
     worst = next((verdict for verdict in (Verdict.REGRESSION, Verdict.INCONCLUSIVE) if verdict in verdicts), Verdict.PASS)
     return EXIT_CODES[worst]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from compressor.settings.kinds import FilePath, Flag, Text, Texts
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.errors import GoldenError
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
@@ -37,6 +40,56 @@ _MAX_TIER = 50
 """Characters of the column of tiers."""
 
 
+class GoldenSettings(Settings):
+    """Where goldens lie, and how what was found is printed."""
+
+    golden_dir: Annotated[FilePath | None, Option(metavar="DIR", read=Path)] = None
+    """Folder of the goldens (default: the last run's, else golden)."""
+    cache_dir: Annotated[FilePath, Option(metavar="DIR", read=Path)] = Path(".harness_cache")
+    """Folder of what the last runs left."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the result as JSON."""
+
+
+class FailedSettings(GoldenSettings):
+    """Which failed checks are meant."""
+
+    names: Annotated[Texts, Option(positional=True, nargs="*", metavar="NAME")] = ()
+    """Goldens, as the tests call them (default: all that failed)."""
+
+
+class DiffSettings(FailedSettings):
+    """How differences are shown."""
+
+    html: Annotated[FilePath | None, Option(metavar="FILE", read=Path)] = None
+    """Write a page with a heat map of each difference."""
+
+
+class AcceptSettings(FailedSettings):
+    """How outputs become goldens."""
+
+    reason: Annotated[str, Option(metavar="TEXT")] = ""
+    """Why limits are loosened; kept in the manifest."""
+    variant: Annotated[Flag, Option()] = False
+    """Add this platform's outputs beside those of the others."""
+
+
+class PruneSettings(GoldenSettings):
+    """Which goldens go."""
+
+    names: Annotated[Texts, Option(positional=True, nargs="*", metavar="NAME")] = ()
+    """Delete these, used or not (with --delete)."""
+    delete: Annotated[Flag, Option()] = False
+    """Delete what is unused; without it, only list it."""
+
+
+class WhySettings(GoldenSettings):
+    """Which golden is asked for."""
+
+    name: Annotated[Text, Option(positional=True, metavar="NAME")]
+    """Golden, as the test calls it."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb.
 
@@ -44,22 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the verb; changed.
     """
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    made = {name: actions.add_parser(name, help=text, description=text, epilog=_CODES[name]) for name, text in _HELP.items()}
-    for name, action in made.items():
-        if name == "why":
-            action.add_argument("names", nargs=1, metavar="NAME", help="golden, as the test calls it")
-        elif name == "prune":
-            action.add_argument("names", nargs="*", metavar="NAME", help="delete these, used or not (with --delete)")
-        elif name in ("diff", "accept"):
-            action.add_argument("names", nargs="*", metavar="NAME", help="goldens, as the tests call them (default: all that failed)")
-        action.add_argument("--golden-dir", type=Path, metavar="DIR", help="folder of the goldens (default: the last run's, else golden)")
-        action.add_argument("--cache-dir", type=Path, default=Path(".harness_cache"), metavar="DIR",
-                            help="folder of what the last runs left (default: .harness_cache)")  # fmt: skip
-        action.add_argument("--json", action="store_true", help="print the result as JSON")
-    made["diff"].add_argument("--html", type=Path, metavar="FILE", help="write a page with a heat map of each difference")
-    made["accept"].add_argument("--reason", default="", metavar="TEXT", help="why limits are loosened; kept in the manifest")
-    made["accept"].add_argument("--variant", action="store_true", help="add this platform's outputs beside those of the others")
-    made["prune"].add_argument("--delete", action="store_true", help="delete what is unused; without it, only list it")
+    for name, text in _HELP.items():
+        add_options(actions.add_parser(name, help=text, description=text, epilog=_CODES[name]), _ACTIONS[name].settings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,66 +110,67 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code that the action documents.
     """
-    return _ACTIONS[args.action](args)
+    action = _ACTIONS[args.action]
+    return action.run(settings_of(args, action.settings))
 
 
-def _root(args: argparse.Namespace) -> Path:
+def _root(settings: GoldenSettings) -> Path:
     """The folder of goldens: as asked, else that of the last run, which stood at the root of the project."""
     from harness.goldens.store.usage import USAGE_FILE, read_usage
 
-    if args.golden_dir:
-        root: Path = args.golden_dir
+    if settings.golden_dir:
+        root: Path = settings.golden_dir
     else:
-        root = args.cache_dir.parent / (read_usage(args.cache_dir / USAGE_FILE) or {}).get("golden_dir", "golden")
+        root = settings.cache_dir.parent / (read_usage(settings.cache_dir / USAGE_FILE) or {}).get("golden_dir", "golden")
     return root
 
 
-def _candidates(args: argparse.Namespace) -> list[Candidate]:
+def _candidates(settings: FailedSettings) -> list[Candidate]:
     """The candidates that are asked for; a name that is none is an error."""
     from harness.goldens.store.candidates import CandidateFolder
 
-    found = list(CandidateFolder(args.cache_dir / "golden").all())
-    missing = [name for name in args.names if name not in {candidate.name for candidate in found}]
+    found = list(CandidateFolder(settings.cache_dir / "golden").all())
+    missing = [name for name in settings.names if name not in {candidate.name for candidate in found}]
     if missing:
         held = ", ".join(sorted({candidate.name for candidate in found})) or "none at all"
         raise GoldenError(f"golden {missing[0]!r}: no failed check of it is on record (there are: {held}); run its test first")
-    return [candidate for candidate in found if not args.names or candidate.name in args.names]
+    return [candidate for candidate in found if not settings.names or candidate.name in settings.names]
 
 
-def _diff(args: argparse.Namespace) -> int:
+def _diff(settings: DiffSettings) -> int:
     from harness.goldens.differences import Difference, difference_of
     from harness.goldens.page import write_page
     from harness.goldens.store.usage import USAGE_FILE, read_usage
 
-    found: list[Difference] = [difference_of(_root(args), candidate) for candidate in _candidates(args)]
+    found: list[Difference] = [difference_of(_root(settings), candidate) for candidate in _candidates(settings)]
     found = [difference for difference in found if not difference.ok]
-    if args.html:
-        write_page(args.html, found)
-    _print(args, [difference.to_dict() for difference in found], [line for difference in found for line in difference.lines()])
+    if settings.html:
+        write_page(settings.html, found)
+    _print(settings, [difference.to_dict() for difference in found], [line for difference in found for line in difference.lines()])
     if found:
         return EXIT_CODES[Verdict.REGRESSION]
-    if read_usage(args.cache_dir / USAGE_FILE) is None:
-        print(f"{args.cache_dir}: no run of the tests is on record; run pytest first", file=sys.stderr)
+    if read_usage(settings.cache_dir / USAGE_FILE) is None:
+        print(f"{settings.cache_dir}: no run of the tests is on record; run pytest first", file=sys.stderr)
         return EXIT_CODES[Verdict.INCONCLUSIVE]
     return EXIT_CODES[Verdict.PASS]
 
 
-def _accept(args: argparse.Namespace) -> int:
+def _accept(settings: AcceptSettings) -> int:
     from harness.goldens.store.candidates import CandidateFolder
     from harness.goldens.store.store import GoldenVerdict
     from harness.goldens.store.writer import accept
 
     _refuse_ci("accept")
-    candidates = _candidates(args)
+    candidates = _candidates(settings)
     vacuous = [candidate for candidate in candidates if candidate.verdict == GoldenVerdict.VACUOUS.value]
     if vacuous:
         raise GoldenError(f"golden {vacuous[0].name!r}: {vacuous[0].summary}; such a limit is never accepted")
-    done = accept(_root(args), candidates, reason=args.reason, add_variant=args.variant)
-    folder = CandidateFolder(args.cache_dir / "golden")
+    done = accept(_root(settings), candidates, reason=settings.reason, add_variant=settings.variant)
+    folder = CandidateFolder(settings.cache_dir / "golden")
     for candidate in candidates:
         folder.drop(candidate.name, candidate.test)
     lines = [f"written: {line}" for line in done.written] + [f"unchanged: {name}" for name in done.unchanged]
-    _print(args, {"written": list(done.written), "unchanged": list(done.unchanged)}, lines or ["nothing to accept"])
+    _print(settings, {"written": list(done.written), "unchanged": list(done.unchanged)}, lines or ["nothing to accept"])
     return EXIT_CODES[Verdict.PASS]
 
 
@@ -142,59 +182,59 @@ def _refuse_ci(action: str) -> None:
         raise GoldenError(f"golden {action}: is refused, because {ci} is set and a CI machine never writes goldens; run it locally")
 
 
-def _rename(args: argparse.Namespace) -> int:
+def _rename(settings: GoldenSettings) -> int:
     from harness.goldens.store.renaming import rename
 
     _refuse_ci("rename")
-    done = rename(_root(args))
-    _print(args, {"renamed": list(done)}, [f"renamed: {line}" for line in done] or ["every name is right already"])
+    done = rename(_root(settings))
+    _print(settings, {"renamed": list(done)}, [f"renamed: {line}" for line in done] or ["every name is right already"])
     return EXIT_CODES[Verdict.PASS]
 
 
-def _prune(args: argparse.Namespace) -> int:
+def _prune(settings: PruneSettings) -> int:
     from harness.goldens.store.listing import unused_goldens
     from harness.goldens.store.usage import USAGE_FILE, read_usage
     from harness.goldens.store.writer import remove
 
-    root = _root(args)
-    unused, unsure = list[str](args.names), list[str]()
-    if args.names and not args.delete:
+    root = _root(settings)
+    unused, unsure = list[str](settings.names), list[str]()
+    if settings.names and not settings.delete:
         raise GoldenError("golden prune: names were given without --delete, which would do nothing; give both")
-    if not args.names:
-        usage = read_usage(args.cache_dir / USAGE_FILE)
+    if not settings.names:
+        usage = read_usage(settings.cache_dir / USAGE_FILE)
         if usage is None or not usage["complete"]:
             why = "; ".join(usage["gaps"]) if usage else "no run is on record"
             print(f"{root}: which goldens no test uses cannot be known ({why}); run pytest on all tests first", file=sys.stderr)
             return EXIT_CODES[Verdict.INCONCLUSIVE]
         unused, unsure = unused_goldens(root, usage)
-    deleted = list(remove(root, unused)) if args.delete and unused else []
+    deleted = list(remove(root, unused)) if settings.delete and unused else []
     lines = [f"{'deleted' if deleted else 'unused'}: {name}" for name in unused]
     lines += [f"kept: {name}: its test was skipped or failed, so whether it is used cannot be known" for name in unsure]
-    _print(args, {"unused": unused, "deleted": deleted, "unknown": unsure}, lines or ["every golden is used"])
+    _print(settings, {"unused": unused, "deleted": deleted, "unknown": unsure}, lines or ["every golden is used"])
     return EXIT_CODES[Verdict.REGRESSION if unused and not deleted else Verdict.PASS]
 
 
-def _why(args: argparse.Namespace) -> int:
+def _why(settings: WhySettings) -> int:
     from harness.goldens.store.listing import explain, find
 
-    entry: GoldenEntry = find(_root(args), args.names[0])
+    entry: GoldenEntry = find(_root(settings), settings.name)
     data, lines = explain(entry)
-    _print(args, data, lines)
+    _print(settings, data, lines)
     return EXIT_CODES[Verdict.PASS]
 
 
-def _list(args: argparse.Namespace) -> int:
+def _list(settings: GoldenSettings) -> int:
     from harness.goldens.report import aligned
     from harness.goldens.store.listing import state_of_goldens
 
-    rows = state_of_goldens(_root(args))
+    rows = state_of_goldens(_root(settings))
     headings = ("golden", "tensors", "bytes", "tier", "platforms", "state")
     cells = [
         (row["name"], str(row["tensors"]), f"{row['bytes']:,}", row["tier"], ", ".join(row["platforms"]), row["state"]) for row in rows
     ]
     total = sum(row["bytes"] for row in rows)
     table = aligned([headings, *cells]) if cells else []
-    _print(args, rows, [*table, f"{len(rows)} goldens, {total:,} bytes"])
+    _print(settings, rows, [*table, f"{len(rows)} goldens, {total:,} bytes"])
     return 0 if all(row["state"] == "ok" for row in rows) else 1
 
 
@@ -203,17 +243,23 @@ def _short(tier: str) -> str:
     return tier if len(tier) <= _MAX_TIER else tier[: _MAX_TIER - 3] + "..."
 
 
-def _print(args: argparse.Namespace, data: Any, lines: Sequence[str]) -> None:
+def _print(settings: GoldenSettings, data: Any, lines: Sequence[str]) -> None:
     from compressor.json_text import to_json
 
-    sys.stdout.write(to_json(data) if args.json else "".join(f"{line}\n" for line in lines))
+    sys.stdout.write(to_json(data) if settings.as_json else "".join(f"{line}\n" for line in lines))
 
 
-_ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "diff": _diff,
-    "accept": _accept,
-    "prune": _prune,
-    "why": _why,
-    "rename": _rename,
-    "list": _list,
+@dataclass(frozen=True)
+class _Action:
+    settings: type[GoldenSettings]
+    run: Callable[[Any], int]
+
+
+_ACTIONS: Mapping[str, _Action] = {
+    "diff": _Action(DiffSettings, _diff),
+    "accept": _Action(AcceptSettings, _accept),
+    "prune": _Action(PruneSettings, _prune),
+    "why": _Action(WhySettings, _why),
+    "rename": _Action(GoldenSettings, _rename),
+    "list": _Action(GoldenSettings, _list),
 }

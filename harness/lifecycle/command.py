@@ -5,57 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from compressor.settings.kinds import Flag, Number, Text, Texts
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.profiles import PROFILES
 
 EPILOG = """exit codes: 0 every check passed or did not apply, 1 a check failed, 2 nothing can be said (a modifier that needs settings),
 3 no verdict: bad input or a failure of the harness itself"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the verb.
-
-    Args:
-        parser: of the verb; changed.
-    """
-    parser.epilog = EPILOG
-    parser.add_argument("modifier", metavar="PACKAGE.MODULE:NAME", help="a modifier class, or a fresh modifier object; also FILE.py:NAME")
-    parser.add_argument(
-        "--settings", metavar="JSON", type=_settings, default={}, help='settings for a class, such as \'{"scheme": "W4A16"}\''
-    )
-    parser.add_argument("--profile", choices=tuple(PROFILES), default="pr", help="how long the state machine looks (default: pr)")
-    parser.add_argument(
-        "--check", action="append", metavar="NAME", help="run only this check, by name or number; may be given several times"
-    )
-    parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="a contract tag of the modifier, such as in_place")
-    parser.add_argument("--time-limit", metavar="S", type=_seconds, help="seconds that one call may take before it hangs (default: 20)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of the table")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Verify, and print the report.
-
-    Args:
-        args: as declared by `add_arguments`.
-
-    Returns:
-        The exit code of the verdict.
-    """
-    from harness.lifecycle.template import UnusableError, find_subject
-    from harness.lifecycle.verify import TIME_LIMIT, unusable_report, verify
-
-    sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
-    try:
-        subject = find_subject(args.modifier, args.settings)
-    except UnusableError as reason:
-        report = unusable_report(args.modifier.rpartition(":")[2], args.profile, reason)
-    else:
-        limit = args.time_limit or TIME_LIMIT
-        report = verify(subject, tags=args.tag, checks=args.check, profile=args.profile, time_limit=limit)
-    print(report.to_json() if args.json else report.to_text(), end="")
-    return report.exit_code
 
 
 def _settings(text: str) -> dict[str, Any]:
@@ -76,3 +35,57 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
+
+
+class VerifySettings(Settings):
+    """The choices of one verification of a modifier."""
+
+    modifier: Annotated[Text, Option(positional=True, metavar="PACKAGE.MODULE:NAME")]
+    """A modifier class, or a fresh modifier object; also FILE.py:NAME."""
+    settings: Annotated[Mapping[str, Any] | None, Option(metavar="JSON", read=_settings)] = None
+    """Settings for a class, such as '{"scheme": "W4A16"}'."""
+    profile: Annotated[Text, Option(choices=tuple(PROFILES))] = "pr"
+    """How long the state machine looks."""
+    checks: Annotated[Texts | None, Option("--check", metavar="NAME", repeats=True)] = None
+    """Run only this check, by name or number; may be given several times."""
+    tag: Annotated[Texts, Option(metavar="TAG", repeats=True)] = ()
+    """A contract tag of the modifier, such as in_place."""
+    time_limit: Annotated[Number | None, Option(metavar="S", read=_seconds)] = None
+    """Seconds that one call may take before it hangs (default: 20)."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the report as JSON instead of the table."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb.
+
+    Args:
+        parser: of the verb; changed.
+    """
+    parser.epilog = EPILOG
+    add_options(parser, VerifySettings)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify, and print the report.
+
+    Args:
+        args: as declared by `add_arguments`.
+
+    Returns:
+        The exit code of the verdict.
+    """
+    settings = settings_of(args, VerifySettings)
+    from harness.lifecycle.template import UnusableError, find_subject
+    from harness.lifecycle.verify import TIME_LIMIT, unusable_report, verify
+
+    sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
+    try:
+        subject = find_subject(settings.modifier, settings.settings or {})
+    except UnusableError as reason:
+        report = unusable_report(settings.modifier.rpartition(":")[2], settings.profile, reason)
+    else:
+        limit = settings.time_limit or TIME_LIMIT
+        report = verify(subject, tags=settings.tag, checks=settings.checks, profile=settings.profile, time_limit=limit)
+    print(report.to_json() if settings.as_json else report.to_text(), end="")
+    return report.exit_code

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from compressor.console import positive
 from compressor.json_text import to_json
-from harness.mutants.family import TABLE
+from compressor.settings.kinds import Flag, Text, Texts, Whole
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
@@ -22,6 +23,23 @@ EPILOG = """exit codes: 0 every planted bug was seen and nothing without one, 1 
 3 bad input or a failure of the harness itself"""
 
 
+class MutantSettings(Settings):
+    """Which planted bugs are looked for."""
+
+    family: Annotated[Text | None, Option(positional=True, nargs="?", metavar="FAMILY")] = None
+    """Only this family of the table (default: all)."""
+    table: Annotated[Text, Option(metavar="WHERE:NAME")] = "tests.mutation.families:FAMILIES"
+    """Lists the families, by name."""
+    mutant: Annotated[Texts | None, Option(metavar="NAME", repeats=True)] = None
+    """Plant only this bug; may be given several times."""
+    all_checks: Annotated[Flag, Option()] = False
+    """Let every check look, not only up to the first that sees the bug."""
+    jobs: Annotated[Whole | None, Option(metavar="N", read=positive)] = None
+    """Processes (default: one per core)."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the result as JSON instead of the table."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb.
 
@@ -29,12 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the verb; changed.
     """
     parser.epilog = EPILOG
-    parser.add_argument("family", metavar="FAMILY", nargs="?", help="only this family of the table (default: all)")
-    parser.add_argument("--table", metavar="WHERE:NAME", default=TABLE, help=f"lists the families, by name (default: {TABLE})")
-    parser.add_argument("--mutant", action="append", metavar="NAME", help="plant only this bug; may be given several times")
-    parser.add_argument("--all-checks", action="store_true", help="let every check look, not only up to the first that sees the bug")
-    parser.add_argument("--jobs", metavar="N", type=positive, help="processes (default: one per core)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of the table")
+    add_options(parser, MutantSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,12 +59,13 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 if a bug survived or the control did not pass.
     """
+    settings = settings_of(args, MutantSettings)
     from harness.mutants.family import find_family, listed_families
 
     sys.path.insert(0, str(Path.cwd()))  # the repository in which the command is run
-    names = [args.family] if args.family else list(listed_families(args.table))
-    results = {name: _fates(find_family(name, args.table), args) for name in names}
-    if args.json:
+    names = [settings.family] if settings.family else list(listed_families(settings.table))
+    results = {name: _fates(find_family(name, settings.table), settings) for name in names}
+    if settings.as_json:
         print(to_json({name: summary(fates) for name, fates in results.items()}), end="")
     else:
         for fates in results.values():
@@ -59,16 +73,16 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_CODES[Verdict.PASS if all(_is_well(fate) for fates in results.values() for fate in fates) else Verdict.REGRESSION]
 
 
-def _fates(family: Family, args: argparse.Namespace) -> list[Fate]:
+def _fates(family: Family, settings: MutantSettings) -> list[Fate]:
     """Return the fates in the order of the table, the control first where all bugs are planted."""
     from compressor.progress import RichProgress
     from harness.mutants.hunt import hunt
 
-    mutants = [*([] if args.mutant else [None]), *family.chosen(args.mutant)]
+    mutants = [*([] if settings.mutant else [None]), *family.chosen(settings.mutant)]
     fates: dict[int, Fate] = {}
-    jobs = min(args.jobs or os.cpu_count() or 1, len(mutants))
+    jobs = min(settings.jobs or os.cpu_count() or 1, len(mutants))
     with RichProgress().task(f"{family.name} mutants", len(mutants)) as task:
-        for number, fate in hunt(family, mutants, args.all_checks, jobs, args.table):
+        for number, fate in hunt(family, mutants, settings.all_checks, jobs, settings.table):
             fates[number] = fate
             task.advance(note=f"{fate.mutant.name if fate.mutant else 'control'}: {next(iter(fate.killed_by), 'nothing is seen')}")
     return [fates[number] for number in sorted(fates)]

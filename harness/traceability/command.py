@@ -8,9 +8,11 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from compressor.json_text import to_json
+from compressor.settings.kinds import Flag, Texts
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.errors import HarnessError
 from harness.reporting.verdict import EXIT_CODES, worst
 
@@ -24,6 +26,25 @@ EPILOG = """exit codes: 0 nothing was silently wrong and nothing crashed (refusa
 failure of the harness itself"""
 
 
+class AuditSettings(Settings):
+    """The choices of one audit."""
+
+    names: Annotated[Texts, Option(positional=True, nargs="*", metavar="ARCH")] = ()
+    """Architectures of the zoo, or toys (default: all that must pass)."""
+    engine: Annotated[Texts | None, Option(choices=("auto", "graph", "suspend"), repeats=True)] = None
+    """Which engine traces; may be given several times (auto)."""
+    targets: Annotated[Texts | None, Option(choices=_LEVELS, repeats=True)] = None
+    """Which modules are sequential targets; may be given several times (all three)."""
+    toys: Annotated[Flag, Option()] = False
+    """The toys made to deceive a tracer, instead of the architectures."""
+    more: Annotated[Flag, Option()] = False
+    """The architectures beyond the list, too."""
+    peer: Annotated[Flag, Option()] = False
+    """Trace with llmcompressor's trace_subgraphs, which must be installed."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the verdicts as JSON instead of the table."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb.
 
@@ -31,17 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the verb; changed.
     """
     parser.epilog = EPILOG
-    parser.add_argument("names", nargs="*", metavar="ARCH", help="architectures of the zoo, or toys (default: all that must pass)")
-    parser.add_argument(
-        "--engine", action="append", choices=("auto", "graph", "suspend"), help="which engine traces; may be given several times (auto)"
-    )
-    parser.add_argument(
-        "--targets", action="append", choices=_LEVELS, help="which modules are sequential targets; may be given several times (all three)"
-    )
-    parser.add_argument("--toys", action="store_true", help="the toys made to deceive a tracer, instead of the architectures")
-    parser.add_argument("--more", action="store_true", help="the architectures beyond the list, too")
-    parser.add_argument("--peer", action="store_true", help="trace with llmcompressor's trace_subgraphs, which must be installed")
-    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON instead of the table")
+    add_options(parser, AuditSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,35 +67,36 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         HarnessError: a name is unknown, or the choices do not go together.
     """
-    if args.peer and args.engine:
+    settings = settings_of(args, AuditSettings)
+    if settings.peer and settings.engine:
         raise HarnessError("--engine: chooses an engine of this project, but --peer traces with another library; leave one of them out")
 
     with contextlib.redirect_stdout(sys.stderr):  # what models and other libraries print must not mix with the verdicts
-        rows = _audit_all(_subjects(args), list(dict.fromkeys(args.targets or _LEVELS)), _auditors(args))
-    if args.json:
+        rows = _audit_all(_subjects(settings), list(dict.fromkeys(settings.targets or _LEVELS)), _auditors(settings))
+    if settings.as_json:
         print(to_json(_summary(rows)), end="")
     else:
         _print(rows)
     return EXIT_CODES[worst(row.finding.verdict for row in rows)]
 
 
-def _auditors(args: argparse.Namespace) -> list[Auditor]:
+def _auditors(settings: AuditSettings) -> list[Auditor]:
     from harness.traceability.audit import Auditor
 
-    if args.peer:
+    if settings.peer:
         from harness.traceability.peer import PeerAuditor
 
         return [PeerAuditor()]
-    return [Auditor(engine) for engine in dict.fromkeys(args.engine or ("auto",))]
+    return [Auditor(engine) for engine in dict.fromkeys(settings.engine or ("auto",))]
 
 
-def _subjects(args: argparse.Namespace) -> list[Subject]:
+def _subjects(settings: AuditSettings) -> list[Subject]:
     from harness.traceability.architectures import choose
     from harness.traceability.toys.registry import TOYS
 
-    toys = [TOYS[name] for name in args.names if name in TOYS] if args.names else list(TOYS.values()) if args.toys else []
-    names = [name for name in args.names if name not in TOYS]
-    architectures = choose(names, more=args.more) if names or not toys else []
+    toys = [TOYS[name] for name in settings.names if name in TOYS] if settings.names else list(TOYS.values()) if settings.toys else []
+    names = [name for name in settings.names if name not in TOYS]
+    architectures = choose(names, more=settings.more) if names or not toys else []
     return [*(one.subject() for one in architectures), *(one.subject() for one in toys)]
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from compressor.console import count, positive
+from compressor.settings.kinds import FilePath, Flag, Number, Text, Whole
+from compressor.settings.options import Option, Settings, add_options, settings_of
 
 if TYPE_CHECKING:
     from harness.validation.compare import ValidationReport
@@ -16,34 +18,6 @@ if TYPE_CHECKING:
 
 EPILOG = """exit codes: 0 pass, 1 regression (a check failed), 2 inconclusive (nothing failed, but a check could not tell),
 3 no verdict: bad input or a failure of the harness itself"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the verb.
-
-    Args:
-        parser: of the verb; changed.
-    """
-    parser.epilog = EPILOG
-    parser.add_argument("base", metavar="BASE", type=Path, help="folder of the model that was compressed, a causal language model")
-    parser.add_argument("compressed", metavar="COMPRESSED", type=Path, help="folder of the compressed checkpoint")
-    parser.add_argument("--dataset", metavar="D", required=True, help="held-out data: .safetensors (input_ids), .jsonl, .txt, .parquet")
-    parser.add_argument("--policy", metavar="P.yaml", type=Path, help="limits; what the file does not name keeps its default")
-    parser.add_argument(
-        "--trained",
-        action="store_true",
-        help="it was trained too (QAT, pruning): values may differ from the base's, behaviour decides",
-    )
-    parser.add_argument("--output-dir", metavar="O", type=Path, help="report folder, new or empty (default: ./<COMPRESSED>-validation)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON on standard output instead of the table")
-    parser.add_argument("--device", default="auto", help="where the models run: auto, cpu, cuda (default: auto)")
-    parser.add_argument(
-        "--max-seq-length", metavar="T", type=positive, help="tokens of a sequence (default: what the model takes, <= 2048)"
-    )
-    parser.add_argument("--num-samples", metavar="N", type=positive, default=512, help="sequences at most (default: 512)")
-    parser.add_argument("--seed", type=count, default=0, help="of the bootstrap (default: 0)")
-    parser.add_argument("--confidence", metavar="C", type=_confidence, help="of the intervals, over the policy's (default: 0.95)")
-    parser.add_argument("--quiet", action="store_true", help="show no progress bars")
 
 
 def _confidence(text: str) -> float:
@@ -56,6 +30,47 @@ def _confidence(text: str) -> float:
     return value
 
 
+class ValidateSettings(Settings):
+    """The choices of one validation."""
+
+    base: Annotated[FilePath, Option(positional=True, metavar="BASE", read=Path)]
+    """Folder of the model that was compressed, a causal language model."""
+    compressed: Annotated[FilePath, Option(positional=True, metavar="COMPRESSED", read=Path)]
+    """Folder of the compressed checkpoint."""
+    dataset: Annotated[Text, Option(metavar="D")]
+    """Held-out data: .safetensors (input_ids), .jsonl, .txt, .parquet."""
+    policy: Annotated[FilePath | None, Option(metavar="P.yaml", read=Path)] = None
+    """Limits; what the file does not name keeps its default."""
+    trained: Annotated[Flag, Option()] = False
+    """It was trained too (QAT, pruning): values may differ from the base's, behaviour decides."""
+    output_dir: Annotated[FilePath | None, Option(metavar="O", read=Path)] = None
+    """Report folder, new or empty (default: ./<COMPRESSED>-validation)."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the report as JSON on standard output instead of the table."""
+    device: Annotated[Text, Option()] = "auto"
+    """Where the models run: auto, cpu, cuda."""
+    max_seq_length: Annotated[Whole | None, Option(metavar="T", read=positive)] = None
+    """Tokens of a sequence (default: what the model takes, <= 2048)."""
+    num_samples: Annotated[Whole, Option(metavar="N", read=positive)] = 512
+    """Sequences at most."""
+    seed: Annotated[Whole, Option(read=count)] = 0
+    """Of the bootstrap."""
+    confidence: Annotated[Number | None, Option(metavar="C", read=_confidence)] = None
+    """Of the intervals, over the policy's (default: 0.95)."""
+    quiet: Annotated[Flag, Option()] = False
+    """Show no progress bars."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb.
+
+    Args:
+        parser: of the verb; changed.
+    """
+    parser.epilog = EPILOG
+    add_options(parser, ValidateSettings)
+
+
 def run(args: argparse.Namespace) -> int:
     """Validate, write the report and say what was found.
 
@@ -64,35 +79,36 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code of the verdict.
     """
-    policy = _policy(args)
-    output_dir = args.output_dir or Path(f"{args.compressed.resolve().name}-validation")
+    settings = settings_of(args, ValidateSettings)
+    policy = _policy(settings)
+    output_dir = settings.output_dir or Path(f"{settings.compressed.resolve().name}-validation")
     from compressor.progress import RichProgress, SilentProgress
     from harness.validation.compare import validate
     from harness.validation.report.page import check_output_dir, write_report
 
-    for source in (args.base, args.compressed):
+    for source in (settings.base, settings.compressed):
         check_output_dir(output_dir, source=source)
     report = validate(
-        args.base,
-        args.compressed,
-        args.dataset,
+        settings.base,
+        settings.compressed,
+        settings.dataset,
         policy=policy,
-        trained=args.trained,
-        device=args.device,
-        max_seq_length=args.max_seq_length,
-        num_samples=args.num_samples,
-        seed=args.seed,
-        progress=SilentProgress() if args.quiet else RichProgress(),
+        trained=settings.trained,
+        device=settings.device,
+        max_seq_length=settings.max_seq_length,
+        num_samples=settings.num_samples,
+        seed=settings.seed,
+        progress=SilentProgress() if settings.quiet else RichProgress(),
     )
-    _print(report, write_report(report, output_dir), as_json=args.json)
+    _print(report, write_report(report, output_dir), as_json=settings.as_json)
     return report.exit_code
 
 
-def _policy(args: argparse.Namespace) -> Policy:
+def _policy(settings: ValidateSettings) -> Policy:
     from harness.validation.policy import Policy, load_policy
 
-    policy = load_policy(args.policy)
-    return policy if args.confidence is None else Policy.model_validate({**policy.model_dump(), "confidence": args.confidence})
+    policy = load_policy(settings.policy)
+    return policy if settings.confidence is None else Policy.model_validate({**policy.model_dump(), "confidence": settings.confidence})
 
 
 def _print(report: ValidationReport, page: Path, *, as_json: bool) -> None:

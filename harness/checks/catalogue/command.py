@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from compressor.json_text import to_json
+from compressor.settings.kinds import Flag, Text
+from compressor.settings.options import Option, Settings, add_options, settings_of
+from harness.checks.catalogue.kinds import KINDS
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
 
@@ -94,16 +97,26 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
 # The verb `harness catalogue`: every check with its number, its statement, and the bugs that it would have caught.
 
 
+class CatalogueSettings(Settings):
+    """Which checks are listed."""
+
+    kind: Annotated[
+        Text | None,
+        Option(choices=tuple(KINDS)),
+    ] = None
+    """Only the checks for subjects of this kind."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print JSON instead of the table."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb.
 
     Args:
         parser: of the verb; changed.
     """
-    from harness.checks.catalogue.kinds import KINDS
 
-    parser.add_argument("--kind", choices=tuple(KINDS), help="only the checks for subjects of this kind")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    add_options(parser, CatalogueSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -115,8 +128,9 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0.
     """
-    rows = listing(args.kind)
-    if args.json:
+    settings = settings_of(args, CatalogueSettings)
+    rows = listing(settings.kind)
+    if settings.as_json:
         print(to_json(rows), end="")
         return EXIT_CODES[Verdict.PASS]
     from rich import box

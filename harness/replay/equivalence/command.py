@@ -6,10 +6,39 @@ import argparse
 import contextlib
 import sys
 import warnings
+from typing import Annotated
+
+from compressor.settings.kinds import Flag, Text, Texts, Whole
+from compressor.settings.options import Option, Settings, add_options, settings_of
 
 EPILOG = """exit codes: 0 every mode gave the same bits, 1 one differs or refuses the step, 2 nothing can be said (too few steps, a step
 that does not repeat itself), 3 no verdict: bad input or a failure of the harness itself"""
 _MODES = ("capture", "replay")
+
+
+class EquivalenceSettings(Settings):
+    """The choices of one comparison of modes."""
+
+    model: Annotated[Text, Option(positional=True, metavar="MODEL")]
+    """Folder of a causal language model, or an architecture of the zoo (harness trace-audit), tiny and random."""
+    steps: Annotated[Whole, Option(metavar="N", read=int)] = 12
+    """Training steps of each mode."""
+    batch_size: Annotated[Whole, Option(metavar="N", read=int)] = 2
+    """Rows of a batch."""
+    seq_length: Annotated[Whole, Option(metavar="N", read=int)] = 16
+    """Tokens of a row."""
+    modes: Annotated[Texts, Option(metavar="MODE", choices=_MODES, many=True)] = _MODES
+    """What is held against eager (default: both)."""
+    recipe: Annotated[Text | None, Option(metavar="FILE")] = None
+    """Recipe of modifiers that take part in training."""
+    device: Annotated[Text, Option(metavar="DEVICE")] = "auto"
+    """auto, cpu or cuda."""
+    seed: Annotated[Whole, Option(metavar="N", read=int)] = 0
+    """Of every random generator."""
+    every: Annotated[Whole, Option(metavar="N", read=int)] = 1
+    """Compare state after every so manieth step."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the result as JSON instead of the text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,22 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = EPILOG
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="folder of a causal language model, or an architecture of the zoo (harness trace-audit), tiny and random",
-    )
-    parser.add_argument("--steps", metavar="N", type=int, default=12, help="training steps of each mode (default: 12)")
-    parser.add_argument("--batch-size", metavar="N", type=int, default=2, help="rows of a batch (default: 2)")
-    parser.add_argument("--seq-length", metavar="N", type=int, default=16, help="tokens of a row (default: 16)")
-    parser.add_argument(
-        "--modes", metavar="MODE", nargs="+", choices=_MODES, default=_MODES, help="what is held against eager (default: both)"
-    )
-    parser.add_argument("--recipe", metavar="FILE", help="recipe of modifiers that take part in training")
-    parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of every random generator (default: 0)")
-    parser.add_argument("--every", metavar="N", type=int, default=1, help="compare state after every so manieth step (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of the text")
+    add_options(parser, EquivalenceSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,14 +60,17 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code of the verdict.
     """
+    settings = settings_of(args, EquivalenceSettings)
     from harness.replay.equivalence.compare import compare_modes
     from harness.replay.equivalence.models import Size, steps_of
     from harness.reporting.verdict import EXIT_CODES
 
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # what models print must not mix with the verdict
         warnings.simplefilter("ignore")
-        size = Size(args.batch_size, args.seq_length)
-        subject = steps_of(args.model, size, recipe=args.recipe, device=args.device)
-        found = compare_modes(subject.factory, subject.batch_at, args.modes, steps=args.steps, seed=args.seed, every=args.every)
-    print(found.to_json() if args.json else found.to_text(), end="")
+        size = Size(settings.batch_size, settings.seq_length)
+        subject = steps_of(settings.model, size, recipe=settings.recipe, device=settings.device)
+        found = compare_modes(
+            subject.factory, subject.batch_at, settings.modes, steps=settings.steps, seed=settings.seed, every=settings.every
+        )
+    print(found.to_json() if settings.as_json else found.to_text(), end="")
     return EXIT_CODES[found.verdict]

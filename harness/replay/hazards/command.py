@@ -8,8 +8,10 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from compressor.settings.kinds import Flag, Texts
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
@@ -20,6 +22,17 @@ EPILOG = """exit codes: 0 every hazard is equal or refused with the error that t
 as the table says, 3 bad input or a failure of the harness itself"""
 
 
+class HazardSettings(Settings):
+    """Which hazards run."""
+
+    only: Annotated[Texts | None, Option(metavar="NAME", repeats=True)] = None
+    """A hazard or a theme; may be given several times (default: all)."""
+    listing: Annotated[Flag, Option("--list")] = False
+    """Print the table without running anything."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the results as JSON instead of the table."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments.
 
@@ -27,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = EPILOG
-    parser.add_argument("--only", action="append", metavar="NAME", help="a hazard or a theme; may be given several times (default: all)")
-    parser.add_argument("--list", action="store_true", help="print the table without running anything")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the table")
+    add_options(parser, HazardSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,19 +52,20 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, or 1 if one is red.
     """
+    settings = settings_of(args, HazardSettings)
     from compressor.json_text import to_json
     from compressor.progress import RichProgress
     from harness.replay.hazards.registry import chosen_hazards, run_hazards
 
-    chosen = chosen_hazards(args.only)
-    if args.list:
+    chosen = chosen_hazards(settings.only)
+    if settings.listing:
         rows = [{"theme": theme, **_known(hazard)} for theme, hazard in chosen.values()]
-        print(to_json({"hazards": rows}) if args.json else _listing(rows), end="")
+        print(to_json({"hazards": rows}) if settings.as_json else _listing(rows), end="")
         return EXIT_CODES[Verdict.PASS]
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), RichProgress().task("hazards", len(chosen)) as task:
         warnings.simplefilter("ignore")
-        results = run_hazards(args.only, lambda result: task.advance(note=f"{result.hazard.name}: {result.fate.value}"))
-    if args.json:
+        results = run_hazards(settings.only, lambda result: task.advance(note=f"{result.hazard.name}: {result.fate.value}"))
+    if settings.as_json:
         print(to_json(_summary(results)), end="")
     else:
         _print(results)

@@ -6,10 +6,12 @@ import argparse
 import contextlib
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from compressor.errors import UserInputError
 from compressor.json_text import to_json
+from compressor.settings.kinds import Flag, Number, Text, Texts, Whole
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
@@ -23,6 +25,33 @@ reported one by one, and then all at once, unless two mean the same op. exit cod
 such as a function that cannot take the op's place, or a failure of the harness itself"""
 
 
+class KernelSettings(Settings):
+    """The choices of one exchange of kernels."""
+
+    model: Annotated[Text, Option(positional=True, metavar="MODEL")]
+    """Folder of a causal language model, or an architecture of the zoo (harness trace-audit), tiny and random."""
+    swap: Annotated[Texts, Option(metavar="OP=MODULE:FUNCTION", repeats=True)]
+    """Exchange an op, such as aten.silu=mine:silu; repeatable."""
+    steps: Annotated[Whole, Option(metavar="N", read=int)] = 10
+    """Compare the state after 1 step and after N."""
+    rounds: Annotated[Whole, Option(metavar="N", read=int)] = 15
+    """Rounds of interleaved timing, 0 for none."""
+    batch_size: Annotated[Whole, Option(metavar="N", read=int)] = 2
+    """Rows of a batch."""
+    seq_length: Annotated[Whole, Option(metavar="N", read=int)] = 16
+    """Tokens of a row."""
+    device: Annotated[Text, Option(metavar="DEVICE")] = "auto"
+    """auto, cpu or cuda."""
+    seed: Annotated[Whole, Option(metavar="N", read=int)] = 0
+    """Of every random generator."""
+    max_ulps: Annotated[Number | None, Option(metavar="N", read=float)] = None
+    """Fail where a result of the op is further away, in units in the last place."""
+    max_error: Annotated[Number | None, Option(metavar="X", read=float)] = None
+    """Fail where a result of the op differs by more, absolutely."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the result as JSON instead of the text."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments.
 
@@ -30,29 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = EPILOG
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="folder of a causal language model, or an architecture of the zoo (harness trace-audit), tiny and random",
-    )
-    parser.add_argument(
-        "--swap",
-        metavar="OP=MODULE:FUNCTION",
-        action="append",
-        required=True,
-        help="exchange an op, such as aten.silu=mine:silu; repeatable",
-    )
-    parser.add_argument("--steps", metavar="N", type=int, default=10, help="compare the state after 1 step and after N (default: 10)")
-    parser.add_argument("--rounds", metavar="N", type=int, default=15, help="rounds of interleaved timing, 0 for none (default: 15)")
-    parser.add_argument("--batch-size", metavar="N", type=int, default=2, help="rows of a batch (default: 2)")
-    parser.add_argument("--seq-length", metavar="N", type=int, default=16, help="tokens of a row (default: 16)")
-    parser.add_argument("--device", metavar="DEVICE", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of every random generator (default: 0)")
-    parser.add_argument(
-        "--max-ulps", metavar="N", type=float, help="fail where a result of the op is further away, in units in the last place"
-    )
-    parser.add_argument("--max-error", metavar="X", type=float, help="fail where a result of the op differs by more, absolutely")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of the text")
+    add_options(parser, KernelSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,14 +71,15 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0, 1 or 2, as the epilog says.
     """
-    _check_limits(args)
+    settings = settings_of(args, KernelSettings)
+    _check_limits(settings)
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # what models and variants print must not mix with the verdict
         warnings.simplefilter("ignore")
-        reports = _reports(args)
-    beyond = [line for report in reports for line in report.exceeded(args.max_ulps, args.max_error)]
-    verdict, reason = _verdict(args, reports, list(dict.fromkeys(beyond)))
-    if args.json:
-        result = {"model": args.model, "verdict": verdict.value, "reason": reason, "reports": [report.to_dict() for report in reports]}
+        reports = _reports(settings)
+    beyond = [line for report in reports for line in report.exceeded(settings.max_ulps, settings.max_error)]
+    verdict, reason = _verdict(settings, reports, list(dict.fromkeys(beyond)))
+    if settings.as_json:
+        result = {"model": settings.model, "verdict": verdict.value, "reason": reason, "reports": [report.to_dict() for report in reports]}
         print(to_json(result), end="")
     else:
         print("\n\n".join(report.text() for report in reports))
@@ -80,13 +88,13 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_CODES[verdict]
 
 
-def _check_limits(args: argparse.Namespace) -> None:
-    for flag, value in (("--max-ulps", args.max_ulps), ("--max-error", args.max_error)):
+def _check_limits(settings: KernelSettings) -> None:
+    for flag, value in (("--max-ulps", settings.max_ulps), ("--max-error", settings.max_error)):
         if value is not None and not value >= 0:
             raise UserInputError(f"{flag} {value}: a tolerance is a number of 0 or more; 0 asks for equal values")
 
 
-def _reports(args: argparse.Namespace) -> list[KernelReport]:
+def _reports(settings: KernelSettings) -> list[KernelReport]:
     import torch
 
     from compressor.progress import RichProgress, SilentProgress
@@ -96,9 +104,9 @@ def _reports(args: argparse.Namespace) -> list[KernelReport]:
     from harness.replay.kernels.exchange import find_ops
     from harness.replay.kernels.sources import plan_on_tape, read_swap
 
-    swaps = [read_swap(text) for text in args.swap]
-    subject = steps_of(args.model, Size(args.batch_size, args.seq_length), device=args.device)
-    torch.manual_seed(args.seed)
+    swaps = [read_swap(text) for text in settings.swap]
+    subject = steps_of(settings.model, Size(settings.batch_size, settings.seq_length), device=settings.device)
+    torch.manual_seed(settings.seed)
     plan = plan_on_tape(subject.factory(), subject.batch_at)
     tape = plan.captured
     assert isinstance(tape, Tape)
@@ -107,14 +115,14 @@ def _reports(args: argparse.Namespace) -> list[KernelReport]:
     progress = RichProgress() if sys.stderr.isatty() else SilentProgress()
     return [
         compare_kernels(
-            plan, subject.batch_at(0), chosen, steps=args.steps, rounds=args.rounds, batch_at=subject.batch_at, progress=progress
+            plan, subject.batch_at(0), chosen, steps=settings.steps, rounds=settings.rounds, batch_at=subject.batch_at, progress=progress
         )
         for chosen in [*([swap] for swap in swaps), *at_once]
     ]
 
 
-def _verdict(args: argparse.Namespace, reports: list[KernelReport], beyond: list[str]) -> tuple[Verdict, str]:
-    if args.max_ulps is None and args.max_error is None:
+def _verdict(settings: KernelSettings, reports: list[KernelReport], beyond: list[str]) -> tuple[Verdict, str]:
+    if settings.max_ulps is None and settings.max_error is None:
         return Verdict.PASS, ""
     if beyond:
         return Verdict.REGRESSION, "\n  ".join(["beyond the tolerance", *beyond])

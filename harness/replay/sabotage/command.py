@@ -7,9 +7,11 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from compressor.json_text import to_json
+from compressor.settings.kinds import Flag, Text, Texts, Whole
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
@@ -23,6 +25,27 @@ what was done to it; 1 one was missed, or another one was named; 3 bad input, or
 _WAYS = ("left out", "one bit", "twice", "elsewhere", "on a view", "draws")
 
 
+class SabotageSettings(Settings):
+    """The choices of one sabotage."""
+
+    model: Annotated[Text, Option(positional=True, metavar="MODEL")]
+    """Folder of a causal language model, or an architecture of the zoo (harness trace-audit), tiny and random."""
+    op: Annotated[Text | None, Option(metavar="OP", group="chosen")] = None
+    """Ops of this name only, such as aten.silu."""
+    all: Annotated[Flag, Option(group="chosen")] = False
+    """Every op; by default one of each overload and phase."""
+    ways: Annotated[Texts, Option(metavar="WAY", choices=_WAYS, many=True)] = _WAYS
+    """What is done to them (default: all)."""
+    batch_size: Annotated[Whole, Option(metavar="N", read=int)] = 1
+    """Rows of a batch."""
+    seq_length: Annotated[Whole, Option(metavar="N", read=int)] = 8
+    """Tokens of a row."""
+    seed: Annotated[Whole, Option(metavar="N", read=int)] = 0
+    """Of torch's random generator."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print every trial as JSON."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments.
 
@@ -30,19 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = EPILOG
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="folder of a causal language model, or an architecture of the zoo (harness trace-audit), tiny and random",
-    )
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--op", metavar="OP", help="ops of this name only, such as aten.silu")
-    chosen.add_argument("--all", action="store_true", help="every op; by default one of each overload and phase")
-    parser.add_argument("--ways", metavar="WAY", nargs="+", choices=_WAYS, default=_WAYS, help="what is done to them (default: all)")
-    parser.add_argument("--batch-size", metavar="N", type=int, default=1, help="rows of a batch (default: 1)")
-    parser.add_argument("--seq-length", metavar="N", type=int, default=8, help="tokens of a row (default: 8)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of torch's random generator (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print every trial as JSON")
+    add_options(parser, SabotageSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,22 +65,23 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 or 1, as the epilog says.
     """
+    settings = settings_of(args, SabotageSettings)
     from harness.replay.sabotage.break_ops import score
 
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # what models print must not mix with the verdict
         warnings.simplefilter("ignore")
-        trials = _trials(args)
+        trials = _trials(settings)
     counts = score(trials)
     verdict = Verdict.REGRESSION if counts["missed"] or counts["another named"] else Verdict.PASS
-    if args.json:
-        found = {"model": args.model, "verdict": verdict.value, "score": counts, "trials": [trial.to_dict() for trial in trials]}
+    if settings.as_json:
+        found = {"model": settings.model, "verdict": verdict.value, "score": counts, "trials": [trial.to_dict() for trial in trials]}
         print(to_json(found), end="")
     else:
         print(_text(trials, counts))
     return EXIT_CODES[verdict]
 
 
-def _trials(args: argparse.Namespace) -> list[Trial]:
+def _trials(settings: SabotageSettings) -> list[Trial]:
     import torch
 
     from compressor.progress import RichProgress, SilentProgress
@@ -79,15 +91,15 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
     from harness.replay.kernels.sources import plan_on_tape
     from harness.replay.sabotage.break_ops import one_of_each, sabotage
 
-    subject = steps_of(args.model, Size(args.batch_size, args.seq_length), device="cpu")
-    torch.manual_seed(args.seed)
+    subject = steps_of(settings.model, Size(settings.batch_size, settings.seq_length), device="cpu")
+    torch.manual_seed(settings.seed)
     plan = plan_on_tape(subject.factory(), subject.batch_at)
     tape = plan.captured
     assert isinstance(tape, Tape)
-    chosen = find_ops(tape.ops, args.op) if args.op else tape.ops if args.all else one_of_each(tape.ops)
+    chosen = find_ops(tape.ops, settings.op) if settings.op else tape.ops if settings.all else one_of_each(tape.ops)
     progress = RichProgress() if sys.stderr.isatty() else SilentProgress()
-    with progress.task("sabotage", len(chosen) * len(args.ways)) as task:
-        return sabotage(plan, subject.batch_at(0), chosen, args.ways, each=lambda trial: task.advance(1, trial.place))
+    with progress.task("sabotage", len(chosen) * len(settings.ways)) as task:
+        return sabotage(plan, subject.batch_at(0), chosen, settings.ways, each=lambda trial: task.advance(1, trial.place))
 
 
 def _text(trials: Sequence[Trial], counts: dict[str, int]) -> str:
