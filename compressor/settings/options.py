@@ -201,7 +201,13 @@ _SPELLED = (bool, int, float, str, Path)
 
 def _help(field: FieldInfo, option: Option) -> str:
     said = " ".join((option.help or field.description or "").split()).removesuffix(".").replace("%", "%%")
-    if option.negates or field.is_required() or field.default is False or not isinstance(field.default, _SPELLED):
+    if (
+        option.negates
+        or field.is_required()
+        or field.default in ("", None)
+        or field.default is False
+        or not isinstance(field.default, _SPELLED)
+    ):
         return said
     return f"{said} (default: {field.default})"
 

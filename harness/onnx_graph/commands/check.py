@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Annotated, Any
 
 from compressor.json_text import to_json
+from compressor.settings.kinds import Flag, Text
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.onnx_graph.contracts.registry import CONTRACTS, contract_from_names
 from harness.onnx_graph.skips.supervision import EVIDENCE, NOT_SEEN
 from harness.reporting.verdict import EXIT_CODES
@@ -21,33 +23,51 @@ class NamesAction(argparse.Action):
         setattr(namespace, self.dest, f"{before},{values}" if given else values)
 
 
+_NAMES = "; ".join(f"{name}: {one.text}" for name, one in CONTRACTS.items())
+
+
+class ContractSettings(Settings):
+    """What must hold."""
+
+    contract: Annotated[
+        Text,
+        Option(
+            metavar="NAMES",
+            action=NamesAction,
+            help=f"What must hold, with commas between; may be given several times. {_NAMES}",
+        ),
+    ] = "separate-qkv"
+    """Names of contracts, with commas between."""
+
+
+class CheckSettings(ContractSettings):
+    """Which graphs are compared."""
+
+    before: Annotated[Text, Option(positional=True, metavar="BEFORE")]
+    """The model as it was exported."""
+    after: Annotated[Text, Option(positional=True, metavar="AFTER")]
+    """The model as it was optimized."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the result as JSON."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments.
 
     Args:
         parser: of the action; changed.
     """
-    parser.add_argument("before", metavar="BEFORE", help="the model as it was exported")
-    parser.add_argument("after", metavar="AFTER", help="the model as it was optimized")
-    add_contract(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    end_of_contracts(parser)
+    add_options(parser, CheckSettings)
 
 
-def add_contract(parser: argparse.ArgumentParser) -> None:
-    """Declare `--contract`, and say where contracts end.
+def end_of_contracts(parser: argparse.ArgumentParser) -> None:
+    """Say in the help where contracts end.
 
     Args:
         parser: changed.
     """
     parser.epilog = f"{NOT_SEEN}. numeric-equal: {EVIDENCE}; {parser.epilog}"
-    names = "; ".join(f"{name}: {one.text}" for name, one in CONTRACTS.items())
-    parser.add_argument(
-        "--contract",
-        action=NamesAction,
-        default="separate-qkv",
-        metavar="NAMES",
-        help=f"what must hold, with commas between; may be given several times. {names}",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,8 +79,9 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 if all hold, 1 if one is violated, 2 if one could not be analysed.
     """
-    result = contract_from_names(args.contract).check(args.before, args.after)
-    if args.json:
+    settings = settings_of(args, CheckSettings)
+    result = contract_from_names(settings.contract).check(settings.before, settings.after)
+    if settings.as_json:
         print(to_json(result.to_dict()), end="")
     else:
         print(f"{' & '.join(result.contracts)}: {result.holding.value}")

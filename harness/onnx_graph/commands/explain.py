@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from typing import Annotated
 
 from compressor.json_text import to_json
-from harness.onnx_graph.commands.check import add_contract
+from compressor.settings.kinds import Flag, Text
+from compressor.settings.options import Option, add_options, settings_of
+from harness.onnx_graph.commands.check import ContractSettings, end_of_contracts
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import BACKENDS
 from harness.reporting.verdict import EXIT_CODES, Verdict
+
+
+class ExplainSettings(ContractSettings):
+    """What is to be explained."""
+
+    model: Annotated[Text, Option(positional=True, metavar="MODEL")]
+    """The model as it was exported, or the folder of a transformers checkpoint."""
+    model_class: Annotated[Text | None, Option(metavar="CLASS")] = None
+    """Class of transformers, for a folder; by default AutoModelForCausalLM."""
+    backend: Annotated[Text, Option(choices=BACKENDS)] = "onnxsim"
+    """The optimizer."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the explanation as JSON."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,11 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = "exit codes: 0 it holds, or a set of skips keeps it; 1 no set of skips keeps it; 2 it could not be analysed"
-    parser.add_argument("model", metavar="MODEL", help="the model as it was exported, or the folder of a transformers checkpoint")
-    parser.add_argument("--model-class", metavar="CLASS", help="class of transformers, for a folder; by default AutoModelForCausalLM")
-    add_contract(parser)
-    parser.add_argument("--backend", choices=BACKENDS, default="onnxsim", help="the optimizer; by default onnxsim")
-    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
+    end_of_contracts(parser)
+    add_options(parser, ExplainSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,11 +47,12 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0 where a set of skips keeps the contract, else what is left with every pass skipped.
     """
+    settings = settings_of(args, ExplainSettings)
     from harness.onnx_graph.roundtrip.explain import explain
     from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
 
-    trip = onnx_roundtrip(args.model, model_class=args.model_class)
+    trip = onnx_roundtrip(settings.model, model_class=settings.model_class)
     exported = trip.exported(trip.exporters[0])
-    explanation = explain(exported.model, contract_from_names(args.contract), args.backend, exported.module)
-    print(to_json(explanation.to_dict()) if args.json else explanation.text() + "\n", end="")
+    explanation = explain(exported.model, contract_from_names(settings.contract), settings.backend, exported.module)
+    print(to_json(explanation.to_dict()) if settings.as_json else explanation.text() + "\n", end="")
     return EXIT_CODES[Verdict.PASS if explanation.kept else explanation.default.holding.verdict]

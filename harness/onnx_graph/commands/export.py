@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from compressor.atomic import check_output_file
 from compressor.errors import UserInputError
+from compressor.settings.kinds import FilePath, Text, Texts, Whole
+from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.verbs import Modality
 from harness.reporting.verdict import EXIT_CODES, Verdict
+
+
+class ExportSettings(Settings):
+    """What is exported, and how."""
+
+    model: Annotated[Text, Option(positional=True, metavar="MODEL")]
+    """Folder of a transformers checkpoint."""
+    output: Annotated[FilePath, Option(positional=True, metavar="OUT.onnx", read=Path)]
+    """Where the graph goes; data above 2 GB goes into a file beside it."""
+    model_class: Annotated[Text | None, Option(metavar="CLASS")] = None
+    """Class of transformers; by default AutoModelForCausalLM."""
+    modality: Annotated[Modality | None, Option()] = None
+    """Of the example inputs; by default what the model reads first."""
+    exporter: Annotated[Text, Option(choices=("dynamo", "torchscript"))] = "dynamo"
+    """Which of torch's exporters."""
+    opset: Annotated[Whole | None, Option(metavar="N", read=int)] = None
+    """Version of the standard operators; by default 18; a compressed checkpoint is exported at 21, the first with 4-bit types."""
+    dynamic: Annotated[Texts, Option(metavar="INPUT:AXIS=NAME", repeats=True)] = ()
+    """A size that may change: input_ids:0=batch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,22 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = "exit codes: 0 written, 2 it could not be exported"
-    parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint")
-    parser.add_argument("output", metavar="OUT.onnx", type=Path, help="where the graph goes; data above 2 GB goes into a file beside it")
-    parser.add_argument("--model-class", metavar="CLASS", help="class of transformers; by default AutoModelForCausalLM")
-    parser.add_argument(
-        "--modality", choices=("text", "vision", "audio"), help="of the example inputs; by default what the model reads first"
-    )
-    parser.add_argument("--exporter", choices=("dynamo", "torchscript"), default="dynamo", help="by default dynamo")
-    parser.add_argument(
-        "--opset",
-        type=int,
-        metavar="N",
-        help="version of the standard operators; by default 18; a compressed checkpoint is exported at 21, the first with 4-bit types",
-    )
-    parser.add_argument(
-        "--dynamic", action="append", default=[], metavar="INPUT:AXIS=NAME", help="a size that may change: input_ids:0=batch"
-    )
+    add_options(parser, ExportSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserInputError: no checkpoint, a place that cannot be written to, or sizes and an opset that do not exist.
     """
-    check_output_file(args.output, ".onnx")
+    settings = settings_of(args, ExportSettings)
+    check_output_file(settings.output, ".onnx")
     from harness.onnx_graph.roundtrip.export import (
         DEFAULT_OPSET,
         describe_inputs,
@@ -60,26 +70,26 @@ def run(args: argparse.Namespace) -> int:
     )
     from harness.onnx_graph.roundtrip.export_quantized import OPSET, export_quantized, load_quantized_for_export
 
-    dynamic = parse_dynamic(args.dynamic)
-    if is_quantized(args.model):
+    dynamic = parse_dynamic(settings.dynamic)
+    if is_quantized(settings.model):
         asked = OPSET
-        if args.opset not in (None, OPSET):
-            raise UserInputError(f"--opset: {args.opset} was given for a compressed checkpoint, which goes at {OPSET}; leave it out")
-        module = load_quantized_for_export(args.model, args.model_class)
-        exported = export_quantized(module, example_batch(module, args.modality), exporter=args.exporter, dynamic=dynamic)
+        if settings.opset not in (None, OPSET):
+            raise UserInputError(f"--opset: {settings.opset} was given for a compressed checkpoint, which goes at {OPSET}; leave it out")
+        module = load_quantized_for_export(settings.model, settings.model_class)
+        exported = export_quantized(module, example_batch(module, settings.modality), exporter=settings.exporter, dynamic=dynamic)
     else:
-        asked = DEFAULT_OPSET if args.opset is None else args.opset
-        module, inputs = load_for_export(args.model, args.model_class, args.modality)
-        exported = export(module, inputs, exporter=args.exporter, opset=asked, dynamic=dynamic)
-    write_graph(exported.model, args.output)
+        asked = DEFAULT_OPSET if settings.opset is None else settings.opset
+        module, inputs = load_for_export(settings.model, settings.model_class, settings.modality)
+        exported = export(module, inputs, exporter=settings.exporter, opset=asked, dynamic=dynamic)
+    write_graph(exported.model, settings.output)
     num_codes = sum(
         node.name.startswith("dequantize ") and not node.name.startswith("dequantize input") for node in exported.model.graph.node
     )
     codes = f", {num_codes} weights with the checkpoint's own codes" if num_codes else ""
     sizes = describe_inputs(exported.inputs or {}, dynamic)
-    print(f"{args.output}: {len(exported.model.graph.node)} nodes, opset {opset_of(exported.model)}, inputs {sizes}{codes}, checked")
+    print(f"{settings.output}: {len(exported.model.graph.node)} nodes, opset {opset_of(exported.model)}, inputs {sizes}{codes}, checked")
     if opset_of(exported.model) != asked:
-        print(f"note: opset {opset_of(exported.model)}, not {asked}: the exporter {args.exporter} does not write this model at {asked}")
+        print(f"note: opset {opset_of(exported.model)}, not {asked}: the exporter {settings.exporter} does not write this model at {asked}")
     if not dynamic:
         print("note: these sizes are fixed in the graph; --dynamic INPUT:AXIS=NAME lets one change")
     for note in exported.notes:
@@ -87,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_CODES[Verdict.PASS]
 
 
-def parse_dynamic(texts: list[str]) -> dict[str, dict[int, str]]:
+def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, str]]:
     """Read sizes that may change.
 
     Args:

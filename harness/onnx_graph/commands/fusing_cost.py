@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Annotated
 
 from compressor.atomic import check_output_file
 from compressor.json_text import to_json
+from compressor.settings.kinds import FilePath, Flag, Text, Whole
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.reporting.verdict import EXIT_CODES, Verdict
+
+
+class CostSettings(Settings):
+    """What is measured."""
+
+    model: Annotated[Text, Option(positional=True, metavar="MODEL")]
+    """An .onnx file as exported, or the folder of a transformers checkpoint."""
+    model_class: Annotated[Text | None, Option(metavar="CLASS")] = None
+    """Class of transformers, for a folder; by default AutoModelForCausalLM."""
+    bits: Annotated[Whole, Option(metavar="N", choices=(2, 3, 4, 5, 6, 7, 8), read=int)] = 8
+    """Bits of the codes, 2 to 8."""
+    figure: Annotated[FilePath | None, Option(metavar="FILE", read=Path)] = None
+    """Draw the cost of every projection there, as .svg or .png."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print every projection as JSON."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = "exit codes: 0 measured, 2 there is nothing to measure"
-    parser.add_argument("model", metavar="MODEL", help="an .onnx file as exported, or the folder of a transformers checkpoint")
-    parser.add_argument("--model-class", metavar="CLASS", help="class of transformers, for a folder; by default AutoModelForCausalLM")
-    parser.add_argument("--bits", type=int, default=8, choices=range(2, 9), metavar="N", help="bits of the codes, 2 to 8; by default 8")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the cost of every projection there, as .svg or .png")
-    parser.add_argument("--json", action="store_true", help="print every projection as JSON")
+    add_options(parser, CostSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,19 +47,20 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0.
     """
-    if args.figure is not None:
-        check_output_file(args.figure, ".svg", ".png")
+    settings = settings_of(args, CostSettings)
+    if settings.figure is not None:
+        check_output_file(settings.figure, ".svg", ".png")
     from harness.onnx_graph.roundtrip.fusing_cost import draw_costs, fusing_cost, summary
     from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
 
-    trip = onnx_roundtrip(args.model, exporters=["torchscript"], model_class=args.model_class)
-    rows = fusing_cost(trip.exported(trip.exporters[0]).model, args.bits)
-    if args.figure is not None:
-        draw_costs(rows, args.figure, f"{Path(args.model).name}: int{args.bits}, one scale over Q, K and V against one each")
-    if args.json:
+    trip = onnx_roundtrip(settings.model, exporters=["torchscript"], model_class=settings.model_class)
+    rows = fusing_cost(trip.exported(trip.exporters[0]).model, settings.bits)
+    if settings.figure is not None:
+        draw_costs(rows, settings.figure, f"{Path(settings.model).name}: int{settings.bits}, one scale over Q, K and V against one each")
+    if settings.as_json:
         print(to_json({"rows": [row.to_dict() for row in rows], "summary": summary(rows)}), end="")
         return EXIT_CODES[Verdict.PASS]
-    print(f"int{args.bits}, one scale per tensor: own scale - one scale over Q, K and V, {len(rows) // 3} blocks")
+    print(f"int{settings.bits}, one scale per tensor: own scale - one scale over Q, K and V, {len(rows) // 3} blocks")
     for role, cost in summary(rows).items():
         print(f"  {role.upper()}: {cost['mean_db']:.1f} dB lost on average, {cost['worst_db']:.1f} dB at worst")
     return EXIT_CODES[Verdict.PASS]

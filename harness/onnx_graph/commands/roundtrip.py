@@ -6,11 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from compressor.errors import UserInputError
 from compressor.json_text import to_json
-from harness.onnx_graph.commands.check import add_contract
+from compressor.settings.kinds import FilePath, Flag, Text, Texts, Whole
+from compressor.settings.options import Option, add_options, settings_of
+from harness.onnx_graph.commands.check import ContractSettings, end_of_contracts
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import resolve_skips
 from harness.reporting.verdict import EXIT_CODES, worst
@@ -22,29 +24,38 @@ if TYPE_CHECKING:
 _ALL = ("onnxsim", "onnxslim", "onnxoptimizer", "ort-basic", "ort-extended", "ort-all", "ort-transformers", "onnxscript")
 
 
+class RoundTripSettings(ContractSettings):
+    """Which ways a model goes."""
+
+    model: Annotated[Text, Option(positional=True, metavar="MODEL")]
+    """Folder of a transformers checkpoint, or an .onnx file."""
+    model_class: Annotated[Text | None, Option(metavar="CLASS")] = None
+    """Class of transformers; by default AutoModelForCausalLM."""
+    exporter: Annotated[Texts | None, Option(choices=("dynamo", "torchscript"), repeats=True)] = None
+    """May be given twice; by default both."""
+    optimizer: Annotated[
+        Texts | None,
+        Option(metavar="NAME", repeats=True, help=f"May be given several times: {', '.join(_ALL)}; by default all installed"),
+    ] = None
+    """Names of optimizers."""
+    skip: Annotated[Texts, Option(metavar="PASSES", repeats=True)] = ()
+    """A set of passes to leave out, with commas between; each set makes rows beside those without skips."""
+    opset: Annotated[Whole | None, Option(metavar="N", read=int)] = None
+    """Of the export; by default 18."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print the rows as JSON."""
+    output_dir: Annotated[FilePath | None, Option(metavar="DIR", read=Path)] = None
+    """Write report.html (with pictures), report.json, junit.xml."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments.
 
     Args:
         parser: of the action; changed.
     """
-    parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint, or an .onnx file")
-    parser.add_argument("--model-class", metavar="CLASS", help="class of transformers; by default AutoModelForCausalLM")
-    parser.add_argument("--exporter", action="append", choices=("dynamo", "torchscript"), help="may be given twice; by default both")
-    parser.add_argument(
-        "--optimizer", action="append", metavar="NAME", help=f"may be given several times: {', '.join(_ALL)}; by default all installed"
-    )
-    parser.add_argument(
-        "--skip",
-        action="append",
-        default=[],
-        metavar="PASSES",
-        help="a set of passes to leave out, with commas between; each set makes rows beside those without skips",
-    )
-    add_contract(parser)
-    parser.add_argument("--opset", type=int, metavar="N", help="of the export; by default 18")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write report.html (with pictures), report.json, junit.xml")
+    end_of_contracts(parser)
+    add_options(parser, RoundTripSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,31 +71,32 @@ def run(args: argparse.Namespace) -> int:
         UserInputError: an unknown optimizer, pass or contract, or an export setting for what is a graph already.
         OutputError: the report's folder holds something else.
     """
+    settings = settings_of(args, RoundTripSettings)
     from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
     from harness.onnx_graph.roundtrip.optimizers import find_optimizer
     from harness.onnx_graph.roundtrip.report import check_report_folder, write_roundtrip_report
 
-    if args.exporter and Path(args.model).is_file():
-        raise UserInputError(f"--exporter: {args.model} is a graph already; leave it out, or give the folder of a checkpoint")
-    if args.output_dir is not None:
-        check_report_folder(args.output_dir)
-    contract = contract_from_names(args.contract)
-    optimizers = list(dict.fromkeys(args.optimizer or _installed()))
+    if settings.exporter and Path(settings.model).is_file():
+        raise UserInputError(f"--exporter: {settings.model} is a graph already; leave it out, or give the folder of a checkpoint")
+    if settings.output_dir is not None:
+        check_report_folder(settings.output_dir)
+    contract = contract_from_names(settings.contract)
+    optimizers = list(dict.fromkeys(settings.optimizer or _installed()))
     for name in optimizers:
         find_optimizer(name)
-    skips = [tuple(name.strip() for name in one.split(",") if name.strip()) for one in args.skip]
+    skips = [tuple(name.strip() for name in one.split(",") if name.strip()) for one in settings.skip]
     for one in skips:
         _check_skips(one, optimizers)
-    exporters = tuple(dict.fromkeys(args.exporter or ("dynamo", "torchscript")))
-    trip = onnx_roundtrip(args.model, exporters=exporters, opset=args.opset, model_class=args.model_class)
+    exporters = tuple(dict.fromkeys(settings.exporter or ("dynamo", "torchscript")))
+    trip = onnx_roundtrip(settings.model, exporters=exporters, opset=settings.opset, model_class=settings.model_class)
     rows = trip.matrix(contract, optimizers=optimizers, skips=[(), *skips], on_row=_show_progress)
-    print(to_json([row.to_dict() for row in rows]) if args.json else "", end="")
-    if not args.json:
+    print(to_json([row.to_dict() for row in rows]) if settings.as_json else "", end="")
+    if not settings.as_json:
         _print(rows)
     for note in trip.notes():
         print(f"note: {note}", file=sys.stderr)
-    if args.output_dir is not None:
-        page = write_roundtrip_report(trip, rows, args.output_dir, Path(args.model).name)
+    if settings.output_dir is not None:
+        page = write_roundtrip_report(trip, rows, settings.output_dir, Path(settings.model).name)
         print(f"report: {page}", file=sys.stderr)
     return EXIT_CODES[worst(row.result.holding.verdict for row in rows)]
 

@@ -10,16 +10,30 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 from compressor.atomic import check_output_file, whole_file
 from compressor.errors import CheckpointError, UserInputError
 from compressor.json_text import to_json
+from compressor.settings.kinds import FilePath, Text, Texts
+from compressor.settings.options import Option, Settings, add_options, settings_of
 from harness.onnx_graph.commands.check import NamesAction
 from harness.onnx_graph.skips.call_records import Calls
 from harness.onnx_graph.skips.child_processes import Channel
 from harness.onnx_graph.skips.passes import resolve_skips
 from harness.onnx_graph.skips.supervision import OUT_OF_REACH, Ended, supervise
 from harness.reporting.verdict import EXIT_CODES, Verdict
+
+
+class RunSettings(Settings):
+    """What runs, and what is skipped in it."""
+
+    skip: Annotated[Text, Option(metavar="PASSES", action=NamesAction)]
+    """Passes to leave out, with commas between: fuse_qkv,fuse_attention; may be given several times."""
+    as_json: Annotated[FilePath | None, Option("--json", metavar="FILE", read=Path)] = None
+    """Write the recorded calls there, a .json file."""
+    command: Annotated[Texts, Option(positional=True, nargs=argparse.REMAINDER, metavar="-- COMMAND")] = ()
+    """The command and its arguments, after two dashes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the action; changed.
     """
     parser.epilog = f"{OUT_OF_REACH}; exit codes: 0 the command ended well and every call was forced, 2 it failed, or a call is not known"
-    text = "passes to leave out, with commas between: fuse_qkv,fuse_attention; may be given several times"
-    parser.add_argument("--skip", action=NamesAction, required=True, metavar="PASSES", help=text)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the recorded calls there, a .json file")
     parser.set_defaults(refuse=parser.error)
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command and its arguments, after two dashes")
+    add_options(parser, RunSettings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,23 +62,24 @@ def run(args: argparse.Namespace) -> int:
         UserInputError: one that cannot be run, a file that is no .json, or a pass that no optimizer knows.
         HarnessError: this system does not let a command be watched.
     """
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    settings = settings_of(args, RunSettings)
+    command = list(settings.command[1:] if settings.command[:1] == ["--"] else settings.command)
     if not command:
         args.refuse("no command was given; put it after two dashes: harness onnx run --skip fuse_qkv -- python deploy.py")
     if shutil.which(command[0]) is None:
         raise UserInputError(
             f"run: {command[0]!r} is no command that can be run; give its path, make it executable, or start it with `python`"
         )
-    if args.json is not None:
-        check_output_file(args.json, ".json")
-    skips = resolve_skips([name.strip() for name in args.skip.split(",") if name.strip()])
+    if settings.as_json is not None:
+        check_output_file(settings.as_json, ".json")
+    skips = resolve_skips([name.strip() for name in settings.skip.split(",") if name.strip()])
     ended, calls = _run(command, skips)
     code = _conclude(command, ended, calls, skips)
-    if args.json is not None:
+    if settings.as_json is not None:
         found = {"calls": [call.to_dict() for call in calls], "unseen": [asdict(one) for one in ended.unseen]}
         report = {"command": command, "exit_code": ended.code, "skips": skips} | found
         try:
-            with whole_file(args.json) as partial:
+            with whole_file(settings.as_json) as partial:
                 partial.write_text(to_json(report), encoding="utf-8")
         except CheckpointError as error:  # the command has run: to say that nothing was would be untrue
             print(f"harness onnx run: {error}", file=sys.stderr)
