@@ -7,6 +7,8 @@ Fp4Weight      nvfp4-pack-quantized, mxfp4-pack-quantized    two codes per byte
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -77,10 +79,15 @@ class PackedWeight(QuantizedLayer):
 
 
 class PlainWeight(QuantizedLayer):
-    """One byte per code, int8 or float8_e4m3fn; `weight` holds the codes."""
+    """One byte per code, int8 or float8_e4m3fn; the buffer `weight` holds the codes, as its format calls them."""
 
-    weight: Tensor
     weight_scale: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        """Give the dequantized weight for `layer.weight`, computed at each access: code that reads it multiplies with it."""
+        if name == "weight" and "weight" in self._buffers:
+            return self.dequantized_weight()
+        return super().__getattr__(name)
 
     def weight_specs(self) -> BufferSpecs:
         """See QuantizedLayer."""
@@ -94,12 +101,15 @@ class PlainWeight(QuantizedLayer):
         return specs if args.symmetric else specs | {"weight_zero_point": (scales, torch.int8)}
 
     def codes(self) -> Tensor:
-        """Return the codes, [R, C]; a view of the buffer."""
-        return self.weight
+        """Return the codes, [R, C]; the buffer itself."""
+        codes = self._buffers["weight"]
+        assert codes is not None
+        return codes
 
     def codes_of_rows(self, rows_N: Tensor) -> Tensor:
         """Return the codes of some rows, [N, C]."""
-        return self.weight.view(torch.uint8).index_select(0, rows_N).view(self.weight.dtype)
+        codes = self.codes()
+        return codes.view(torch.uint8).index_select(0, rows_N).view(codes.dtype)
 
     def weight_qparams(self) -> QParams:
         """Return scale and zero point."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,12 @@ def bisect(
     Raises:
         ModelError: a folder that cannot be used, two architectures, or models that differ outside of their modules.
         DatasetError: data that cannot be used.
-        UserInputError: another measure.
+        UserInputError: another measure, or a limit that is no number above 0.
     """
     if measure not in MEASURES:
         raise UserInputError(f"bisect: measure={measure!r} does not exist; give one of {', '.join(MEASURES)}")
+    if limit is not None and not 0 < limit < math.inf:
+        raise UserInputError(f"bisect: limit={limit} is no number above 0; give what counts as a difference, or leave it out")
     pair = load_pair(base, compressed, device=device)
     batches = _batches(pair, dataset, num_samples, max_seq_length)
     compare = Comparer(pair, batches, measure, progress or SilentProgress())

@@ -410,3 +410,23 @@ def test_a_run_that_fails_leaves_save_pretrained_as_it_was(tmp_path: Path) -> No
     assert "save_pretrained" not in vars(model)
     model.save_pretrained(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("how", ["output_dir", "save", "save_pretrained"])
+@pytest.mark.parametrize("pair", [("lm_head", "model.embed_tokens"), ("model.norm", "model.layers.0.input_layernorm")])
+def test_what_the_config_does_not_call_tied_is_stored_under_each_name(pair: tuple[str, str], how: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).eval()
+    model.get_submodule(pair[0]).weight = model.get_submodule(pair[1]).weight
+    folder = tmp_path / "o"
+    result = oneshot(model, recipe=W8, output_dir=folder if how == "output_dir" else None)
+    if how == "save":
+        result.save(folder)
+    if how == "save_pretrained":
+        result.model.save_pretrained(folder, save_compressed=True)
+    with torch.no_grad():
+        expected = result.model(IDS).logits
+        for loaded in (AutoModelForCausalLM.from_pretrained(folder), load_compressed(folder)):
+            assert torch.allclose(loaded(IDS).logits.float(), expected.float(), atol=1e-4)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -193,13 +194,29 @@ def _write_pretrained(
 
 
 def _untie(model: PreTrainedModel, config: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Where a tied weight was quantized, the tie is gone: say so in `config` (changed) and store what had been tied twice."""
+    """Where a tied weight was quantized, the tie is gone: say so in `config` (changed) and store what had been tied twice.
+
+    What the model's author has tied and its config does not say is stored twice, too: transformers would leave one of them out.
+    """
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    state = _unshare(state, _aliases(state) - set(ties) - set(ties.values()))
     if all(name in state and source in state and state[name].data_ptr() == state[source].data_ptr() for name, source in ties.items()):
         return state
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.tie_word_embeddings = False
     return _unshare(state, set(ties))
+
+
+def _aliases(state: Mapping[str, Tensor]) -> set[str]:
+    """Names of tensors that an earlier name has as well; parts of one tensor are none."""
+    seen: set[tuple[int, torch.Size]] = set()
+    found = set()
+    for name, value in state.items():
+        place = value.data_ptr(), value.shape
+        if value.numel() and place in seen:
+            found.add(name)
+        seen.add(place)
+    return found
 
 
 @contextmanager

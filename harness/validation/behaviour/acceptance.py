@@ -87,18 +87,20 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
     attempt, limit = load_compressed(subject.compressed.folder), "plain from_pretrained"
     plain = [name for name in subject.compressed.entries if name.rpartition(".")[0] not in subject.modules]
     evidence: dict[str, Any] = {"tensors not quantized": len(plain), "loaded with dequantize=True": False}
-    if attempt.model is None and _is_weight_only(subject):
+    announced = _is_announced(subject)  # what transformers leaves out it fills at random, some without a word
+    if attempt.model is None and not announced and _is_weight_only(subject):
         second = load_compressed(subject.compressed.folder, dequantize=True)
         if second.model is not None and not second.problems:
             evidence["loaded with dequantize=True"] = True
             outcome = Outcome.PASS if allow_dequantize_load else Outcome.FAIL
             summary = f"loads with dequantize=True only; plain from_pretrained says {_first(attempt.problems)}"
             return LOADS.record(outcome, summary, limit=limit, evidence=evidence, findings=attempt.problems), second.model
-    if attempt.model is None and _is_announced(subject):
+    if announced:
         own = load_with_our_reader(subject.compressed.folder)
         if own.model is not None:
             summary = (
-                f"transformers does not load it, as the run said beforehand; compressor.load_compressed does: {_first(attempt.problems)}"
+                "transformers does not load it, as the run said beforehand; compressor.load_compressed does: "
+                f"{_first(attempt.problems or ['it says nothing of its own'])}"
             )
             return LOADS.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=attempt.problems), own.model
     if attempt.model is None:

@@ -283,7 +283,7 @@ def test_checking_leaves_no_trace(tmp_path):
 
 def _set(name, value):
     def damage(layer):
-        layer.get_buffer(name).flatten()[0] = value
+        dict(layer.named_buffers())[name].flatten()[0] = value
 
     return damage
 
@@ -293,7 +293,7 @@ def _drop(name):
 
 
 def _nan_byte(layer):
-    layer.weight.view(torch.uint8)[0, 0] = 0x7F
+    layer.codes().view(torch.uint8)[0, 0] = 0x7F
 
 
 def _nan_bias(layer):

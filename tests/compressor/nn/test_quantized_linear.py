@@ -105,7 +105,20 @@ def test_class_and_names_follow_the_format() -> None:
     naive, _, _ = quantized(linear_of(bias=False), preset_scheme("FP8"))
     assert isinstance(naive, NaiveQuantizedLinear)
     assert set(naive.state_dict()) == {"weight", "weight_scale", "input_scale"}
-    assert naive.weight.dtype == torch.float8_e4m3fn
+    assert naive.state_dict()["weight"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, "NVFP4A16", "MXFP4A16"])
+def test_whoever_reads_the_weight_gets_the_values_that_it_stands_for(preset: str) -> None:
+    from compressor.nn import quantized as rounded
+
+    linear = linear_of(dtype=torch.float32)
+    layer = rounded(linear, preset_scheme(preset).model_copy(update={"input_activations": None}))
+    read = layer.weight
+    assert read.dtype == torch.float32 and torch.equal(read, layer.dequantized_weight())
+    assert float((read - linear.weight).detach().norm()) < 0.3 * float(linear.weight.detach().norm())
+    assert copy.deepcopy(layer).state_dict().keys() == layer.state_dict().keys()
+    assert "weight" in layer.state_dict() or "weight_packed" in layer.state_dict()
 
 
 def test_materialize_keeps_the_weight_only_inside_the_context() -> None:

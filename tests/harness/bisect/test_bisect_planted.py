@@ -246,6 +246,9 @@ def test_bad_input_is_refused(tiny_base, tiny_compressed, tiny_tokens, tmp_path,
             bisect(base, compressed, dataset, device="cpu")
     with pytest.raises(UserInputError, match="measure='l1'"):
         bisect(tiny_base, tiny_compressed, tiny_tokens, measure="l1")
+    for limit in (float("nan"), float("inf"), 0.0, -1.0):
+        with pytest.raises(UserInputError, match="is no number above 0"):
+            bisect(tiny_base, tiny_compressed, tiny_tokens, limit=limit)
     with pytest.raises(UserInputError, match="no module 'x'"):
         swap_difference(tiny_base, tiny_compressed, ["x"], [[1, 2]])
     with pytest.raises(CompressorError, match="tokens"):
