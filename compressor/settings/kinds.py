@@ -105,10 +105,11 @@ PATH = Kind(_path, "a path")
 MODEL = Kind(_is_model, "the path of a folder, or a model (torch.nn.Module)")
 DEVICE = Kind(lambda value: _text(value) or _of_torch(value, "device"), "the name of a device")
 MODEL_CLASS = Kind(lambda value: _text(value) or isinstance(value, type), "a class of transformers, or its name")
+WHOLE = Kind(_whole, "a whole number")
 TEXT = Kind(_text, "a text")
 """For texts with a Literal type of their own."""
 
-Whole = Annotated[int, Kind(_whole, "a whole number")]
+Whole = Annotated[int, WHOLE]
 Number = Annotated[float, Kind(_number, "a number")]
 Flag = Annotated[bool, Kind(lambda value: isinstance(value, bool), "True or False")]
 Text = Annotated[str, TEXT]

@@ -23,7 +23,8 @@ from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.progress import Progress, SilentProgress
-from compressor.settings.kinds import plain_number
+from compressor.settings.kinds import WHOLE, plain_number
+from compressor.settings.options import check_kind
 from harness.reporting.record import CheckRecord, decide
 from harness.reporting.verdict import EXIT_CODES, Verdict
 from harness.validation.behaviour.acceptance import check_accepted, check_loads
@@ -33,7 +34,7 @@ from harness.validation.format.files import check_files
 from harness.validation.format.record import check_digests, check_quantization_config, check_record, file_hashes, read_record
 from harness.validation.format.sparsity import check_sparsity
 from harness.validation.inspection import ModuleInspection, inspect_modules
-from harness.validation.policy import Policy
+from harness.validation.policy import Policy, policy_of
 from harness.validation.subject import Subject, read_subject
 from harness.validation.weights import check_weights
 
@@ -99,7 +100,7 @@ def validate(
     compressed: str | Path,
     dataset: Any,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | Path | None = None,
     trained: bool = False,
     device: str = "auto",
     max_seq_length: int | None = None,
@@ -113,7 +114,7 @@ def validate(
         base: folder of the base model.
         compressed: folder of the compressed checkpoint, compressed-tensors format.
         dataset: held-out data, any source that `compressor.data.load_dataset_source` reads.
-        policy: limits; None for the defaults.
+        policy: limits, or the path of their file; None for the defaults.
         trained: the model was trained as well (QAT, pruning): values are not compared with the base's, behaviour is.
         device: where both models run: auto, cpu, cuda.
         max_seq_length: tokens of a sequence; None for what the model takes, at most 2048.
@@ -123,16 +124,23 @@ def validate(
     Returns:
         The report; a bad checkpoint gives a verdict, not an exception.
     Raises:
-        UserInputError: the seed is negative, or torch.autocast is on.
+        UserInputError: the seed is negative, a setting of the wrong kind, a policy that cannot be used, or torch.autocast is on.
         ModelError: a folder is missing, or the base cannot be used, because it is no causal language model for one.
         DatasetError: the data cannot be used.
     """
     check_dtypes_around(validate)
     num_samples, max_seq_length, seed = map(plain_number, (num_samples, max_seq_length, seed))
+    for name, value in {
+        "num_samples": num_samples,
+        "seed": seed,
+        "max_seq_length": 1 if max_seq_length is None else max_seq_length,
+    }.items():
+        check_kind(name, value, WHOLE)
+    policy = policy_of(policy)
     if seed < 0:
         raise UserInputError(f"seed: {seed} was given, where a whole number of 0 or more belongs; correct it")
     started, clock = datetime.now(UTC), time.monotonic()
-    policy, progress = policy or Policy(), progress or SilentProgress()
+    progress = progress or SilentProgress()
     torch_device = resolve_device(device)
     subject = read_subject(Path(base), Path(compressed), trained=trained)
     base_model = _base_model(subject)

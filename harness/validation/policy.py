@@ -25,6 +25,7 @@ from compressor.errors import UserInputError
 from compressor.spelling import suggest
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Decibels = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -33,15 +34,15 @@ class SqnrLimits(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    int2: float = 1.0
-    int3: float = 3.0
-    int4: float = 8.0
-    int5: float = 14.0
-    int6: float = 20.0
-    int7: float = 26.0
-    int8: float = 32.0
-    float4: float = 14.0
-    float8: float = 22.0
+    int2: Decibels = 1.0
+    int3: Decibels = 3.0
+    int4: Decibels = 8.0
+    int5: Decibels = 14.0
+    int6: Decibels = 20.0
+    int7: Decibels = 26.0
+    int8: Decibels = 32.0
+    float4: Decibels = 14.0
+    float8: Decibels = 22.0
 
 
 class Policy(BaseModel):
@@ -61,6 +62,25 @@ class Policy(BaseModel):
     max_row_gain_error: Positive = Field(0.8, description="|<w, q> / <w, w> - 1| of a single row: 0 if faithful, 1 if dead or random")
     max_run_noise: Positive = Field(20.0, description="squared error of 8 neighbouring weights, in units of what their columns have")
     min_sqnr_db: SqnrLimits = Field(default_factory=SqnrLimits, description="per module, decoded weight against base weight")
+
+
+def policy_of(given: object) -> Policy:
+    """Return the limits that were given to a function.
+
+    Args:
+        given: a Policy, the path of its file, or None for the defaults.
+
+    Returns:
+        The policy.
+
+    Raises:
+        UserInputError: it is something else, or the file cannot be used.
+    """
+    if isinstance(given, str | Path):
+        return load_policy(Path(given))
+    if given is not None and not isinstance(given, Policy):
+        raise UserInputError(f"policy: a {type(given).__name__} was given, where a Policy or the path of its file belongs; correct it")
+    return given or Policy()
 
 
 def load_policy(path: Path | None) -> Policy:

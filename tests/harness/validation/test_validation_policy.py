@@ -35,6 +35,8 @@ def test_defaults_stand_where_the_file_is_silent(tmp_path):
         ("confidence: 2\n", "policy.yaml:1: confidence: 2 is not allowed: input should be less than or equal to 0.9999"),
         ("max_perplexity_ratio: 0.9\n", "0.9 is not allowed: input should be greater than 1"),
         ("max_mean_kl: .nan\n", "nan is not allowed"),
+        ("min_sqnr_db: {int8: .nan}\n", "nan is not allowed"),
+        ("min_sqnr_db: {int8: -.inf}\n", "-inf is not allowed"),
         ("num_resamples: 10\n", "10 is not allowed: input should be greater than or equal to 10000"),
         ("max_mean_kl: low\n", "'low' is not allowed"),
         ("max_mean_kl: 1\nmax_mean_kl: 2\n", "policy.yaml:2: max_mean_kl stands on line 1 already; keep one"),
@@ -59,3 +61,22 @@ def test_all_mistakes_are_told_at_once(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserInputError, match="no such policy file"):
         load_policy(tmp_path / "nowhere.yaml")
+
+
+def test_a_function_takes_limits_or_their_file_and_nothing_else(tmp_path):
+    from harness.validation.policy import policy_of
+
+    path = tmp_path / "policy.yaml"
+    path.write_text("max_mean_kl: 0.5\n", encoding="utf-8")
+    assert policy_of(path).max_mean_kl == policy_of(str(path)).max_mean_kl == policy_of(Policy(max_mean_kl=0.5)).max_mean_kl == 0.5
+    assert policy_of(None) == Policy()
+    with pytest.raises(UserInputError, match="policy: a dict was given"):
+        policy_of({"max_mean_kl": 0.5})
+
+
+@pytest.mark.parametrize("wrong", [{"num_samples": "8"}, {"seed": 0.5}, {"max_seq_length": [4]}, {"policy": 3}])
+def test_a_setting_of_the_wrong_kind_is_named(wrong, tmp_path):
+    from harness import validate
+
+    with pytest.raises(UserInputError, match=next(iter(wrong))):
+        validate(tmp_path / "base", tmp_path / "compressed", "data.jsonl", **wrong)
