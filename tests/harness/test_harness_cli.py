@@ -23,7 +23,7 @@ import harness
 for arguments in (["--help"], ["validate", "--help"], ["validate"], ["validate", "a", "b", "--dataset", "d", "--num-samples", "0"]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         main(arguments)
-heavy = {"torch", "transformers", "numpy", "matplotlib", "pydantic", "safetensors"} & set(sys.modules)
+heavy = {"torch", "transformers", "numpy", "matplotlib", "safetensors"} & set(sys.modules)
 sys.exit(f"imported: {heavy}" if heavy else 0)
 """
     result = run_fresh(code=code)

@@ -123,7 +123,7 @@ def copy_tensors(model: nn.Module, modules: Mapping[str, Mapping[str, Tensor]]) 
     for module_name, tensors in modules.items():
         module = model.get_submodule(module_name)
         for name, stored in tensors.items():
-            own = getattr(module, name, None)
+            own = module._buffers[name] if name in module._buffers else getattr(module, name, None)
             if not isinstance(own, Tensor) or own.shape != stored.shape or own.dtype != stored.dtype:
                 raise ResumeError(
                     f"{module_name}.{name}: the run folder holds it as {stored.dtype} {tuple(stored.shape)}, which the model does not; "
