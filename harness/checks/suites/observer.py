@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,39 @@ def _uneven(kind: str, dtype: torch.dtype) -> list[Tensor]:
     return [x.to(dtype) for x in made[kind]]
 
 
+def _placed(kind: str, dtype: torch.dtype) -> list[Tensor]:
+    """Batches of every rank, size and layout, of which one value decides: the last one, below zero."""
+    generator = torch.Generator().manual_seed(7)
+    if kind == "102 batches":
+        many = [torch.rand(2, 8, generator=generator, dtype=torch.float64) - 0.5 for _ in range(102)]
+        many[-1][-1, -1] = -9.0
+        return [x.to(dtype) for x in many]
+    draw = torch.rand(_PLACED[kind], generator=generator, dtype=torch.float64) - 0.5
+    draw.view(-1)[-1] = -9.0
+    return [_LAID[kind](draw.to(dtype)) if kind in _LAID else draw.to(dtype)]
+
+
+_PLACED = {
+    "130 rows": (130, 16),
+    "1,000 columns": (2, 1000),
+    "37 numbers": (37,),
+    "sequences": (4, 5, 16),
+    "four dimensions": (2, 3, 4, 8),
+    "a transposed view": (12, 20),
+    "every other column": (6, 24),
+    "a part of a larger tensor": (6, 24),
+    "one row, expanded": (1, 24),
+}
+# The same values, laid out in another way.
+_LAID: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "a transposed view": lambda x: x.t().contiguous().t(),
+    "every other column": lambda x: torch.stack((x, x * 0), -1).flatten(-2)[:, ::2],
+    "a part of a larger tensor": lambda x: torch.cat((x * 0, x, x * 0), 1)[:, x.shape[1] : 2 * x.shape[1]],
+    "one row, expanded": lambda x: x.expand(5, -1),
+}
+_PLACES = (*_PLACED, "102 batches")
+
+
 def _long(generator: torch.Generator) -> Tensor:
     """Two batches of many values, whose ends are the very first value and the very last."""
     long = torch.rand(2, 33, 131, generator=generator, dtype=torch.float64) - 0.5
@@ -110,10 +143,11 @@ def scale_rule(subject: Observer, context: CheckContext) -> str:
     if subject.scale_rule is None:
         raise NothingToCheckError("the scale is searched; no rule is declared")
     for dtype in _DTYPES:
-        for kind in (*_KINDS, *_UNEVEN):
+        for kind in (*_KINDS, *_UNEVEN, *_PLACES):
             if kind == "zeros":
                 continue
-            batches = _uneven(kind, dtype) if kind in _UNEVEN else _batches(kind, dtype)
+            make = _uneven if kind in _UNEVEN else _placed if kind in _PLACES else _batches
+            batches = make(kind, dtype)
             found = subject.observe(batches)
             flat = torch.cat([x.flatten() for x in batches]).to(torch.float64)[None]
             scale, zero = RULES[subject.scale_rule](flat, subject.code_values)
@@ -167,19 +201,32 @@ def _same(one: Quantized, two: Quantized, what: str) -> None:
     13, "refuses_nonfinite", "NaN or infinity in a batch raises an error with a message", kind="observer", needs=("refuses_nonfinite",)
 )
 def refuses_nonfinite(subject: Observer, context: CheckContext) -> str:
-    """Plant NaN and infinities into the first and the last batch."""
+    """Plant NaN and infinities into the first and the last batch, and where batches end; a run that was refused leaves nothing."""
+    plain = _batches("both signs", torch.float32)
+    whole = subject.observe(plain)
+    planted = 0
     for value in NOT_FINITE:
         for place in (0, -1):
-            batches = [x.clone() for x in _batches("both signs", torch.float32)]
+            batches = [x.clone() * 100 for x in plain]
             batches[place][1, 3] = value
-            try:
-                subject.observe(batches)
-            except Exception as error:  # the subject may refuse with any class
-                if not str(error).strip():
-                    raise CheckFailed(f"{value}: {type(error).__name__} came without a message") from error
-                continue
-            raise CheckFailed(f"{value} in batch {place} was observed as if nothing had happened")
-    return "6 planted values were refused"
+            _refused(subject, batches, f"{value} in batch {place}")
+            _same(subject.observe(plain), whole, f"after a run that was refused for {value}")
+        for kind in _PLACED:
+            batches = [x.clone() for x in _placed(kind, torch.float32)]
+            batches[-1][(-1,) * batches[-1].dim()] = value
+            _refused(subject, batches, f"{value} at the end of {kind}")
+        planted += 2 + len(_PLACED)
+    return f"{planted} planted values were refused"
+
+
+def _refused(subject: Observer, batches: list[Tensor], what: str) -> None:
+    try:
+        subject.observe(batches)
+    except Exception as error:  # the subject may refuse with any class
+        if not str(error).strip():
+            raise CheckFailed(f"{what}: {type(error).__name__} came without a message") from error
+        return
+    raise CheckFailed(f"{what} was observed as if nothing had happened")
 
 
 @register(36, "search_pays", "A searched range loses at most 2 % more than the full one: |dq - x|^2.4 over all values", kind="observer")
