@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from compressor.data import CalibrationData, batch_to
+from compressor.data import Batch, CalibrationData, batch_to
 from compressor.data.collate import leading_tensor
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
@@ -71,7 +71,7 @@ def check_still_called(session: Session, data: CalibrationData, before: set[str]
     owners = {name: _owner(model, name) for name in compressed_names(session.state) if name in before}
     if not owners:
         return
-    batch = batch_to(min(data.batches, key=lambda one: leading_tensor(one).numel()), session.state.device)
+    batch = batch_to(_smallest(data), session.state.device)
     watched = list(dict.fromkeys((*owners, *owners.values())))
     with session.hooks_disabled(), torch.no_grad(), Footprint(model), calls_of(model, watched) as called:
         try:
@@ -88,6 +88,14 @@ def check_still_called(session: Session, data: CalibrationData, before: set[str]
             f"{lost[0]}{more}: {owners[lost[0]] or 'the model'} calls it no more now that it is compressed: it holds the float layer in "
             "another place (a list, a dict, a function), or asks for its class; let it call its submodule by name, or ignore the layer"
         )
+
+
+def _smallest(data: CalibrationData) -> Batch:
+    """The smallest batch; of token ids alone its first row, which any model of tokens takes."""
+    batch = min(data.batches, key=lambda one: leading_tensor(one).numel())
+    if isinstance(batch, dict) and batch.keys() <= {"input_ids", "attention_mask"}:
+        return {name: tensor[:1] for name, tensor in batch.items()}
+    return batch
 
 
 def _owner(model: nn.Module, name: str) -> str:
