@@ -22,6 +22,7 @@ from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
+from compressor.tracing.excerpt import excerpt
 from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.graph.engine import GraphEngine
 from compressor.tracing.graph.nodes import Unreached, Unrepeatable
@@ -278,8 +279,15 @@ class Plan:
     def _check_kept_weights(self, batch: Batch) -> None:
         """Look at the first batch only: before anything else has run, for what is kept shows once."""
         if not self._has_read and self._verify != "off":
-            with self._returning():
-                check_kept_weights(self.model, self.partition.targets, batch if self._device is None else batch_to(batch, self._device))
+            here = batch if self._device is None else batch_to(batch, self._device)
+            try:
+                with self._returning():
+                    check_kept_weights(self.model, self.partition.targets, excerpt(here, 0))
+            except Unrepeatable as error:
+                if isinstance(error, KeptWeights):
+                    raise
+                with self._returning():  # the model may take whole batches only
+                    check_kept_weights(self.model, self.partition.targets, here)
             self._has_read = True
 
     def _forward(self, batch: Batch) -> Any:
