@@ -37,4 +37,4 @@ def excerpt(batch: Batch, place: int) -> Batch:
     last = int(mask.sum(1).argmin()) if mask is not None and is_padded else min(NUM_ROWS, len(ids)) - 1
     rows = sorted({0, last})
     length = ids.shape[1] if is_padded else min(ids.shape[1], max(_MIN_TOKENS, ids.shape[1] // _SHARE) + place)
-    return {name: item[rows, :length] if name in tensors else item for name, item in batch.items()}
+    return {**batch, **{name: item[rows, :length] for name, item in tensors.items()}}

@@ -1,4 +1,4 @@
-"""The text that the reference model learns from: Python sources that lie on any machine with Python.
+"""The text that the models of this repository learn from: files that lie on any machine with Python.
 
 Files are read where they lie (standard library and installed packages) and never copied. The list is sorted, deduplicated by
 content and hashed, so that two trainings can tell whether they saw the same text. One file in a hundred, chosen by the hash of its
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ HELD_OUT_SHARE = 100  # one file in this many
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One Python source: `label` is `root/relative/path.py`, free of this machine's folders."""
+    """One text file: `label` is `root/relative/path.py`, free of this machine's folders."""
 
     label: str
     path: Path
@@ -45,15 +45,28 @@ class SourceFile:
         return self.path.read_text(encoding="utf-8")
 
 
-def source_files() -> list[SourceFile]:
-    """List the Python sources of this interpreter, sorted by label, each content once."""
+def source_files(
+    suffixes: Sequence[str] = (".py",), max_package_bytes: int = MAX_PACKAGE_BYTES, *, of_system: bool = False
+) -> list[SourceFile]:
+    """List the text files of this interpreter, and of the system if asked, sorted by label, each content once.
+
+    Args:
+        suffixes: of the files' names, by default those of Python sources.
+        max_package_bytes: of one package, chosen by the hash of the content.
+        of_system: take what other programs have put into the system's folders, too.
+
+    Returns:
+        The files, those that are held out among them.
+    """
     roots = {"stdlib": Path(sysconfig.get_path("stdlib")), "site-packages": Path(sysconfig.get_path("purelib"))}
-    listed = [_describe(label, path) for name, root in roots.items() for label, path in _python_files(name, root)]
+    if of_system:
+        roots |= {name: Path("/usr") / name for name in ("include", "lib", "share")}
+    listed = [_describe(label, path) for name, root in roots.items() for label, path in _text_files(name, root, suffixes)]
     files, seen, used = [], set(), dict[str, int]()
     # In the order of content hashes, so that the cap keeps a fair sample of a large package and not the front of its alphabet.
     for file in sorted((file for file in listed if file), key=lambda file: (file.sha256, file.label)):
         size = used.get(file.package, 0) + file.num_bytes
-        if file.sha256 not in seen and size <= MAX_PACKAGE_BYTES:
+        if file.sha256 not in seen and size <= max_package_bytes:
             seen.add(file.sha256)
             used[file.package] = size
             files.append(file)
@@ -66,8 +79,10 @@ def list_hash(files: list[SourceFile]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _python_files(name: str, root: Path) -> Iterator[tuple[str, Path]]:
-    for path in root.rglob("*.py"):
+def _text_files(name: str, root: Path, suffixes: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    for path in root.rglob("*"):
+        if path.suffix not in suffixes or not path.is_file():
+            continue
         relative = path.relative_to(root)
         if name == "stdlib" and "site-packages" in relative.parts:
             continue

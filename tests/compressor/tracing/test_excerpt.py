@@ -1,5 +1,7 @@
 """A proof on a few rows and tokens: what is cut, what is left whole, and that frozen sizes are seen in it as in a whole batch."""
 
+from __future__ import annotations
+
 from collections import Counter
 
 import pytest
