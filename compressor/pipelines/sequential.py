@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, TracingError
@@ -21,10 +21,11 @@ from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.offload.open_store import open_store
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.pipelines.padding import check_padding
+from compressor.pipelines.passes import cut_at_inputs
 from compressor.pipelines.settings import SequentialSettings
 from compressor.pipelines.still_called import calls_of, check_still_called, compressed_names
 from compressor.progress import Progress, Task
-from compressor.tracing import Partition, Plan, Run, RunningStage, ValueStore, module_names, partition, trace
+from compressor.tracing import Engine, Partition, Plan, Run, RunningStage, ValueStore, Watched, module_names, partition, trace
 
 
 @runtime_checkable
@@ -81,7 +82,7 @@ def _run_stages(
         watched = watched_modules(session)
         with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
             with calls_of(state.model, compressed_names(state)) as called:
-                plan = _trace(state, data, settings)
+                plan = _trace(session, data, settings, watched)
             check_padding(state, data, watched)
         note_kept(state, plan.kept)
         note_proof(state, plan.widened)
@@ -118,17 +119,33 @@ def _run_stages(
     return cut, running.uncalled, called
 
 
-def _trace(state: State, data: CalibrationData, settings: SequentialSettings) -> Plan:
-    return trace(
-        state.model,
-        data.batches,
-        settings.targets,
-        leaves=settings.leaves,
-        engine=settings.engine,
-        max_variants=settings.max_variants,
-        verify=settings.verify,
-        device=state.device,
-    )
+def _trace(session: Session, data: CalibrationData, settings: SequentialSettings, watched: Watched) -> Plan:
+    """Find out how batches flow: from module to module where layers are to run once, else from layer to layer."""
+    state = session.state
+    layers = partition(state.model, settings.targets)
+
+    def plan(targets: Partition, engine: Engine, per_stage: int | Literal["input"]) -> Plan:
+        return trace(
+            state.model,
+            data.batches,
+            targets,
+            leaves=settings.leaves,
+            engine=engine,
+            max_variants=settings.max_variants,
+            verify=settings.verify,
+            device=state.device,
+            targets_per_stage=per_stage,
+        )
+
+    if settings.passes == "two" or settings.engine == "suspend" or not settings.propagate_error:
+        return plan(layers, settings.engine, 1)
+    try:
+        return plan(cut_at_inputs(state.model, watched, layers), "graph", "input")
+    except TracingError as error:
+        if settings.passes == "one":
+            raise TracingError(f"passes: 'one' is not possible here: {error}; or leave passes out") from error
+        state.report.notes.append(f"each layer ran twice, for its modules could not be cut apart: {error}")
+        return plan(layers, settings.engine, 1)
 
 
 def _open_store(state: State, plan: Plan, settings: SequentialSettings) -> AbstractContextManager[ValueStore | None]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_args
 
-from compressor.errors import TargetError
+from compressor.errors import TargetError, TracingError
 from compressor.pipelines.offload.open_store import check_offload_dir, parse_bytes
-from compressor.settings.verbs import OneshotSettings
+from compressor.settings.verbs import OneshotSettings, Passes
 from compressor.tracing.plan import check_tracing_options
 from compressor.tracing.targets.records import Engine, Verify
+
+PASSES = get_args(get_args(Passes)[0])
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class SequentialSettings:
 
     Attributes:
         targets: patterns of the layers to stop at; None infers them.
+        passes: `two`: each layer runs before and after its compression; `one`: its modules are compressed on the way; `auto`: one where the
+            graph engine can cut layers at the inputs of their modules, else two.
         propagate_error: False propagates through the layers as they were before compression.
         engine: `graph` replays a recorded graph, `suspend` pauses plain forwards, `auto` takes the graph where it can be had.
         max_variants: recorded graphs at most, for batches that take other ways through the model's Python.
@@ -30,6 +35,7 @@ class SequentialSettings:
     """
 
     targets: Sequence[str] | None = None
+    passes: Passes = "two"
     propagate_error: bool = True
     engine: Engine = "auto"
     max_variants: int = 8
@@ -43,11 +49,12 @@ class SequentialSettings:
         """Check the choices.
 
         Raises:
-            TracingError: no such engine or way to verify, or less than one variant.
+            TracingError: no such engine or way to verify, less than one variant, or passes that something else rules out.
             UserInputError: a size that is none.
             OutputError: the folder is missing or not writable.
         """
         check_tracing_options(self.engine, self.verify, self.max_variants)
+        _check_passes(self)
         for name in ("activation_memory", "activation_device_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), name)
@@ -84,4 +91,15 @@ class SequentialSettings:
         raise TargetError(
             f"{changed[0]}: {getattr(self, changed[0])!r} was given, but the {pipeline} pipeline traces nothing; leave it out or choose "
             'pipeline="sequential"'
+        )
+
+
+def _check_passes(settings: SequentialSettings) -> None:
+    if settings.passes not in PASSES:
+        raise TracingError(f"passes: {settings.passes!r} does not exist; choose one of {', '.join(PASSES)}")
+    if settings.passes == "one" and settings.engine == "suspend":
+        raise TracingError("passes: 'one' cuts layers open, and engine='suspend' cannot; leave one of them out")
+    if settings.passes == "one" and not settings.propagate_error:
+        raise TracingError(
+            "passes: 'one' shows every module the error of those before it, and propagate_error=False none; leave one of them out"
         )

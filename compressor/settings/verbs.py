@@ -34,6 +34,7 @@ from compressor.settings.options import Option, Settings
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 Engine = Annotated[Literal["auto", "graph", "suspend"], TEXT]
 Verify = Annotated[Literal["off", "first", "all"], TEXT]
+Passes = Annotated[Literal["auto", "one", "two"], TEXT]
 Modality = Annotated[Literal["text", "vision", "audio"], TEXT]
 Mode = Annotated[Literal["replay", "eager", "capture"], TEXT]
 
@@ -81,6 +82,14 @@ class RecordSettings(Settings):
     """Batches on which the recorded graph is held against the plain model."""
 
 
+class PassSettings(Settings):
+    """How often a layer runs for its calibration."""
+
+    passes: Annotated[Passes, Option()] = "two"
+    """`two`: each layer runs before and after its compression; `one`: what is inside is compressed on the way; `auto`: one where it can be
+    had."""
+
+
 class PlanSettings(RecipeSettings, TracingSettings, LoadSettings):
     """The choices on which the cost of a run depends."""
 
@@ -102,7 +111,7 @@ class PlanSettings(RecipeSettings, TracingSettings, LoadSettings):
     """Dtype to load in; `auto` keeps the checkpoint's own, and a model in memory keeps its own."""
 
 
-class OneshotSettings(PlanSettings, RecordSettings):
+class OneshotSettings(PlanSettings, RecordSettings, PassSettings):
     """The choices of one run of `oneshot`."""
 
     dataset: Annotated[Any, Option(metavar="D")] = None

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
-from compressor.tracing.excerpt import excerpt
 from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.graph.engine import GraphEngine
 from compressor.tracing.graph.nodes import Unreached, Unrepeatable
@@ -30,7 +29,7 @@ from compressor.tracing.graph.planner import GraphPlanner, Variant, content_dige
 from compressor.tracing.graph.run import GraphRun, schedule
 from compressor.tracing.graph.shared_objects import exchanged, written_in_place
 from compressor.tracing.kept_weights import KeptWeights, as_batches, check_kept_weights, check_model
-from compressor.tracing.picking import unproved
+from compressor.tracing.picking import excerpt, unproved
 from compressor.tracing.proof import observe
 from compressor.tracing.python_values import PythonValues
 from compressor.tracing.suspend.engine import SuspendedRun
@@ -433,20 +432,20 @@ class Plan:
 def trace(
     model: nn.Module,
     batches: Sequence[Batch],
-    targets: Sequence[str] | None = None,
+    targets: Sequence[str] | Partition | None = None,
     leaves: Sequence[str | Callable[..., Any]] = (),
     engine: Engine = "auto",
     max_variants: int = 8,
     verify: Verify = "first",
     device: torch.device | None = None,
-    targets_per_stage: int = 1,
+    targets_per_stage: int | Literal["input"] = 1,
 ) -> Plan:
     """Find out how batches flow through the sequential targets of a model.
 
     Args:
         model: in eval mode, and without caches that grow; as it was afterwards.
         batches: what will be run, or a sample of it; at least one. Mappings, tuples or tensors.
-        targets: class names, dotted names or `re:` patterns; None infers them.
+        targets: class names, dotted names or `re:` patterns, or what `partition` gave; None infers them.
         leaves: functions, or `package.module:qualified.name`, that are recorded as one node.
         engine: `graph`, `suspend`, or `auto`: the graph engine where it can follow the model, else the suspend engine.
         max_variants: recorded graphs at most.
@@ -456,7 +455,8 @@ def trace(
             take the suspend engine, and reported. The suspend engine, but for `off`, runs the batches, chosen likewise, alone and in
             turns, to show that they do not notice each other.
         device: of the model; None leaves batches where they are.
-        targets_per_stage: targets that follow each other and share a stage; more than 1 needs the graph engine.
+        targets_per_stage: targets that follow each other and share a stage; `input`: as many as read the same values. Anything but 1
+            needs the graph engine.
 
     Returns:
         The plan.
@@ -467,13 +467,13 @@ def trace(
     """
     check_tracing_options(engine, verify, max_variants)
     batches = as_batches(batches)
-    if targets_per_stage != 1 and (engine == "suspend" or targets_per_stage < 1):
+    if targets_per_stage != 1 and (engine == "suspend" or (targets_per_stage != "input" and targets_per_stage < 1)):
         raise TracingError(
             f"targets_per_stage (--targets-per-subgraph): {targets_per_stage} is not possible with engine={engine!r}; give 1, or take the "
             "graph engine"
         )
     check_model(model)
-    cut = partition(model, targets)
+    cut = targets if isinstance(targets, Partition) else partition(model, targets)
 
     def make_graph() -> GraphEngine:
         planner = GraphPlanner(

@@ -21,7 +21,7 @@ def run_ours(settings: dict[str, Any]) -> dict[str, Any]:
     """Compress with `compressor.oneshot`.
 
     Args:
-        settings: model, recipe, calibration, output_dir, num_samples, seq_len, device.
+        settings: model, recipe, calibration, output_dir, num_samples, seq_len, device; options, what else `oneshot` is given.
     Returns:
         Seconds by phase, memory, versions.
     """
@@ -38,6 +38,7 @@ def run_ours(settings: dict[str, Any]) -> dict[str, Any]:
         num_calibration_samples=settings["num_samples"],
         max_seq_length=settings["seq_len"],
         device=settings["device"],
+        **settings.get("options", {}),
     )
     return meter.read(result.seconds, {"compressor-harness": compressor.__version__})
 
@@ -103,6 +104,29 @@ def score(settings: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses}
 
 
+def divergence(settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure how far the predictions of a model are from those of its base, with transformers alone.
+
+    Args:
+        settings: model, base, heldout, device.
+    Returns:
+        `kl`: KL(base || model) and `losses`: cross entropy of the next token, in nats per token, one number a sequence each.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    base, model = (AutoModelForCausalLM.from_pretrained(settings[name]).to(settings["device"]).eval() for name in ("base", "model"))
+    found: dict[str, list[float]] = {"kl": [], "losses": []}
+    with torch.no_grad():
+        for ids in load_file(settings["heldout"])["input_ids"].long().split(8):
+            batch = ids.to(settings["device"])
+            theirs, ours = (one(input_ids=batch).logits[:, :-1].float().log_softmax(-1) for one in (base, model))
+            found["kl"] += (theirs.exp() * (theirs - ours)).sum(-1).mean(1).tolist()
+            found["losses"] += (-ours.gather(-1, batch[:, 1:, None])).mean((1, 2)).tolist()
+    return found
+
+
 class _Meter:
     """Wall time by phase, and how far the process's memory rose above what the imports took."""
 
@@ -142,7 +166,12 @@ def _peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-_JOBS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"ours": run_ours, "peer": run_peer, "score": score}
+_JOBS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "ours": run_ours,
+    "peer": run_peer,
+    "score": score,
+    "divergence": divergence,
+}
 
 if __name__ == "__main__":
     _job, _settings_file, _result_file = sys.argv[1:]

@@ -225,19 +225,33 @@ def _compress(plan: BenchPlan, library: str, work_dir: Path) -> dict[str, Any]:
         "seq_len": plan.seq_len,
         "device": plan.device,
     }
-    result, process_seconds = _run_job(plan, library, library, settings, work_dir)
+    result, process_seconds = run_job(plan, library, library, settings, work_dir)
     result["seconds"]["process"] = process_seconds
     return result
 
 
 def _score(plan: BenchPlan, name: str, model: Path, work_dir: Path) -> list[float]:
     settings = {"model": str(model.resolve()), "heldout": str(plan.heldout.resolve()), "device": plan.device}
-    result, _ = _run_job(plan, "score", f"score-{name}", settings, work_dir)
+    result, _ = run_job(plan, "score", f"score-{name}", settings, work_dir)
     return list(result["losses"])
 
 
-def _run_job(plan: BenchPlan, job: str, name: str, settings: dict[str, Any], work_dir: Path) -> tuple[dict[str, Any], float]:
-    """Run the driver in a fresh process, below a shell: a process starts with the peak memory of the one that forked it."""
+def run_job(plan: BenchPlan, job: str, name: str, settings: dict[str, Any], work_dir: Path) -> tuple[dict[str, Any], float]:
+    """Run the driver in a fresh process, below a shell: a process starts with the peak memory of the one that forked it.
+
+    Args:
+        plan: threads, device, interpreter of the peer.
+        job: what the driver does.
+        name: of the files.
+        settings: of the job.
+        work_dir: gets the files.
+
+    Returns:
+        What the driver measured, and the seconds of the whole process.
+
+    Raises:
+        HarnessError: the process failed.
+    """
     settings_file, result_file, log_file = (work_dir / f"{name}.{kind}" for kind in ("settings.json", "result.json", "log"))
     settings_file.write_text(json.dumps(settings), encoding="utf-8")
     python = plan.peer_python if job == "peer" else Path(sys.executable)

@@ -16,6 +16,12 @@ def test_the_reference_model_is_complete(repo_root: Path, name: str) -> None:
     assert (repo_root / "golden" / "reference" / name).is_file()
 
 
+@pytest.mark.parametrize("name", ["opt", "qwen3_moe"])
+@pytest.mark.parametrize("file", ["training.json", "model.safetensors", "calibration.safetensors", "heldout.safetensors"])
+def test_the_judging_models_are_complete_and_small(repo_root: Path, name: str, file: str) -> None:
+    assert 0 < (repo_root / "golden" / "judges" / name / file).stat().st_size <= 8_000_000
+
+
 def test_the_reference_model_is_small_and_bf16(reference_model: Path) -> None:
     path = reference_model / "model.safetensors"
     assert path.stat().st_size <= 12_000_000
@@ -27,4 +33,4 @@ def test_the_reference_model_is_small_and_bf16(reference_model: Path) -> None:
 
 
 def test_nobody_put_a_large_file_into_golden(repo_root: Path) -> None:
-    assert sum(path.stat().st_size for path in (repo_root / "golden").rglob("*") if path.is_file()) <= 16_000_000
+    assert sum(path.stat().st_size for path in (repo_root / "golden").rglob("*") if path.is_file()) <= 32_000_000

@@ -31,7 +31,7 @@ from compressor.tracing.graph.nested_values import (
     structure,
 )
 from compressor.tracing.graph.nodes import Constant, GraphBuilder, rebuild_function, rebuild_record
-from compressor.tracing.graph.symbolic import SymbolicFloat, SymbolicInt, is_symbolic, plain
+from compressor.tracing.symbolic import SymbolicFloat, SymbolicInt, is_symbolic, plain
 
 _AS_IS = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, EllipsisType)
 

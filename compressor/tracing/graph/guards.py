@@ -13,7 +13,8 @@ from torch import fx, nn
 
 from compressor.tracing.graph.nested_values import DATA_SIZED
 from compressor.tracing.graph.nodes import Constant, Place, guard
-from compressor.tracing.graph.program import Program, needed_for
+from compressor.tracing.graph.program import Program
+from compressor.tracing.graph.replay import needed_for
 from compressor.tracing.targets.records import Guard
 
 _MAX_DEPTH = 8
@@ -256,6 +257,7 @@ class GuardPlan:
         late_shapes: guards over shapes behind a target.
         late_values: guards over values that a target computes, or over its weights.
         late_results: guards over how modules behind a target build their results.
+        late_by_shape: those over shapes behind a target depend on the shapes of the inputs only.
     """
 
     entry: tuple[fx.Node, ...]
@@ -263,6 +265,7 @@ class GuardPlan:
     late_shapes: tuple[fx.Node, ...]
     late_values: tuple[fx.Node, ...]
     late_results: tuple[fx.Node, ...] = ()
+    late_by_shape: bool = True
 
 
 def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> GuardPlan:
@@ -281,7 +284,7 @@ def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> Gu
     places = [name.rpartition(".") for name in program.reassigned if not name.startswith("?")]
     left = {(id(model.get_submodule(owner)), own) for owner, _, own in places}
     early, late_shapes, late_values, late_results = [], [], [], []
-    by_shape = True
+    by_shape = late_by_shape = True
     writers = _writers(nodes)
     for node in program.guard_nodes:
         needs = needed_for([node], nodes)
@@ -296,15 +299,15 @@ def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> Gu
             late_results.append(node)  # checked when it is there
         elif node.meta["guard"] == "structure":
             late_shapes.append(node)  # a leaf's choice between a tensor and None: taken from the inputs, of which each batch has its own
-            by_shape = False
+            late_by_shape = False
         elif any(one.op == "call_module" and one.target in targets for one in sources):
             late_values.append(node)
         else:
             late_shapes.append(node)
-            by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
-    return GuardPlan(
-        tuple(needed_for(early, nodes)) if early else (), by_shape, tuple(late_shapes), tuple(late_values), tuple(late_results)
-    )
+            late_by_shape = late_by_shape and not any(one.op == "placeholder" for one in sources)
+    entry = tuple(needed_for(early, nodes)) if early else ()
+    late = (tuple(late_shapes), tuple(late_values), tuple(late_results))
+    return GuardPlan(entry, by_shape and late_by_shape, *late, late_by_shape)
 
 
 def _is_length_of_result(asked: Any) -> bool:

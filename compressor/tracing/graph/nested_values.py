@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compressor.tracing.graph.symbolic import is_symbolic, plain
+from compressor.tracing.symbolic import is_symbolic, plain
 
 # The modes of torch that a call is made in: they steer what it computes, and are noted beside every node.
 

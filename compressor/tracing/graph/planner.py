@@ -7,9 +7,9 @@ lies inside it, and recording starts over; else the batch gets a program of its 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, is_tensor, nn
@@ -21,8 +21,9 @@ from compressor.errors import TracingError
 from compressor.random_state import RandomState
 from compressor.tracing.graph.guards import GuardPlan, plan_guards
 from compressor.tracing.graph.nodes import Frame, GuardFailure, Refusal, SwallowedTarget, current_frames, one_line
-from compressor.tracing.graph.program import Program, Segment, build_program, run_nodes, run_program, signature_of
+from compressor.tracing.graph.program import Program, Segment, build_program, signature_of
 from compressor.tracing.graph.recorder import Recorder
+from compressor.tracing.graph.replay import run_nodes, run_program
 from compressor.tracing.graph.torch_patches import GIVEN, LeafFunction, function_around, noting_values, recording, resolve_leaf
 from compressor.tracing.host_reads import HostReads
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
@@ -156,6 +157,7 @@ class Variant:
         self.program = program
         self.guards = guards
         self.num_batches = 0
+        self.sizes: set[Any] = set()  # of the batches that have run through all of it
 
     @property
     def segments(self) -> list[Segment]:
@@ -181,7 +183,7 @@ class GraphPlanner:
         *,
         leaves: Sequence[str | Callable[..., Any]],
         max_variants: int,
-        targets_per_stage: int = 1,
+        targets_per_stage: int | Literal["input"] = 1,
         device: torch.device | None = None,
     ) -> None:
         """Learn what to record; nothing runs yet."""
@@ -261,9 +263,10 @@ class GraphPlanner:
         inputs = named_inputs(copy_batch(batch))
         try:
             with self.returning(), without_traces():
-                if variant.guards.late_shapes:
+                if variant.guards.late_shapes and not (variant.guards.late_by_shape and shapes(batch) in variant.sizes):
                     self.num_forwards += 1
                     run_program(variant.program, inputs, self._model)
+                    variant.sizes.add(shapes(batch))
                 elif variant.guards.entry:
                     run_nodes(variant.guards.entry, inputs, self._model)
         except GuardFailure:
@@ -306,11 +309,10 @@ class GraphPlanner:
             if self._add_leaf(refusal.frames, set(), f"absorbed {refusal}"):
                 return None
             raise
-        if self._per_stage > 1 and not self.variants:
-            regrouped = _group(program.targets, self._targets, self._per_stage)
-            if regrouped != self.groups:
-                self.groups = regrouped
-                return None
+        if self._per_stage != 1 and not self.variants:
+            order = program.by_input if self._per_stage == "input" else _in_order(program.targets, self._per_stage)
+            self.groups = _numbered(order, self._targets)
+            program.cut(self.groups)
         guards = plan_guards(program, tuple(self._targets), self._model)
         if guards.late_values:
             node = guards.late_values[0]
@@ -321,6 +323,7 @@ class GraphPlanner:
                 'compression changes it; only engine="suspend" can follow'
             )
         self.variants.append(Variant(len(self.variants), program, guards))
+        self.variants[-1].sizes.add(shapes(batch))
         return self.variants[-1]
 
     def _ban(self, refusal: SwallowedTarget) -> None:
@@ -349,10 +352,16 @@ def without_traces() -> Iterator[ModuleValues]:
         state.restore()
 
 
-def _group(order: Sequence[str], targets: Mapping[str, nn.Module], size: int) -> dict[str, int]:
-    """Put targets that follow each other into groups."""
-    names = [*order, *(name for name in targets if name not in order)]
-    return {name: place // size for place, name in enumerate(names)}
+def _in_order(order: Sequence[str], size: int) -> list[list[str]]:
+    """Put targets that follow each other into groups of one size."""
+    return [list(order[place : place + size]) for place in range(0, len(order), size)]
+
+
+def _numbered(groups: Sequence[Sequence[str]], targets: Collection[str]) -> dict[str, int]:
+    """Number the groups; targets that the forward does not call get groups of their own."""
+    called = {name for group in groups for name in group}
+    alone = [[name] for name in targets if name not in called]
+    return {name: number for number, group in enumerate([*groups, *alone]) for name in group}
 
 
 def shapes(batch: Batch) -> Any:

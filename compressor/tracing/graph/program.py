@@ -8,18 +8,17 @@ are run on copies.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import copy_context
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from compressor.data.layouts import has_memory
-from compressor.tracing.graph.nested_values import Modes
-from compressor.tracing.graph.nodes import Constant, GuardFailure, Refusal
+from compressor.tracing.graph.nodes import Constant, Refusal
 from compressor.tracing.graph.recorder import Recorder
 
 ROOT = "_root"  # how graphs name the model itself, whose dotted name is empty
@@ -81,6 +80,8 @@ class Program:
         reassigned: dotted names of attributes that the forward sets.
         reads: where a node's own code reads a Python value off the data that it may hand on unseen; empty where none does.
         readers: dotted names of all modules that do so.
+        calls_seen: calls of modules: name, target around it or None, and the number of the node before which it began.
+        order: number of each node when it was recorded.
     """
 
     flat: fx.Graph
@@ -92,6 +93,25 @@ class Program:
     reassigned: frozenset[str] = frozenset()
     reads: str = ""
     readers: frozenset[str] = frozenset()
+    calls_seen: tuple[tuple[str, str | None, int], ...] = ()
+    order: Mapping[fx.Node, int] = field(default_factory=dict)
+
+    def cut(self, groups: Mapping[str, int]) -> None:
+        """Cut the forward into segments, anew where it has been cut before.
+
+        Args:
+            groups: target to number of its group; the targets of a group share a stage.
+
+        Raises:
+            Refusal: the forward calls no target.
+        """
+        cutter = _Cutter(self.flat, groups, self.reassigned)
+        if not cutter.stages:
+            raise Refusal("trace: the forward calls none of the sequential targets; give a batch that reaches them, or other targets")
+        self.segments = [cutter.build(index) for index in range(len(cutter.stages) + 1)]
+        starts = [self.order[node] for node in cutter.starts]
+        self.calls = [(name, target, sum(start <= number for start in starts)) for name, target, number in self.calls_seen]
+        self.spans = cutter.spans()
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -99,9 +119,45 @@ class Program:
         return tuple(name for segment in self.segments for name in segment.targets)
 
     @property
+    def by_input(self) -> list[list[str]]:
+        """Targets in the order of their first calls, together those that follow each other and are handed the very same values."""
+        names = set(self.targets)
+        nodes = [(place, node) for place, node in enumerate(self.flat.nodes) if node.op == "call_module" and target_of(node) in names]
+        times = Counter(target_of(node) for _, node in nodes)
+        groups: dict[str, list[str]] = {}  # by the first member
+        before: tuple[int, fx.Node] | None = None
+        for place, node in nodes:
+            name = target_of(node)
+            if times[name] > 1:
+                groups.setdefault(name, [name])
+                before = None
+            elif before is not None and self._same_input(*before, place, node):
+                groups[next(reversed(groups))].append(name)
+                before = (place, node)
+            else:
+                groups[name] = [name]
+                before = (place, node)
+        return list(groups.values())
+
+    def _same_input(self, earlier: int, one: fx.Node, later: int, other: fx.Node) -> bool:
+        """Say whether two calls are handed the same values, and nothing between them may write to these."""
+        if one.args != other.args or one.kwargs != other.kwargs:
+            return False
+        memory = {_storage(node) for node in other.all_input_nodes}
+        between = [node for node in islice(self.flat.nodes, earlier + 1, later) if node.meta.get("effect")]
+        return not any(
+            memory & set(node.meta.get("writes", ())) or set(other.all_input_nodes) & set(node.all_input_nodes) for node in between
+        )
+
+    @property
     def guard_nodes(self) -> list[fx.Node]:
         """Guards of the whole forward, in program order."""
         return [node for node in self.flat.nodes if "guard" in node.meta]
+
+
+def target_of(node: fx.Node) -> str:
+    """Return the dotted name of the module that a node calls; that of the model itself is empty."""
+    return "" if node.target == ROOT else str(node.target)
 
 
 def find_module(model: nn.Module, target: str) -> nn.Module:
@@ -139,13 +195,9 @@ def build_program(recorder: Recorder, output: Any, signature: Any, groups: Mappi
     for node in reversed(list(flat.nodes)):
         if node.meta.get("size") and not node.users:
             flat.erase_node(node)
-    cutter = _Cutter(flat, groups, reassigned)
-    if not cutter.stages:
-        raise Refusal("trace: the forward calls none of the sequential targets; give a batch that reaches them, or other targets")
-    segments = [cutter.build(index) for index in range(len(cutter.stages) + 1)]
-    starts = [order[node] for node in cutter.starts]
-    calls = [(name, target, sum(start <= number for start in starts)) for name, target, number in recorder.calls]
-    return Program(flat, segments, signature, cutter.spans(), calls, recorder.busy, frozenset(reassigned))
+    program = Program(flat, [], signature, [], [], recorder.busy, frozenset(reassigned), calls_seen=tuple(recorder.calls), order=order)
+    program.cut(groups)
+    return program
 
 
 class _Cutter:
@@ -263,236 +315,3 @@ def signature_of(batch: Any) -> Any:
 
     items = batch.items() if isinstance(batch, dict) else enumerate(batch)
     return tuple((name, describe(item)) for name, item in items)
-
-
-# Running recorded graphs: node by node, in the modes of torch that each node was recorded in, freeing values as they die.
-
-CallModule = Callable[[fx.Node, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def call_plainly(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module as the model does.
-
-    Args:
-        node: that calls it.
-        module: the module.
-        args: its arguments.
-        kwargs: its named arguments.
-
-    Returns:
-        What it returns.
-    """
-    del node
-    return module(*args, **kwargs)
-
-
-def run_segment(
-    segment: Segment, values: dict[str, Any], model: nn.Module, call: CallModule = call_plainly, until: Collection[str] = ()
-) -> Any:
-    """Run the graph of one segment.
-
-    Args:
-        segment: its graph is read as it is now.
-        values: by name: what the graph needs, or the batch for the first one; values are let go as they die.
-        model: whose modules are called.
-        call: calls a module.
-        until: dotted names; stop after the last call of one of these modules, and return nothing.
-
-    Returns:
-        Values by name that later segments need; for the last segment, what the model returns.
-    """
-    env: dict[fx.Node, Any] = {}
-    last_uses = _last_uses(segment.graph.nodes)
-    ends = [node for node in segment.graph.nodes if node.op == "call_module" and node.target in until][-1:]
-    result: Any = None
-    with torch.no_grad(), _ambient() as ambient:
-        for node in segment.graph.nodes:
-            if node.op == "output":
-                result = _resolve(node.args[0], env)
-            elif node.op == "placeholder":
-                env[node] = values[str(node.target)]
-            else:
-                env[node] = run_node(node, env, model, call, ambient)
-            if node in ends:
-                break
-            for dead in last_uses.get(node, ()):
-                env.pop(dead, None)
-    return result
-
-
-def run_program(program: Program, inputs: dict[str, Any], model: nn.Module, call: CallModule = call_plainly) -> Any:
-    """Run a whole recorded forward.
-
-    Args:
-        program: the forward.
-        inputs: batch by name.
-        model: whose modules are called.
-        call: calls a module.
-
-    Returns:
-        What the model returns.
-    """
-    values, result = dict(inputs), None
-    for index, segment in enumerate(program.segments):
-        result = run_segment(segment, values, model, call)
-        if not segment.is_last:
-            values = next_values(program, index, values, result)
-    return result
-
-
-def next_values(program: Program, index: int, values: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
-    """Bring together what lives on after a segment.
-
-    Args:
-        program: the forward.
-        index: of the segment that has run.
-        values: what was live before it.
-        made: what it made.
-
-    Returns:
-        What is live after it, by name.
-    """
-    live = program.segments[index + 1].live_in
-    both = {**values, **made}
-    return {name: both[name] for name in live}
-
-
-def run_nodes(nodes: Iterable[fx.Node], inputs: dict[str, Any], model: nn.Module, call: CallModule = call_plainly) -> None:
-    """Run some nodes of a whole graph, for the guards among them.
-
-    Args:
-        nodes: closed under what they need, in program order.
-        inputs: batch by name.
-        model: whose modules are called.
-        call: calls a module.
-
-    Raises:
-        GuardFailure: a guard does not hold.
-    """
-    env: dict[fx.Node, Any] = {}
-    with torch.no_grad(), _ambient() as ambient:
-        for node in nodes:
-            env[node] = inputs[str(node.target)] if node.op == "placeholder" else run_node(node, env, model, call, ambient)
-
-
-def run_node(node: fx.Node, env: dict[fx.Node, Any], model: nn.Module, call: CallModule, ambient: Modes) -> Any:
-    """Run one node.
-
-    Args:
-        node: neither placeholder nor output.
-        env: values of earlier nodes.
-        model: whose modules are called.
-        call: calls a module.
-        ambient: modes of torch where a node names none.
-
-    Returns:
-        The value of the node.
-    """
-    args, kwargs = _resolve(node.args, env), _resolve(node.kwargs, env)
-    state: Modes | None = node.meta.get("state")
-    try:
-        if state is None:
-            return _dispatch(node, args, kwargs, model, call)
-        state.restore()
-        try:
-            return _dispatch(node, args, kwargs, model, call)
-        finally:
-            ambient.restore()
-    except GuardFailure as failure:
-        failure.node_name = node.name
-        raise
-    except Exception as error:  # whatever it is goes on as it is, with its place
-        error.add_note(f"node {node.name} of the recorded graph, {node.meta.get('place', 'unknown place')}")
-        raise
-
-
-def _dispatch(node: fx.Node, args: Any, kwargs: Any, model: nn.Module, call: CallModule) -> Any:
-    if node.meta.get("context"):
-        return copy_context().run(_with_context, node, lambda: _plain_dispatch(node, args, kwargs, model, call))
-    return _plain_dispatch(node, args, kwargs, model, call)
-
-
-def _with_context(node: fx.Node, function: Callable[[], Any]) -> Any:
-    """Set the context variables that the forward had set around a call."""
-    for variable, value in node.meta["context"]:
-        variable.set(value)
-    return function()
-
-
-def _plain_dispatch(node: fx.Node, args: Any, kwargs: Any, model: nn.Module, call: CallModule) -> Any:
-    target: Any = node.target
-    if node.op == "call_module":
-        return call(node, find_module(model, target), args, kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], target)(*args[1:], **kwargs)
-    if node.op == "get_attr":
-        owner, _, name = target.rpartition(".")
-        return getattr(model.get_submodule(owner), name)
-    return target(*args, **kwargs)
-
-
-def _resolve(value: Any, env: dict[fx.Node, Any]) -> Any:
-    """Put values in the place of nodes; the containers of torch.fx become plain ones again."""
-    if isinstance(value, fx.Node):
-        return env[value]
-    if isinstance(value, tuple):
-        items = [_resolve(item, env) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_resolve(item, env) for item in value]
-    if isinstance(value, dict):
-        return {key: _resolve(item, env) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_resolve(part, env) for part in (value.start, value.stop, value.step)))
-    return value
-
-
-def _last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    last: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        last[node] = node
-        for used in node.all_input_nodes:
-            last[used] = node
-    ends: dict[fx.Node, list[fx.Node]] = {}
-    for node, end in last.items():
-        ends.setdefault(end, []).append(node)
-    return ends
-
-
-@contextmanager
-def _ambient() -> Iterator[Modes]:
-    """Give the modes of torch that stand now, with casts of weights computed anew: a cache would serve those of replaced weights."""
-    outside = Modes.current()
-    ambient = outside._replace(autocast_cache=False)
-    ambient.restore()
-    try:
-        yield ambient
-    finally:
-        outside.restore()
-
-
-def needed_for(goals: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Collect what must run so that some nodes can.
-
-    Args:
-        goals: nodes that are wanted.
-        nodes: all nodes of the graph, in program order.
-
-    Returns:
-        The goals and everything before them that they need, writes to what they need included; in program order.
-    """
-    order = {node: number for number, node in enumerate(nodes)}
-    last = max((order[goal] for goal in goals), default=-1)
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes[: last + 1]:
-        if node.meta.get("effect"):
-            for used in node.all_input_nodes:
-                writers.setdefault(used, []).append(node)
-    needed, todo = set(goals), list(goals)
-    while todo:
-        node = todo.pop()
-        for other in (*node.all_input_nodes, *writers.get(node, ())):
-            if other not in needed and order[other] <= last:
-                needed.add(other)
-                todo.append(other)
-    return [node for node in nodes[: last + 1] if node in needed]

@@ -27,7 +27,7 @@ from compressor.tracing.graph.nested_values import (
 )
 from compressor.tracing.graph.nodes import GraphBuilder, SwallowedTarget, current_frames, current_place, set_attribute, set_buffer
 from compressor.tracing.graph.shared_objects import SharedObjects, Surroundings, modules_around
-from compressor.tracing.graph.symbolic import is_symbolic, plain
+from compressor.tracing.symbolic import is_symbolic, plain
 
 
 class Recorder(TorchFunctionMode):

@@ -19,7 +19,8 @@ from compressor.random_state import RandomState
 from compressor.tracing.footprint import Stirred
 from compressor.tracing.graph.nodes import Unrepeatable
 from compressor.tracing.graph.planner import copy_batch, named_inputs
-from compressor.tracing.graph.program import ROOT, CallModule, Program, call_plainly, next_values, run_segment
+from compressor.tracing.graph.program import ROOT, Program
+from compressor.tracing.graph.replay import CallModule, call_plainly, needed_to_show, next_values, run_segment, show_inputs
 from compressor.tracing.graph.torch_patches import noting_values
 from compressor.tracing.targets.partition import module_names
 from compressor.tracing.targets.running import Watched
@@ -43,6 +44,35 @@ def copy_live(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     ordered = sorted(values, key=lambda name: not isinstance(values[name], Tensor))  # tensors before the objects that hold them as well
     copies = copy_arguments({name: values[name] for name in ordered}, model)
     return {name: copies[name] for name in values}
+
+
+# What a module is handed, shown to its pre-hooks without a call: all that statistics of inputs need.
+
+_OF_ALL_MODULES = torch.nn.modules.module
+
+
+def show_to_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
+    """Run the pre-hooks of a module as a call of it would.
+
+    Args:
+        module: is not called.
+        args: what it is handed.
+        kwargs: by name.
+        name: dotted name, for the error.
+
+    Raises:
+        CalibrationError: a hook writes to what it is shown, which waits for the call itself.
+    """
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_inference()]
+    before = [value._version for value in given]
+    for key, hook in module._forward_pre_hooks.items():
+        if key in module._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        else:
+            result = hook(module, args)
+            args = args if result is None else result if isinstance(result, tuple) else (result,)
+    if before != [value._version for value in given]:
+        raise CalibrationError(f"{name}: a calibration hook writes to the input that it is shown; let it write to a copy")
 
 
 # Calls of watched modules that no stage would see.
@@ -170,6 +200,7 @@ class GraphRun:
         self._random: dict[int, RandomState] = {}
         self._ended: set[int] = set()
         self._calibrated: set[str] = set()
+        self._to_show: dict[tuple[int, int], list[fx.Node] | None] = {}
         self._closed: set[int] = set()
         self._cleanup = ExitStack()
         self._is_open = False
@@ -281,8 +312,37 @@ class GraphRun:
 
         return call
 
+    def _call_showing(self, targets: Sequence[str]) -> CallModule:
+        """The pre-hooks of the targets of the stage see what these are handed; the targets do not run."""
+
+        def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.node = node
+            if _name(node) in targets:
+                return show_to_hooks(module, args, kwargs, _name(node))
+            with self._quiet():
+                return call_plainly(node, module, args, kwargs)
+
+        return call
+
+    def _shown(self, program: Program, segment: int, stop: Stop) -> list[fx.Node] | None:
+        """What must run for the pre-hooks of a stage, where nobody asks for more than these see; else None."""
+        modules = [self.model.get_submodule(name) for name in stop.targets]
+        asked = any(module._forward_hooks or next(module.children(), None) is not None for module in modules)
+        if asked or _OF_ALL_MODULES._global_forward_hooks or _OF_ALL_MODULES._global_forward_pre_hooks or program.spans[segment] != segment:
+            return None
+        key = (id(program), segment)
+        if key not in self._to_show:
+            self._to_show[key] = needed_to_show(program.segments[segment], stop.targets)
+        return self._to_show[key]
+
     def _calibrate_sample(self, sample: int, segment: int, stop: Stop) -> None:
         program = self._programs[sample]
+        shown = self._shown(program, segment, stop)
+        if shown is not None:
+            self._on_sample(sample)
+            with self._traces.forwards(), self._as_sample(sample, keep=False):
+                show_inputs(shown, self._store.get(sample), self.model, self._call_showing(stop.targets))
+            return
         span = range(segment, program.spans[segment] + 1)
         values = copy_live(self._store.get(sample), self.model)
         call = self._call_calibrating(stop.targets)

@@ -23,7 +23,7 @@ from compressor.random_state import foreign_random
 from compressor.tracing.graph.encoder import Encoder
 from compressor.tracing.graph.nested_values import BY_REFERENCE, find_tensor, is_named_tuple, is_record, structure, tree_leaves
 from compressor.tracing.graph.nodes import GraphBuilder, Refusal, Template, replace_items, set_attributes
-from compressor.tracing.graph.symbolic import is_symbolic
+from compressor.tracing.symbolic import is_symbolic
 
 _SIMPLE = (bool, int, float, complex, str, bytes, Tensor, nn.Module, enum.Enum, *BY_REFERENCE)
 

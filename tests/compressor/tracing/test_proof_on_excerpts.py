@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor.tracing import trace
-from compressor.tracing.excerpt import excerpt
+from compressor.tracing.picking import excerpt
 
 IDS = torch.arange(8 * 64).reshape(8, 64) % 50
 

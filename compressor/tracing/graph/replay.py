@@ -1,0 +1,278 @@
+"""Running recorded graphs: node by node, in the modes of torch that each node was recorded in, freeing values as they die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from compressor.tracing.graph.nested_values import Modes
+from compressor.tracing.graph.nodes import GuardFailure
+from compressor.tracing.graph.program import Program, Segment, find_module, target_of
+
+CallModule = Callable[[fx.Node, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def call_plainly(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module as the model does.
+
+    Args:
+        node: that calls it.
+        module: the module.
+        args: its arguments.
+        kwargs: its named arguments.
+
+    Returns:
+        What it returns.
+    """
+    del node
+    return module(*args, **kwargs)
+
+
+def run_segment(
+    segment: Segment, values: dict[str, Any], model: nn.Module, call: CallModule = call_plainly, until: Collection[str] = ()
+) -> Any:
+    """Run the graph of one segment.
+
+    Args:
+        segment: its graph is read as it is now.
+        values: by name: what the graph needs, or the batch for the first one; values are let go as they die.
+        model: whose modules are called.
+        call: calls a module.
+        until: dotted names; stop after the last call of one of these modules, and return nothing.
+
+    Returns:
+        Values by name that later segments need; for the last segment, what the model returns.
+    """
+    env: dict[fx.Node, Any] = {}
+    last_uses = _last_uses(segment.graph.nodes)
+    ends = [node for node in segment.graph.nodes if node.op == "call_module" and node.target in until][-1:]
+    result: Any = None
+    with torch.no_grad(), _ambient() as ambient:
+        for node in segment.graph.nodes:
+            if node.op == "output":
+                result = _resolve(node.args[0], env)
+            elif node.op == "placeholder":
+                env[node] = values[str(node.target)]
+            else:
+                env[node] = run_node(node, env, model, call, ambient)
+            if node in ends:
+                break
+            for dead in last_uses.get(node, ()):
+                env.pop(dead, None)
+    return result
+
+
+def needed_to_show(segment: Segment, names: Collection[str]) -> list[fx.Node] | None:
+    """Collect what must run so that some modules can be shown what they are handed, without being called.
+
+    Args:
+        segment: in which they are called.
+        names: dotted names.
+
+    Returns:
+        Nodes in program order, the calls among them; None where a call needs what another one computes.
+    """
+    nodes = list(segment.graph.nodes)
+    calls = [node for node in nodes if node.op == "call_module" and target_of(node) in names]
+    needed = set(needed_for([used for call in calls for used in call.all_input_nodes], nodes))
+    if not needed.isdisjoint(calls):
+        return None
+    return [node for node in nodes if node in needed or node in calls]
+
+
+def show_inputs(nodes: Iterable[fx.Node], values: dict[str, Any], model: nn.Module, call: CallModule) -> None:
+    """Run what `needed_to_show` has collected.
+
+    Args:
+        nodes: in program order.
+        values: by name: what the graph of the segment needs.
+        model: whose modules are called.
+        call: shows a module its arguments, or calls it where it is none of those.
+    """
+    env: dict[fx.Node, Any] = {}
+    with torch.no_grad(), _ambient() as ambient:
+        for node in nodes:
+            env[node] = values[str(node.target)] if node.op == "placeholder" else run_node(node, env, model, call, ambient)
+
+
+def run_program(program: Program, inputs: dict[str, Any], model: nn.Module, call: CallModule = call_plainly) -> Any:
+    """Run a whole recorded forward.
+
+    Args:
+        program: the forward.
+        inputs: batch by name.
+        model: whose modules are called.
+        call: calls a module.
+
+    Returns:
+        What the model returns.
+    """
+    values, result = dict(inputs), None
+    for index, segment in enumerate(program.segments):
+        result = run_segment(segment, values, model, call)
+        if not segment.is_last:
+            values = next_values(program, index, values, result)
+    return result
+
+
+def next_values(program: Program, index: int, values: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
+    """Bring together what lives on after a segment.
+
+    Args:
+        program: the forward.
+        index: of the segment that has run.
+        values: what was live before it.
+        made: what it made.
+
+    Returns:
+        What is live after it, by name.
+    """
+    live = program.segments[index + 1].live_in
+    both = {**values, **made}
+    return {name: both[name] for name in live}
+
+
+def run_nodes(nodes: Iterable[fx.Node], inputs: dict[str, Any], model: nn.Module, call: CallModule = call_plainly) -> None:
+    """Run some nodes of a whole graph, for the guards among them.
+
+    Args:
+        nodes: closed under what they need, in program order.
+        inputs: batch by name.
+        model: whose modules are called.
+        call: calls a module.
+
+    Raises:
+        GuardFailure: a guard does not hold.
+    """
+    env: dict[fx.Node, Any] = {}
+    with torch.no_grad(), _ambient() as ambient:
+        for node in nodes:
+            env[node] = inputs[str(node.target)] if node.op == "placeholder" else run_node(node, env, model, call, ambient)
+
+
+def run_node(node: fx.Node, env: dict[fx.Node, Any], model: nn.Module, call: CallModule, ambient: Modes) -> Any:
+    """Run one node.
+
+    Args:
+        node: neither placeholder nor output.
+        env: values of earlier nodes.
+        model: whose modules are called.
+        call: calls a module.
+        ambient: modes of torch where a node names none.
+
+    Returns:
+        The value of the node.
+    """
+    args, kwargs = _resolve(node.args, env), _resolve(node.kwargs, env)
+    state: Modes | None = node.meta.get("state")
+    try:
+        if state is None:
+            return _dispatch(node, args, kwargs, model, call)
+        state.restore()
+        try:
+            return _dispatch(node, args, kwargs, model, call)
+        finally:
+            ambient.restore()
+    except GuardFailure as failure:
+        failure.node_name = node.name
+        raise
+    except Exception as error:  # whatever it is goes on as it is, with its place
+        error.add_note(f"node {node.name} of the recorded graph, {node.meta.get('place', 'unknown place')}")
+        raise
+
+
+def _dispatch(node: fx.Node, args: Any, kwargs: Any, model: nn.Module, call: CallModule) -> Any:
+    if node.meta.get("context"):
+        return copy_context().run(_with_context, node, lambda: _plain_dispatch(node, args, kwargs, model, call))
+    return _plain_dispatch(node, args, kwargs, model, call)
+
+
+def _with_context(node: fx.Node, function: Callable[[], Any]) -> Any:
+    """Set the context variables that the forward had set around a call."""
+    for variable, value in node.meta["context"]:
+        variable.set(value)
+    return function()
+
+
+def _plain_dispatch(node: fx.Node, args: Any, kwargs: Any, model: nn.Module, call: CallModule) -> Any:
+    target: Any = node.target
+    if node.op == "call_module":
+        return call(node, find_module(model, target), args, kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    if node.op == "get_attr":
+        owner, _, name = target.rpartition(".")
+        return getattr(model.get_submodule(owner), name)
+    return target(*args, **kwargs)
+
+
+def _resolve(value: Any, env: dict[fx.Node, Any]) -> Any:
+    """Put values in the place of nodes; the containers of torch.fx become plain ones again."""
+    if isinstance(value, fx.Node):
+        return env[value]
+    if isinstance(value, tuple):
+        items = [_resolve(item, env) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_resolve(item, env) for item in value]
+    if isinstance(value, dict):
+        return {key: _resolve(item, env) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_resolve(part, env) for part in (value.start, value.stop, value.step)))
+    return value
+
+
+def _last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        last[node] = node
+        for used in node.all_input_nodes:
+            last[used] = node
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    for node, end in last.items():
+        ends.setdefault(end, []).append(node)
+    return ends
+
+
+@contextmanager
+def _ambient() -> Iterator[Modes]:
+    """Give the modes of torch that stand now, with casts of weights computed anew: a cache would serve those of replaced weights."""
+    outside = Modes.current()
+    ambient = outside._replace(autocast_cache=False)
+    ambient.restore()
+    try:
+        yield ambient
+    finally:
+        outside.restore()
+
+
+def needed_for(goals: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Collect what must run so that some nodes can.
+
+    Args:
+        goals: nodes that are wanted.
+        nodes: all nodes of the graph, in program order.
+
+    Returns:
+        The goals and everything before them that they need, writes to what they need included; in program order.
+    """
+    order = {node: number for number, node in enumerate(nodes)}
+    last = max((order[goal] for goal in goals), default=-1)
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes[: last + 1]:
+        if node.meta.get("effect"):
+            for used in node.all_input_nodes:
+                writers.setdefault(used, []).append(node)
+    needed, todo = set(goals), list(goals)
+    while todo:
+        node = todo.pop()
+        for other in (*node.all_input_nodes, *writers.get(node, ())):
+            if other not in needed and order[other] <= last:
+                needed.add(other)
+                todo.append(other)
+    return [node for node in nodes[: last + 1] if node in needed]

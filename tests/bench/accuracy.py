@@ -1,0 +1,175 @@
+"""How close compressed models are to their base, ours and the peer's: on the reference model, and on those that only judge.
+
+Each model is compressed to 4 and to 3 bits by the peer, and by us in each of the given ways, from the same tokens. Judged is the mean
+KL(base || model) per token on held-out text, sequence by sequence: the ratio to the peer's has an interval from resampled sequences.
+Time and memory are of single runs, each in a process of its own.
+
+Run `python -m tests.bench.accuracy --peer-python PATH --output-dir O`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from compressor.errors import CompressorError
+from tests.bench.peer import BenchPlan, run_job
+
+GOLDEN = Path("golden")
+NUM_RESAMPLES = 10_000
+PEER = "peer"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A model, and the sizes of groups that its weights take."""
+
+    folder: Path
+    group_sizes: Mapping[int, int]
+    ignore: tuple[str, ...] = ("lm_head",)
+
+
+MODELS = {
+    "reference": Judged(GOLDEN / "reference", {4: 128, 3: 64}),
+    "opt": Judged(GOLDEN / "judges" / "opt", {4: 32, 3: 32}),
+    "qwen3_moe": Judged(GOLDEN / "judges" / "qwen3_moe", {4: 32, 3: 32}, ("lm_head", "re:.*mlp.gate$")),
+}
+
+# What our runs are given beside model, data and format: settings of the modifier, and of `oneshot`.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}),
+    "two passes": ({}, {"passes": "two"}),
+    "one pass": ({}, {"passes": "one"}),
+    "two passes, no search": ({"scale_search": False}, {"passes": "two"}),
+    "one pass, no search": ({"scale_search": False}, {"passes": "one"}),
+}
+
+
+def recipe_of(model: Judged, bits: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe that both libraries read.
+
+    Args:
+        model: the model.
+        bits: of a weight.
+        settings: more of the modifier's, for ours.
+
+    Returns:
+        GPTQ with symmetric integers in groups.
+    """
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": model.group_sizes[bits]}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"ignore": list(model.ignore), "config_groups": groups, **settings}}}}
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
+    """Compare two means over the same sequences.
+
+    Args:
+        ours: one number a sequence.
+        theirs: of the same sequences.
+
+    Returns:
+        Ratio of the means, and the ends of its 95 % interval: the same sequences are drawn for both.
+    """
+    pair = np.array([ours, theirs])
+    drawn = np.random.default_rng(0).integers(pair.shape[1], size=(NUM_RESAMPLES, pair.shape[1]))
+    means = pair[:, drawn].mean(-1)
+    low, high = np.percentile(means[0] / means[1], [2.5, 97.5])
+    return float(pair[0].mean() / pair[1].mean()), float(low), float(high)
+
+
+def judge(name: str, bits: int, way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Compress one model in one way, and compare it with its base; what an earlier call has measured is taken from its file.
+
+    Args:
+        name: of the model.
+        bits: of a weight.
+        way: key of WAYS, or the peer.
+        args: of the command line.
+
+    Returns:
+        Divergence and loss of each sequence, seconds, memory.
+    """
+    kept = args.output_dir / f"{name}-{bits}-{way.replace(' ', '-').replace(',', '')}.json"
+    if kept.exists():
+        return dict(json.loads(kept.read_text(encoding="utf-8")))
+    model, work = MODELS[name], args.output_dir / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    settings, options = WAYS.get(way, ({}, {}))
+    recipe = work / "recipe.yaml"
+    recipe.write_text(json.dumps(recipe_of(model, bits, settings)), encoding="utf-8")
+    tokens = {kind: model.folder / f"{kind}.safetensors" for kind in ("calibration", "heldout")}
+    plan = BenchPlan(model.folder, recipe, tokens["calibration"], tokens["heldout"], args.peer_python, num_threads=args.num_threads)
+    plan.check()
+    shutil.rmtree(work / "out", ignore_errors=True)
+    paths = {"model": model.folder, "recipe": recipe, "calibration": plan.calibration, "output_dir": work / "out"}
+    job = {key: str(path.resolve()) for key, path in paths.items()}
+    job |= {"num_samples": plan.num_samples, "seq_len": plan.seq_len, "device": plan.device, "options": options}
+    run, _ = run_job(plan, "peer" if way == PEER else "ours", "compress", job, work)
+    compared = {"base": job["model"], "model": job["output_dir"], "heldout": str(plan.heldout.resolve()), "device": plan.device}
+    found, _ = run_job(plan, "divergence", "divergence", compared, work)
+    result = {**found, "seconds": run["seconds"]["total"], "megabytes": run["rss_over_start_bytes"] / 1e6, "versions": run["versions"]}
+    kept.write_text(json.dumps(result), encoding="utf-8")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is missing, and show all of it.
+
+    Args:
+        argv: the command line, that of the process if None.
+
+    Returns:
+        0, or 3 after a one-line error.
+    """
+    args = _parser().parse_args(argv)
+    console = Console(stderr=True)
+    try:
+        for name in args.models:
+            for bits in args.bits:
+                console.print(f"{name}, {bits} bits: {PEER}")
+                peer = judge(name, bits, PEER, args)
+                rows = {PEER: peer}
+                for way in args.ways:
+                    console.print(f"{name}, {bits} bits: {way}")
+                    rows[way] = judge(name, bits, way, args)
+                Console(width=110).print(_table(f"{name}, {bits} bits", rows))
+    except CompressorError as error:
+        console.print(f"tests.bench.accuracy: {error}", markup=False, soft_wrap=True)
+        return 3
+    return 0
+
+
+def _table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table("way", "KL to the base", "to the peer's", "95 % interval", "loss", "s", "MB", title=title, title_justify="left")
+    for way, row in rows.items():
+        value, low, high = ratio(row["kl"], rows[PEER]["kl"])
+        cells = [f"{statistics.fmean(row['kl']):.6f}", f"{value:.3f}", f"{low:.3f} to {high:.3f}", f"{statistics.fmean(row['losses']):.4f}"]
+        table.add_row(way, *cells, f"{row['seconds']:.1f}", f"{row['megabytes']:.0f}")
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.accuracy", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--peer-python", type=Path, required=True, help="interpreter of an environment with llmcompressor")
+    parser.add_argument("--output-dir", type=Path, required=True, help="keeps every measurement, so that a call goes on where one ended")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--bits", nargs="+", type=int, choices=(3, 4), default=[4, 3])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["default"], help="how ours runs")
+    parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,199 @@
+"""Layers that run once for their calibration: what they compute, how often they run, and where it is not possible."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from compressor import GPTQModifier, load_compressed, oneshot
+from compressor.cli.main import main
+from compressor.entrypoints.oneshot import OneshotResult
+from compressor.errors import CompressorError, TracingError
+from compressor.modifiers.schemes.base import SchemeModifier
+
+INT4 = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}
+SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS = torch.randint(64, (24, 16), generator=torch.Generator().manual_seed(0))
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)).eval()
+
+
+def gptq(ignore: Sequence[str] = ("lm_head",)) -> GPTQModifier:
+    return GPTQModifier(config_groups=INT4, ignore=list(ignore))
+
+
+def compressed(model: nn.Module, passes: str, dataset: Any = IDS, **settings: Any) -> OneshotResult:
+    recipe = gptq() if hasattr(model, "lm_head") else gptq(())
+    return oneshot(model, recipe=recipe, dataset=dataset, batch_size=4, passes=passes, **settings)
+
+
+def codes(model: nn.Module) -> dict[str, Tensor]:
+    return {name: module.codes() for name, module in model.named_modules() if hasattr(module, "codes")}
+
+
+def test_what_reads_the_same_input_becomes_the_same_codes() -> None:
+    one, two = (codes(compressed(llama(), passes).model) for passes in ("one", "two"))
+    first = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    assert all(torch.equal(one[name], two[name]) for name in first)
+    assert one.keys() == two.keys()
+    assert any(not torch.equal(one[name], two[name]) for name in one)  # behind them the error of their own layer counts
+
+
+def test_each_module_sees_what_those_before_it_in_its_layer_give_after_compression(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[Tensor]] = {}
+    watch = SchemeModifier.watch
+
+    def noting(self: Any, name: str, hook: Any) -> None:
+        watch(self, name, lambda x: (seen.setdefault(name, []).append(x.detach().clone()), hook(x))[1])
+
+    monkeypatch.setattr(SchemeModifier, "watch", noting)
+    model = compressed(llama(), "one").model
+    given: dict[str, list[Tensor]] = {}
+    for name in seen:
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: given.setdefault(name, []).append(args[0]))
+    with torch.no_grad():
+        for batch in IDS.split(4):
+            model(batch, use_cache=False)
+    for name, inputs in seen.items():
+        for x, y in zip(inputs, given[name], strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)  # the materialized weight in the run, its codes here
+
+
+def test_layers_run_once() -> None:
+    ids, calls = torch.randint(64, (40, 64), generator=torch.Generator().manual_seed(1)), Counter[tuple[str, str]]()
+    for passes in ("one", "two"):
+        model = llama()
+        for name in ("mlp.act_fn", "input_layernorm"):
+
+            def count(module: nn.Module, args: Any, out: Any, key: tuple[str, str] = (passes, name)) -> None:
+                calls[key] += args[0].shape[:2] == (4, 64)  # whole batches: not those of the proof
+
+            model.get_submodule(f"model.layers.0.{name}").register_forward_hook(count)
+        compressed(model, passes, ids)
+    for name in ("mlp.act_fn", "input_layernorm"):
+        assert calls["two", name] - calls["one", name] == 10, calls
+
+
+def test_experts_run_twice_and_all_else_once() -> None:
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts, head_dim=8)).eval()
+    result = oneshot(
+        model,
+        recipe=GPTQModifier(config_groups=INT4, ignore=["lm_head", "re:.*mlp.gate$"]),
+        dataset=IDS,
+        batch_size=4,
+        passes="one",
+        calibrate_all_experts=True,
+    )
+    assert len(result.report.modules) == 2 * (4 + 4 * 3)
+    assert not result.report.fallbacks
+    assert torch.isfinite(result.model(IDS[:2]).logits).all()
+
+
+@pytest.mark.parametrize("stages", [1, 4, 6])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    settings: dict[str, Any] = {"dataset": IDS, "batch_size": 4, "passes": "one"}
+    oneshot(str(tmp_path / "model"), recipe=gptq(), output_dir=tmp_path / "whole", **settings)
+    done, compress = [], GPTQModifier.compress
+
+    def stopping(self: GPTQModifier, state: Any, names: list[str]) -> None:
+        if len(done) == stages:
+            raise KeyboardInterrupt
+        done.append(names)
+        compress(self, state, names)
+
+    monkeypatch.setattr(GPTQModifier, "compress", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        oneshot(str(tmp_path / "model"), recipe=gptq(), output_dir=tmp_path / "resumed", **settings)
+    monkeypatch.undo()
+    with pytest.raises(CompressorError, match="passes"):
+        oneshot(str(tmp_path / "model"), recipe=gptq(), output_dir=tmp_path / "resumed", resume=True, **{**settings, "passes": "two"})
+    oneshot(str(tmp_path / "model"), recipe=gptq(), output_dir=tmp_path / "resumed", resume=True, **settings)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes()
+
+
+class Deciding(nn.Module):
+    """A layer whose Python decides by what its first module gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return x + (self.down(y) if float(y.sum()) < 1e9 else y)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(64, 16), nn.ModuleList([Deciding(), Deciding()])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def deciding() -> nn.Module:
+    torch.manual_seed(0)
+    return Stack().eval()
+
+
+def test_a_layer_that_cannot_be_cut_runs_twice_and_the_report_says_so() -> None:
+    auto, two = (compressed(deciding(), passes) for passes in ("auto", "two"))
+    assert any("each layer ran twice" in note for note in auto.report.notes)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(codes(auto.model).values(), codes(two.model).values(), strict=True))
+    with pytest.raises(TracingError, match="passes: 'one' is not possible here"):
+        compressed(deciding(), "one")
+
+
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [({"engine": "suspend"}, "suspend"), ({"propagate_error": False}, "propagate_error"), ({"pipeline": "basic"}, "basic")],
+)
+def test_choices_that_rule_each_other_out_are_refused(other: dict[str, Any], word: str) -> None:
+    with pytest.raises(CompressorError, match=word):
+        compressed(llama(), "one", **other)
+
+
+def test_hooks_that_write_to_what_they_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = SchemeModifier.watch
+    monkeypatch.setattr(SchemeModifier, "watch", lambda self, name, hook: watch(self, name, lambda x: x.mul_(1.0)))
+    with pytest.raises(CompressorError, match="writes to the input"):
+        compressed(llama(), "one")
+
+
+def test_padding_stays_out_of_the_statistics() -> None:
+    rows: Sequence[Tensor] = [row[: 6 + 2 * (place % 5)] for place, row in enumerate(IDS)]
+    dataset = [{"input_ids": row.tolist()} for row in rows]
+    padded, alone = (oneshot(llama(), recipe=gptq(), dataset=dataset, batch_size=size, passes="one") for size in (8, 1))
+    tokens = {record.num_tokens for record in padded.report.modules.values()}
+    assert tokens == {sum(map(len, rows))} == {record.num_tokens for record in alone.report.modules.values()}
+
+
+def test_the_command_line_takes_the_choice(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text(
+        "GPTQModifier: {ignore: [lm_head], config_groups: {g: {targets: [Linear], weights: {group_size: 16}}}}"
+    )
+    from safetensors.torch import save_file
+
+    save_file({"input_ids": IDS.to(torch.int32)}, tmp_path / "tokens.safetensors")
+    argv = [str(tmp_path / "model"), "--recipe", str(tmp_path / "recipe.yaml"), "--dataset", str(tmp_path / "tokens.safetensors")]
+    assert main(["oneshot", *argv, "--output-dir", str(tmp_path / "out"), "--passes", "one", "--quiet"]) == 0
+    assert load_compressed(tmp_path / "out") is not None
