@@ -268,11 +268,42 @@ class GPTQWeight:
     relative_error: float
 
 
+def shifted_weights(weights: Sequence[Tensor], hessian_CC: Tensor, shift_CC: Tensor, damp_frac: float, name: str) -> list[Tensor]:
+    """Move weights to where they give, from the inputs of the compressed model, nearly what they gave in the uncompressed one.
+
+    W* = W + W D (H + lambda I)^-1 minimizes ||W* X - W X_base||^2, where D = 2 mean((x_base - x) x^T).
+
+    Args:
+        weights: [R_i, C] float each; not modified.
+        hessian_CC: [C, C] float32, 2 * mean(x x^T); not modified.
+        shift_CC: [C, C] float32, D, or a share of it; not modified.
+        damp_frac: share of the mean diagonal that is added to the diagonal.
+        name: dotted module names, for errors only.
+
+    Returns:
+        [R_i, C] float32 each.
+
+    Raises:
+        NumericsError: the damped Hessian is not positive definite.
+
+    Source: Li et al. 2025 (GPTAQ), arXiv:2504.02692; Arai and Ichikawa 2025 (QEP), arXiv:2504.09629.
+    """
+    damped_CC, num_dead = _damped(hessian_CC, torch.arange(len(hessian_CC), device=hessian_CC.device), damp_frac)
+    factor_CC = _cholesky(damped_CC, name)
+    stacked = torch.cat([weight.float() for weight in weights])
+    moved_RC = stacked + torch.cholesky_solve((stacked @ shift_CC).t(), factor_CC).t()
+    if num_dead:  # squares of tiny inputs vanish where their products with others do not
+        dead_C = hessian_CC.diagonal() == 0
+        moved_RC[:, dead_C] = stacked[:, dead_C]
+    return list(moved_RC.split([len(weight) for weight in weights]))
+
+
 def quantize_gptq(
     weights: Sequence[Tensor],
     hessian_CC: Tensor,
     args: QuantizationArgs,
     *,
+    shift_CC: Tensor | None = None,
     actorder: ActOrder | None = "static",
     block_size: int = 128,
     damp_frac: float = 0.01,
@@ -287,6 +318,7 @@ def quantize_gptq(
         weights: [R_i, C] float each; not modified.
         hessian_CC: [C, C] float32, 2 * mean(x x^T) of their input; not modified.
         args: number format of all of them.
+        shift_CC: [C, C] float32, a share of 2 * mean((x_base - x) x^T): weights are first moved by `shifted_weights`; None leaves them.
         actorder: round columns by decreasing activation, with groups as they lie (`static`, `weight`) or formed in that order (`group`);
             None keeps the columns' own order.
         block_size: columns between two large matrix products.
@@ -306,7 +338,11 @@ def quantize_gptq(
     Source: Frantar et al. 2022, arXiv:2210.17323.
     """
     order_C = None if actorder is None else activation_order(hessian_CC)
+    dtypes = [weight.dtype for weight in weights]
+    if shift_CC is not None and all(bool(torch.isfinite(weight).all()) for weight in weights):
+        weights = shifted_weights(weights, hessian_CC, shift_CC, damp_frac, " + ".join(names))
     group_C, scaled = _groups(weights, args, order_C if actorder == "group" else None)
+    scaled = [weight.to(dtype) for weight, dtype in zip(scaled, dtypes, strict=True)]
     given = global_scales or [None] * len(weights)
     qparams = [weight_qparams(weight, args, name, scale) for weight, name, scale in zip(scaled, names, given, strict=True)]
     rows = [weight.shape[0] for weight in weights]

@@ -30,6 +30,7 @@ class Hessian:
             device: where the sum lives.
         """
         self._sum_CC = torch.zeros(num_columns, num_columns, dtype=torch.float32, device=device)
+        self._shift_CC: Tensor | None = None
         self.num_tokens = 0
 
     @property
@@ -49,6 +50,27 @@ class Hessian:
             stop = min(start + step, self.num_columns)
             self._sum_CC[start:stop, start:].addmm_(x_NC[:, start:stop].t(), x_NC[:, start:])
         self.num_tokens += x_NC.shape[0]
+
+    def add_shift(self, base: Tensor, x: Tensor) -> None:
+        """Add what the same tokens would bring from the uncompressed model: (x_base - x)^T x.
+
+        Args:
+            base: [..., C], the inputs there; not modified.
+            x: [..., C], those that `add` is given; not modified.
+        """
+        if self._shift_CC is None:
+            self._shift_CC = torch.zeros_like(self._sum_CC)
+        x_NC = x.reshape(-1, x.shape[-1]).float()
+        self._shift_CC.addmm_((base.reshape(x_NC.shape).float() - x_NC).t(), x_NC)
+
+    def shift(self) -> Tensor | None:
+        """Return 2 * mean((x_base - x)^T x) and release the sum; call it before `matrix`.
+
+        Returns:
+            [C, C] float32; None where nothing was added.
+        """
+        shift_CC, self._shift_CC = self._shift_CC, None
+        return None if shift_CC is None else shift_CC.mul_(2.0 / max(1, self.num_tokens))
 
     def matrix(self, name: str) -> Tensor:
         """Return H = 2 * mean(x x^T) and release the sum: call it once, when all tokens are in.

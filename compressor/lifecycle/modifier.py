@@ -133,6 +133,14 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
         """What data the modifier needs with its settings; the class attribute `calibration` unless overridden."""
         return self.calibration
 
+    @property
+    def takes_base_stream(self) -> bool:
+        """Say whether the sequential pipeline shall run every batch through the uncompressed model, too, ahead of each calibration.
+
+        Hooks of such a modifier then run twice for each batch: first while `state.base_stream` is True. Others never see that stream.
+        """
+        return False
+
     def restore_flags(self, flags: Flags) -> None:
         """Go back to earlier flags, after a call of the session that failed as a whole.
 

@@ -161,6 +161,19 @@ class Session:
                 stack.enter_context(modifier.disable_hooks())
             yield
 
+    @contextmanager
+    def only_base_hooks(self) -> Iterator[None]:
+        """Put the hooks of those modifiers to sleep that do not take the stream of the uncompressed model.
+
+        Yields:
+            Nothing.
+        """
+        with ExitStack() as stack:
+            for modifier in self.modifiers:
+                if not modifier.takes_base_stream:
+                    stack.enter_context(modifier.disable_hooks())
+            yield
+
     def __enter__(self) -> Self:
         """Return the session; leaving the block by an exception aborts it."""
         return self

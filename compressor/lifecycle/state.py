@@ -98,6 +98,8 @@ class State:
         seed: seed of the run.
         report: what was done so far.
         token_mask: bool [batch, sequence], True for a real token, set before each forward pass; None when every token is real.
+        batch_shape: rows and columns of the tokens of the batch that runs; None where nobody says.
+        base_stream: True while a batch runs through the model as it was before compression, for modifiers that compare the two.
         keep_originals: keep replaced modules, so that an abort can put them back.
         originals: replaced modules by dotted name, in the order of replacement.
         swapped: names of the originals that are kept in any case, see `swap_module`.
@@ -114,6 +116,8 @@ class State:
     seed: int = 0
     report: Report = field(default_factory=Report)
     token_mask: torch.Tensor | None = None
+    batch_shape: tuple[int, ...] | None = None
+    base_stream: bool = False
     keep_originals: bool = False
     originals: dict[str, nn.Module] = field(default_factory=dict)
     swapped: set[str] = field(default_factory=set)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator
@@ -16,11 +16,13 @@ from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError, SchemeError
 from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
 from compressor.modifiers.schemes.base import SchemeModifier
-from compressor.modifiers.schemes.input_statistics import InputHessians, InputHook, mask_of_input
+from compressor.modifiers.schemes.input_statistics import BaseInputs, InputHessians, InputHook, mask_of_input
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import weight_of
-from compressor.nn.experts import Expert
+from compressor.nn.experts import Expert, expert_rows
 from compressor.numerics import QuantizationArgs, QuantizationScheme, weight_qparams
+
+Target = Literal["base", "propagated"]
 
 _DEAD = "dead_columns"  # in the details of a module's record
 
@@ -37,6 +39,9 @@ class GPTQModifier(SchemeModifier):
         scale_search: choose the scale of each integer group by the error of GPTQ itself, around the observed one; by default with
             `r_form` only, so that `reference` stays the classical algorithm.
         share_inputs: accumulate one Hessian for modules that read the same tensor.
+        target: what the outputs of a module should be: those of the module as it was, on the inputs that the compressed model gives
+            (`propagated`), or on those of the uncompressed model (`base`), which then runs beside the other.
+        alpha: how far towards `base` weights are moved before they are rounded; 1 fits small calibration sets too closely.
     """
 
     takes_embeddings: ClassVar[bool] = False
@@ -48,13 +53,21 @@ class GPTQModifier(SchemeModifier):
     solver: Solver = "r_form"
     scale_search: bool | None = None
     share_inputs: bool = True
+    target: Target = "propagated"
+    alpha: float = Field(default=0.5, gt=0, le=1)
 
+    _base_inputs: BaseInputs = PrivateAttr(default_factory=BaseInputs)
     _hessians: InputHessians = PrivateAttr(default_factory=lambda: InputHessians(share=True))
 
     @field_validator("actorder", mode="before")
     @classmethod
     def _none_in_words(cls, value: Any) -> Any:
         return None if value == "none" else value
+
+    @property
+    def takes_base_stream(self) -> bool:
+        """True where weights are moved towards the outputs of the uncompressed model."""
+        return self.target == "base"
 
     @property
     def calibration_need(self) -> CalibrationNeed:
@@ -87,7 +100,7 @@ class GPTQModifier(SchemeModifier):
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Hook every targeted module's input."""
         super().on_calibration_start(state, event)
-        self._hessians = InputHessians(share=self.share_inputs)
+        self._hessians, self._base_inputs = InputHessians(share=self.share_inputs), BaseInputs()
         for name in self._pending:
             self.watch(name, self._accumulating(state, name))
 
@@ -99,6 +112,12 @@ class GPTQModifier(SchemeModifier):
     def on_finalize(self, state: State) -> bool:
         """Say of how many modules some input columns were always zero."""
         records = [state.report.modules[name] for name in self._schemes if name in state.report.modules]
+        if self._base_inputs.unmatched:
+            name, *others = self._base_inputs.unmatched
+            state.report.notes.append(
+                f"{self.label}: of {name}{f' and {len(others)} more' if others else ''} the inputs in the uncompressed model are not known "
+                "for all calls; there, target is propagated"
+            )
         dead = {record.name: record.details[_DEAD] for record in records if _DEAD in record.details}
         if dead:
             most = max(dead, key=lambda name: int(dead[name]))
@@ -111,9 +130,10 @@ class GPTQModifier(SchemeModifier):
     def compress(self, state: State, names: list[str]) -> None:
         """Solve the named modules, those with one input and one format together."""
         for hessian, members in self._by_hessian(state, names):
+            shift_CC = hessian.shift()
             hessian_CC = hessian.matrix(members[0])
             for stack in _stacks(members, self._schemes):
-                self._solve(state, stack, hessian_CC, hessian.num_tokens)
+                self._solve(state, stack, hessian_CC, hessian.num_tokens, shift_CC)
 
     def cost(self, scheme: QuantizationScheme, rows: Sequence[int], columns: int, element_bytes: int, num_tokens: int) -> Cost:
         """See SchemeModifier."""
@@ -135,7 +155,16 @@ class GPTQModifier(SchemeModifier):
 
     def _accumulating(self, state: State, name: str) -> InputHook:
         def accumulate(x: Tensor) -> None:
-            self._hessians.observe(name, x, mask_of_input(state, name))
+            if self.target == "propagated":
+                self._hessians.observe(name, x, mask_of_input(state, name))
+                return
+            sent = expert_rows(state.model, name)
+            rows = None if sent is None else sent.rows
+            if state.base_stream:
+                self._base_inputs.keep(name, x, rows)
+            else:
+                base = self._base_inputs.take(name, x, rows, state.batch_shape)
+                self._hessians.observe(name, x, mask_of_input(state, name), base)
 
         return accumulate
 
@@ -151,7 +180,7 @@ class GPTQModifier(SchemeModifier):
             yield hessian, members
             left = [name for name in left if name not in members]
 
-    def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int) -> None:
+    def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None) -> None:
         """Quantize weights that share input and format together."""
         args = self._schemes[names[0]].weights
         assert args is not None
@@ -165,6 +194,7 @@ class GPTQModifier(SchemeModifier):
                 weights,
                 hessian_CC,
                 args,
+                shift_CC=None if shift_CC is None else self.alpha * shift_CC,
                 actorder=self._order(args),
                 block_size=self.block_size,
                 damp_frac=self.dampening_frac,

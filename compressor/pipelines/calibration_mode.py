@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from compressor.data import CalibrationData
+from compressor.data.collate import leading_tensor
 from compressor.lifecycle import Session, State
 from compressor.tracing import Watched
 
@@ -47,7 +48,7 @@ def calibration_mode(state: State) -> Iterator[None]:
             config.use_cache = False
         yield
     finally:
-        state.token_mask = None
+        state.token_mask, state.batch_shape, state.base_stream = None, None, False
         for config in caching:
             config.use_cache = True
         for name, module in model.named_modules():  # by name: a module that has been replaced follows the one it replaced
@@ -79,7 +80,7 @@ def note_proof(state: State, widened: str) -> None:
 
 
 def set_token_mask(state: State, data: CalibrationData, index: int) -> None:
-    """Give the modifiers the mask of the batch that is about to run. Changes the state.
+    """Give the modifiers the mask and the shape of the batch that is about to run. Changes the state.
 
     Args:
         state: of the session.
@@ -88,6 +89,7 @@ def set_token_mask(state: State, data: CalibrationData, index: int) -> None:
     """
     mask = data.token_masks[index]
     state.token_mask = None if mask is None else mask.to(state.device)
+    state.batch_shape = tuple(leading_tensor(data.batches[index]).shape[:2])
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -9,7 +9,7 @@ where they stand: nobody needs their logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, Protocol, runtime_checkable
 
@@ -87,12 +87,15 @@ def _run_stages(
         note_kept(state, plan.kept)
         note_proof(state, plan.widened)
         cut = plan.partition
-        total = len(data.batches) * (1 + 2 * len(cut.targets))
+        num_batches = len(data.batches)
+        beside = _beside(session, plan, settings)
+        total = num_batches * (1 + 2 * len(plan.stages) + (0 if beside is None else 1 + len(plan.stages)))
         with progress.task("calibrate", total=total) as task:
             bar = _Bar(task, total, journal.summary)
 
             def on_sample(index: int) -> None:
-                set_token_mask(state, data, index)
+                set_token_mask(state, data, index % num_batches)
+                state.base_stream = index >= num_batches
                 bar.advance()
 
             with (
@@ -104,6 +107,7 @@ def _run_stages(
                     watched=lambda: watched_modules(session),
                     on_sample=on_sample,
                     quiet=session.hooks_disabled,
+                    beside=beside,
                 ) as running,
             ):
                 _check_called(session, plan.uncalled, settings.targets)
@@ -112,7 +116,7 @@ def _run_stages(
                 with _outside_calls(state, cut) as outside:
                     for stage in running:
                         early = tuple(outside)
-                        _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(cut.targets))
+                        _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(plan.stages))
             _check_called(session, running.uncalled, settings.targets)
             _note_late(state, early if settings.propagate_error else ())
             bar.finish()
@@ -148,6 +152,12 @@ def _trace(session: Session, data: CalibrationData, settings: SequentialSettings
         return plan(layers, settings.engine, 1)
 
 
+def _beside(session: Session, plan: Plan, settings: SequentialSettings) -> Callable[[], AbstractContextManager[None]] | None:
+    """The context for hooks that see the stream of the uncompressed model, where somebody takes it and the engine can give it."""
+    takes = any(modifier.takes_base_stream for modifier in session.modifiers)
+    return session.only_base_hooks if takes and plan.engine == "graph" and settings.propagate_error else None
+
+
 def _open_store(state: State, plan: Plan, settings: SequentialSettings) -> AbstractContextManager[ValueStore | None]:
     """The store of what is live between stages, for the engine that can hand it over."""
     chosen = settings.activation_choices
@@ -178,6 +188,7 @@ def _run_stage(
         with memory_explained(model, stage.name, "propagated", names):
             stage.propagate(only_first=is_last)
         run.give_back(_changed_by_modifiers(session.state, names))
+    session.state.base_stream = False
     with memory_explained(model, stage.name, "compressed", names):
         if is_finished:
             journal.restore_stage(session)

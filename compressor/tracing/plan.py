@@ -150,6 +150,7 @@ class Plan:
         on_sample: Callable[[int], None] = lambda index: None,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
+        beside: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> Run:
         """Prepare to run batches stage by stage. Batches that were not traced are planned first, before any stage.
 
@@ -161,6 +162,8 @@ class Plan:
             on_sample: called with the number of a sample before it runs on.
             quiet: context in which hooks of calibrated targets sleep.
             keep_outputs: keep what the forwards return.
+            beside: run a twin of every batch through the targets as they are before each stage; context for hooks that want to see it. The
+                suspend engine has no twins.
 
         Returns:
             The stages, one after another.
@@ -197,6 +200,7 @@ class Plan:
                 quiet=quiet,
                 keep_outputs=keep_outputs,
                 traces=traces,
+                beside=beside,
             )
         return SuspendedRun(
             self.model,

@@ -53,6 +53,11 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one pass": ({}, {"passes": "one"}),
     "two passes, no search": ({"scale_search": False}, {"passes": "two"}),
     "one pass, no search": ({"scale_search": False}, {"passes": "one"}),
+    "base 0.5, two passes": ({"target": "base"}, {"passes": "two"}),
+    "base 0.5": ({"target": "base"}, {"passes": "one"}),
+    "base 1": ({"target": "base", "alpha": 1.0}, {"passes": "one"}),
+    "base 0.5, no search": ({"target": "base", "scale_search": False}, {"passes": "one"}),
+    "base 1, no search": ({"target": "base", "alpha": 1.0, "scale_search": False}, {"passes": "one"}),
 }
 
 

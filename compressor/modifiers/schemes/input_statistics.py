@@ -7,7 +7,9 @@ forward. A module that stops doing so is an error, never a silent mixture.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -152,6 +154,8 @@ def observing(observer: Observer, state: State, name: str) -> InputHook:
     """
 
     def observe(x: Tensor) -> None:
+        if state.base_stream:  # ranges are those of the compressed model
+            return
         tokens = real_tokens(x.detach(), mask_of_input(state, name), name)
         if tokens.numel() > 0:  # an expert that no token of this batch was sent to
             observer.update(tokens)
@@ -191,6 +195,76 @@ def static_input_qparams(observer: Observer, name: str, dtype: torch.dtype) -> Q
     return qparams
 
 
+class BaseInputs:
+    """What modules are handed in the uncompressed model, until the same batch comes in the compressed one.
+
+    Attributes:
+        unmatched: dotted names of modules of which a call could not be matched with one in the uncompressed model.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.unmatched: dict[str, None] = {}
+        self._waiting: dict[str, deque[tuple[Tensor, Tensor | None]]] = {}
+        self._is_taking = False
+        self._last: tuple[Tensor, int, Tensor] | None = None
+
+    def keep(self, name: str, x: Tensor, rows: Tensor | None) -> None:
+        """Keep an input of the uncompressed model, as it is now.
+
+        Args:
+            name: dotted module name.
+            x: [..., C], or nested.
+            rows: which tokens of the batch an expert was handed; None for all.
+        """
+        if self._is_taking:  # a new batch; of the one before, the compressed model may have called less
+            self._waiting.clear()
+            self._is_taking, self._last = False, None
+        if self._last is None or self._last[0] is not x or self._last[1] != _version(x):
+            self._last = (x, _version(x), x.detach().clone())
+        self._waiting.setdefault(name, deque()).append((self._last[2], rows))
+
+    def take(self, name: str, x: Tensor, rows: Tensor | None, batch_shape: tuple[int, ...] | None) -> Tensor | None:
+        """Find the input that belongs to one of the compressed model.
+
+        Args:
+            name: dotted module name.
+            x: [..., C], or nested; the same batch.
+            rows: which tokens of the batch an expert was handed; None for all.
+            batch_shape: sequences and tokens of the batch.
+
+        Returns:
+            As x, token by token what they are in the uncompressed model; tokens that it sends to another expert count as unchanged.
+            None where nothing shows which tokens belong together, or where nothing differs.
+        """
+        self._is_taking = True
+        waiting = self._waiting.get(name)
+        if not waiting:
+            self.unmatched[name] = None
+            return None
+        base, base_rows = waiting.popleft()
+        if rows is not None and base_rows is not None and not x.is_nested:
+            return _matched(x, rows, base, base_rows)
+        if x.is_nested or base.is_nested or x.shape != base.shape or not _holds_batch(x, batch_shape):
+            self.unmatched[name] = None
+            return None
+        return None if torch.equal(x, base) else base
+
+
+def _matched(x: Tensor, rows: Tensor, base: Tensor, base_rows: Tensor) -> Tensor:
+    """Put inputs of an expert into the order of those that it gets in the other stream."""
+    found = base_rows[None, :] == rows[:, None]
+    place = found.int().argmax(1)
+    return torch.where(found.any(1)[:, None], base[place], x) if len(base_rows) else x
+
+
+def _holds_batch(x: Tensor, batch_shape: tuple[int, ...] | None) -> bool:
+    """True for an input with a place for each sequence, or for each token, of the batch: what was picked by values has none."""
+    if batch_shape is None:
+        return False
+    return (x.dim() > 2 and x.shape[0] == batch_shape[0]) or x.shape[:-1].numel() == prod(batch_shape)
+
+
 class InputHessians:
     """Maps module names to Hessians; modules with one input have one Hessian."""
 
@@ -202,13 +276,14 @@ class InputHessians:
         self._calls: dict[str, int] = {}
         self._last: tuple[Tensor, int, Hessian] | None = None
 
-    def observe(self, name: str, x: Tensor, token_mask: Tensor | None) -> None:
+    def observe(self, name: str, x: Tensor, token_mask: Tensor | None, base: Tensor | None = None) -> None:
         """Add one input of one module.
 
         Args:
             name: dotted module name.
             x: [..., C] input, as the module received it.
             token_mask: [batch, seq] bool, True at real tokens, or None.
+            base: as x, what the same tokens are in the uncompressed model; None where nobody knows.
 
         Raises:
             CalibrationError: the module shared its input in earlier forwards and no longer does.
@@ -227,7 +302,7 @@ class InputHessians:
         if known is not None and self._members[id(known)][0] != name:
             leader = self._members[id(known)][0]
             raise CalibrationError(f"{name}: its input was that of {leader} in earlier forwards and no longer is; set share_inputs: false")
-        self._add(name, x, token_mask, known)
+        self._add(name, x, token_mask, known, base)
 
     def take(self, name: str) -> tuple[Hessian, list[str]] | None:
         """Hand over the Hessian of a module, and forget it.
@@ -253,13 +328,17 @@ class InputHessians:
         self._last = None
         return (hessian, members) if hessian.num_tokens else None
 
-    def _add(self, name: str, x: Tensor, token_mask: Tensor | None, known: Hessian | None) -> None:
+    def _add(self, name: str, x: Tensor, token_mask: Tensor | None, known: Hessian | None, base: Tensor | None) -> None:
         hessian = known
         if hessian is None:
             hessian = self._of[name] = Hessian(x.size(-1), x.device)
             self._members[id(hessian)] = [name]
-        for tokens_NC in token_sequences(x, token_mask, name):
+        sequences = token_sequences(x, token_mask, name)
+        for tokens_NC in sequences:
             hessian.add(tokens_NC)
+        if base is not None:
+            for base_NC, tokens_NC in zip(token_sequences(base, token_mask, name), sequences, strict=True):
+                hessian.add_shift(base_NC, tokens_NC)
         self._last = (x, _version(x), hessian)
 
     def _same_as_last(self, x: Tensor) -> Hessian | None:

@@ -185,6 +185,8 @@ def _observing(observers: Mapping[str, Observer], state: State, name: str) -> An
         return states
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if state.base_stream:  # ranges are those of the compressed model
+            return None
         return with_view(module, args, kwargs, look)
 
     return hook

@@ -182,14 +182,21 @@ class GraphRun:
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
         traces: Traces | None = None,
+        beside: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        """Schedule the stages; nothing runs yet."""
+        """Schedule the stages; nothing runs yet.
+
+        With `beside`, every batch has a twin, whose number is larger by the number of batches: a twin runs through each stage before that
+        is compressed, ahead of the calibration of its batch. Its hooks are awake inside the targets, within the context that is given.
+        """
         self._traces = traces or Traces(model, Stirred())
         self.model = model
         self.node: fx.Node | None = None
-        self.outputs: list[Any] = [None] * len(batches)
-        self._batches: list[Batch | None] = list(batches)
-        self._programs = list(programs)
+        self._beside, self._num_own = beside, len(batches)
+        streams = 1 if beside is None else 2
+        self.outputs: list[Any] = [None] * (streams * len(batches))
+        self._batches: list[Batch | None] = [*batches] * streams
+        self._programs = list(programs) * streams
         self._stops = schedule(programs, groups)
         called = {name for stop in self._stops for name in stop.targets}
         self.uncalled = tuple(name for name in groups if name not in called)
@@ -254,7 +261,7 @@ class GraphRun:
             self._on_sample(sample)
             values = named_inputs(copy_batch(batch if self._device is None else batch_to(batch, self._device)))
             with self._traces.forwards(), self._as_sample(sample):
-                self._advance(sample, 0, values, self._call_propagating())
+                self._advance(sample, 0, values, self._call_propagating() if sample < self._num_own else self._call_beside(()))
         for index, stop in enumerate(self._stops):
             samples = {sample: segment for sample, segment in stop.samples.items() if sample not in self._ended}
             if not samples:
@@ -311,6 +318,31 @@ class GraphRun:
                 return call_plainly(node, module, args, kwargs)
 
         return call
+
+    def _call_beside(self, targets: Sequence[str]) -> CallModule:
+        """Hooks are awake inside the targets of the stage only, as far as they want to see a twin."""
+
+        def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.node = node
+            assert self._beside is not None
+            with self._beside() if _name(node) in targets else self._quiet():
+                return call_plainly(node, module, args, kwargs)
+
+        return call
+
+    def _run_twin(self, sample: int, segment: int, targets: Sequence[str], is_last: bool) -> None:
+        """Let the twin of a sample go on to its next stage; at the last one, only as far as the targets."""
+        twin = sample + self._num_own
+        if self._beside is None or twin in self._ended:
+            return
+        self._on_sample(twin)
+        values, program, call = self._store.get(twin), self._programs[twin], self._call_beside(targets)
+        with self._traces.forwards(), self._as_sample(twin):
+            if is_last:
+                run_segment(program.segments[segment], values, self.model, call, {name or ROOT for name in targets})
+                self._end(twin)
+            else:
+                self._advance(twin, segment, values, call)
 
     def _call_showing(self, targets: Sequence[str]) -> CallModule:
         """The pre-hooks of the targets of the stage see what these are handed; the targets do not run."""
@@ -380,8 +412,9 @@ class GraphStage:
         """Made by GraphRun."""
         self.index = index
         self.name = ", ".join(stop.targets)
-        self.num_samples = len(stop.samples)
         self._run, self._stop = run, stop
+        self._samples = [sample for sample in stop.samples if sample < run._num_own]
+        self.num_samples = len(self._samples)
 
     @property
     def module(self) -> nn.Module:
@@ -396,25 +429,38 @@ class GraphStage:
     def calibrate(self) -> None:
         """Call the targets for every sample, on copies of their inputs, so that the hooks inside see them.
 
-        A target without watched modules is not called.
+        A target without watched modules is not called, but by twins.
         """
-        run = self._run
-        inside = set(self.module_names).intersection(run._watched())
-        if not inside:
+        run, watched = self._run, set(self._run._watched())
+        if watched.isdisjoint(self.module_names):
+            self._run_twins()
             return
         run._calibrated |= set(self._stop.targets)
-        self.rehearse()
+        is_last = watched <= set(self.module_names)
+        for sample in self._prefetched(self._samples):
+            run._run_twin(sample, self._stop.samples[sample], self._stop.targets, is_last)
+            run._calibrate_sample(sample, self._stop.samples[sample], self._stop)
 
     def rehearse(self) -> None:
         """Call the targets for every sample without consequences, as `calibrate` does for hooks; for the proof."""
-        run, samples = self._run, list(self._stop.samples)
-        for position, sample in enumerate(samples):
-            run._store.prefetch(samples[min(position + 1, len(samples) - 1)])
-            run._calibrate_sample(sample, self._stop.samples[sample], self._stop)
+        for sample in self._prefetched(self._samples):
+            self._run._calibrate_sample(sample, self._stop.samples[sample], self._stop)
 
     def skip_calibration(self) -> None:
         """Take the statistics of the targets for complete, though nothing is called: an earlier run has compressed what lies inside."""
         self._run._calibrated |= set(self._stop.targets)
+        self._run_twins()
+
+    def _run_twins(self) -> None:
+        with self._run._quiet():
+            for sample in self._samples:
+                self._run._run_twin(sample, self._stop.samples[sample], self._stop.targets, is_last=False)
+
+    def _prefetched(self, samples: Sequence[int]) -> Iterator[int]:
+        """Give the samples, while the store brings back what the next one needs."""
+        for position, sample in enumerate(samples):
+            self._run._store.prefetch(samples[min(position + 1, len(samples) - 1)])
+            yield sample
 
     def propagate(self, only_first: bool = False) -> None:
         """Call the targets for real and let every sample run on to its next stage, or to its end.
@@ -425,15 +471,13 @@ class GraphStage:
         run = self._run
         torch.clear_autocast_cache()  # it would serve casts of weights that have been replaced
         run._closed.add(self.index)
-        first, *others = self._stop.samples
+        first, *others = self._samples
         if only_first:
             for sample in range(len(run.outputs)):
                 if sample != first:
                     run._end(sample)
             others = []
-        samples = [first, *others]
-        for position, sample in enumerate(samples):
-            run._store.prefetch(samples[min(position + 1, len(samples) - 1)])
+        for sample in self._prefetched([first, *others]):
             run._propagate_sample(sample, self._stop.samples[sample])
 
 
