@@ -174,7 +174,7 @@ def test_every_argument_is_part_of_the_fingerprint_or_known_not_to_matter() -> N
     by_hash = {"model", "recipe", "recipe_args", "dataset", "tokenizer", "seed", "device", "trust_remote_code_model"}
     in_data = {"num_calibration_samples", "max_seq_length", "batch_size", "text_column", "shuffle_calibration_samples"}
     in_choices = {"pipeline", "dtype", "model_class", "calibrate_all_experts"}
-    in_settings = {"sequential_targets", "propagate_error", "engine", "max_variants", "leaves"}
+    in_settings = {"passes", "sequential_targets", "propagate_error", "engine", "max_variants", "leaves"}
     changes_nothing = {
         "output_dir",
         "run_dir",

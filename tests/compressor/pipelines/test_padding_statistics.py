@@ -55,10 +55,10 @@ def hessians(data: CalibrationData, pipeline: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     class Noting(GPTQModifier):
-        def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int) -> None:
+        def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None) -> None:
             found["+".join(names)] = hessian_CC.double().clone()
             if pipeline == "basic":  # what is learned from the float flow depends on nothing that was compressed
-                super()._solve(state, names, hessian_CC, num_tokens)
+                super()._solve(state, names, hessian_CC, num_tokens, shift_CC)
             else:
                 for name in names:
                     self._round(state, name, "noted", "not solved")

@@ -29,10 +29,10 @@ BOUND, APART = 1e-6, 1e-3
 class Noting(GPTQModifier):
     """Remembers every Hessian that it solves with."""
 
-    def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int) -> None:
+    def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None) -> None:
         found: dict[str, Tensor] = self.__dict__.setdefault("found", {})
         found.update(dict.fromkeys(names, hessian_CC.double().clone()))
-        super()._solve(state, names, hessian_CC, num_tokens)
+        super()._solve(state, names, hessian_CC, num_tokens, shift_CC)
 
 
 def llama() -> Any:
