@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from compressor.algorithms.gptq import NUM_CANDIDATES, Solver, can_search
+from compressor.algorithms.babai import NUM_CANDIDATES, can_search
+from compressor.algorithms.compiled import rounding_kernel
+from compressor.algorithms.gptq import Solver
 from compressor.numerics.scheme import QuantizationArgs
 
 FLOAT32_BYTES = 4
@@ -85,9 +87,11 @@ def gptq_cost(
     # The damped Hessian and two on the way to its factor; then codes and one block beside what is left of these: the damped Hessian and
     # the factor, and in the classical form the inverse.
     left = 2 if solver == "r_form" else 3
-    solving = stacked + (square if searched else 0) + work + max(3 * square, left * square + codes + block)
-    # The damped Hessian, and three float32 arrays and one of codes that hold every candidate of one group, and the group itself.
-    searching = stacked + square + group * num_rows * (NUM_CANDIDATES * (3 * FLOAT32_BYTES + 1) + FLOAT32_BYTES) if searched else 0
+    solving = stacked + work + max(3 * square, left * square + codes + block)
+    # The damped Hessian and its factor; of one group its columns, its part of the factor and a copy of that; and, where they are not
+    # compiled, three float32 arrays and one of codes that hold every candidate.
+    held = FLOAT32_BYTES + (NUM_CANDIDATES * (3 * FLOAT32_BYTES + 1) if rounding_kernel() is None else 0)
+    searching = stacked + work + 2 * square + group * num_rows * held + 2 * FLOAT32_BYTES * group**2 if searched else 0
     factoring = columns**3 * (1 / 3 if solver == "r_form" else 5 / 3)
     sweeps = num_rows * columns * (columns + (NUM_CANDIDATES * group if searched else 0))
     return Cost(

@@ -19,6 +19,7 @@ import transformers
 from torch import nn
 
 import compressor
+from compressor.algorithms.compiled import rounding_kernel
 from compressor.data import CalibrationData
 from compressor.data.collate import hash_batches
 from compressor.lifecycle import Report
@@ -227,6 +228,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "kernel": "torch" if device.type != "cpu" or rounding_kernel() is None else "compiled",
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "environment": {name: os.environ[name] for name in _DECIDES_SUMS if name in os.environ},
     }
@@ -291,6 +293,7 @@ def run_record(
         "seed": seed,
         "versions": versions(),
         **({"calibrate_all_experts": True} if choices["calibrate_all_experts"] else {}),
+        "kernel": run["machine"]["kernel"],
         "fingerprint": digest(run),
         **report.to_dict(),
     }

@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from compressor.algorithms.gptq import Grid, activation_order, quantize_gptq, solve_gptq
+from compressor.algorithms.babai import Grid
+from compressor.algorithms.gptq import activation_order, quantize_gptq, solve_gptq
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.model.checkpoints.load import load_compressed
