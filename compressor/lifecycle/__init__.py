@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compressor.lifecycle.events import FOLLOWS, Call, Event, EventType
 from compressor.lifecycle.hooks import HooksMixin
-from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule
+from compressor.lifecycle.interface import CALLS, TRANSITIONS, BaseStream, CalibrationNeed, Flags, ModifierInterface, PlannedModule
 from compressor.lifecycle.modifier import Modifier
 from compressor.lifecycle.session import Session
 from compressor.lifecycle.state import Fallback, FinishedStage, ModuleRecord, Report, StageValue, State
@@ -13,6 +13,7 @@ __all__ = [
     "CALLS",
     "FOLLOWS",
     "TRANSITIONS",
+    "BaseStream",
     "CalibrationNeed",
     "Call",
     "Event",

@@ -15,6 +15,7 @@ from compressor.lifecycle.events import Event, EventType
 from compressor.lifecycle.state import Detail, State
 
 CalibrationNeed = Literal["none", "basic", "sequential"]
+BaseStream = Literal["unused", "wanted", "required"]
 
 
 class Flags(NamedTuple):

@@ -18,7 +18,16 @@ from torch import nn
 from compressor.errors import LifecycleError, RecipeError
 from compressor.lifecycle.events import Event, EventType
 from compressor.lifecycle.hooks import HooksMixin
-from compressor.lifecycle.interface import CALLS, TRANSITIONS, CalibrationNeed, Flags, ModifierInterface, PlannedModule, Transition
+from compressor.lifecycle.interface import (
+    CALLS,
+    TRANSITIONS,
+    BaseStream,
+    CalibrationNeed,
+    Flags,
+    ModifierInterface,
+    PlannedModule,
+    Transition,
+)
 from compressor.lifecycle.settings_errors import describe
 from compressor.lifecycle.state import FinishedStage, StageValue, State
 from compressor.numerics.scheme import refuse_flag
@@ -134,12 +143,13 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
         return self.calibration
 
     @property
-    def takes_base_stream(self) -> bool:
+    def base_stream(self) -> BaseStream:
         """Say whether the sequential pipeline shall run every batch through the uncompressed model, too, ahead of each calibration.
 
-        Hooks of such a modifier then run twice for each batch: first while `state.base_stream` is True. Others never see that stream.
+        Where it does, `state.has_base_stream` is True, and hooks of a modifier that does not say `unused` run twice for each batch: first
+        while `state.base_stream` is True. Others never see that stream.
         """
-        return False
+        return "unused"
 
     def restore_flags(self, flags: Flags) -> None:
         """Go back to earlier flags, after a call of the session that failed as a whole.

@@ -170,7 +170,7 @@ class Session:
         """
         with ExitStack() as stack:
             for modifier in self.modifiers:
-                if not modifier.takes_base_stream:
+                if modifier.base_stream == "unused":
                     stack.enter_context(modifier.disable_hooks())
             yield
 

@@ -99,6 +99,7 @@ class State:
         report: what was done so far.
         token_mask: bool [batch, sequence], True for a real token, set before each forward pass; None when every token is real.
         batch_shape: rows and columns of the tokens of the batch that runs; None where nobody says.
+        has_base_stream: True where every batch runs through the model as it was before compression, too.
         base_stream: True while a batch runs through the model as it was before compression, for modifiers that compare the two.
         keep_originals: keep replaced modules, so that an abort can put them back.
         originals: replaced modules by dotted name, in the order of replacement.
@@ -117,6 +118,7 @@ class State:
     report: Report = field(default_factory=Report)
     token_mask: torch.Tensor | None = None
     batch_shape: tuple[int, ...] | None = None
+    has_base_stream: bool = False
     base_stream: bool = False
     keep_originals: bool = False
     originals: dict[str, nn.Module] = field(default_factory=dict)

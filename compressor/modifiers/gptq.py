@@ -14,7 +14,7 @@ from compressor.algorithms.gptq import ActOrder, Solver, quantize_gptq
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError, SchemeError
-from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
+from compressor.lifecycle import BaseStream, CalibrationNeed, Event, ModuleRecord, State
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.schemes.input_statistics import BaseInputs, InputHessians, InputHook, mask_of_input
 from compressor.modifiers.schemes.targets import scheme_label
@@ -24,6 +24,7 @@ from compressor.numerics import QuantizationArgs, QuantizationScheme, weight_qpa
 
 Target = Literal["base", "propagated"]
 
+_FEW_BITS = 4  # of a weight: with more, what compression changes is too little to be worth another forward
 _DEAD = "dead_columns"  # in the details of a module's record
 
 
@@ -40,8 +41,9 @@ class GPTQModifier(SchemeModifier):
             `r_form` only, so that `reference` stays the classical algorithm.
         share_inputs: accumulate one Hessian for modules that read the same tensor.
         target: what the outputs of a module should be: those of the module as it was, on the inputs that the compressed model gives
-            (`propagated`), or on those of the uncompressed model (`base`), which then runs beside the other.
-        alpha: how far towards `base` weights are moved before they are rounded; 1 fits small calibration sets too closely.
+            (`propagated`), or on those of the uncompressed model (`base`), which then runs beside the other. By default `base` where layers
+            run once and a weight of at most 4 bits has something to gain.
+        alpha: how far towards `base` weights are moved before they are rounded.
     """
 
     takes_embeddings: ClassVar[bool] = False
@@ -53,8 +55,8 @@ class GPTQModifier(SchemeModifier):
     solver: Solver = "r_form"
     scale_search: bool | None = None
     share_inputs: bool = True
-    target: Target = "propagated"
-    alpha: float = Field(default=0.5, gt=0, le=1)
+    target: Target | None = None
+    alpha: float = Field(default=1.0, gt=0, le=1)
 
     _base_inputs: BaseInputs = PrivateAttr(default_factory=BaseInputs)
     _hessians: InputHessians = PrivateAttr(default_factory=lambda: InputHessians(share=True))
@@ -65,9 +67,12 @@ class GPTQModifier(SchemeModifier):
         return None if value == "none" else value
 
     @property
-    def takes_base_stream(self) -> bool:
-        """True where weights are moved towards the outputs of the uncompressed model."""
-        return self.target == "base"
+    def base_stream(self) -> BaseStream:
+        """`required` with `target="base"`; left to us, wanted for weights of at most 4 bits."""
+        if self.target is not None:
+            return "required" if self.target == "base" else "unused"
+        bits = [scheme.weights.num_bits for scheme in self._schemes.values() if scheme.weights is not None]
+        return "wanted" if min(bits, default=16) <= _FEW_BITS else "unused"
 
     @property
     def calibration_need(self) -> CalibrationNeed:
@@ -155,7 +160,7 @@ class GPTQModifier(SchemeModifier):
 
     def _accumulating(self, state: State, name: str) -> InputHook:
         def accumulate(x: Tensor) -> None:
-            if self.target == "propagated":
+            if not state.has_base_stream:
                 self._hessians.observe(name, x, mask_of_input(state, name))
                 return
             sent = expert_rows(state.model, name)

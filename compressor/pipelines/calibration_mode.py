@@ -48,7 +48,7 @@ def calibration_mode(state: State) -> Iterator[None]:
             config.use_cache = False
         yield
     finally:
-        state.token_mask, state.batch_shape, state.base_stream = None, None, False
+        state.token_mask, state.batch_shape, state.base_stream, state.has_base_stream = None, None, False, False
         for config in caching:
             config.use_cache = True
         for name, module in model.named_modules():  # by name: a module that has been replaced follows the one it replaced

@@ -82,13 +82,14 @@ def _run_stages(
         watched = watched_modules(session)
         with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
             with calls_of(state.model, compressed_names(state)) as called:
-                plan = _trace(session, data, settings, watched)
+                plan, runs_once = _trace(session, data, settings, watched)
             check_padding(state, data, watched)
         note_kept(state, plan.kept)
         note_proof(state, plan.widened)
         cut = plan.partition
         num_batches = len(data.batches)
-        beside = _beside(session, plan, settings)
+        beside = _beside(session, plan, settings, runs_once)
+        state.has_base_stream = beside is not None
         total = num_batches * (1 + 2 * len(plan.stages) + (0 if beside is None else 1 + len(plan.stages)))
         with progress.task("calibrate", total=total) as task:
             bar = _Bar(task, total, journal.summary)
@@ -123,8 +124,8 @@ def _run_stages(
     return cut, running.uncalled, called
 
 
-def _trace(session: Session, data: CalibrationData, settings: SequentialSettings, watched: Watched) -> Plan:
-    """Find out how batches flow: from module to module where layers are to run once, else from layer to layer."""
+def _trace(session: Session, data: CalibrationData, settings: SequentialSettings, watched: Watched) -> tuple[Plan, bool]:
+    """Find out how batches flow: from module to module where layers run once, which is told, too, else from layer to layer."""
     state = session.state
     layers = partition(state.model, settings.targets)
 
@@ -141,21 +142,30 @@ def _trace(session: Session, data: CalibrationData, settings: SequentialSettings
             targets_per_stage=per_stage,
         )
 
-    if settings.passes == "two" or settings.engine == "suspend" or not settings.propagate_error:
-        return plan(layers, settings.engine, 1)
+    if settings.num_passes == 2:
+        return plan(layers, settings.engine, 1), False
     try:
-        return plan(cut_at_inputs(state.model, watched, layers), "graph", "input")
+        return plan(cut_at_inputs(state.model, watched, layers), "graph", "input"), True
     except TracingError as error:
         if settings.passes == "one":
             raise TracingError(f"passes: 'one' is not possible here: {error}; or leave passes out") from error
         state.report.notes.append(f"each layer ran twice, for its modules could not be cut apart: {error}")
-        return plan(layers, settings.engine, 1)
+        return plan(layers, settings.engine, 1), False
 
 
-def _beside(session: Session, plan: Plan, settings: SequentialSettings) -> Callable[[], AbstractContextManager[None]] | None:
-    """The context for hooks that see the stream of the uncompressed model, where somebody takes it and the engine can give it."""
-    takes = any(modifier.takes_base_stream for modifier in session.modifiers)
-    return session.only_base_hooks if takes and plan.engine == "graph" and settings.propagate_error else None
+def _beside(
+    session: Session, plan: Plan, settings: SequentialSettings, runs_once: bool
+) -> Callable[[], AbstractContextManager[None]] | None:
+    """The context for hooks that see the stream of the uncompressed model, where that runs beside the other."""
+    asking = {modifier.base_stream: modifier.label for modifier in session.modifiers}
+    if not settings.propagate_error:  # the compressed model gives the same inputs
+        return None
+    if "required" in asking and plan.engine != "graph":
+        raise TracingError(
+            f"{asking['required']}: target 'base' runs the uncompressed model beside the other, which the suspend engine cannot "
+            f"({plan.why}); leave it out, or choose what the graph engine can follow"
+        )
+    return session.only_base_hooks if "required" in asking or ("wanted" in asking and runs_once) else None
 
 
 def _open_store(state: State, plan: Plan, settings: SequentialSettings) -> AbstractContextManager[ValueStore | None]:

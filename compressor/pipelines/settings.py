@@ -23,7 +23,7 @@ class SequentialSettings:
     Attributes:
         targets: patterns of the layers to stop at; None infers them.
         passes: `two`: each layer runs before and after its compression; `one`: its modules are compressed on the way; `auto`: one where the
-            graph engine can cut layers at the inputs of their modules, else two.
+            graph engine can cut layers at the inputs of their modules and nobody named targets, else two.
         propagate_error: False propagates through the layers as they were before compression.
         engine: `graph` replays a recorded graph, `suspend` pauses plain forwards, `auto` takes the graph where it can be had.
         max_variants: recorded graphs at most, for batches that take other ways through the model's Python.
@@ -35,7 +35,7 @@ class SequentialSettings:
     """
 
     targets: Sequence[str] | None = None
-    passes: Passes = "two"
+    passes: Passes = "auto"
     propagate_error: bool = True
     engine: Engine = "auto"
     max_variants: int = 8
@@ -66,6 +66,12 @@ class SequentialSettings:
         """Return the part of the choices of a run that is about this pipeline."""
         own = {one.name: getattr(settings, one.name) for one in fields(cls) if one.name != "targets"}
         return cls(settings.sequential_targets, **(own | {"leaves": tuple(settings.leaves)}))
+
+    @property
+    def num_passes(self) -> int:
+        """1 where layers shall run once, if that is possible; else 2."""
+        rules_out = self.targets is not None or self.engine == "suspend" or not self.propagate_error
+        return 1 if self.passes == "one" or (self.passes == "auto" and not rules_out) else 2
 
     @property
     def activation_choices(self) -> dict[str, int | str | Path]:

@@ -85,9 +85,9 @@ class RecordSettings(Settings):
 class PassSettings(Settings):
     """How often a layer runs for its calibration."""
 
-    passes: Annotated[Passes, Option()] = "two"
+    passes: Annotated[Passes, Option()] = "auto"
     """`two`: each layer runs before and after its compression; `one`: what is inside is compressed on the way; `auto`: one where it can be
-    had."""
+    had and no sequential targets are named."""
 
 
 class PlanSettings(RecipeSettings, TracingSettings, LoadSettings):

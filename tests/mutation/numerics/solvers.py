@@ -115,7 +115,8 @@ SOLVER_MUTANTS: tuple[Mutant, ...] = (
              "loss_PR.argmin(0, keepdim=True)[:, :1].expand(1, loss_PR.shape[1])")),
     bug("search_by_the_wrong_columns", "search", "each group is searched on the columns of another", "solver.search_pays",
         Edit(_SEARCH + "search_scales", "(group_C == group)", "(group_C == (group + 1) % scale_RG.shape[1])")),
-    bug("solver_ties_away", "grid", "the solver's own rounding takes ties away from zero, that of the quantizer is right", "solver.grid_is_fixed",
+    bug("solver_ties_away", "grid", "the solver's own rounding takes ties away from zero, that of the quantizer is right",
+        "solver.grid_is_fixed",
         Edit(_FORMS + "GridColumns.round", "scratch_R.clamp_(self.low, self.high)",
              "torch.where((scratch_R - scratch_R.trunc()).abs() == 0.5, scratch_R + 0.25 * scratch_R.sign(), scratch_R)"
              ".clamp_(self.low, self.high)"), _IN_TORCH),
