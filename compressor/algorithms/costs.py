@@ -61,6 +61,7 @@ def gptq_cost(
     block_size: int,
     solver: Solver,
     scale_search: bool,
+    has_base_stream: bool = False,
 ) -> Cost:
     """Return the cost of GPTQ on weights that read one input.
 
@@ -73,6 +74,7 @@ def gptq_cost(
         block_size: as of `quantize_gptq`.
         solver: as of `quantize_gptq`.
         scale_search: as of `quantize_gptq`.
+        has_base_stream: inputs are compared with those in the uncompressed model, and weights are shifted.
 
     Returns:
         The cost.
@@ -92,12 +94,18 @@ def gptq_cost(
     # compiled, three float32 arrays and one of codes that hold every candidate.
     held = FLOAT32_BYTES + (NUM_CANDIDATES * (3 * FLOAT32_BYTES + 1) if rounding_kernel() is None else 0)
     searching = stacked + work + 2 * square + group * num_rows * held + 2 * FLOAT32_BYTES * group**2 if searched else 0
+    # H + lambda I and its factor; the weights in float32, and as often again on the way to the shifted ones.
+    shifting = stacked + 2 * square + (3 + (element_bytes < FLOAT32_BYTES)) * work if has_base_stream else 0
+    solving, searching = (part + (work if has_base_stream and part else 0) for part in (solving, searching))
     factoring = columns**3 * (1 / 3 if solver == "r_form" else 5 / 3)
     sweeps = num_rows * columns * (columns + (NUM_CANDIDATES * group if searched else 0))
     return Cost(
-        statistics_bytes=square,
-        working_bytes=max(2 * square, solving, searching),  # at first the two triangles of which the Hessian is made
-        flops=float(num_tokens) * columns * columns + factoring + sweeps,
+        statistics_bytes=2 * square if has_base_stream else square,
+        working_bytes=max(2 * square, solving, searching, shifting),  # at first the two triangles of which the Hessian is made
+        flops=float(num_tokens) * columns * columns * (3 if has_base_stream else 1)
+        + factoring
+        + sweeps
+        + (6.0 * num_rows * columns * columns if has_base_stream else 0.0),
         num_columns=columns * (2 if searched else 1),
         num_roundings=num_rows * columns * (1 + (NUM_CANDIDATES if searched else 0)),
     )

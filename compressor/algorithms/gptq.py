@@ -122,9 +122,9 @@ def shifted_weights(weight_RC: Tensor, shift_CC: Tensor, damped: DampedHessian) 
     Source: Li et al. 2025 (GPTAQ), arXiv:2504.02692; Arai and Ichikawa 2025 (QEP), arXiv:2504.09629.
     """
     weight_RC = weight_RC.float()
-    missed_CR = shift_CC.t() @ weight_RC.t()
-    step_CR = torch.empty_like(missed_CR)
-    step_CR[damped.order_C] = damped.factor.divide(missed_CR[damped.order_C])
+    ordered_CR = damped.factor.divide((shift_CC.t() @ weight_RC.t())[damped.order_C])
+    step_CR = torch.empty_like(ordered_CR)
+    step_CR[damped.order_C] = ordered_CR
     step_CR[damped.dead_C] = 0  # squares of tiny inputs vanish where their products with others do not
     return weight_RC + step_CR.t()
 

@@ -63,14 +63,17 @@ class Hessian:
         x_NC = x.reshape(-1, x.shape[-1]).float()
         self._shift_CC.addmm_((base.reshape(x_NC.shape).float() - x_NC).t(), x_NC)
 
-    def shift(self) -> Tensor | None:
-        """Return 2 * mean((x_base - x)^T x) and release the sum; call it before `matrix`.
+    def shift(self, share: float = 1.0) -> Tensor | None:
+        """Return 2 * mean((x_base - x)^T x), or a share of it, and release the sum; call it before `matrix`.
+
+        Args:
+            share: by which it is multiplied.
 
         Returns:
             [C, C] float32; None where nothing was added.
         """
         shift_CC, self._shift_CC = self._shift_CC, None
-        return None if shift_CC is None else shift_CC.mul_(2.0 / max(1, self.num_tokens))
+        return None if shift_CC is None else shift_CC.mul_(share * 2.0 / max(1, self.num_tokens))
 
     def matrix(self, name: str) -> Tensor:
         """Return H = 2 * mean(x x^T) and release the sum: call it once, when all tokens are in.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -69,9 +69,13 @@ class GPTQModifier(SchemeModifier):
     @property
     def base_stream(self) -> BaseStream:
         """`required` with `target="base"`; left to us, wanted for weights of at most 4 bits."""
+        return self.base_stream_for(self._schemes.values())
+
+    def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:
+        """Say what `base_stream` will be once the modifier is initialized with these schemes."""
         if self.target is not None:
             return "required" if self.target == "base" else "unused"
-        bits = [scheme.weights.num_bits for scheme in self._schemes.values() if scheme.weights is not None]
+        bits = [scheme.weights.num_bits for scheme in schemes if scheme.weights is not None]
         return "wanted" if min(bits, default=16) <= _FEW_BITS else "unused"
 
     @property
@@ -135,12 +139,20 @@ class GPTQModifier(SchemeModifier):
     def compress(self, state: State, names: list[str]) -> None:
         """Solve the named modules, those with one input and one format together."""
         for hessian, members in self._by_hessian(state, names):
-            shift_CC = hessian.shift()
+            shift_CC = hessian.shift(self.alpha)
             hessian_CC = hessian.matrix(members[0])
             for stack in _stacks(members, self._schemes):
                 self._solve(state, stack, hessian_CC, hessian.num_tokens, shift_CC)
 
-    def cost(self, scheme: QuantizationScheme, rows: Sequence[int], columns: int, element_bytes: int, num_tokens: int) -> Cost:
+    def cost(
+        self,
+        scheme: QuantizationScheme,
+        rows: Sequence[int],
+        columns: int,
+        element_bytes: int,
+        num_tokens: int,
+        has_base_stream: bool = False,
+    ) -> Cost:
         """See SchemeModifier."""
         assert scheme.weights is not None
         return gptq_cost(
@@ -152,6 +164,7 @@ class GPTQModifier(SchemeModifier):
             block_size=self.block_size,
             solver=self.solver,
             scale_search=self._searches_scales and self._order(scheme.weights) != "group",
+            has_base_stream=has_base_stream and self.base_stream_for([scheme]) != "unused",
         )
 
     @property
@@ -199,7 +212,7 @@ class GPTQModifier(SchemeModifier):
                 weights,
                 hessian_CC,
                 args,
-                shift_CC=None if shift_CC is None else self.alpha * shift_CC,
+                shift_CC=shift_CC,
                 actorder=self._order(args),
                 block_size=self.block_size,
                 damp_frac=self.dampening_frac,

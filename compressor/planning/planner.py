@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,23 +21,24 @@ from torch import nn
 from compressor.arguments import check_dtypes_around
 from compressor.data.datasets import chosen_length
 from compressor.data.encode import max_positions
-from compressor.lifecycle import Modifier, PlannedModule, State
+from compressor.lifecycle import BaseStream, Modifier, PlannedModule, State
 from compressor.model.experts.stages import expert_targets
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.load import check_in_memory, resolve_device, resolve_dtype
 from compressor.model.loading.stand_in import load_skeleton
 from compressor.numerics import QuantizationScheme
-from compressor.pipelines import choose_pipeline
+from compressor.pipelines import SequentialSettings, choose_pipeline
 from compressor.pipelines.calibration_mode import calibration_mode
 from compressor.pipelines.offload.open_store import parse_bytes
+from compressor.pipelines.passes import cut_at_inputs
 from compressor.planning.estimate import Estimate, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.stages import Setting, lay_out
-from compressor.planning.workload import Batches, Target, bytes_of, guess_footprints, stages_of
+from compressor.planning.workload import Batches, Target, bytes_of, guess_footprints, join_by_input, stages_of
 from compressor.recipe import load_recipe
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import PlanSettings
-from compressor.tracing import partition
+from compressor.tracing import Partition, partition
 
 # How much memory this process has: the baseline that tensors come on top of.
 
@@ -68,6 +69,12 @@ class _Resolving(Protocol):
 
 
 @runtime_checkable
+class _Streaming(Protocol):
+    def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:
+        """Say whether the uncompressed model shall run beside."""
+
+
+@runtime_checkable
 class _Holding(Protocol):
     def hold_weights(self, state: State) -> None:
         """Note when it alone decides what becomes of weights."""
@@ -81,7 +88,8 @@ class Plan:
         modules: what each targeted module gets.
         skipped: linear layers that stay as they are, with the reason.
         pipeline: `data_free`, `basic` or `sequential`.
-        sequential_targets: names of the layers that would be calibrated one after another.
+        sequential_targets: names of the layers, or of the modules in them, that would be calibrated one after another.
+        forwards: how often a layer runs, in words.
         estimate: what the run would cost.
     """
 
@@ -89,6 +97,7 @@ class Plan:
     skipped: list[PlannedModule]
     pipeline: str
     sequential_targets: list[str]
+    forwards: str
     estimate: Estimate
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,6 +111,7 @@ class Plan:
             "skipped": [plain(module) for module in self.skipped],
             "pipeline": self.pipeline,
             "sequential_targets": self.sequential_targets,
+            "forwards": self.forwards,
             "estimate": self.estimate.to_dict(),
         }
 
@@ -139,14 +149,15 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
         try:
             targets, skipped = _targets(skeleton, parsed.modifiers)
             patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, settings.sequential_targets)
-            layers = list(partition(skeleton, patterns).targets) if chosen == "sequential" else []
+            streams = _streams(chosen, settings, list(targets.values()))
+            layers = _layers(skeleton, partition(skeleton, patterns), targets, streams) if chosen == "sequential" else []
             speed = measure_speed(run_device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             keeps_float = run_device.type == "cpu" or isinstance(model, nn.Module)
-            setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed)
+            setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed, *streams)
             estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()))
         finally:
             experts.restore()
-    return Plan([target.module for target in targets.values()], skipped, chosen, layers, estimate)
+    return Plan([target.module for target in targets.values()], skipped, chosen, layers, _in_words(chosen, *streams), estimate)
 
 
 def _targets(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[dict[str, Target], list[PlannedModule]]:
@@ -173,9 +184,38 @@ def _targets(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[dict[s
     return changed, [target.module for target in planned.values() if target.module.reason is not None]
 
 
+def _streams(pipeline: str, settings: PlanSettings, targets: Sequence[Target]) -> tuple[bool, bool]:
+    """Whether layers would run once, and whether the uncompressed model would run beside."""
+    chosen = SequentialSettings(settings.sequential_targets, passes=settings.passes, engine=settings.engine)
+    runs_once = pipeline == "sequential" and chosen.num_passes == 1
+    asked = {
+        target.modifier.base_stream_for([target.scheme])
+        for target in targets
+        if isinstance(target.modifier, _Streaming) and target.scheme is not None
+    }
+    return runs_once, pipeline == "sequential" and ("required" in asked or ("wanted" in asked and runs_once))
+
+
+def _in_words(pipeline: str, runs_once: bool, has_base_stream: bool) -> str:
+    if pipeline != "sequential":
+        return "none" if pipeline == "data_free" else "one"
+    return ("one" if runs_once else "two") + (", and one beside in the uncompressed model" if has_base_stream else "")
+
+
+def _layers(skeleton: nn.Module, layers: Partition, targets: Mapping[str, Target], streams: tuple[bool, bool]) -> list[str]:
+    """Name the places at which a forward would stop."""
+    runs_once, _ = streams
+    calibrated = [name for name, target in targets.items() if _calibrates(target.modifier)]
+    return list(cut_at_inputs(skeleton, calibrated, layers).targets if runs_once else layers.targets)
+
+
+def _calibrates(modifier: object) -> bool:
+    return isinstance(modifier, Modifier) and modifier.calibration_need != "none"
+
+
 def _estimate(skeleton: nn.Module, setting: Setting, pipeline: str, layers: Sequence[str], targets: Sequence[Target]) -> Estimate:
     stages = stages_of(layers, targets)
-    footprints, basis = _footprints(skeleton, setting.batches, pipeline, stages)
+    footprints, basis = _footprints(skeleton, setting, pipeline, stages)
     timeline = lay_out(setting, pipeline, footprints, stages)
     made = sum(target.number("bytes_after") for target in targets)
     saved = sum(target.number("bytes_before") for target in targets) - made
@@ -195,16 +235,18 @@ def _estimate(skeleton: nn.Module, setting: Setting, pipeline: str, layers: Sequ
 
 
 def _footprints(
-    skeleton: nn.Module, batches: Batches, pipeline: str, stages: Mapping[str, Sequence[Target]]
+    skeleton: nn.Module, setting: Setting, pipeline: str, stages: Mapping[str, Sequence[Target]]
 ) -> tuple[list[Footprint], str]:
     """Follow one forward, or guess where that cannot be done, and say which."""
+    batches = setting.batches
     if pipeline == "data_free":
         return [], "shapes of the weights; no data flows"
     watched = [target.module.name for targets in stages.values() for target in targets]
     layers = [layer for layer in stages if layer]
     try:
         with calibration_mode(State(model=skeleton)):
-            return measure_footprints(skeleton, batches.example(), layers, watched), "one forward followed on shapes"
+            found = measure_footprints(skeleton, batches.example(), layers, watched)
+            return join_by_input(found) if setting.runs_once else found, "one forward followed on shapes"
     except _CANNOT_FOLLOW as error:
         reason = " ".join(str(error).split())[:160]
         return guess_footprints(stages, batches), f"a guess from the shapes of the weights: the forward needs more than shapes ({reason})"

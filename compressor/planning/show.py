@@ -98,7 +98,8 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
     lines = [
         ("weights in memory", _mb(cost.model_bytes)),
         ("weights on disk", disk),
-        ("layers in sequence", str(len(plan.sequential_targets) or "-")),
+        ("layers or modules in sequence", str(len(plan.sequential_targets) or "-")),
+        ("forwards per layer", plan.forwards),
         ("peak memory of tensors (estimate)", peak),
         ("memory beyond the model (estimate)", _mb(cost.peak_extra_bytes)),
         ("process before the model is loaded", _mb(cost.process_bytes)),
@@ -133,8 +134,17 @@ def _stages(estimate: Estimate) -> Table:
         if half <= at < len(stages) - half and len(stages) > _SHOWN_STAGES:
             continue
         parts = (stage.weights_bytes, stage.statistics_bytes, stage.activations_bytes, stage.temporaries_bytes, stage.peak_bytes)
-        table.add_row(stage.name, stage.phase, *(f"{part / factor:,.1f}" for part in parts), f"{stage.seconds:,.1f}")
+        table.add_row(_label(stage.name), stage.phase, *(f"{part / factor:,.1f}" for part in parts), f"{stage.seconds:,.1f}")
     return table
+
+
+def _label(stage: str) -> str:
+    """Name the modules of a stage once: `model.layers.0.mlp: gate_proj, up_proj`."""
+    first, *others = stage.split(", ")
+    parent, dot, own = first.rpartition(".")
+    if not others or not dot or any(other.rpartition(".")[0] != parent for other in others):
+        return stage
+    return f"{parent}: {', '.join([own, *(other.rpartition('.')[2] for other in others)])}"
 
 
 def _table(title: str, columns: Sequence[tuple[str, str]]) -> Table:

@@ -24,6 +24,8 @@ class Setting:
         memory_bytes: granted to activations; None for no limit.
         batches: calibration data.
         speed: of the machine.
+        runs_once: layers run in one pass.
+        has_base_stream: the uncompressed model runs beside the other.
     """
 
     model_bytes: int
@@ -32,6 +34,13 @@ class Setting:
     memory_bytes: int | None
     batches: Batches
     speed: Speed
+    runs_once: bool = False
+    has_base_stream: bool = False
+
+    @property
+    def num_streams(self) -> int:
+        """Of activations."""
+        return 2 if self.has_base_stream else 1
 
 
 class Timeline:
@@ -58,23 +67,31 @@ class Timeline:
             following: what a forward takes in the next target; nothing where it was the last.
             targets: modules that change in it.
         """
-        batches = self._setting.batches
-        stacks = group_stacks(targets, inside.calls, batches.total_tokens, batches.batch_size * batches.num_tokens)
+        batches, has_base = self._setting.batches, self._setting.has_base_stream
+        batch_tokens = batches.batch_size * batches.num_tokens
+        stacks = group_stacks(targets, inside.calls, batches.total_tokens, batch_tokens, has_base)
         waiting, passed_on = self._in_memory(self._live(inside)), self._in_memory(max(self._live(inside), self._live(following)))
         made = sum(target.number("bytes_after") for target in targets)
         floats = sum(target.number("bytes_before") for target in targets)
         replaced = made - (0 if self._setting.keeps_float else floats)
         statistics = sum(stack.cost.statistics_bytes for stack in stacks)
-        forward = max(inside.peak_bytes, between.peak_bytes if following.name else 0) + inside.needed_shared_bytes
+        grown = max(0, between.own_bytes + between.shared_bytes - inside.own_bytes - inside.shared_bytes) if self._setting.runs_once else 0
+        forward = max(inside.peak_bytes, grown + between.peak_bytes if following.name else 0) + inside.needed_shared_bytes
+        # In one pass modules are shown their inputs only; a layer of experts, whose own are inside, runs all the same.
+        is_shown = self._setting.runs_once and all(call.name in inside.name.split(", ") for call in inside.calls)
+        calibrating = max(0 if is_shown and not has_base else forward, _observing(inside, batches.num_tokens))
+        kept = sum({call.source: call.num_tokens * call.columns * call.element_bytes for call in inside.calls}.values()) if has_base else 0
+        flops = ((1 if is_shown else 2) + (1 if has_base else 0)) * inside.flops
+        flops += self._setting.num_streams * between.flops if self._setting.runs_once else 0
         self._add_worst(
             inside.name,
             [
-                ("calibrate", self._weights, statistics, waiting, max(forward, _observing(inside, batches.num_tokens))),
+                ("calibrate", self._weights, statistics, passed_on if has_base else waiting, calibrating + kept),
                 ("compress", self._weights + made, *_compressing(stacks, waiting)),
                 ("propagate", self._weights + replaced + floats, 0, passed_on, max(forward, _unpacking(targets))),
             ],
-            flops=2 * inside.flops * batches.num_batches + sum(stack.cost.flops for stack in stacks),
-            seconds=self._seconds(2 * inside.flops * batches.num_batches, stacks),
+            flops=flops * batches.num_batches + sum(stack.cost.flops for stack in stacks),
+            seconds=self._seconds(flops * batches.num_batches, stacks),
         )
         self._weights += replaced
 
@@ -123,9 +140,10 @@ class Timeline:
     def _live(self, stretch: Footprint) -> int:
         """What waits of all samples while one stage is at work."""
         batches = self._setting.batches
+        streams = self._setting.num_streams
         if self._setting.in_frames:
             return round(batches.num_batches * (stretch.own_bytes + stretch.shared_bytes))
-        return round(batches.num_batches * stretch.needed_bytes) + stretch.needed_shared_bytes
+        return streams * (round(batches.num_batches * stretch.needed_bytes) + stretch.needed_shared_bytes)
 
     def _in_memory(self, live: int) -> int:
         granted = self._setting.memory_bytes
@@ -175,7 +193,8 @@ def _add_layers(timeline: Timeline, footprints: Sequence[Footprint], layers: dic
     for at, after in zip(places, [*places[1:], None], strict=True):
         between = footprints[at + 1] if at + 1 < len(footprints) and not footprints[at + 1].name else nothing
         following = nothing if after is None else footprints[after]
-        timeline.add_stage(footprints[at], between, following, layers.pop(footprints[at].name, ()))
+        inside = [target for name in footprints[at].name.split(", ") for target in layers.pop(name, ())]
+        timeline.add_stage(footprints[at], between, following, inside)
 
 
 def lay_out(setting: Setting, pipeline: str, footprints: Sequence[Footprint], layers: Mapping[str, Sequence[Target]]) -> Timeline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,7 +22,15 @@ TOKEN_BYTES = 8  # int64 ids
 class Costed(Protocol):
     """A modifier that can say what it costs."""
 
-    def cost(self, scheme: QuantizationScheme, rows: Sequence[int], columns: int, element_bytes: int, num_tokens: int) -> Cost:
+    def cost(
+        self,
+        scheme: QuantizationScheme,
+        rows: Sequence[int],
+        columns: int,
+        element_bytes: int,
+        num_tokens: int,
+        has_base_stream: bool,
+    ) -> Cost:
         """Say what compressing some weights would cost that read one input and get one scheme."""
 
 
@@ -96,7 +104,9 @@ class Stack:
     cost: Cost
 
 
-def group_stacks(targets: Sequence[Target], calls: Sequence[Call], total_tokens: int, batch_tokens: int) -> list[Stack]:
+def group_stacks(
+    targets: Sequence[Target], calls: Sequence[Call], total_tokens: int, batch_tokens: int, has_base_stream: bool = False
+) -> list[Stack]:
     """Group weights by the input that they read, as the modifiers will.
 
     Args:
@@ -104,6 +114,7 @@ def group_stacks(targets: Sequence[Target], calls: Sequence[Call], total_tokens:
         calls: of the modules in one forward; a module without a call stands alone.
         total_tokens: of all samples; 0 for a run without data.
         batch_tokens: of the forward that was looked at.
+        has_base_stream: the uncompressed model runs beside the other.
 
     Returns:
         Stacks in the order of their first module; a Hessian belongs to the first stack that reads its input.
@@ -118,16 +129,16 @@ def group_stacks(targets: Sequence[Target], calls: Sequence[Call], total_tokens:
     for members in groups.values():
         call = called.get(members[0].module.name)
         share = 1.0 if call is None else call.num_tokens / batch_tokens
-        stacks.append(Stack(tuple(members), _cost(members, round(share * total_tokens))))
+        stacks.append(Stack(tuple(members), _cost(members, round(share * total_tokens), has_base_stream)))
     return stacks
 
 
-def _cost(members: Sequence[Target], num_tokens: int) -> Cost:
+def _cost(members: Sequence[Target], num_tokens: int, has_base_stream: bool) -> Cost:
     first = members[0]
     rows, columns = [member.number("rows") for member in members], first.number("columns")
     element_bytes = first.number("bytes_before") // max(1, rows[0] * columns)
     if isinstance(first.modifier, Costed) and first.scheme is not None:
-        return first.modifier.cost(first.scheme, rows, columns, element_bytes, num_tokens)
+        return first.modifier.cost(first.scheme, rows, columns, element_bytes, num_tokens, has_base_stream)
     return rounding_cost(rows, columns, element_bytes)
 
 
@@ -169,6 +180,47 @@ def bytes_of(model: nn.Module) -> int:
 
 def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def join_by_input(footprints: Sequence[Footprint]) -> list[Footprint]:
+    """Join targets that read one input to one stage, as a run in one pass does.
+
+    Args:
+        footprints: of one forward, stretch by stretch.
+
+    Returns:
+        Stretches of which a named one stands for all targets of a stage, their names joined by commas; what lies between these has gone
+        into them.
+    """
+    joined: list[Footprint] = []
+    for stretch in footprints:
+        last = joined[-1] if joined else None
+        if last is None or (stretch.name and not _reads_the_same(joined, stretch)):
+            joined.append(stretch)
+        elif stretch.name:
+            *joined, inside, between = joined
+            joined.append(_one(_one(inside, between), stretch, f"{inside.name}, {stretch.name}"))
+        elif last.name:
+            joined.append(stretch)
+    return joined
+
+
+def _reads_the_same(joined: Sequence[Footprint], stretch: Footprint) -> bool:
+    if len(joined) < 2 or joined[-1].name or joined[-1].flops or not joined[-2].calls or not stretch.calls:
+        return False
+    return joined[-2].calls[-1].source == stretch.calls[0].source
+
+
+def _one(first: Footprint, second: Footprint, name: str | None = None) -> Footprint:
+    grown = max(0, second.own_bytes + second.shared_bytes - first.own_bytes - first.shared_bytes)
+    return replace(
+        first,
+        name=name or first.name,
+        peak_bytes=max(first.peak_bytes, grown + second.peak_bytes),
+        flops=first.flops + second.flops,
+        calls=[*first.calls, *second.calls],
+        output_bytes=first.output_bytes + second.output_bytes,
+    )
 
 
 def stages_of(layers: Sequence[str], targets: Sequence[Target]) -> dict[str, list[Target]]:

@@ -90,7 +90,7 @@ class PassSettings(Settings):
     had and no sequential targets are named."""
 
 
-class PlanSettings(RecipeSettings, TracingSettings, LoadSettings):
+class PlanSettings(RecipeSettings, TracingSettings, PassSettings, LoadSettings):
     """The choices on which the cost of a run depends."""
 
     recipe: Annotated[Any, Option(metavar="R")]
@@ -111,7 +111,7 @@ class PlanSettings(RecipeSettings, TracingSettings, LoadSettings):
     """Dtype to load in; `auto` keeps the checkpoint's own, and a model in memory keeps its own."""
 
 
-class OneshotSettings(PlanSettings, RecordSettings, PassSettings):
+class OneshotSettings(PlanSettings, RecordSettings):
     """The choices of one run of `oneshot`."""
 
     dataset: Annotated[Any, Option(metavar="D")] = None

@@ -143,7 +143,15 @@ class SchemeModifier(SchemeTargets, Modifier):
             raise ResumeError(f"num_fallbacks: the run folder holds {num_fallbacks!r}, no number; remove the run folder to start over")
         self._num_fallbacks = num_fallbacks
 
-    def cost(self, scheme: QuantizationScheme, rows: Sequence[int], columns: int, element_bytes: int, num_tokens: int) -> Cost:
+    def cost(
+        self,
+        scheme: QuantizationScheme,
+        rows: Sequence[int],
+        columns: int,
+        element_bytes: int,
+        num_tokens: int,
+        has_base_stream: bool = False,
+    ) -> Cost:
         """Say what compressing some weights would cost that read one input and get one scheme.
 
         Args:
@@ -152,11 +160,12 @@ class SchemeModifier(SchemeTargets, Modifier):
             columns: in features of all.
             element_bytes: of one weight element.
             num_tokens: calibration tokens.
+            has_base_stream: the uncompressed model runs beside the other.
 
         Returns:
             The cost; that of rounding unless overridden.
         """
-        del scheme, num_tokens
+        del scheme, num_tokens, has_base_stream
         return rounding_cost(rows, columns, element_bytes)
 
     def compress(self, state: State, names: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.algorithms.costs import gptq_cost, rounding_cost
+from compressor.algorithms.costs import FLOAT32_BYTES, gptq_cost, rounding_cost
 from compressor.algorithms.gptq import Solver, quantize_gptq
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
@@ -59,6 +59,29 @@ def test_the_cost_of_gptq_is_what_it_takes(preset: str, solver: Solver, rows: li
 
     assert cost.statistics_bytes == pytest.approx(peak_bytes(accumulate), rel=0.01)
     assert cost.flops > 2.0 * len(inputs) * columns**2 / 2
+
+
+@pytest.mark.parametrize(("rows", "columns", "dtype"), SHAPES)
+def test_the_cost_of_shifted_weights_is_what_it_takes(rows: list[int], columns: int, dtype: torch.dtype) -> None:
+    args = preset_scheme("W4A16", ["Linear"]).weights
+    assert args is not None
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(count, columns, generator=generator).to(dtype) for count in rows]
+    inputs = torch.randn(2 * columns, columns, generator=generator)
+    hessian = Hessian(columns)
+    hessian.add(inputs)
+    hessian.add_shift(inputs + 0.1 * inputs.roll(1, 1), inputs)
+    shift, kept = hessian.shift(), hessian.matrix("layer")
+
+    def solve() -> None:
+        quantize_gptq(weights, kept, args, shift_CC=shift, names=[f"layer{i}" for i in range(len(rows))])
+
+    element_bytes = weights[0].element_size()
+    cost = gptq_cost(
+        rows, columns, element_bytes, args, num_tokens=1, block_size=128, solver="r_form", scale_search=True, has_base_stream=True
+    )
+    assert cost.statistics_bytes == 2 * FLOAT32_BYTES * columns**2
+    assert cost.working_bytes == pytest.approx(max(peak_bytes(solve), cost.statistics_bytes), rel=0.1)
 
 
 @pytest.mark.parametrize(("rows", "columns", "dtype"), SHAPES)
