@@ -66,7 +66,7 @@ class Unfinished:
                 self.go()
 
     def go(self, **changes: Any) -> Any:
-        arguments = {"model": self.model, "recipe": RECIPE, "dataset": self.tokens, "output_dir": self.out} | changes
+        arguments = {"model": self.model, "recipe": RECIPE, "dataset": self.tokens, "output_dir": self.out, "passes": "two"} | changes
         return oneshot(arguments.pop("model"), **arguments)
 
     def resume(self, **changes: Any) -> Any:

@@ -28,12 +28,12 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)).eval()
 
 
-def gptq(ignore: Sequence[str] = ("lm_head",)) -> GPTQModifier:
-    return GPTQModifier(config_groups=INT4, ignore=list(ignore))
+def gptq(ignore: Sequence[str] = ("lm_head",), target: Any = None) -> GPTQModifier:
+    return GPTQModifier(config_groups=INT4, ignore=list(ignore), target=target)
 
 
-def compressed(model: nn.Module, passes: str, dataset: Any = IDS, **settings: Any) -> OneshotResult:
-    recipe = gptq() if hasattr(model, "lm_head") else gptq(())
+def compressed(model: nn.Module, passes: str, dataset: Any = IDS, target: Any = None, **settings: Any) -> OneshotResult:
+    recipe = gptq(("lm_head",) if hasattr(model, "lm_head") else (), target)
     return oneshot(model, recipe=recipe, dataset=dataset, batch_size=4, passes=passes, **settings)
 
 
@@ -57,7 +57,7 @@ def test_each_module_sees_what_those_before_it_in_its_layer_give_after_compressi
         watch(self, name, lambda x: (seen.setdefault(name, []).append(x.detach().clone()), hook(x))[1])
 
     monkeypatch.setattr(SchemeModifier, "watch", noting)
-    model = compressed(llama(), "one").model
+    model = compressed(llama(), "one", target="propagated").model
     given: dict[str, list[Tensor]] = {}
     for name in seen:
         model.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: given.setdefault(name, []).append(args[0]))
@@ -79,7 +79,7 @@ def test_layers_run_once() -> None:
                 calls[key] += args[0].shape[:2] == (4, 64)  # whole batches: not those of the proof
 
             model.get_submodule(f"model.layers.0.{name}").register_forward_hook(count)
-        compressed(model, passes, ids)
+        compressed(model, passes, ids, "propagated")
     for name in ("mlp.act_fn", "input_layernorm"):
         assert calls["two", name] - calls["one", name] == 10, calls
 

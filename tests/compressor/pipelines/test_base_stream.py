@@ -1,0 +1,222 @@
+"""The uncompressed model beside the compressed one: what is compared with what, who sees it, and where it cannot be had."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from pydantic import PrivateAttr
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import compressor.modifiers.gptq
+from compressor import GPTQModifier, QuantizationModifier, oneshot
+from compressor.errors import TracingError
+from compressor.lifecycle import Event, Modifier, State
+from compressor.modifiers.schemes.input_statistics import BaseInputs
+
+INT4 = {"num_bits": 4, "group_size": 16, "strategy": "group"}
+GROUPS = {"group_0": {"targets": ["Linear"], "weights": INT4}}
+SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS = torch.randint(64, (24, 16), generator=torch.Generator().manual_seed(0))
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)).eval()
+
+
+def moe() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts, head_dim=8)).eval()
+
+
+def gptq(ignore: Sequence[str] = ("lm_head",), **settings: Any) -> GPTQModifier:
+    return GPTQModifier(config_groups=GROUPS, ignore=list(ignore), **settings)
+
+
+Shifts = dict[str, tuple[Tensor, Tensor | None]]
+
+
+@pytest.fixture
+def shifts(monkeypatch: pytest.MonkeyPatch) -> Shifts:
+    """H and D of every solve, by the first name."""
+    found: Shifts = {}
+    solve = compressor.modifiers.gptq.quantize_gptq
+
+    def noting(weights: Any, hessian: Tensor, args: Any, *, shift_CC: Tensor | None, names: Sequence[str], **settings: Any) -> Any:
+        found[names[0]] = hessian.clone(), None if shift_CC is None else shift_CC.clone()
+        return solve(weights, hessian, args, shift_CC=shift_CC, names=names, **settings)
+
+    monkeypatch.setattr(compressor.modifiers.gptq, "quantize_gptq", noting)
+    return found
+
+
+def inputs_of(model: nn.Module, names: Sequence[str], batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What the named modules are handed for all real tokens, [N, C]."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: seen[name].append(args[0])) for name in names
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool() for batch in batches]
+    return {name: torch.cat([x[mask] for x, mask in zip(inputs, masks, strict=True)]) for name, inputs in seen.items()}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_the_shift_is_what_the_inputs_in_the_uncompressed_model_say(alpha: float, padded: bool, shifts: Shifts) -> None:
+    """Measured again afterwards: every module was compressed on the inputs that the finished model gives it."""
+    dataset: Any = [{"input_ids": row[: 8 + 2 * (place % 5)].tolist()} for place, row in enumerate(IDS)] if padded else IDS
+    rows = [torch.tensor(row["input_ids"])[None] for row in dataset] if padded else IDS.split(1)
+    base = llama()
+    model = oneshot(copy.deepcopy(base), recipe=gptq(alpha=alpha), dataset=dataset, batch_size=4).model
+    batches = [{"input_ids": row} for row in rows]
+    before, after = inputs_of(base, [*shifts], batches), inputs_of(model, [*shifts], batches)
+    assert len(shifts) == 8
+    for name, (hessian, shift) in shifts.items():
+        x, x_base = after[name], before[name]
+        torch.testing.assert_close(hessian, 2 * x.t() @ x / len(x), rtol=1e-3, atol=1e-4)
+        if name == "model.layers.0.self_attn.q_proj":  # nothing is compressed before it
+            assert shift is None
+            continue
+        assert shift is not None
+        expected = alpha * 2 * (x_base - x).t() @ x / len(x)
+        torch.testing.assert_close(shift, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
+def test_outputs_come_closer_to_those_of_the_uncompressed_model() -> None:
+    errors = {}
+    for target in ("propagated", "base"):
+        base = llama()
+        model = oneshot(copy.deepcopy(base), recipe=gptq(target=target, alpha=1.0), dataset=IDS, batch_size=4).model
+        with torch.no_grad():
+            errors[target] = float((model(IDS).logits - base(IDS).logits).square().mean())
+    assert errors["base"] < 0.9 * errors["propagated"]
+
+
+class Counting(Modifier):
+    """Looks at the inputs of one module."""
+
+    name: str
+    wants: str = "unused"
+    _seen: list[bool] = PrivateAttr(default_factory=list)
+
+    @property
+    def base_stream(self) -> Any:
+        return self.wants
+
+    def on_initialize(self, state: State) -> bool:
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        self.register_hook(state.model.get_submodule(self.name), lambda module, args: self._seen.append(state.base_stream), "forward_pre")
+
+    @property
+    def calibration_need(self) -> Any:
+        return "sequential"
+
+
+@pytest.mark.parametrize("passes", ["one", "two"])
+def test_only_those_who_ask_see_the_uncompressed_model(passes: str) -> None:
+    plain, asking = Counting(name="model.layers.1.mlp.up_proj"), Counting(name="model.layers.1.mlp.up_proj", wants="wanted")
+    oneshot(llama(), recipe=[gptq(target="base"), plain, asking], dataset=IDS, batch_size=4, passes=passes)
+    assert plain._seen == [False] * 6
+    assert sorted(asking._seen) == [False] * 6 + [True] * 6
+
+
+def test_ranges_of_inputs_are_those_of_the_compressed_model() -> None:
+    """Static ranges beside the target `base`: as in a run without it, for the first module, which sees the same in both."""
+    static = {"group_0": {"targets": ["Linear"], "weights": INT4, "input_activations": {"num_bits": 8, "strategy": "tensor"}}}
+    scales = {}
+    for target in ("propagated", "base"):
+        recipe = GPTQModifier(config_groups=static, ignore=["lm_head"], target=target)
+        model = oneshot(llama(), recipe=recipe, dataset=IDS, batch_size=4).model
+        x = inputs_of(model, ["model.layers.1.mlp.down_proj"], [{"input_ids": row} for row in IDS.split(4)])
+        layer = model.get_submodule("model.layers.1.mlp.down_proj")
+        scales[target] = float(layer.input_scale), float(x["model.layers.1.mlp.down_proj"].abs().max()) / 127.5
+    for own, expected in scales.values():
+        assert own == pytest.approx(expected, rel=0.02)
+
+
+def test_by_default_few_bits_take_it_where_layers_run_once(shifts: Shifts) -> None:
+    for options, expected in (
+        ({}, True),
+        ({"passes": "two"}, False),
+        ({"engine": "suspend"}, False),
+        ({"propagate_error": False}, False),
+        ({"sequential_targets": ["LlamaDecoderLayer"]}, False),
+        ({"pipeline": "basic"}, False),
+    ):
+        shifts.clear()
+        oneshot(llama(), recipe=gptq(), dataset=IDS, batch_size=4, **options)
+        assert any(shift is not None for _, shift in shifts.values()) is expected, options
+    shifts.clear()
+    eight = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}}
+    oneshot(llama(), recipe=GPTQModifier(config_groups=eight, ignore=["lm_head"]), dataset=IDS, batch_size=4)
+    assert shifts and all(shift is None for _, shift in shifts.values())
+
+
+def test_asked_for_it_is_an_error_where_it_cannot_be_had() -> None:
+    with pytest.raises(TracingError, match="target 'base' runs the uncompressed model beside the other, which the suspend engine cannot"):
+        oneshot(llama(), recipe=gptq(target="base"), dataset=IDS, batch_size=4, engine="suspend")
+
+
+def test_experts_compare_tokens_that_both_models_send_them(shifts: Shifts) -> None:
+    """D of an expert's input by hand: tokens that the uncompressed model sends elsewhere count as unchanged."""
+    base = moe()
+    result = oneshot(copy.deepcopy(base), recipe=gptq(["lm_head", "re:.*mlp.gate$"]), dataset=IDS, batch_size=4)
+    assert not any("not known" in note for note in result.report.notes)
+    experts = [name for name in shifts if "experts" in name and name.startswith("model.layers.1")]
+    assert len(experts) >= 4
+    given = {}
+    for key, model in (("base", base), ("compressed", result.model)):
+        layer = "model.layers.1.mlp"
+        seen: list[Tensor] = []
+        handle = model.get_submodule(layer).register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
+        routed: list[Tensor] = []
+        gate = model.get_submodule(f"{layer}.gate").register_forward_hook(lambda module, args, out, routed=routed: routed.append(out[-1]))
+        with torch.no_grad():
+            for row in IDS.split(4):
+                model(row, use_cache=False)
+        handle.remove()
+        gate.remove()
+        given[key] = torch.cat([x.flatten(0, 1) for x in seen]), torch.cat([chosen.flatten(0, -2) for chosen in routed])
+    (x_base, chosen_base), (x, chosen) = given["base"], given["compressed"]
+    for name in experts:
+        if "gate_proj" not in name:
+            continue
+        expert = int(name.split("experts.")[1].split(".")[0])
+        here, also = (chosen == expert).any(-1), (chosen_base == expert).any(-1)
+        difference = torch.where(also[:, None], x_base - x, torch.zeros_like(x))[here]
+        expected = 2 * difference.t() @ x[here] / int(here.sum())
+        _, shift = shifts[name]
+        assert shift is not None
+        torch.testing.assert_close(shift, expected, rtol=1e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+def test_inputs_that_cannot_be_lined_up_are_noted() -> None:
+    kept = BaseInputs()
+    kept.keep("m", torch.ones(5, 8), None)
+    assert kept.take("m", torch.ones(4, 8), None, (2, 3)) is None
+    assert list(kept.unmatched) == ["m"]
+    kept = BaseInputs()
+    base, x = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    kept.keep("m", base, None)
+    base.zero_()  # the module goes on with what it was handed
+    found = kept.take("m", x, None, (2, 3))
+    assert found is not None and bool(found.any()) and not kept.unmatched
+    assert kept.take("m", x, None, (2, 3)) is None  # called more often than there
+    assert list(kept.unmatched) == ["m"]
+
+
+def test_rounding_to_nearest_knows_no_base_stream() -> None:
+    assert QuantizationModifier(scheme="W4A16").base_stream == "unused"
