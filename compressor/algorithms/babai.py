@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.algorithms.compiled import RoundingKernel, rounding_kernel
+from compressor.algorithms.compiled import SCALE_DTYPES, RoundingKernel, rounding_kernel
 from compressor.errors import NumericsError
 from compressor.numerics.formats import rounding
 from compressor.numerics.scheme import QuantizationArgs
@@ -50,7 +50,7 @@ class GridColumns:
 
     def __init__(self, grid: Grid, order_C: Tensor) -> None:
         """Transpose a grid; `order_C` is the order in which its columns will be asked for."""
-        self.args = grid.args
+        self.grid, self.args = grid, grid.args
         self.low, self.high, self._to_nearest = rounding(grid.args.type, grid.args.num_bits)  # once, not for every column
         self._scale_GR = grid.scale_RG.t().contiguous()
         self.scale32_GR = self._scale_GR.float()
@@ -147,7 +147,7 @@ def solve_r_form(E_CR: Tensor, factor: Factor, columns: GridColumns, block_size:
     """Left-looking Babai rounding; `E_CR` holds W on entry and E = W - Q on exit."""
     codes_CR = columns.empty_codes(E_CR)
     loss_R = E_CR.new_zeros(E_CR.shape[1])
-    kernel = _kernel_for(columns.args, E_CR.device)
+    kernel = _kernel_for(columns.grid, E_CR.device)
     for start in range(0, len(E_CR), block_size):
         run = slice(start, min(start + block_size, len(E_CR)))
         T_BR = E_CR[run].clone()
@@ -162,8 +162,9 @@ def solve_r_form(E_CR: Tensor, factor: Factor, columns: GridColumns, block_size:
     return codes_CR, loss_R.mul_(0.5)
 
 
-def _kernel_for(args: QuantizationArgs, device: torch.device) -> RoundingKernel | None:
-    return rounding_kernel() if args.type == "int" and device.type == "cpu" else None
+def _kernel_for(grid: Grid, device: torch.device) -> RoundingKernel | None:
+    is_known = grid.args.type == "int" and grid.scale_RG.dtype in SCALE_DTYPES
+    return rounding_kernel() if is_known and device.type == "cpu" else None
 
 
 def _round_block(T_BR: Tensor, E_BR: Tensor, C_BB: Tensor, columns: GridColumns, first: int, codes_BR: Tensor) -> None:
@@ -264,9 +265,9 @@ def _losses(work_SR: Tensor, factor: Factor, candidates_PR: Tensor, zero_R: Tens
     """Round one group with every candidate scale; return the loss of each, [P, R]."""
     num_candidates, rows = candidates_PR.shape
     columns = torch.arange(len(work_SR), device=work_SR.device)
-    kernel = _kernel_for(args, work_SR.device)
+    grid = Grid(candidates_PR.t(), None if zero_R is None else zero_R[:, None], torch.zeros_like(columns), args)
+    kernel = _kernel_for(grid, work_SR.device)
     if kernel is not None:
-        grid = Grid(candidates_PR.t(), None if zero_R is None else zero_R[:, None], torch.zeros_like(columns), args)
         return kernel.losses(work_SR, factor.unit_CC.t().contiguous(), factor.diag_C, GridColumns(grid, columns))
     zeros = None if zero_R is None else zero_R.repeat(num_candidates)[:, None]
     grid = Grid(candidates_PR.reshape(-1, 1), zeros, torch.zeros_like(columns), args)

@@ -26,7 +26,7 @@ from torch import Tensor
 SWITCH = "COMPRESSOR_KERNEL"
 _SOURCE = Path(__file__).with_name("rounding.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SCALE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TILE = 32
 _MIN_WORK = 1 << 21  # multiplications below which a second thread costs more than it brings
 _BUILD_SECONDS = 60
@@ -109,7 +109,7 @@ class RoundingKernel:
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in held]
 
         def run(begin: int, end: int) -> int:
-            bounds = (num_columns, rows, begin, end, candidates, columns.low, columns.high, _DTYPES[columns.dtype])
+            bounds = (num_columns, rows, begin, end, candidates, columns.low, columns.high, SCALE_DTYPES[columns.dtype])
             return int(self._round_rows(*pointers, *bounds))
 
         threads = torch.get_num_threads() if rows * num_columns * num_columns * candidates > _MIN_WORK else 1

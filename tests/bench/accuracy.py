@@ -49,15 +49,12 @@ MODELS = {
 # What our runs are given beside model, data and format: settings of the modifier, and of `oneshot`.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}),
-    "two passes": ({}, {"passes": "two"}),
-    "one pass": ({}, {"passes": "one"}),
-    "two passes, no search": ({"scale_search": False}, {"passes": "two"}),
-    "one pass, no search": ({"scale_search": False}, {"passes": "one"}),
-    "base 0.5, two passes": ({"target": "base"}, {"passes": "two"}),
-    "base 0.5": ({"target": "base"}, {"passes": "one"}),
-    "base 1": ({"target": "base", "alpha": 1.0}, {"passes": "one"}),
-    "base 0.5, no search": ({"target": "base", "scale_search": False}, {"passes": "one"}),
-    "base 1, no search": ({"target": "base", "alpha": 1.0, "scale_search": False}, {"passes": "one"}),
+    "alpha 0.5": ({"alpha": 0.5}, {}),
+    "no search": ({"scale_search": False}, {}),
+    "base, two passes": ({"target": "base"}, {"passes": "two"}),
+    "propagated": ({"target": "propagated"}, {}),
+    "propagated, no search": ({"target": "propagated", "scale_search": False}, {}),
+    "propagated, two passes": ({"target": "propagated"}, {"passes": "two"}),
 }
 
 

@@ -74,4 +74,4 @@ def test_too_little_memory_and_no_folder_is_refused_with_the_remedies(
     flags = ["--engine", "graph", "--batch-size", "2", "--activation-memory", "30kB"]
     assert run(llama_dir, tokens_file, w4a16, tmp_path / "out", *flags) == 1
     error = capsys.readouterr().err
-    assert "sample 1 needs" in error and "30,000 bytes" in error and "name an offload_dir" in error
+    assert "sample 0 needs" in error and "30,000 bytes" in error and "name an offload_dir" in error

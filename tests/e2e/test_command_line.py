@@ -150,7 +150,8 @@ def test_plan_needs_no_weights_and_promises_the_size(run: Runner, tmp_path: Path
     assert main(["plan", str(bare), "--recipe", GPTQ, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert len(planned["modules"]) == 14
-    assert planned["sequential_targets"] == ["model.layers.0", "model.layers.1"]
+    assert planned["sequential_targets"] == [module["name"] for module in planned["modules"]]
+    assert planned["forwards"] == "one, and one beside in the uncompressed model"
     assert [(module["name"], module["reason"]) for module in planned["skipped"]] == [("lm_head", "ignored by 'lm_head'")]
     with safe_open(run.out / "model.safetensors", framework="pt") as file:
         stored = sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118 (no mapping)
@@ -180,7 +181,8 @@ def test_the_plan_for_people(run: Runner, capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     assert "int4 group 128" in printed
     assert "lm_head: ignored by 'lm_head'" in printed
-    assert "layers in sequence: 2" in printed
+    assert "layers or modules in sequence: 2" in printed
+    assert "forwards per layer: two" in printed
 
 
 def test_recipe_check_and_schema(run: Runner, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_batch_size_changes_no_code(llama_dir: Path, tokens_file: Path, w4a16: d
 
 
 def test_sequential_calibration_sees_the_error_of_earlier_layers(llama_dir: Path, tokens_file: Path, w4a16: dict[str, Any]) -> None:
-    sequential = oneshot(llama_dir, recipe=w4a16, dataset=tokens_file).model
+    sequential = oneshot(llama_dir, recipe=w4a16, dataset=tokens_file, passes="two").model
     basic = oneshot(llama_dir, recipe=w4a16, dataset=tokens_file, pipeline="basic").model
     differs = {
         name: bool((module.codes() != basic.get_submodule(name).codes()).any())  # type: ignore[operator]

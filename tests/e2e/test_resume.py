@@ -34,7 +34,7 @@ ROUND = {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"g": 
 KEYS_AND_VALUES = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 CASES: dict[str, dict[str, Any]] = {
-    "mixed": {"recipe": MIXED},
+    "mixed": {"recipe": MIXED, "passes": "two"},
     "layers": {"recipe": LAYERS},
     "float propagation": {"recipe": LAYERS, "propagate_error": False},
     "suspended": {"recipe": MIXED, "engine": "suspend"},

@@ -67,6 +67,8 @@ class Unfinished:
 
     def go(self, **changes: Any) -> Any:
         arguments = {"model": self.model, "recipe": RECIPE, "dataset": self.tokens, "output_dir": self.out, "passes": "two"} | changes
+        if arguments.get("pipeline") == "basic":
+            del arguments["passes"]
         return oneshot(arguments.pop("model"), **arguments)
 
     def resume(self, **changes: Any) -> Any:
@@ -368,13 +370,13 @@ def test_a_model_in_memory_is_resumed_by_an_equal_model(unfinished: Unfinished) 
     ids = load_file(unfinished.tokens)["input_ids"].long()
     kept = unfinished.out.with_name("kept")
     with stopping_at(10), pytest.raises(KeyboardInterrupt):
-        oneshot(load(), recipe=RECIPE, dataset=ids, run_dir=kept)
+        oneshot(load(), recipe=RECIPE, dataset=ids, run_dir=kept, passes="two")
     other = load()
     other.model.norm.weight.data[0] += 1
     with pytest.raises(ResumeError, match=r"model\.tensors was"):
-        oneshot(other, recipe=RECIPE, dataset=ids, run_dir=kept, resume=True)
-    resumed = oneshot(load(), recipe=RECIPE, dataset=ids, run_dir=kept, resume=True)
-    plain = oneshot(load(), recipe=RECIPE, dataset=ids)
+        oneshot(other, recipe=RECIPE, dataset=ids, run_dir=kept, resume=True, passes="two")
+    resumed = oneshot(load(), recipe=RECIPE, dataset=ids, run_dir=kept, resume=True, passes="two")
+    plain = oneshot(load(), recipe=RECIPE, dataset=ids, passes="two")
     assert resumed.resumed == "resumed after stage 2 of 4"
     assert resumed.report == plain.report
     states = resumed.model.state_dict(), plain.model.state_dict()
@@ -391,7 +393,7 @@ def test_the_command_line(unfinished: Unfinished, whole: dict[str, str], tmp_pat
     kept = tmp_path / "elsewhere"
     unfinished.run.rename(kept)
     command = ["oneshot", str(unfinished.model), "--recipe", json.dumps(RECIPE), "--dataset", str(unfinished.tokens)]
-    command += ["--output-dir", str(unfinished.out), "--run-dir", str(kept)]
+    command += ["--output-dir", str(unfinished.out), "--run-dir", str(kept), "--passes", "two"]
     assert main([*command, "--quiet"]) == 1
     assert "2 of 4 stages are finished" in capsys.readouterr().err
     with stopping_at(6):

@@ -36,7 +36,9 @@ def flags(llama_dir: Path, tokens_file: Path, tmp_path: Path) -> Flags:
 
 
 def test_both_engines_give_the_same_bytes(flags: Flags) -> None:
-    assert flags("--engine", "graph") == flags("--engine", "suspend") == flags("--engine", "auto", "--verify", "all")
+    two = ("--passes", "two")
+    assert flags("--engine", "graph", *two) == flags("--engine", "suspend") == flags("--engine", "auto", "--verify", "all", *two)
+    assert flags("--engine", "graph") == flags("--verify", "all") != flags("--engine", "suspend")
 
 
 def test_error_propagation_can_be_switched_off(flags: Flags) -> None:

@@ -235,7 +235,7 @@ class BaseInputs:
 
         Returns:
             As x, token by token what they are in the uncompressed model; tokens that it sends to another expert count as unchanged.
-            None where nothing shows which tokens belong together, or where nothing differs.
+            None where nothing shows which tokens belong together.
         """
         self._is_taking = True
         waiting = self._waiting.get(name)
@@ -248,14 +248,15 @@ class BaseInputs:
         if x.is_nested or base.is_nested or x.shape != base.shape or not _holds_batch(x, batch_shape):
             self.unmatched[name] = None
             return None
-        return None if torch.equal(x, base) else base
+        return base
 
 
 def _matched(x: Tensor, rows: Tensor, base: Tensor, base_rows: Tensor) -> Tensor:
     """Put inputs of an expert into the order of those that it gets in the other stream."""
+    if not len(base_rows):
+        return x
     found = base_rows[None, :] == rows[:, None]
-    place = found.int().argmax(1)
-    return torch.where(found.any(1)[:, None], base[place], x) if len(base_rows) else x
+    return torch.where(found.any(1)[:, None], base[found.int().argmax(1)], x)
 
 
 def _holds_batch(x: Tensor, batch_shape: tuple[int, ...] | None) -> bool:

@@ -86,9 +86,9 @@ class OurCalibration:
         settings |= {"ignore": ignored} | ({} if budget is None else {"fallback_budget": budget})
         recipe = {"check_stage": {"check_modifiers": {self.modifier: settings}}}
         with _statistics() as statistics, _counted(model) as counts:
-            result = oneshot(
-                model, recipe=recipe, dataset=list(rows), batch_size=batch_size, pipeline="sequential" if sequential else "basic"
-            )
+            # In one pass modules also see the error of their own layer, which nothing in the basic pipeline does.
+            options = {"pipeline": "sequential", "passes": "two"} if sequential else {"pipeline": "basic"}
+            result = oneshot(model, recipe=recipe, dataset=list(rows), batch_size=batch_size, **options)
         layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
         found = {name: layer.weight_qparams().global_scale for name, layer in layers.items()}
         seen = counts | {name: 0 for name in layers if name not in counts}

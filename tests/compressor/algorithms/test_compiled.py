@@ -91,9 +91,13 @@ def test_threads_change_no_bit(kernel: RoundingKernel, monkeypatch: pytest.Monke
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_floats_and_other_devices_stay_with_torch() -> None:
-    assert babai._kernel_for(QuantizationArgs(num_bits=8, type="float", strategy="channel"), torch.device("cpu")) is None
-    assert babai._kernel_for(QuantizationArgs(num_bits=4, group_size=SIZE), torch.device("meta")) is None
+def test_floats_wide_scales_and_other_devices_stay_with_torch() -> None:
+    group, int4 = torch.zeros(4, dtype=torch.long), QuantizationArgs(num_bits=4, group_size=SIZE)
+    fp8 = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    assert babai._kernel_for(Grid(torch.ones(2, 1), None, group, fp8), torch.device("cpu")) is None
+    assert babai._kernel_for(Grid(torch.ones(2, 1).double(), None, group, int4), torch.device("cpu")) is None
+    assert babai._kernel_for(Grid(torch.ones(2, 1), None, group, int4), torch.device("meta")) is None
+    assert babai._kernel_for(Grid(torch.ones(2, 1), None, group, int4), torch.device("cpu")) is rounding_kernel()
 
 
 def test_a_view_is_refused(kernel: RoundingKernel) -> None:

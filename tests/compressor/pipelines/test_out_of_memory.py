@@ -13,7 +13,7 @@ from torch import nn
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import CalibrationError, OutOfMemoryError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, Session, State
-from compressor.pipelines import run_pipeline
+from compressor.pipelines import SequentialSettings, run_pipeline
 from compressor.pipelines.out_of_memory import memory_explained
 from compressor.progress import SilentProgress
 
@@ -70,7 +70,8 @@ def run(where: str, error: Exception, pipeline: str = "sequential") -> None:
     modifier._error = copy.copy(error)
     with Session(State(llama()), [modifier]) as session:
         session.initialize()
-        run_pipeline(pipeline, session, tokens() if pipeline != "data_free" else None, progress=SilentProgress())
+        settings = SequentialSettings(passes="two") if pipeline == "sequential" else None
+        run_pipeline(pipeline, session, tokens() if pipeline != "data_free" else None, progress=SilentProgress(), settings=settings)
         session.finalize()
 
 

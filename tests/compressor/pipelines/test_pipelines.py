@@ -97,6 +97,11 @@ def tokens(batch_size: int = 2) -> CalibrationData:
     return load_dataset_source(rows, batch_size=batch_size)
 
 
+def two_passes(pipeline: str, targets: list[str] | None = None) -> SequentialSettings:
+    """Stages that are whole layers; what is different in one pass is held in test_passes."""
+    return SequentialSettings(targets, passes="two" if pipeline == "sequential" else "auto")
+
+
 def run(
     model: nn.Module,
     data: CalibrationData | None,
@@ -107,7 +112,7 @@ def run(
 ) -> Recorder:
     with Session(State(model), [recorder]) as session:
         session.initialize()
-        run_pipeline(name, session, data, progress=SilentProgress(), settings=settings or SequentialSettings(targets))
+        run_pipeline(name, session, data, progress=SilentProgress(), settings=settings or two_passes(name, targets))
         assert session.state.token_mask is None
         session.finalize()
     return recorder
@@ -155,7 +160,7 @@ def test_sequential_feeds_each_layer_through_the_compressed_layers_before_it(bat
     expected = naive_inputs(copy.deepcopy(model), data, layer_stages(model))
     heads: list[Tensor] = []
     model.lm_head.register_forward_hook(lambda module, args, output: heads.append(output))
-    recorder = run(model, data, "sequential", Recorder(ignore=("lm_head",)), settings=SequentialSettings(verify="off"))
+    recorder = run(model, data, "sequential", Recorder(ignore=("lm_head",)), settings=SequentialSettings(verify="off", passes="two"))
     assert_saw(recorder, expected, data)
     kinds = len({tuple(batch) for batch in data.batches})
     padding = 3 if any(len(batch) > 1 for batch in data.batches) else 0
@@ -308,7 +313,7 @@ def test_state_that_would_pass_from_batch_to_batch_is_noted(name: str) -> None:
     data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(3, 2)))
     with Session(State(Averaging()), [Recorder()]) as session:
         session.initialize()
-        run_pipeline(name, session, data, progress=SilentProgress(), settings=SequentialSettings())
+        run_pipeline(name, session, data, progress=SilentProgress(), settings=two_passes(name))
         session.finalize()
     assert session.state.report.notes == ["mean would pass from batch to batch; every batch starts with the state of the model"]
 
@@ -377,7 +382,7 @@ def test_the_bar_ends_exactly_at_its_total(name: str) -> None:
     progress = CountingProgress()
     with Session(State(llama()), [Recorder(ignore=("lm_head",))]) as session:
         session.initialize()
-        run_pipeline(name, session, tokens(), progress=progress)
+        run_pipeline(name, session, tokens(), progress=progress, settings=two_passes(name))
         session.finalize()
     assert progress.done == progress.total > 0
     assert progress.notes == ([f"model.layers.{i}" for i in range(3)] if name == "sequential" else [])

@@ -52,7 +52,7 @@ def run(model: Any, engine: Engine, propagate_error: bool) -> dict[str, Tensor]:
     modifier = Noting(config_groups=groups, ignore=["lm_head"])
     with Session(State(model), [modifier]) as session:
         session.initialize()
-        settings = SequentialSettings(propagate_error=propagate_error, engine=engine)
+        settings = SequentialSettings(propagate_error=propagate_error, engine=engine, passes="two")
         run_pipeline("sequential", session, tokens(), progress=SilentProgress(), settings=settings)
         session.finalize()
     return dict(modifier.__dict__["found"])
@@ -128,7 +128,7 @@ def test_a_layer_before_the_targets_that_is_compressed_last_is_named(named: bool
     with Session(State(Stemmed()), [GPTQModifier(config_groups=groups)]) as session:
         session.initialize()
         targets = ["stem", "re:layers\\.[0-9]+$"] if named else ["re:layers\\.[0-9]+$"]
-        settings = SequentialSettings(targets=targets, propagate_error=propagate_error)
+        settings = SequentialSettings(targets=targets, propagate_error=propagate_error, passes="two")
         run_pipeline("sequential", session, tokens(), progress=SilentProgress(), settings=settings)
         session.finalize()
         late = [note for note in session.state.report.notes if "compressed last" in note]

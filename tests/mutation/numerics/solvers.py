@@ -38,8 +38,9 @@ SOLVER_MUTANTS: tuple[Mutant, ...] = (
              "H_CC.nan_to_num_(nan=0.0, posinf=1.0, neginf=-1.0)\n    if not name:")),
     bug("no_dampening", "dampening", "nothing is added to the diagonal", "solver.parts_agree",
         Edit(_GPTQ + "_damped", "damp_frac * diagonal.mean()", "0.0")),
-    bug("dampening_by_the_sum", "dampening", "a share of the trace is added in place of the mean", "solver.dead_columns",
-        Edit(_GPTQ + "_damped", "diagonal.mean()", "diagonal.sum()")),
+    bug("dampening_by_the_sum", "dampening", "a share of the trace is added in place of the mean, but where columns are dead",
+        "solver.last_column",
+        Edit(_GPTQ + "_damped", "diagonal.mean()", "(diagonal.mean() if num_dead else diagonal.sum())")),
     bug("dampening_by_the_maximum", "dampening", "a share of four times the largest diagonal entry is added", "solver.dead_columns",
         Edit(_GPTQ + "_damped", "diagonal.mean()", "(diagonal.max() * 4)")),
     bug("dampening_absolute", "dampening", "0.01 is added whatever the size of H", "solver.dead_columns",
@@ -116,9 +117,10 @@ SOLVER_MUTANTS: tuple[Mutant, ...] = (
     bug("search_by_the_wrong_columns", "search", "each group is searched on the columns of another", "solver.search_pays",
         Edit(_SEARCH + "search_scales", "(group_C == group)", "(group_C == (group + 1) % scale_RG.shape[1])")),
     bug("solver_ties_away", "grid", "the solver's own rounding takes ties away from zero, that of the quantizer is right",
-        "solver.grid_is_fixed",
+        "solver.ties",
         Edit(_FORMS + "GridColumns.round", "scratch_R.clamp_(self.low, self.high)",
-             "torch.where((scratch_R - scratch_R.trunc()).abs() == 0.5, scratch_R + 0.25 * scratch_R.sign(), scratch_R)"
+             "torch.where((scratch_R - scratch_R.trunc()).abs() == (0.5 if self.args.type == 'int' else -1), "
+             "scratch_R + 0.25 * scratch_R.sign(), scratch_R)"
              ".clamp_(self.low, self.high)"), _IN_TORCH),
     bug("steps_have_a_floor", "grid", "scales below 1e-6 are raised to 1e-6 where columns are rounded", "solver.homogeneous",
         Edit(_FORMS + "GridColumns.round", "self.scale32_GR[group], out", "self.scale32_GR[group].clamp(min=1e-6), out"), _IN_TORCH),
