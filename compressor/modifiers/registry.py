@@ -27,6 +27,7 @@ MODIFIERS: Mapping[str, str] = MappingProxyType(
         "GPTQModifier": "compressor.modifiers.gptq:GPTQModifier",
         "MagnitudePruningModifier": "compressor.modifiers.magnitude:MagnitudePruningModifier",
         "QuantizationModifier": "compressor.modifiers.quantization:QuantizationModifier",
+        "ScaleTuningModifier": "compressor.modifiers.scale_tuning:ScaleTuningModifier",
     }
 )
 
