@@ -1,9 +1,10 @@
 """Training of scales under fixed codes: the weight as a function of its scales, and how far two predictions are apart.
 
-    weight = (code - zero point) * scale,   scale = start * exp(move)
+    weight = (code - zero point) * scale,   scale = start * exp(unit * move)
 
-A move is relative and dimensionless, so that one learning rate serves the scales of all layers, and a scale stays positive. The forward
-rounds a scale to the dtype in which it is stored; the gradient goes straight through that rounding.
+The unit is the relative distance of neighbouring values of the format at a code of typical size: a move of 1 shifts a typical weight by one
+step of its grid. So one learning rate serves all layers and formats (a relative step that is right for 3 bits is far too wide for 8), and a
+scale stays positive. The forward rounds a scale to the dtype in which it is stored; the gradient goes straight through that rounding.
 
 Source: the end-to-end half of EfficientQAT, Chen et al. 2024, arXiv:2407.11062; differs in the relative step and in the loss, which is the
 divergence from the uncompressed model and not the next token.
@@ -13,6 +14,8 @@ Shapes: R rows (out features), C columns (in features), G groups, S group size, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -31,6 +34,7 @@ class FixedCodes(NamedTuple):
         g_idx_C: [C] group of each column, where groups are not runs of columns.
         stored: dtype of a scale in the file.
         dtype: of the weight.
+        unit: by how much a move of 1 changes a scale, relatively.
     """
 
     codes_RC: Tensor
@@ -39,6 +43,28 @@ class FixedCodes(NamedTuple):
     g_idx_C: Tensor | None
     stored: torch.dtype
     dtype: torch.dtype
+    unit: float
+
+
+# Relative distance of neighbours of a float format between two powers of two, 2^-mantissa / ln 4 on average: by bits.
+_FLOAT_UNITS: Mapping[int, float] = MappingProxyType({8: 2**-3 / 1.386, 4: 2**-1 / 1.386})
+
+
+def unit_of(codes_RC: Tensor, zero_point: Tensor | None, args: QuantizationArgs) -> float:
+    """Say how far neighbouring values of a weight are apart, relative to a value of typical size.
+
+    Args:
+        codes_RC: [R, C] codes.
+        zero_point: of them, or None.
+        args: the format.
+
+    Returns:
+        Dimensionless; 1 / root mean square of the code for integers.
+    """
+    if args.type == "float":
+        return _FLOAT_UNITS[args.num_bits]
+    center = 0.0 if zero_point is None else float(zero_point.float().mean())
+    return 1.0 / max(1.0, float((codes_RC.float() - center).square().mean().sqrt()))
 
 
 def moved_scale(move: Tensor, fixed: FixedCodes) -> Tensor:
@@ -52,7 +78,7 @@ def moved_scale(move: Tensor, fixed: FixedCodes) -> Tensor:
         The scale, rounded to its stored dtype, in the dtype in which values are computed; the one it was where nothing moved.
     """
     start = fixed.qparams.scale
-    moved = (start.float() * move.exp()).to(fixed.stored).to(start.dtype)
+    moved = (start.float() * (move * fixed.unit).exp()).to(fixed.stored).to(start.dtype)
     return torch.where((move == 0) | (moved <= 0), start, moved)
 
 
@@ -73,7 +99,7 @@ def scaled_weight(move: Tensor, fixed: FixedCodes) -> Tensor:
 
 @torch.no_grad()
 def move_gradient(gradient_RC: Tensor, move: Tensor, fixed: FixedCodes) -> Tensor:
-    """Turn the gradient of a weight into that of the move: dL/dmove = scale * sum over a group of dL/dweight * (code - zero point).
+    """Turn the gradient of a weight into that of the move: scale * unit * sum over a group of dL/dweight * (code - zero point).
 
     Args:
         gradient_RC: [R, C] of the weight.
@@ -86,7 +112,7 @@ def move_gradient(gradient_RC: Tensor, move: Tensor, fixed: FixedCodes) -> Tenso
     scale = moved_scale(move, fixed).float()
     one = fixed.qparams._replace(scale=torch.ones_like(scale))
     steps_RC = dequantize(fixed.codes_RC, one, fixed.args, g_idx=fixed.g_idx_C)
-    return sum_by_scale(steps_RC.mul_(gradient_RC), tuple(scale.shape), fixed.args, fixed.g_idx_C) * scale
+    return sum_by_scale(steps_RC.mul_(gradient_RC), tuple(scale.shape), fixed.args, fixed.g_idx_C) * scale * fixed.unit
 
 
 def sum_by_scale(values_RC: Tensor, shape: tuple[int, ...], args: QuantizationArgs, g_idx_C: Tensor | None = None) -> Tensor:

@@ -28,7 +28,8 @@ class ScaleTuningModifier(Modifier):
     Attributes:
         steps: of Adam, at most.
         batch_size: sequences in a step.
-        lr: relative step of a scale at the peak; it rises over a tenth of the steps, and falls along a cosine.
+        lr: by how much a step moves a weight of typical size at the peak, in steps of its grid; rises over a tenth of the steps, falls as
+            a cosine.
         held_out_frac: share of the calibration sequences that no step sees, on which the best state is chosen.
         evaluate_every: steps between two measurements on these; None: an eighth of all, at least 4.
         patience: measurements without a better state, after which it stops.
@@ -38,7 +39,7 @@ class ScaleTuningModifier(Modifier):
 
     steps: int = Field(default=64, gt=0)
     batch_size: int = Field(default=8, gt=0)
-    lr: float = Field(default=5e-3, gt=0, le=0.1)
+    lr: float = Field(default=1e-2, gt=0, le=1)
     held_out_frac: float = Field(default=0.125, gt=0, lt=1)
     evaluate_every: int | None = Field(default=None, gt=0)
     patience: int = Field(default=4, gt=0)
@@ -100,9 +101,25 @@ class ScaleTuningModifier(Modifier):
         del modules
         return {}
 
+    def forwards_of_training(self, num_samples: int) -> float:
+        """Say what it costs: one forward of everything, measurements on what is held out, and steps of a forward and a backward each.
+
+        Args:
+            num_samples: calibration sequences.
+
+        Returns:
+            Forwards of one sequence; a backward counts as two.
+        """
+        held_out = min(max(1, round(self.held_out_frac * num_samples)), max(1, num_samples - 1))
+        measurements = 1 + -(-self.steps // self._every)
+        return num_samples + measurements * held_out + 3 * self.steps * self.batch_size
+
+    @property
+    def _every(self) -> int:
+        return self.evaluate_every or max(4, self.steps // 8)
+
     def _budget(self, seed: int) -> Budget:
-        every = self.evaluate_every or max(4, self.steps // 8)
-        return Budget(self.steps, self.batch_size, self.lr, max(1, self.steps // 10), every, self.patience, seed)
+        return Budget(self.steps, self.batch_size, self.lr, max(1, self.steps // 10), self._every, self.patience, seed)
 
     def _report(self, state: State, base: BaseOutputs, split: Split, outcome: Outcome, changed: Mapping[str, float]) -> None:
         for name, step in changed.items():

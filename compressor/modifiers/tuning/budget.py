@@ -23,7 +23,7 @@ class Budget:
     Attributes:
         steps: of the optimizer, at most.
         batch_size: sequences in a step.
-        lr: relative step at the peak.
+        lr: move of a step at the peak.
         warmup: steps in which the rate rises.
         every: steps between two measurements.
         patience: measurements without a better state, after which the end has come.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.algorithms.scale_tuning import FixedCodes, move_gradient, moved_scale, scaled_weight
+from compressor.algorithms.scale_tuning import FixedCodes, move_gradient, moved_scale, scaled_weight, unit_of
 from compressor.lifecycle import State
 from compressor.nn import QuantizedLayer
 from compressor.numerics import check_qparams
@@ -39,7 +39,9 @@ class MovingScale:
         """Begin at the scales that the layer has."""
         qparams, stored = layer.weight_qparams(), layer.get_buffer("weight_scale").dtype
         qparams = qparams._replace(scale=qparams.scale.clone())  # else the start would move with what is stored
-        fixed = FixedCodes(layer.codes(), qparams, layer.weight_args, getattr(layer, "weight_g_idx", None), stored, layer.dtype)
+        codes, args = layer.codes(), layer.weight_args
+        unit = unit_of(codes, qparams.zero_point, args)
+        fixed = FixedCodes(codes, qparams, args, getattr(layer, "weight_g_idx", None), stored, layer.dtype, unit)
         return cls(layer, fixed, torch.zeros_like(qparams.scale, dtype=torch.float32).requires_grad_())
 
     def value(self) -> Tensor:
@@ -66,33 +68,35 @@ class MovingNorm:
         norm: the module.
         key: name of the parameter in it.
         start: as it was.
-        move: float32, in units of the mean size of its values; zero at the start.
+        move: float32, zero at the start.
+        unit: by how much a move of 1 changes a value, relative to their mean size.
     """
 
     norm: nn.Module
     key: str
     start: Tensor
     move: Tensor
+    unit: float
 
     @classmethod
-    def of(cls, norm: nn.Module, key: str) -> MovingNorm:
+    def of(cls, norm: nn.Module, key: str, unit: float) -> MovingNorm:
         """Begin at what the norm has."""
         start = norm.get_parameter(key)
-        return cls(norm, key, start, torch.zeros_like(start, dtype=torch.float32).requires_grad_())
+        return cls(norm, key, start, torch.zeros_like(start, dtype=torch.float32).requires_grad_(), unit)
 
     @property
-    def unit(self) -> Tensor:
+    def step(self) -> Tensor:
         """What a move of 1 adds."""
-        return self.start.detach().float().abs().mean().clamp(min=1e-3)
+        return self.unit * self.start.detach().float().abs().mean().clamp(min=1e-3)
 
     @torch.no_grad()
     def value(self) -> Tensor:
         """The moved parameter, rounded to its dtype; bit for bit as it was where nothing moved."""
-        return (self.start.float() + self.move * self.unit).to(self.start.dtype)
+        return (self.start.float() + self.move * self.step).to(self.start.dtype)
 
     def take(self, gradient: Tensor) -> None:
         """Add what a gradient of the parameter means for the move."""
-        _add(self.move, gradient.float() * self.unit)
+        _add(self.move, gradient.float() * self.step)
 
 
 class Moves:
@@ -113,7 +117,9 @@ class Moves:
         """
         layers = {name: module for name, module in model.named_modules() if name in names and isinstance(module, QuantizedLayer)}
         self.scales = {name: MovingScale.of(layer) for name, layer in layers.items() if not layer.weight_args.is_mx}
-        self.norms = {f"{name}.{key}": MovingNorm.of(norm, key) for name, norm, key in _norms(model)} if norms else {}
+        units = [scale.fixed.unit for scale in self.scales.values()]
+        unit = sum(units) / max(1, len(units))
+        self.norms = {f"{name}.{key}": MovingNorm.of(norm, key, unit) for name, norm, key in _norms(model)} if norms else {}
 
     def tensors(self) -> list[Tensor]:
         """Return the moves, for an optimizer."""
@@ -164,7 +170,7 @@ class Moves:
             if not torch.equal(value, one.start):
                 new = changed.setdefault(name, _twin(one.norm))
                 new.register_parameter(one.key, nn.Parameter(value, requires_grad=one.start.requires_grad))
-                steps[name] = max(steps.get(name, 0.0), float(one.move.abs().max()))
+                steps[name] = max(steps.get(name, 0.0), float(one.move.abs().max()) * one.unit)
         for name, new in changed.items():
             state.replace_module(name, new)
         return steps

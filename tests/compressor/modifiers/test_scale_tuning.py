@@ -50,7 +50,7 @@ def recipe(
     weights: dict[str, Any] | None = None, quantizer: str = "GPTQModifier", ignore: Any = ("lm_head",), **tuning: Any
 ) -> dict[str, Any]:
     groups = {"g": {"targets": ["Linear"], "weights": weights or INT3}}
-    chosen = {"steps": 16, "lr": 5e-3, "batch_size": 8, "held_out_frac": 0.25, **tuning}
+    chosen = {"steps": 16, "lr": 1e-2, "batch_size": 8, "held_out_frac": 0.25, **tuning}
     return {quantizer: {"ignore": list(ignore), "config_groups": groups}, "ScaleTuningModifier": chosen}
 
 
@@ -107,7 +107,7 @@ def test_what_is_measured_at_the_end_is_what_is_stored(tmp_path: Path) -> None:
 
 def test_nothing_changes_where_nothing_improves() -> None:
     plain = oneshot(llama(), recipe=only(recipe()), dataset=TOKENS).model
-    spoilt = oneshot(llama(), recipe=recipe(lr=0.1, steps=40, evaluate_every=5, patience=2, batch_size=1, seed=1), dataset=TOKENS[:4])
+    spoilt = oneshot(llama(), recipe=recipe(lr=0.5, steps=40, evaluate_every=5, patience=2, batch_size=1, seed=1), dataset=TOKENS[:4])
     plain = oneshot(llama(), recipe=only(recipe()), dataset=TOKENS[:4]).model
     assert "nothing was changed; it stopped early" in note_of(spoilt)
     assert "10 of 40 steps" in note_of(spoilt)
@@ -200,13 +200,13 @@ def test_gradients_of_scales_are_those_of_the_plain_formula(name: str) -> None:
     qparams = weight_qparams(weight, args, "w", torch.tensor([50.0]) if args.has_global_scale else None)
     found = quantize(weight, qparams, args)
     stored = torch.float8_e4m3fn if args.has_global_scale else torch.bfloat16
-    fixed = FixedCodes(found, qparams, args, None, stored, torch.float32)
+    fixed = FixedCodes(found, qparams, args, None, stored, torch.float32, 0.5)
     move = torch.full_like(qparams.scale, 0.1, dtype=torch.float32)
     value = scaled_weight(move, fixed)
     assert torch.equal(value, dequantize(found, qparams._replace(scale=moved_scale(move, fixed)), args))
     assert torch.equal(scaled_weight(torch.zeros_like(move), fixed), dequantize(found, qparams, args))
     slope = torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
-    expected = sum_by_scale(slope * value, tuple(move.shape), args)
+    expected = 0.5 * sum_by_scale(slope * value, tuple(move.shape), args)
     assert torch.allclose(move_gradient(slope, move, fixed), expected, rtol=1e-4, atol=1e-3)
 
 
