@@ -23,6 +23,7 @@ ENTRY_POINT_GROUP = "compressor.modifiers"
 # The modifiers of this package: name -> module:Class.
 MODIFIERS: Mapping[str, str] = MappingProxyType(
     {
+        "AutoRoundModifier": "compressor.modifiers.autoround:AutoRoundModifier",
         "ConstantPruningModifier": "compressor.modifiers.magnitude:ConstantPruningModifier",
         "GPTQModifier": "compressor.modifiers.gptq:GPTQModifier",
         "MagnitudePruningModifier": "compressor.modifiers.magnitude:MagnitudePruningModifier",

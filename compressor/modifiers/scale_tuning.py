@@ -39,7 +39,7 @@ class ScaleTuningModifier(Modifier):
 
     steps: int = Field(default=64, gt=0)
     batch_size: int = Field(default=8, gt=0)
-    lr: float = Field(default=1e-2, gt=0, le=1)
+    lr: float = Field(default=7.5e-3, gt=0, le=1)
     held_out_frac: float = Field(default=0.125, gt=0, lt=1)
     evaluate_every: int | None = Field(default=None, gt=0)
     patience: int = Field(default=4, gt=0)

@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
         "recipe": {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "NVFP4A16"}},
         "sequential_targets": ["re:.*_proj"],
     },
+    "learned rounding": {"recipe": {"AutoRoundModifier": LAYERS["GPTQModifier"] | {"iters": 3, "batch_size": 2, "target": "base"}}},
     "tuned": {"recipe": LAYERS | {"ScaleTuningModifier": {"steps": 4, "batch_size": 2, "evaluate_every": 1}}},
     "experts": {"recipe": {"GPTQModifier": LAYERS["GPTQModifier"] | {"ignore": ["lm_head", "re:.*gate$"]}}, "model": "experts"},
 }

@@ -100,7 +100,7 @@ def tune(
     """
     optimizer = torch.optim.Adam(moves.tensors(), lr=budget.lr, betas=_BETAS, eps=1e-10)
     batches = _batches(split.trained, budget.batch_size, budget.seed)
-    with _frozen(model):
+    with frozen(model):
         before = best = _held_out(moves, base, split)
         kept, best_step, misses, step = moves.copies(), 0, 0, 0
         losses: list[float] = []
@@ -140,8 +140,15 @@ def _batches(numbers: list[int], size: int, seed: int) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Ask for no gradient of what the model itself holds. Changes the flags meanwhile."""
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Ask for no gradient of what the model itself holds. Changes the flags meanwhile.
+
+    Args:
+        model: whole, or a part of it.
+
+    Yields:
+        Nothing.
+    """
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in wanted:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import harness
 from compressor.errors import UserInputError
 from compressor.lifecycle import Event, Modifier, Session, State
+from compressor.modifiers.autoround import AutoRoundModifier
 from compressor.modifiers.gptq import GPTQModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.scale_tuning import ScaleTuningModifier
@@ -53,8 +54,9 @@ def outcome_of(modifier: object, check: str, **options: Any) -> tuple[Outcome, s
         QuantizationModifier(scheme="W4A16"),
         QuantizationModifier(scheme="FP8", ignore=["re:.*down_proj"]),
         ScaleTuningModifier(),
+        AutoRoundModifier(scheme="W4A16", ignore=["lm_head"], iters=2),
     ],
-    ids=["GPTQ", "W4A16", "FP8", "scale tuning"],
+    ids=["GPTQ", "W4A16", "FP8", "scale tuning", "AutoRound"],
 )
 def test_our_own_modifiers_keep_the_contract(modifier: Modifier) -> None:
     report = harness.verify(modifier, profile="dev")
