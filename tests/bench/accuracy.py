@@ -58,6 +58,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "base 1": ({"target": "base", "alpha": 1.0}, {"passes": "one"}),
     "base 0.5, no search": ({"target": "base", "scale_search": False}, {"passes": "one"}),
     "base 1, tuned": ({"target": "base", "alpha": 1.0, "tuning": {}}, {"passes": "one"}),
+    "learned rounding": ({"modifier": "AutoRoundModifier"}, {}),
+    "learned rounding, propagated": ({"modifier": "AutoRoundModifier", "target": "propagated"}, {}),
+    "learned rounding, tuned": ({"modifier": "AutoRoundModifier", "iters": 100, "tuning": {}}, {}),
     "base 1, no search": ({"target": "base", "alpha": 1.0, "scale_search": False}, {"passes": "one"}),
 }
 
@@ -68,16 +71,16 @@ def recipe_of(model: Judged, bits: int, settings: Mapping[str, Any]) -> dict[str
     Args:
         model: the model.
         bits: of a weight.
-        settings: more of the modifier's, for ours; `tuning` is those of a ScaleTuningModifier behind it.
+        settings: more of the modifier's, for ours; `tuning` is those of a ScaleTuningModifier behind it, `modifier` another than GPTQ.
 
     Returns:
-        GPTQ with symmetric integers in groups.
+        Symmetric integers in groups.
     """
     own = dict(settings)
     tuning = own.pop("tuning", None)
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": model.group_sizes[bits]}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    modifiers: dict[str, Any] = {"GPTQModifier": {"ignore": list(model.ignore), "config_groups": groups, **own}}
+    modifiers: dict[str, Any] = {own.pop("modifier", "GPTQModifier"): {"ignore": list(model.ignore), "config_groups": groups, **own}}
     if tuning is not None:
         modifiers["ScaleTuningModifier"] = tuning
     return {"quant_stage": {"quant_modifiers": modifiers}}

@@ -131,6 +131,15 @@ def test_the_base_as_target_brings_the_model_closer() -> None:
     )
 
 
+def test_a_run_without_the_uncompressed_stream_says_so() -> None:
+    beside, alone = (oneshot(llama(), recipe=recipe(iters=3), dataset=TOKENS, engine=engine) for engine in ("graph", "suspend"))
+    assert not any("AutoRoundModifier" in note for note in beside.report.notes)
+    assert any(
+        "of 2 blocks (model.layers.0, ...) the outputs in the uncompressed model are not known" in note for note in alone.report.notes
+    )
+    assert digest(alone.model) == digest(oneshot(llama(), recipe=recipe(iters=3, target="propagated"), dataset=TOKENS).model)
+
+
 def test_experts_learn_with_the_block_that_they_lie_in() -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES, num_key_value_heads=1, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
