@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.autoround import LearnedRounding
 from compressor.errors import CalibrationError
-from compressor.lifecycle import CalibrationNeed, Event, FinishedStage, ModuleRecord, State
+from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
-from compressor.lifecycle.state import Detail, StageValue
+from compressor.lifecycle.state import Detail
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.schemes.input_statistics import input_of
 from compressor.modifiers.schemes.targets import scheme_label
@@ -29,6 +30,7 @@ from compressor.tracing import partition
 
 _JUDGES = 16  # sequences on which the best step is found, at most
 _MEASUREMENTS = 10
+_STREAMS: Mapping[str | None, BaseStream] = MappingProxyType({"base": "required", None: "wanted", "propagated": "unused"})
 
 
 class AutoRoundModifier(SchemeModifier):
@@ -40,8 +42,8 @@ class AutoRoundModifier(SchemeModifier):
         lr: rate of offsets at the start, falling to zero along a line; None: 1 / iters.
         minmax_lr: rate of ranges; None: that of offsets.
         enable_minmax_tuning: learn ranges, too; False keeps the observed ones.
-        target: what a block should give: what it gave in the uncompressed model, which runs beside the other (`base`), or what it gave
-            uncompressed on the inputs that the compressed model gives (`propagated`, as in the paper).
+        target: what a block should give: what it gave in the uncompressed model, which runs beside the other (`base`), or what it gives
+            uncompressed on the inputs of the compressed model (`propagated`, as in the paper); None: `base` where layers run once.
     """
 
     takes_embeddings: ClassVar[bool] = False
@@ -51,12 +53,11 @@ class AutoRoundModifier(SchemeModifier):
     lr: float | None = Field(default=None, gt=0, le=1)
     minmax_lr: float | None = Field(default=None, gt=0, le=1)
     enable_minmax_tuning: bool = True
-    target: Literal["base", "propagated"] = "base"
+    target: Literal["base", "propagated"] | None = None
 
     _blocks: dict[str, str] = PrivateAttr(default_factory=dict)
     _calls: dict[str, BlockCalls] = PrivateAttr(default_factory=dict)
     _block_handles: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
-    _unmatched: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def calibration_need(self) -> CalibrationNeed:
@@ -64,9 +65,14 @@ class AutoRoundModifier(SchemeModifier):
         return "sequential"
 
     @property
-    def takes_base_stream(self) -> bool:
-        """True where blocks are to give what they gave in the uncompressed model."""
-        return self.target == "base"
+    def base_stream(self) -> BaseStream:
+        """`required` with `target="base"`; left to us, wanted."""
+        return self.base_stream_for(self._schemes.values())
+
+    def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:
+        """Say what `base_stream` will be, whatever the schemes are."""
+        del schemes
+        return _STREAMS[self.target]
 
     def on_initialize(self, state: State) -> bool:
         """Refuse formats whose rounding cannot be learned; find the block of each module."""
@@ -75,7 +81,7 @@ class AutoRoundModifier(SchemeModifier):
             LearnedRounding(weight_of(module)[:1], self._weights(name), learn_range=False, name=name)
         layers = [name for name in partition(state.model, None).targets if name]
         self._blocks = {name: next((one for one in layers if name.startswith(f"{one}.")), name) for name in self._pending}
-        self._calls, self._block_handles, self._unmatched = {}, {}, []
+        self._calls, self._block_handles = {}, {}
         return done
 
     def on_calibration_start(self, state: State, event: Event) -> None:
@@ -103,23 +109,9 @@ class AutoRoundModifier(SchemeModifier):
         super().on_calibration_end(state, event)
         self._calls = {}
 
-    def on_finalize(self, state: State) -> bool:
-        """Say of how many blocks the outputs in the uncompressed model are not known."""
-        if self._unmatched:
-            state.report.notes.append(
-                f"{self.label}: of {len(self._unmatched)} blocks ({self._unmatched[0]}, ...) the outputs in the uncompressed model are not "
-                "known, for it cannot run beside the other here; there, target is propagated"
-            )
-        return super().on_finalize(state)
-
-    def stage_memory(self, modules: Sequence[str]) -> dict[str, StageValue]:
-        """See SchemeModifier; and the blocks for which the target was another."""
-        return {**super().stage_memory(modules), "unmatched": "\n".join(self._unmatched)}
-
     def skip_stage(self, state: State, stage: FinishedStage) -> None:
         """See SchemeModifier; blocks that are done are watched no more."""
         super().skip_stage(state, stage)
-        self._unmatched = [name for name in str(stage.memory["unmatched"]).split("\n") if name]
         for block in [one for one in self._block_handles if not any(self._blocks[name] == one for name in self._pending)]:
             self.remove_hooks(self._block_handles.pop(block))
             self._calls.pop(block, None)
@@ -166,8 +158,6 @@ class AutoRoundModifier(SchemeModifier):
         before, after, best = 0.0, 0.0, 0
         if calls.inputs:
             with without_modifier_hooks(module), frozen(module), ExitStack() as held:
-                if self.target == "base" and not calls.targets:
-                    self._unmatched.append(block)
                 loss = BlockLoss(module, calls, state.device, block)
                 for name, one in floats.items():
                     held.enter_context(_inputs_rounded(one, self._schemes[name]))

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from compressor import load_compressed, oneshot
 from compressor.algorithms.autoround import LearnedRounding
-from compressor.errors import CalibrationError, SchemeError
+from compressor.errors import CalibrationError, SchemeError, TracingError
 from compressor.numerics import QuantizationArgs, dequantize, quantize, weight_qparams
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -131,13 +131,14 @@ def test_the_base_as_target_brings_the_model_closer() -> None:
     )
 
 
-def test_a_run_without_the_uncompressed_stream_says_so() -> None:
-    beside, alone = (oneshot(llama(), recipe=recipe(iters=3), dataset=TOKENS, engine=engine) for engine in ("graph", "suspend"))
-    assert not any("AutoRoundModifier" in note for note in beside.report.notes)
-    assert any(
-        "of 2 blocks (model.layers.0, ...) the outputs in the uncompressed model are not known" in note for note in alone.report.notes
-    )
-    assert digest(alone.model) == digest(oneshot(llama(), recipe=recipe(iters=3, target="propagated"), dataset=TOKENS).model)
+def test_the_uncompressed_stream_is_taken_where_layers_run_once() -> None:
+    def run(target: str | None, **options: Any) -> str:
+        return digest(oneshot(llama(), recipe=recipe(iters=3, target=target), dataset=TOKENS, **options).model)
+
+    assert run(None, passes="one") == run("base", passes="one") != run("propagated", passes="one")
+    assert run(None, engine="suspend") == run("propagated", passes="two")
+    with pytest.raises(TracingError, match="target 'base' runs the uncompressed model beside the other"):
+        run("base", engine="suspend")
 
 
 def test_experts_learn_with_the_block_that_they_lie_in() -> None:
