@@ -195,7 +195,7 @@ def test_killed_while_scales_are_trained(killer: Killer) -> None:
     """Training keeps nothing: it begins anew behind the last stage, without any stage being forwarded, and ends with the same bytes."""
     events = killer.reference("tuned")[2]
     end = next(number for number, event in enumerate(events) if event.startswith("replace end"))
-    assert kill_and_resume(killer, "tuned", [(end + 5, "after")]) == {"resumed after stage 3 of 3"}
+    assert kill_and_resume(killer, "tuned", [(end + 5, "after")]) == {"resumed after stage 12 of 12"}
 
 
 @pytest.mark.nightly
