@@ -47,6 +47,7 @@ class ScaleTuningModifier(Modifier):
     seed: int | None = Field(default=None, ge=0, lt=2**62)
 
     _base: BaseOutputs | None = PrivateAttr(default=None)
+    _before: frozenset[str] = PrivateAttr(default=frozenset())
 
     @property
     def calibration_need(self) -> CalibrationNeed:
@@ -61,7 +62,7 @@ class ScaleTuningModifier(Modifier):
                 f"{self.label}: {powers[0]} (one of {len(powers)}) gets an MX format, whose scales, powers of two, cannot be trained; "
                 "give integers, fp8 or NVFP4, or leave it out"
             )
-        self._base = None
+        self._base, self._before = None, frozenset(state.schemes)
         return True
 
     def on_calibration_start(self, state: State, event: Event) -> None:
@@ -73,6 +74,9 @@ class ScaleTuningModifier(Modifier):
             raise RecipeError(
                 f"{self.label}: no modifier before it quantizes weights, so no scales can be trained; put one before it, or leave it out"
             )
+        late = [name for name in state.schemes if name not in self._before]
+        if late:
+            raise RecipeError(f"{self.label}: {late[0]} (one of {len(late)}) is quantized by a modifier behind it; let it stand last")
         if state.data.num_samples < 2:
             raise CalibrationError(f"{self.label}: {state.data.num_samples} sequence was given; give at least 2, of which one is held out")
         with without_modifier_hooks(state.model), evaluation_mode(state.model), Footprint(state.model):

@@ -177,6 +177,8 @@ def test_what_cannot_be_trained_is_refused_before_any_batch_runs() -> None:
             recipe={"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "MXFP4A16"}, "ScaleTuningModifier": {}},
             dataset=TOKENS,
         )
+    with pytest.raises(RecipeError, match=r"q_proj \(one of 14\) is quantized by a modifier behind it; let it stand last"):
+        oneshot(llama(), recipe=dict(reversed(recipe().items())), dataset=TOKENS)
     with pytest.raises(CalibrationError, match="1 sequence was given; give at least 2"):
         oneshot(llama(), recipe=recipe(), dataset=TOKENS[:1])
     with pytest.raises(RecipeError, match="held_out_frac"):
