@@ -22,6 +22,8 @@ _PUBLIC = {
     "register_modifier": "compressor.modifiers.registry",
     "GPTQModifier": "compressor.modifiers.gptq",
     "QuantizationModifier": "compressor.modifiers.quantization",
+    "AutoRoundModifier": "compressor.modifiers.autoround",
+    "ScaleTuningModifier": "compressor.modifiers.scale_tuning",
     "ConstantPruningModifier": "compressor.modifiers.magnitude",
     "MagnitudePruningModifier": "compressor.modifiers.magnitude",
     "QuantizationArgs": "compressor.numerics",

@@ -127,6 +127,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     state = State(
         loaded.model, _run_device(loaded, settings.device), settings.seed, Report(notes=[*loaded.notes]), keep_originals=loaded.from_memory
     )
+    state.progress = bars
     with ExitStack() as held:
         with (
             random_numbers_kept(foreign=False, devices="all"),
@@ -135,7 +136,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
         ):
             untouched = _initialize(session, experts, settings.calibrate_all_experts, place)
             sequential = replace(sequential, targets=expert_targets(loaded.model, state.claims, chosen, sequential.targets))
-            data = None if chosen == "data_free" else _read(settings, loaded.model, tokenizer or loaded.tokenizer)
+            data = state.data = None if chosen == "data_free" else _read(settings, loaded.model, tokenizer or loaded.tokenizer)
             if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
             clock.lap("data")

@@ -6,6 +6,7 @@ registered with torch's own `register_*_hook`, so the order of hooks stays torch
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -60,6 +61,30 @@ def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
         else:
             kept.update(own)
             setattr(new, table, kept)
+
+
+@contextmanager
+def without_modifier_hooks(model: nn.Module) -> Iterator[None]:
+    """Take the forward hooks of all modifiers off for the duration: for a forward that none of them is to see. Changes the tables.
+
+    Args:
+        model: hooks of its author stay.
+
+    Yields:
+        Nothing.
+    """
+    tables = [getattr(module, table) for module in model.modules() for table in _TABLES]
+    before = [(table, OrderedDict(table)) for table in tables if table]
+    try:
+        for table, hooks in before:
+            for key, hook in hooks.items():
+                if isinstance(hook, FunctionType) and hook in _OF_MODIFIERS:
+                    table.pop(key, None)
+        yield
+    finally:
+        for table, hooks in before:  # in their order
+            table.clear()
+            table.update(hooks)
 
 
 class HooksMixin(BaseModel):

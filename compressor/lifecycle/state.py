@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.data import CalibrationData
 from compressor.errors import TargetError, UserInputError
 from compressor.lifecycle.hooks import hand_over_hooks
+from compressor.numerics import QuantizationScheme
+from compressor.progress import Progress, SilentProgress
 
 Detail = float | int | str
 
@@ -107,6 +110,9 @@ class State:
         claims: which modifier will change which module, by dotted name; so that no two change the same.
         touched: names of modules that modifiers change as well, but not for themselves alone.
         phases: which modifier holds which tensor from when to when, by the tensor's id; see `hold`.
+        schemes: what quantized modules get, by dotted name, as the modifiers before this one in the recipe have said.
+        data: calibration data, for modifiers that run forwards of their own; None where no data flows.
+        progress: where such modifiers show how far they are.
 
     Raises:
         UserInputError: no generator takes the seed.
@@ -126,6 +132,9 @@ class State:
     claims: dict[str, str] = field(default_factory=dict)
     touched: set[str] = field(default_factory=set)
     phases: dict[int, list[tuple[float, float, str]]] = field(default_factory=dict)
+    schemes: dict[str, QuantizationScheme] = field(default_factory=dict)
+    data: CalibrationData | None = None
+    progress: Progress = field(default_factory=SilentProgress)
 
     def __post_init__(self) -> None:
         """Refuse a seed that no generator takes."""
@@ -193,11 +202,12 @@ class State:
         """
         report = self.report
         claims, modules, fallbacks, notes = dict(self.claims), dict(report.modules), list(report.fallbacks), list(report.notes)
+        schemes = dict(self.schemes)
         touched, phases = set(self.touched), {key: list(held) for key, held in self.phases.items()}
 
         def bring_back() -> None:
             self.claims, report.modules, report.fallbacks, report.notes = claims, modules, fallbacks, notes
-            self.touched, self.phases = touched, phases
+            self.touched, self.phases, self.schemes = touched, phases, schemes
 
         return bring_back
 

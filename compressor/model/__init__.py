@@ -4,6 +4,7 @@ folder.py    what can be wrong with a folder               targets.py   patterns
 loading/     folder or config -> a model that runs         saving.py    what `save_pretrained` writes
 experts/     fused experts -> one linear layer each        base.py      what is nobody's is as loaded
 checkpoints/ compressed model -> folder, and back          disk_room.py whether it fits, before the run
+evaluation.py  how a model stands while it is looked at
 """
 
 from __future__ import annotations

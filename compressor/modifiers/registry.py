@@ -23,10 +23,12 @@ ENTRY_POINT_GROUP = "compressor.modifiers"
 # The modifiers of this package: name -> module:Class.
 MODIFIERS: Mapping[str, str] = MappingProxyType(
     {
+        "AutoRoundModifier": "compressor.modifiers.autoround:AutoRoundModifier",
         "ConstantPruningModifier": "compressor.modifiers.magnitude:ConstantPruningModifier",
         "GPTQModifier": "compressor.modifiers.gptq:GPTQModifier",
         "MagnitudePruningModifier": "compressor.modifiers.magnitude:MagnitudePruningModifier",
         "QuantizationModifier": "compressor.modifiers.quantization:QuantizationModifier",
+        "ScaleTuningModifier": "compressor.modifiers.scale_tuning:ScaleTuningModifier",
     }
 )
 

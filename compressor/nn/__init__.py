@@ -2,7 +2,7 @@
 
 layer.py    what all of them share      storage.py  how a weight lies in memory and in the file
 quantized_linear.py  quantized_embedding.py         build.py    float module -> layer
-fake_quant.py        the same while they are trained
+fake_quant.py        the same while they are trained  straight_through.py  gradients through rounding
 sharding.py where tensor parallelism may cut
 kv_cache.py keys and values in 8 bits   experts.py  experts one by one
 """

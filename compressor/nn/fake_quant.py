@@ -11,8 +11,7 @@ Shapes: R rows (out features), C columns (in features).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,13 @@ from compressor.algorithms.rtn import nearest_codes
 from compressor.errors import SchemeError
 from compressor.nn.build import check_fit
 from compressor.nn.quantized_linear import is_conv1d, linear_shape
+from compressor.nn.straight_through import straight_through, through_rounding
 from compressor.numerics import (
     QParams,
     QuantizationArgs,
     QuantizationScheme,
     dequantize,
     dynamic_qparams,
-    fake_quantize,
     inside_range,
     range_qparams,
     weight_qparams,
@@ -153,7 +152,7 @@ class FakeQuantizedLinear(FakeQuantizedLayer):
         args = self.scheme.input_activations
         if args is not None and input.numel() > 0:
             qparams = self._input_qparams(input.detach(), args)
-            x = straight_through(input, lambda values: (fake_quantize(values, qparams, args), inside_range(values, qparams, args)))
+            x = through_rounding(input, qparams, args)
             return nn.functional.linear(x, self.fake_weight(), self.bias)
         return nn.functional.linear(input, self.fake_weight(), self.bias)
 
@@ -229,36 +228,6 @@ def fake_quantized(module: nn.Module, scheme: QuantizationScheme, name: str, glo
     if isinstance(module, nn.Embedding):
         return FakeQuantizedEmbedding(module, scheme, name, global_scale)
     return FakeQuantizedLinear(module, scheme, name, global_scale)
-
-
-def straight_through(x: Tensor, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-    """Replace values by rounded ones whose gradient is that of the values themselves, or zero.
-
-    Args:
-        x: floating point.
-        rounded: gives the new values, and where the gradient passes (bool), from x.
-
-    Returns:
-        The new values.
-    """
-    return _StraightThrough.apply(x, rounded)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """dL/dx = dL/dy where a value passes, else 0."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """Round."""
-        values, passes = rounded(x)
-        ctx.save_for_backward(passes)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Let the gradient through."""
-        (passes,) = ctx.saved_tensors
-        return gradients[0].masked_fill(~passes, 0.0), None
 
 
 def _as_read(qparams: QParams, args: QuantizationArgs) -> QParams:

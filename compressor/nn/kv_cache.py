@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from compressor.errors import SchemeError, TargetError
+from compressor.nn.straight_through import through_rounding
 from compressor.numerics.qparams import QParams, check_qparams
-from compressor.numerics.quantize import dequantize, dynamic_qparams, fake_quantize, quantize
+from compressor.numerics.quantize import dequantize, dynamic_qparams, quantize
 from compressor.numerics.scheme import QuantizationArgs
 
 # Attention modules are told by these names, as compressed-tensors tells them.
@@ -222,7 +223,7 @@ def _quantize_on_the_way(attention: nn.Module, args: tuple[Any, ...], kwargs: di
         return args, kwargs  # a QuantizedKVCache, which does the same and keeps the codes
 
     def quantized(part: str, states: Tensor) -> Tensor:
-        return fake_quantize(states, kv_qparams(attention, part, states, kv), kv) if states.numel() else states
+        return through_rounding(states, kv_qparams(attention, part, states, kv), kv) if states.numel() else states
 
     return with_view(attention, args, kwargs, quantized)
 

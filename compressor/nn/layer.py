@@ -102,13 +102,21 @@ class QuantizedLayer(nn.Module):
         return dequantize(self.codes(), self.weight_qparams(), self.weight_args, g_idx=getattr(self, "weight_g_idx", None)).to(self.dtype)
 
     @contextmanager
-    def materialize(self) -> Iterator[None]:
-        """Keep the dequantized weight for the duration: for many forwards in a row."""
-        self._materialized = self.dequantized_weight()
+    def materialize(self, weight_RC: Tensor | None = None) -> Iterator[None]:
+        """Compute with a float weight for the duration: the dequantized one, for many forwards in a row, or another that is being tried.
+
+        Args:
+            weight_RC: [R, C] in the layer's dtype; gradients of it go back to wherever it comes from. None for the weight of the codes.
+
+        Yields:
+            Nothing.
+        """
+        before = self._materialized
+        self._materialized = self.dequantized_weight() if weight_RC is None else weight_RC
         try:
             yield
         finally:
-            self._materialized = None
+            self._materialized = before
 
     def register_empty(self, device: torch.device | str) -> None:
         """Register every buffer of the format without values, for a loader to fill."""

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from compressor.errors import NumericsError, SchemeError
 from compressor.nn.layer import BufferSpecs, QuantizedLayer
 from compressor.nn.storage import Fp4Weight, PackedWeight, PlainWeight
+from compressor.nn.straight_through import through_rounding
 from compressor.numerics.products import ProductPath, product_path, run_width, scaled_product
 from compressor.numerics.qparams import QParams
-from compressor.numerics.quantize import check_groups, dynamic_qparams, fake_quantize, quantize
+from compressor.numerics.quantize import check_groups, dynamic_qparams, quantize
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 Matmul = Literal["reference", "native"]
@@ -143,7 +144,7 @@ class QuantizedLinear(QuantizedLayer):
         if input.numel() > 0 and self.matmul_path(input) != "dequantized":
             return self._multiply_codes(input)
         args = self.scheme.input_activations
-        x = input if args is None or input.numel() == 0 else fake_quantize(input, self._input_qparams(input, args), args)
+        x = input if args is None or input.numel() == 0 else through_rounding(input, self._input_qparams(input, args), args)
         if x.dtype != self.dtype and not torch.is_autocast_enabled(x.device.type):
             raise SchemeError(f"{self.where}: an input of {x.dtype} meets a layer that computes in {self.dtype}; move one with .to(dtype)")
         return nn.functional.linear(x, self.dequantized_weight(), self.bias)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from torch import nn
 
 from compressor.data import CalibrationData
 from compressor.data.collate import leading_tensor
 from compressor.lifecycle import Session, State
+from compressor.model.evaluation import evaluation_mode
 from compressor.tracing import Watched
 
 # Which modules the modifiers of a session are looking at now: those that carry their calibration hooks.
@@ -39,21 +37,11 @@ def calibration_mode(state: State) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    model = state.model
-    training = {name: module.training for name, module in model.named_modules()}
-    caching = [config for config in _configs(model) if getattr(config, "use_cache", False)]
     try:
-        model.eval()
-        for config in caching:
-            config.use_cache = False
-        yield
+        with evaluation_mode(state.model):
+            yield
     finally:
         state.token_mask, state.batch_shape, state.base_stream, state.has_base_stream = None, None, False, False
-        for config in caching:
-            config.use_cache = True
-        for name, module in model.named_modules():  # by name: a module that has been replaced follows the one it replaced
-            if name in training:
-                module.training = training[name]
 
 
 def note_kept(state: State, kept: Collection[str]) -> None:
@@ -90,9 +78,3 @@ def set_token_mask(state: State, data: CalibrationData, index: int) -> None:
     mask = data.token_masks[index]
     state.token_mask = None if mask is None else mask.to(state.device)
     state.batch_shape = tuple(leading_tensor(data.batches[index]).shape[:2])
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """All configurations in a model; parts of a model (encoder, decoder, language model) may have their own."""
-    configs = [module.__dict__["config"] for module in model.modules() if "config" in module.__dict__]
-    return list({id(config): config for config in configs}.values())

@@ -80,6 +80,12 @@ class _Holding(Protocol):
         """Note when it alone decides what becomes of weights."""
 
 
+@runtime_checkable
+class _Training(Protocol):
+    def forwards_of_training(self, num_samples: int) -> float:
+        """How many forwards of one sequence its training costs; a backward counts as two."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The resolved recipe: modules that change, linear layers that stay and why, and the cost.
@@ -154,7 +160,9 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
             speed = measure_speed(run_device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             keeps_float = run_device.type == "cpu" or isinstance(model, nn.Module)
             setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed, *streams)
-            estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()))
+            sequences = {one.label: one.forwards_of_training(batches.num_samples) for one in parsed.modifiers if isinstance(one, _Training)}
+            trained = {label: number / batches.batch_size for label, number in sequences.items()}
+            estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained)
         finally:
             experts.restore()
     return Plan([target.module for target in targets.values()], skipped, chosen, layers, _in_words(chosen, *streams), estimate)
@@ -213,10 +221,17 @@ def _calibrates(modifier: object) -> bool:
     return isinstance(modifier, Modifier) and modifier.calibration_need != "none"
 
 
-def _estimate(skeleton: nn.Module, setting: Setting, pipeline: str, layers: Sequence[str], targets: Sequence[Target]) -> Estimate:
+def _estimate(
+    skeleton: nn.Module,
+    setting: Setting,
+    pipeline: str,
+    layers: Sequence[str],
+    targets: Sequence[Target],
+    trained: Mapping[str, float],
+) -> Estimate:
     stages = stages_of(layers, targets)
     footprints, basis = _footprints(skeleton, setting, pipeline, stages)
-    timeline = lay_out(setting, pipeline, footprints, stages)
+    timeline = lay_out(setting, pipeline, footprints, stages, trained)
     made = sum(target.number("bytes_after") for target in targets)
     saved = sum(target.number("bytes_before") for target in targets) - made
     return Estimate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from compressor.algorithms.costs import FLOAT32_BYTES
 from compressor.planning.estimate import Phase, Speed, StageEstimate
@@ -197,7 +198,13 @@ def _add_layers(timeline: Timeline, footprints: Sequence[Footprint], layers: dic
         timeline.add_stage(footprints[at], between, following, inside)
 
 
-def lay_out(setting: Setting, pipeline: str, footprints: Sequence[Footprint], layers: Mapping[str, Sequence[Target]]) -> Timeline:
+def lay_out(
+    setting: Setting,
+    pipeline: str,
+    footprints: Sequence[Footprint],
+    layers: Mapping[str, Sequence[Target]],
+    trained: Mapping[str, float] = MappingProxyType({}),
+) -> Timeline:
     """Put the stages of a pipeline in their order.
 
     Args:
@@ -205,6 +212,7 @@ def lay_out(setting: Setting, pipeline: str, footprints: Sequence[Footprint], la
         pipeline: `data_free`, `basic` or `sequential`.
         footprints: of one forward, stretch by stretch.
         layers: modules that change, by stage; "" for those in none.
+        trained: what trains behind all of these, and how many forwards of a full batch that costs; what a backward keeps is not counted.
 
     Returns:
         All stages.
@@ -219,5 +227,7 @@ def lay_out(setting: Setting, pipeline: str, footprints: Sequence[Footprint], la
         timeline.add_whole("trace", footprints, [], 3)  # recorded, run, and held against the plain model
         _add_layers(timeline, footprints, dict(layers))
         timeline.add_whole("rest", [footprints[-1]], layers.get("", ()), setting.batches.num_batches if layers.get("") else 1)
+    for name, num_forwards in trained.items():
+        timeline.add_whole(name, footprints, [], num_forwards)
     timeline.add_fixed("save", "save", max((target.number("bytes_after") for target in everything), default=0))
     return timeline

@@ -55,6 +55,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "propagated": ({"target": "propagated"}, {}),
     "propagated, no search": ({"target": "propagated", "scale_search": False}, {}),
     "propagated, two passes": ({"target": "propagated"}, {"passes": "two"}),
+    "tuned": ({"tuning": {}}, {}),
+    "learned rounding": ({"modifier": "AutoRoundModifier"}, {}),
+    "learned rounding, tuned": ({"modifier": "AutoRoundModifier", "iters": 100, "tuning": {}}, {}),
 }
 
 
@@ -64,14 +67,19 @@ def recipe_of(model: Judged, bits: int, settings: Mapping[str, Any]) -> dict[str
     Args:
         model: the model.
         bits: of a weight.
-        settings: more of the modifier's, for ours.
+        settings: more of the modifier's, for ours; `tuning` is those of a ScaleTuningModifier behind it, `modifier` another than GPTQ.
 
     Returns:
-        GPTQ with symmetric integers in groups.
+        Symmetric integers in groups.
     """
+    own = dict(settings)
+    tuning = own.pop("tuning", None)
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": model.group_sizes[bits]}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"ignore": list(model.ignore), "config_groups": groups, **settings}}}}
+    modifiers: dict[str, Any] = {own.pop("modifier", "GPTQModifier"): {"ignore": list(model.ignore), "config_groups": groups, **own}}
+    if tuning is not None:
+        modifiers["ScaleTuningModifier"] = tuning
+    return {"quant_stage": {"quant_modifiers": modifiers}}
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:

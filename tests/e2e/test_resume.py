@@ -46,6 +46,12 @@ CASES: dict[str, dict[str, Any]] = {
         "recipe": {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "NVFP4A16"}},
         "sequential_targets": ["re:.*_proj"],
     },
+    "learned rounding": {"recipe": {"AutoRoundModifier": LAYERS["GPTQModifier"] | {"iters": 3, "batch_size": 2}}},
+    "learned rounding, suspended": {
+        "recipe": {"AutoRoundModifier": LAYERS["GPTQModifier"] | {"iters": 3, "batch_size": 2}},
+        "engine": "suspend",
+    },
+    "tuned": {"recipe": LAYERS | {"ScaleTuningModifier": {"steps": 4, "batch_size": 2, "evaluate_every": 1}}},
     "experts": {"recipe": {"GPTQModifier": LAYERS["GPTQModifier"] | {"ignore": ["lm_head", "re:.*gate$"]}}, "model": "experts"},
 }
 ENDS_IN_HALF = {"write", "write_bytes", "write_text", "copyfile", "serialize_file"}  # calls that a kill can leave half done
@@ -177,6 +183,19 @@ def test_killed_in_other_pipelines_and_settings(name: str, killer: Killer) -> No
     behind_a_stage = (lines[len(lines) // 2] + 5, "after") if lines else (0, "after")  # its line is in the journal, and flushed
     resumed = kill_and_resume(killer, name, [behind_a_stage, random.Random(name).choice(moments(events))])
     assert not lines or resumed != {None}
+
+
+def test_killed_between_blocks_whose_rounding_is_learned(killer: Killer) -> None:
+    for name in ("learned rounding", "learned rounding, suspended"):
+        lines = [number for number, event in enumerate(killer.reference(name)[2]) if event.startswith("replace stage-")]
+        assert kill_and_resume(killer, name, [(lines[1] + 5, "after")]) == {"resumed after stage 2 of 3"}
+
+
+def test_killed_while_scales_are_trained(killer: Killer) -> None:
+    """Training keeps nothing: it begins anew behind the last stage, without any stage being forwarded, and ends with the same bytes."""
+    events = killer.reference("tuned")[2]
+    end = next(number for number, event in enumerate(events) if event.startswith("replace end"))
+    assert kill_and_resume(killer, "tuned", [(end + 5, "after")]) == {"resumed after stage 12 of 12"}
 
 
 @pytest.mark.nightly

@@ -89,6 +89,7 @@ class SchemeModifier(SchemeTargets, Modifier):
         self._attention = self.kv_targets(state.model)
         self._schemes = self.resolve(state.model)
         state.claim([*self._schemes, *self._attention], self.label)
+        state.schemes.update(self._schemes)
         self._pending = {name: state.model.get_submodule(name) for name in self._schemes}
         self._input_observers, self._handles_of, self._num_fallbacks, self._global_scales = {}, {}, 0, {}
         return True

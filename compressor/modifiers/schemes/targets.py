@@ -114,6 +114,8 @@ FOREIGN_SETTINGS: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
     {
         "batched_quantization": None,
         "bypass_divisibility_checks": (False,),
+        "device_ids": None,
+        "enable_torch_compile": None,
         "offload_hessians": None,
         "output_observer": (None,),
         "requires_calibration_data": (True, False),

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.format.container import Checkpoint
 from harness.validation.format.decoder import expected_parts
+from harness.validation.format.record import read_record
 from harness.validation.loading import LOADER_ERRORS, first_line
 from harness.validation.subject import Subject
 
@@ -21,6 +23,7 @@ GENERATION_CONFIG = Claim("files.generation_config", "generation_config.json equ
 TOKENIZER = Claim("files.tokenizer", "The tokenizer files equal the base's byte for byte")
 SHARDS = Claim("files.shards", "The safetensors files are well formed and the index tells the truth")
 TENSORS = Claim("files.tensors", "Every base tensor is there, unchanged or as the parts of its quantized form, and no other")
+_LARGEST_STEP = 0.5  # of a norm that was trained, in units of its mean size: beyond, it is another norm
 # Weights whose owner keeps keys and values in a cache.
 _KV_PROJECTIONS = (".k_proj.weight", ".qkv_proj.weight", ".kv_b_proj.weight")
 
@@ -196,7 +199,10 @@ def check_tensors(subject: Subject) -> CheckRecord:
     twins = {name for name in there - plain - parts - loose if _is_stored_twice(subject, name)}
     missing, unexpected = plain - there - tied | parts - there, there - plain - parts - loose - twins
     changes = {name: text for name in sorted(plain & there) if (text := _change(subject, name))}
-    moved = {name for name in changes if subject.trained and _same_form(subject, name)}
+    tuned = _tuned(subject)
+    moved = {
+        name for name in changes if _same_form(subject, name) and (subject.trained or _has_moved_as_said(subject, name, tuned.get(name)))
+    }
     changed = [text for name, text in changes.items() if name not in moved]
     if subject.trained and not moved and not subject.modules:
         changed.append("no tensor differs from the base: nothing was trained")
@@ -210,7 +216,7 @@ def check_tensors(subject: Subject) -> CheckRecord:
         "tied copies left away": sorted(tied),
         "tied copies added": sorted(twins),
     }
-    kept = f"{len(plain & there) - len(moved)} tensors unchanged, " + (f"{len(moved)} trained, " if subject.trained else "")
+    kept = f"{len(plain & there) - len(moved)} tensors unchanged, " + (f"{len(moved)} trained, " if subject.trained or moved else "")
     return TENSORS.found(findings, f"{kept}{len(subject.modules)} weights quantized", evidence=evidence)
 
 
@@ -255,6 +261,28 @@ def _is_stored_twice(subject: Subject, name: str) -> bool:
     return any(
         compressed.entries[twin].dtype == entry.dtype and np.array_equal(compressed.raw(name), compressed.raw(twin)) for twin in twins
     )
+
+
+def _tuned(subject: Subject) -> dict[str, float]:
+    """Return the tensors of norms that the record says were trained, and how far they have moved at most."""
+    modules = (read_record(subject.compressed.folder) or {}).get("modules")
+    found: dict[str, float] = {}
+    for name, entry in (modules if isinstance(modules, Mapping) else {}).items():
+        details = entry.get("details") if isinstance(entry, Mapping) else None
+        step = details.get("tuned") if isinstance(details, Mapping) else None
+        if isinstance(step, int | float) and name not in subject.modules:
+            found |= {f"{name}.{part}": float(step) for part in ("weight", "bias")}
+    return found
+
+
+def _has_moved_as_said(subject: Subject, name: str, step: float | None) -> bool:
+    """Say whether a vector lies within the step that the record names, in units of its mean size, apart from its rounding."""
+    if step is None or not 0 < step <= _LARGEST_STEP or len(subject.base.entries[name].shape) != 1:
+        return False
+    base, found = subject.base.tensor(name), subject.compressed.tensor(name)
+    before, after = base.double(), found.double()
+    room = 1.01 * step * before.abs().mean().clamp(min=1e-3) + torch.finfo(base.dtype).eps * torch.maximum(before.abs(), after.abs())
+    return bool(after.isfinite().all()) and bool(((after - before).abs() <= room).all())
 
 
 def _same_form(subject: Subject, name: str) -> bool:

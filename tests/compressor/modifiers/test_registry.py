@@ -63,9 +63,8 @@ def test_a_wrong_name_is_answered_with_the_nearest(given: str, meant: str) -> No
 
 
 def test_a_hopeless_name_is_answered_with_all_of_them() -> None:
-    with pytest.raises(
-        RecipeError, match="choose from ConstantPruningModifier, GPTQModifier, MagnitudePruningModifier, QuantizationModifier"
-    ):
+    names = "AutoRoundModifier, ConstantPruningModifier, GPTQModifier, MagnitudePruningModifier, QuantizationModifier, ScaleTuningModifier"
+    with pytest.raises(RecipeError, match=f"choose from {names}"):
         find_modifier("xyzzy")
 
 

@@ -96,6 +96,18 @@ def test_without_the_base_stream_a_run_in_one_pass_holds_and_computes_half(folde
     assert plain.estimate.peak_extra_bytes < 0.7 * beside.estimate.peak_extra_bytes
 
 
+def test_training_behind_the_stages_is_counted(folder: Path) -> None:
+    def flops(**tuning: int) -> float:
+        recipe = {**RECIPE["quant_stage"]["quant_modifiers"], "ScaleTuningModifier": tuning}
+        made = plan(folder, recipe=recipe, num_calibration_samples=64)
+        found = [stage for stage in made.estimate.stages if stage.name == "ScaleTuningModifier[1]"]
+        assert [stage.name for stage in made.estimate.stages][-2:] == ["ScaleTuningModifier[1]", "save"]
+        return found[0].flops
+
+    forwards = [64 + 9 * 8 + 3 * 8 * steps for steps in (64, 128)]
+    assert flops(steps=128) / flops(steps=64) == pytest.approx(forwards[1] / forwards[0])
+
+
 def test_the_number_of_layers_does_not_matter_beyond_the_weights(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 12}))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from compressor import oneshot
 from harness.cli import main
 from harness.validation.compare import validate
+from harness.validation.format.files import check_tensors
 from harness.validation.format.sparsity import check_sparsity
 from harness.validation.subject import read_subject
 
@@ -75,6 +76,20 @@ def test_a_dense_trained_model_needs_no_quantization_config_but_must_have_been_t
     move(dense)
     found = validate(workspace.base, dense, workspace.dataset, trained=True)
     assert found.verdict == "pass" and outcomes(found)["format.accepted"] == "skip"
+
+
+def test_norms_may_move_as_far_as_the_record_says_and_no_further(workspace, tmp_path):
+    ids = torch.randint(96, (48, 24), generator=torch.Generator().manual_seed(8))
+    groups = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}
+    recipe = {"GPTQModifier": {"ignore": ["lm_head"], "config_groups": groups}, "ScaleTuningModifier": {"steps": 16}}
+    oneshot(workspace.base, recipe=recipe, dataset=ids, output_dir=tmp_path / "out")
+    record = check_tensors(read_subject(workspace.base, tmp_path / "out"))
+    assert record.outcome == "pass" and "5 trained" in record.summary, record.findings
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors["model.norm.weight"][3] *= 1.5
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    findings = check_tensors(read_subject(workspace.base, tmp_path / "out")).findings
+    assert any(text.startswith("model.norm.weight") for text in findings)
 
 
 def test_the_flag_reaches_the_validation(workspace, trained, tmp_path, capsys):

@@ -1,0 +1,222 @@
+"""AutoRoundModifier: what to record of a block, and how long it learns; the arithmetic is in `compressor.algorithms.autoround`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, PrivateAttr
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from compressor.algorithms.autoround import LearnedRounding
+from compressor.errors import CalibrationError
+from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, ModuleRecord, State
+from compressor.lifecycle.hooks import without_modifier_hooks
+from compressor.lifecycle.state import Detail
+from compressor.modifiers.schemes.base import SchemeModifier
+from compressor.modifiers.schemes.input_statistics import input_of
+from compressor.modifiers.schemes.targets import scheme_label
+from compressor.modifiers.tuning.blocks import BlockCalls, BlockLoss, weights_tried
+from compressor.modifiers.tuning.budget import frozen
+from compressor.nn import weight_of
+from compressor.nn.straight_through import through_rounding
+from compressor.numerics import QuantizationArgs, QuantizationScheme, dequantize, dynamic_qparams
+from compressor.tracing import partition
+
+_JUDGES = 16  # sequences on which the best step is found, at most
+_MEASUREMENTS = 10
+_STREAMS: Mapping[str | None, BaseStream] = MappingProxyType({"base": "required", None: "wanted", "propagated": "unused"})
+
+
+class AutoRoundModifier(SchemeModifier):
+    """Quantize with learned rounding (AutoRound): signed gradients on offsets and ranges, block after block, best step kept.
+
+    Attributes:
+        iters: steps for each block.
+        batch_size: sequences in a step.
+        lr: rate of offsets at the start, falling to zero along a line; None: 1 / iters.
+        minmax_lr: rate of ranges; None: that of offsets.
+        enable_minmax_tuning: learn ranges, too; False keeps the observed ones.
+        target: what a block should give: what it gave in the uncompressed model, which runs beside the other (`base`), or what it gives
+            uncompressed on the inputs of the compressed model (`propagated`, as in the paper); None: `base` where layers run once.
+    """
+
+    takes_embeddings: ClassVar[bool] = False
+
+    iters: int = Field(default=200, gt=0)
+    batch_size: int = Field(default=8, gt=0)
+    lr: float | None = Field(default=None, gt=0, le=1)
+    minmax_lr: float | None = Field(default=None, gt=0, le=1)
+    enable_minmax_tuning: bool = True
+    target: Literal["base", "propagated"] | None = None
+
+    _blocks: dict[str, str] = PrivateAttr(default_factory=dict)
+    _calls: dict[str, BlockCalls] = PrivateAttr(default_factory=dict)
+    _block_handles: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
+
+    @property
+    def calibration_need(self) -> CalibrationNeed:
+        """Always `sequential`: each block should see the error of those before it."""
+        return "sequential"
+
+    @property
+    def base_stream(self) -> BaseStream:
+        """`required` with `target="base"`; left to us, wanted."""
+        return self.base_stream_for(self._schemes.values())
+
+    def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:
+        """Say what `base_stream` will be, whatever the schemes are."""
+        del schemes
+        return _STREAMS[self.target]
+
+    def on_initialize(self, state: State) -> bool:
+        """Refuse formats whose rounding cannot be learned; find the block of each module."""
+        done = super().on_initialize(state)
+        for name, module in self._pending.items():
+            LearnedRounding(weight_of(module)[:1], self._weights(name), learn_range=False, name=name)
+        layers = [name for name in partition(state.model, None).targets if name]
+        self._blocks = {name: next((one for one in layers if name.startswith(f"{one}.")), name) for name in self._pending}
+        self._calls, self._block_handles = {}, {}
+        return done
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Hook the blocks."""
+        super().on_calibration_start(state, event)
+        for block in dict.fromkeys(self._blocks[name] for name in self._pending):
+            calls = self._calls[block] = BlockCalls()
+            module = state.model.get_submodule(block)
+
+            def note(module: nn.Module, args: Any, kwargs: Any, calls: BlockCalls = calls) -> None:
+                del module
+                calls.note_call(state, args, kwargs)
+
+            def note_output(module: nn.Module, args: Any, output: Any, calls: BlockCalls = calls) -> None:
+                del module, args
+                calls.note_output(state, output)
+
+            self._block_handles[block] = [
+                self.register_hook(module, note, "forward_pre", with_kwargs=True),
+                self.register_hook(module, note_output, "forward"),
+            ]
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        """Compress what no stage contained, then let the inputs go."""
+        super().on_calibration_end(state, event)
+        self._calls = {}
+
+    def skip_stage(self, state: State, stage: FinishedStage) -> None:
+        """See SchemeModifier; blocks that are done are watched no more."""
+        super().skip_stage(state, stage)
+        for block in [one for one in self._block_handles if not any(self._blocks[name] == one for name in self._pending)]:
+            self.remove_hooks(self._block_handles.pop(block))
+            self._calls.pop(block, None)
+
+    def compress(self, state: State, names: list[str]) -> None:
+        """Learn the rounding of the named modules, block by block."""
+        for block in dict.fromkeys(self._blocks[name] for name in names):
+            members = [name for name in names if self._blocks[name] == block]
+            left = [name for name in self._pending if self._blocks[name] == block and name not in members]
+            if left:
+                raise CalibrationError(
+                    f"{block}: {left[0]} lies in it and in another stage, but a block is learned at once; leave sequential_targets out"
+                )
+            self.remove_hooks(self._block_handles.pop(block, []))
+            calls = self._calls.pop(block, BlockCalls())
+            if not calls.inputs:
+                for name in members:
+                    self.fall_back(state, name, "no_tokens", "no calibration token reached it")
+            self._learn(state, block, members, calls)
+
+    def forwards_of_training(self, num_samples: int) -> float:
+        """Say what it costs beside the stages: targets, measurements, and steps of a forward and a backward each.
+
+        Args:
+            num_samples: calibration sequences.
+
+        Returns:
+            Forwards of one sequence through all blocks; a backward counts as two.
+        """
+        return num_samples + (_MEASUREMENTS + 1) * min(_JUDGES, num_samples) + 3 * self.iters * self.batch_size
+
+    def _weights(self, name: str) -> QuantizationArgs:
+        args = self._schemes[name].weights
+        assert args is not None
+        return args
+
+    def _learn(self, state: State, block: str, names: Sequence[str], calls: BlockCalls) -> None:
+        module = state.model.get_submodule(block)
+        floats = {name: self._pending[name] for name in names}
+        roundings = {
+            name: LearnedRounding(weight_of(one), self._weights(name), learn_range=self.enable_minmax_tuning, name=name)
+            for name, one in floats.items()
+        }
+        before, after, best = 0.0, 0.0, 0
+        if calls.inputs:
+            with without_modifier_hooks(module), frozen(module), ExitStack() as held:
+                loss = BlockLoss(module, calls, state.device, block)
+                for name, one in floats.items():
+                    held.enter_context(_inputs_rounded(one, self._schemes[name]))
+                before, after, best = self._descend(loss, floats, roundings, state.seed + zlib.crc32(block.encode()))
+        for name, rounding in roundings.items():
+            self._place(state, name, rounding, {"block_loss_before": before, "block_loss": after, "best_step": best})
+
+    def _descend(
+        self, loss: BlockLoss, floats: dict[str, nn.Module], roundings: dict[str, LearnedRounding], seed: int
+    ) -> tuple[float, float, int]:
+        """Go the steps; return the error on the judges at the start and at the best step, and that step. Changes the roundings."""
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        judges = torch.randperm(len(loss), generator=generator)[:_JUDGES].tolist()
+        rate, range_rate = self.lr or 1 / self.iters, self.minmax_lr or self.lr or 1 / self.iters
+        every = max(1, self.iters // _MEASUREMENTS)
+        before = best = self._measure(loss, floats, roundings, judges)
+        kept, best_step = {name: one.state() for name, one in roundings.items()}, 0
+        for step in range(1, self.iters + 1):
+            rows = torch.randperm(len(loss), generator=generator)[: self.batch_size].tolist()
+            share = 1 - (step - 1) / self.iters
+            with torch.enable_grad():
+                leaves = {name: one.values().requires_grad_() for name, one in roundings.items()}
+                with weights_tried(floats, leaves):
+                    loss.backward(rows)
+            for name, leaf in leaves.items():
+                if leaf.grad is not None:  # else no token of these came to the expert
+                    roundings[name].step(leaf.grad, rate * share, range_rate * share)
+            if step % every == 0 or step == self.iters:
+                now = self._measure(loss, floats, roundings, judges)
+                if now < best:
+                    best, best_step, kept = now, step, {name: one.state() for name, one in roundings.items()}
+        for name, state in kept.items():
+            roundings[name].restore(state)
+        return before, best, best_step
+
+    @torch.no_grad()
+    def _measure(self, loss: BlockLoss, floats: dict[str, nn.Module], roundings: dict[str, LearnedRounding], judges: list[int]) -> float:
+        with weights_tried(floats, {name: one.values() for name, one in roundings.items()}):
+            return loss.backward(judges)
+
+    def _place(self, state: State, name: str, rounding: LearnedRounding, details: dict[str, Detail]) -> None:
+        args = self._weights(name)
+        codes_RC, qparams = rounding.codes(), rounding.qparams()
+        weight = weight_of(self._pending[name]).float()
+        error = (dequantize(codes_RC, qparams, args).float() - weight).square().sum() / weight.square().sum().clamp(min=1e-30)
+        record = ModuleRecord(name, type(self).__name__, scheme_label(args), float(error), None, details)
+        self.place(state, name, codes_RC, qparams, record)
+
+
+def _inputs_rounded(module: nn.Module, scheme: QuantizationScheme) -> ExitStack:
+    """Round what a layer is handed as its quantized form will, where scales come from the input itself; undone when closed."""
+    args, held = scheme.input_activations, ExitStack()
+    if args is None or args.dynamic is not True:
+        return held
+
+    def rounded(module: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        del module
+        x: Tensor = input_of(given, kwargs, "")
+        return (through_rounding(x, dynamic_qparams(x, args), args) if x.numel() else x,), {}
+
+    held.callback(module.register_forward_pre_hook(rounded, with_kwargs=True).remove)
+    return held

@@ -1,0 +1,246 @@
+"""What the uncompressed model predicts on the calibration data, kept from before it is compressed, and how far another state is from it.
+
+Where the logits are one linear map of the last hidden states, those are kept, with a reference to the output head as it was: a thousandth
+of the bytes, and logits are made of a few tokens at a time. Where something comes behind the head (a soft cap, a scale), the logits are
+kept. A model without logits is judged by the squared error of its first output, most often the last hidden states of an encoder.
+
+Shapes: N tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from compressor.algorithms.scale_tuning import divergence
+from compressor.data import Batch, CalibrationData, batch_to
+from compressor.data.collate import call_model, leading_tensor
+from compressor.errors import CalibrationError
+from compressor.modifiers.tuning.sequences import cut, joined
+
+Kind = Literal["hidden", "logits", "states"]
+
+_LOGITS_AT_ONCE = 1 << 23  # numbers of one chunk of logits: 32 MB, of which a backward holds a handful
+
+
+@dataclass(frozen=True)
+class Sequence_:
+    """One sequence of the calibration data.
+
+    Attributes:
+        inputs: of one forward, with a first dimension of 1.
+        mask: bool [1, tokens], True where a token counts; None where all do.
+        kept: what the base gave, [1, tokens, ...].
+        num_tokens: that a forward reads.
+    """
+
+    inputs: Batch
+    mask: Tensor | None
+    kept: Tensor
+    num_tokens: int
+
+    @property
+    def num_counted(self) -> int:
+        """Rows of the output that are compared."""
+        rows = self.kept[..., 0].numel()
+        return rows if self.mask is None or self.mask.numel() != rows else int(self.mask.sum())
+
+
+class _Reached(Exception):
+    """A forward has come to the output head."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        """Carry the input of the head."""
+        super().__init__()
+        self.hidden = hidden
+
+
+class BaseOutputs:
+    """The predictions of a model as it is now, on all sequences; kept in main memory.
+
+    Attributes:
+        kind: `hidden`, `logits` or `states`.
+        sequences: in the order of the data.
+        num_bytes: of what is kept.
+    """
+
+    def __init__(self, model: nn.Module, data: CalibrationData, device: torch.device, where: str) -> None:
+        """Run every batch once.
+
+        Args:
+            model: uncompressed, in evaluation mode; not changed.
+            data: the calibration data.
+            device: of the model.
+            where: who asks, for errors.
+
+        Raises:
+            CalibrationError: the model gives no tensor that could be compared.
+        """
+        self._model, self._device, self._where = model, device, where
+        self._head = _head_of(model)
+        self.kind: Kind = "states"
+        self.sequences: list[Sequence_] = []
+        with torch.no_grad():
+            for number, (batch, mask) in enumerate(zip(data.batches, data.token_masks, strict=True)):
+                own = batch_to(batch, device)
+                if number == 0:
+                    self.kind = self._kind(own)
+                kept = self._output(own).detach().to("cpu", copy=True)
+                num_rows = _num_rows(batch, kept)
+                pieces = zip(cut(batch, num_rows), cut(mask, num_rows), cut(kept, num_rows), strict=True)
+                self.sequences += [_sequence(inputs, one, output) for inputs, one, output in pieces]
+        self.num_bytes = sum(sequence.kept.nbytes for sequence in self.sequences)
+
+    @property
+    def measure(self) -> str:
+        """What is measured, in words."""
+        return "squared error of the output" if self.kind == "states" else "KL(base || compressed)"
+
+    @torch.no_grad()
+    def error(self, numbers: Sequence[int]) -> float:
+        """Measure the mean error per token of the model as it is now.
+
+        Args:
+            numbers: of the sequences.
+
+        Returns:
+            Nats per token, or the mean square.
+        """
+        total = sum(self._measured(tree, kept, mask, None) for tree, kept, mask in self._groups(numbers))
+        return total / max(1, self._count(numbers))
+
+    def backward(self, numbers: Sequence[int]) -> float:
+        """Measure the mean error per token of some sequences, and add its gradients to whatever asks for them.
+
+        Args:
+            numbers: of the sequences.
+
+        Returns:
+            What `error` would have given.
+        """
+        count = max(1, self._count(numbers))
+        return sum(self._measured(tree, kept, mask, 1.0 / count) for tree, kept, mask in self._groups(numbers)) / count
+
+    def _count(self, numbers: Sequence[int]) -> int:
+        return sum(self.sequences[number].num_counted for number in numbers)
+
+    def _groups(self, numbers: Sequence[int]) -> Iterator[tuple[Batch, Tensor, Tensor | None]]:
+        """Sequences that run together, on the device of the model."""
+        chosen = [self.sequences[number] for number in numbers]
+        pieces = [(one.inputs, one.kept, one.mask) for one in chosen]
+        for (inputs, kept, mask), _ in joined(pieces, [one.num_tokens for one in chosen]):
+            yield batch_to(inputs, self._device), kept.to(self._device), None if mask is None else mask.to(self._device)
+
+    def _measured(self, inputs: Batch, kept: Tensor, mask: Tensor | None, share: float | None) -> float:
+        """Sum the error over tokens; with a share, gradients of that share of it flow back."""
+        output = self._output(inputs)
+        own, base = _rows(output, mask), _rows(kept, mask)
+        leaf = own.detach().requires_grad_(share is not None)
+        total = 0.0
+        for own_part, base_part in self._chunks(leaf, base):
+            loss = self._loss(own_part, base_part)
+            total += float(loss.detach())
+            if share is not None:
+                (loss * share).backward()
+        if share is not None and leaf.grad is not None:
+            own.backward(leaf.grad)
+        return total
+
+    def _chunks(self, own: Tensor, base: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        width = len(self._head[1].get_parameter("weight")) if self.kind == "hidden" and self._head is not None else own.shape[-1]
+        size = max(1, _LOGITS_AT_ONCE // max(1, int(width)))
+        yield from zip(own.split(size), base.split(size), strict=True)
+
+    def _loss(self, own: Tensor, base: Tensor) -> Tensor:
+        if self.kind == "states":
+            return (own.float() - base.float()).square().mean(-1).sum()
+        if self.kind == "logits":
+            return divergence(base, own).sum()
+        assert self._head is not None
+        with torch.no_grad():
+            expected = self._head[1](base)
+        return divergence(expected, self._model.get_submodule(self._head[0])(own)).sum()
+
+    def _kind(self, batch: Batch) -> Kind:
+        """Look at one forward: is there a head, and are the logits what it gives?"""
+        logits = getattr(call_model(self._model, batch), "logits", None)
+        if not isinstance(logits, Tensor):
+            return "states"
+        if self._head is not None:
+            try:
+                with _ends_at(self._head[1]):
+                    call_model(self._model, batch)
+            except _Reached as reached:
+                found = self._head[1](reached.hidden)
+                if found.shape == logits.shape and torch.equal(found.float(), logits.float()):
+                    return "hidden"
+        return "logits"
+
+    def _output(self, batch: Batch) -> Tensor:
+        """Run a forward as far as needed."""
+        if self.kind == "hidden" and self._head is not None:
+            try:
+                with _ends_at(self._model.get_submodule(self._head[0])):
+                    call_model(self._model, batch)
+            except _Reached as reached:
+                return reached.hidden
+            raise CalibrationError(f"{self._where}: a batch does not reach the output head {self._head[0]}; leave {self._where} out")
+        found = call_model(self._model, batch)
+        if self.kind == "logits":
+            return found.logits
+        first = next((one for one in _values(found) if isinstance(one, Tensor) and one.is_floating_point() and one.dim()), None)
+        if first is None:
+            raise CalibrationError(f"{self._where}: the model gives a {type(found).__name__} without a floating point tensor to compare")
+        return first
+
+
+def _values(found: Any) -> Sequence[Any]:
+    if isinstance(found, dict):
+        return tuple(found.values())
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
+def _head_of(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The output embedding by name, and as it is now; a compressed one will take its place, and this one keeps its weight."""
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    return None if head is None or name is None else (name, head)
+
+
+@contextmanager
+def _ends_at(head: nn.Module) -> Iterator[None]:
+    """End a forward at the first call of a module."""
+
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        raise _Reached((*args, *kwargs.values())[0])
+
+    handle = head.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _num_rows(batch: Batch, kept: Tensor) -> int:
+    """How many sequences a batch can be cut into: 1 where some tensor of it has rows of another kind."""
+    num_rows = leading_tensor(batch).shape[0] if leading_tensor(batch).dim() else 1
+    tensors = [*(batch.values() if isinstance(batch, dict) else batch), kept]
+    return num_rows if all(tensor.dim() and tensor.shape[0] == num_rows for tensor in tensors) else 1
+
+
+def _sequence(inputs: Batch, mask: Tensor | None, kept: Tensor) -> Sequence_:
+    leading = leading_tensor(inputs)
+    return Sequence_(inputs, mask, kept, leading.numel() if not leading.is_floating_point() else kept[..., 0].numel())
+
+
+def _rows(output: Tensor, mask: Tensor | None) -> Tensor:
+    """[N, ...]: the tokens that count, where the mask has the shape of the output; else all rows."""
+    rows = output.reshape(-1, output.shape[-1])
+    return rows if mask is None or mask.numel() != len(rows) else rows[mask.reshape(-1)]

@@ -1,0 +1,187 @@
+"""Rounding that is learned brings blocks closer to what they gave, keeps the best step, and ends alike however the run went"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from compressor import load_compressed, oneshot
+from compressor.algorithms.autoround import LearnedRounding
+from compressor.errors import CalibrationError, SchemeError, TracingError
+from compressor.numerics import QuantizationArgs, dequantize, quantize, weight_qparams
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOKENS = torch.randint(0, 96, (32, 24), generator=torch.Generator().manual_seed(5))
+FORMATS: dict[str, dict[str, Any]] = {
+    "groups": {"num_bits": 3, "group_size": 16},
+    "asymmetric": {"num_bits": 3, "group_size": 16, "symmetric": False},
+    "channels": {"num_bits": 4, "strategy": "channel"},
+    "tensor": {"num_bits": 4, "strategy": "tensor"},
+    "asymmetric channels": {"num_bits": 4, "strategy": "channel", "symmetric": False},
+}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, initializer_range=0.2)).eval()
+
+
+def recipe(weights: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    groups = {"g": {"targets": ["Linear"], "weights": weights or FORMATS["groups"], **settings.pop("scheme", {})}}
+    return {"AutoRoundModifier": {"ignore": settings.pop("ignore", ["lm_head"]), "config_groups": groups, "iters": 30, **settings}}
+
+
+def details(result: Any, name: str = "model.layers.0.mlp.up_proj") -> dict[str, Any]:
+    return dict(result.report.modules[name].details)
+
+
+def error(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float((model.model(TOKENS).last_hidden_state - llama().model(TOKENS).last_hidden_state).square().mean())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_blocks_come_closer_and_so_does_the_model(name: str) -> None:
+    args = FORMATS[name]
+    rounded = {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"g": {"targets": ["Linear"], "weights": args}}}}
+    result = oneshot(llama(), recipe=recipe(args), dataset=TOKENS)
+    assert 0 < details(result)["best_step"] <= 30
+    assert details(result)["block_loss"] < 0.9 * details(result)["block_loss_before"]
+    assert error(result.model) < 0.9 * error(oneshot(llama(), recipe=rounded).model)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_begins_with_rounding_to_nearest(name: str) -> None:
+    args = QuantizationArgs(**FORMATS[name])
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rounding = LearnedRounding(weight, args, learn_range=True, name="w")
+    qparams = weight_qparams(weight, args, "w")
+    assert torch.equal(rounding.qparams().scale, qparams.scale)
+    wide = qparams._replace(scale=qparams.scale.float())
+    assert torch.equal(rounding.codes(), quantize(weight.float(), wide, args))
+    assert torch.equal(rounding.values(), dequantize(rounding.codes(), rounding.qparams(), args))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_step_follows_the_signs_of_the_gradient(name: str) -> None:
+    args = QuantizationArgs(**FORMATS[name])
+    weight, slope = (torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    rounding = LearnedRounding(weight, args, learn_range=True, name="w")
+    before = (rounding.values() * slope).sum()
+    for _ in range(20):
+        rounding.step(slope, 0.02, 0.005)
+    assert (rounding.values() * slope).sum() < before
+    assert rounding.state()[0].abs().max() <= 0.5
+    assert all(float(one.min()) >= 0.5 and float(one.max()) <= 1 for one in rounding.state()[1:])
+    kept = rounding.state()
+    values = rounding.values()
+    rounding.step(-slope, 0.3, 0.3)
+    rounding.restore(kept)
+    assert torch.equal(rounding.values(), values)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_ranges_follow_the_slope_of_the_loss_where_nothing_is_rounded_away(symmetric: bool) -> None:
+    """With 8 bits the sum over roundings is smooth enough for differences to tell the sign of each slope."""
+    args = QuantizationArgs(num_bits=8, group_size=64, symmetric=symmetric)
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
+    rounding = LearnedRounding(weight, args, learn_range=True, name="w")
+    kept = rounding.state()
+    for part in (1, 2):
+        start = [one.clone() for one in kept]
+        start[1].fill_(0.7)
+        start[2].fill_(0.7)
+        losses = []
+        for share in (0.65, 0.75):
+            moved = [one.clone() for one in start]
+            moved[part].fill_(share)
+            rounding.restore(tuple(moved))
+            losses.append((rounding.values() - weight).square().sum(1))
+        rounding.restore(tuple(start))
+        rounding.step(2 * (rounding.values() - weight), 0.0, 0.01)
+        went = (rounding.state()[part] - 0.7).flatten().sign()
+        clear = ((losses[0] - losses[1]).abs() > 1e-3) & (went != 0)  # of a symmetric range only the longer end counts
+        assert clear.any()
+        assert torch.equal(went[clear], (losses[0] - losses[1]).sign()[clear])
+
+
+def digest(model: nn.Module) -> str:
+    state = sorted(model.state_dict().items())
+    return hashlib.sha256(b"".join(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() for _, tensor in state)).hexdigest()
+
+
+@pytest.mark.parametrize("target", ["propagated", "base"])
+def test_engines_and_passes_end_alike(target: str) -> None:
+    options: list[dict[str, Any]] = [{}, {"passes": "one"}, *([{"engine": "suspend"}] if target == "propagated" else [])]
+    found = {digest(oneshot(llama(), recipe=recipe(target=target, iters=5), dataset=TOKENS, **one).model) for one in options}
+    assert len(found) == 1
+
+
+def test_the_base_as_target_brings_the_model_closer() -> None:
+    result = oneshot(llama(), recipe=recipe(target="base"), dataset=TOKENS)
+    assert (
+        details(result, "model.layers.1.mlp.up_proj")["block_loss"]
+        < 0.9 * details(result, "model.layers.1.mlp.up_proj")["block_loss_before"]
+    )
+
+
+def test_the_uncompressed_stream_is_taken_where_layers_run_once() -> None:
+    def run(target: str | None, **options: Any) -> str:
+        return digest(oneshot(llama(), recipe=recipe(iters=3, target=target), dataset=TOKENS, **options).model)
+
+    assert run(None, passes="one") == run("base", passes="one") != run("propagated", passes="one")
+    assert run(None, engine="suspend") == run("propagated", passes="two")
+    with pytest.raises(TracingError, match="target 'base' runs the uncompressed model beside the other"):
+        run("base", engine="suspend")
+
+
+def test_experts_learn_with_the_block_that_they_lie_in() -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SIZES, num_key_value_heads=1, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    config.initializer_range = 0.2
+    model = Qwen3MoeForCausalLM(config).eval()
+    result = oneshot(model, recipe=recipe(ignore=["lm_head", "re:.*mlp.gate$"]), dataset=TOKENS)
+    found = details(result, "model.layers.1.mlp.experts.2.gate_proj")
+    assert found["block_loss"] < found["block_loss_before"]
+    assert found["best_step"] == details(result, "model.layers.1.self_attn.q_proj")["best_step"]
+
+
+def test_modules_outside_of_blocks_are_blocks_of_their_own_and_quantized_inputs_are_seen() -> None:
+    inputs = {"input_activations": {"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True}}
+    plain, coarse = (
+        oneshot(llama(), recipe=recipe(FORMATS["channels"], ignore=["re:.*layers.1.*"], scheme=one, iters=10), dataset=TOKENS)
+        for one in ({}, inputs)
+    )
+    for name in ("lm_head", "model.layers.0.mlp.up_proj"):
+        assert 0 < details(plain, name)["block_loss"] <= details(plain, name)["block_loss_before"]
+        assert details(coarse, name)["block_loss_before"] > 1.2 * details(plain, name)["block_loss_before"]
+    assert details(coarse)["block_loss"] < details(coarse)["block_loss_before"]
+
+
+def test_a_checkpoint_is_read_back(tmp_path: Path) -> None:
+    llama().bfloat16().save_pretrained(tmp_path / "base")
+    result = oneshot(tmp_path / "base", recipe=recipe(iters=4), dataset=TOKENS, output_dir=tmp_path / "out")
+    loaded = load_compressed(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS[:2]).logits, result.model(TOKENS[:2]).logits)
+
+
+def test_what_cannot_be_learned_is_refused() -> None:
+    with pytest.raises(SchemeError, match="float8 per channel was given, and rounding is learned for integers"):
+        oneshot(llama(), recipe=recipe({"num_bits": 8, "type": "float", "strategy": "channel"}), dataset=TOKENS)
+    with pytest.raises(CalibrationError, match="a block is learned at once; leave sequential_targets out"):
+        oneshot(llama(), recipe=recipe(), dataset=TOKENS, sequential_targets=["LlamaMLP", "LlamaAttention"])
+
+
+def test_padding_is_not_aimed_at() -> None:
+    rows: list[Tensor] = [row[: 8 + index % 3 * 8] for index, row in enumerate(TOKENS)]
+    data = [{"input_ids": row.tolist()} for row in rows]
+    padded = oneshot(llama(), recipe=recipe(iters=4), dataset=data, batch_size=8)
+    apart = oneshot(llama(), recipe=recipe(iters=4), dataset=data, batch_size=1)
+    assert details(padded)["block_loss_before"] == pytest.approx(details(apart)["block_loss_before"], rel=1e-3)

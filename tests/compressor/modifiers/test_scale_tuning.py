@@ -1,0 +1,226 @@
+"""Scales and norms are trained towards the uncompressed model, on other sequences than those that judge; codes stay"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from compressor import load_compressed, oneshot
+from compressor.algorithms.scale_tuning import FixedCodes, divergence, move_gradient, moved_scale, scaled_weight, sum_by_scale
+from compressor.errors import CalibrationError, RecipeError, SchemeError
+from compressor.modifiers.scale_tuning import ScaleTuningModifier
+from compressor.nn import QuantizedLayer
+from compressor.numerics import QuantizationArgs, dequantize, quantize, weight_qparams
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+INT3 = {"num_bits": 3, "type": "int", "strategy": "group", "group_size": 16}
+TOKENS = torch.randint(0, 96, (64, 32), generator=torch.Generator().manual_seed(5))
+FORMATS: dict[str, dict[str, Any]] = {
+    "groups": {"num_bits": 3, "group_size": 16},
+    "asymmetric": {"num_bits": 4, "group_size": 16, "symmetric": False},
+    "channels": {"num_bits": 4, "strategy": "channel"},
+    "tensor": {"num_bits": 4, "strategy": "tensor"},
+    "fp8": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "blocks": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 16]},
+    "nvfp4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+}
+
+
+def llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, initializer_range=0.2)).to(dtype).eval()
+
+
+def recipe(
+    weights: dict[str, Any] | None = None, quantizer: str = "GPTQModifier", ignore: Any = ("lm_head",), **tuning: Any
+) -> dict[str, Any]:
+    groups = {"g": {"targets": ["Linear"], "weights": weights or INT3}}
+    chosen = {"steps": 16, "lr": 1e-2, "batch_size": 8, "held_out_frac": 0.25, **tuning}
+    return {quantizer: {"ignore": list(ignore), "config_groups": groups}, "ScaleTuningModifier": chosen}
+
+
+def only(quantizer: dict[str, Any]) -> dict[str, Any]:
+    return {name: settings for name, settings in quantizer.items() if name != "ScaleTuningModifier"}
+
+
+def note_of(result: Any) -> str:
+    return next(note for note in result.report.notes if note.startswith("ScaleTuningModifier"))
+
+
+def held_out(note: str) -> tuple[float, float]:
+    before, _, after = note.partition("KL(base || compressed) ")[2].split()[:3]
+    return float(before), float(after)
+
+
+def codes(model: nn.Module) -> dict[str, Tensor]:
+    return {name: layer.codes().float() for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+
+
+def kl(base: nn.Module, model: nn.Module, ids: Tensor) -> float:
+    with torch.no_grad():
+        return float(divergence(base(ids).logits.flatten(0, 1), model(ids).logits.flatten(0, 1)).mean())
+
+
+def test_the_model_comes_closer_to_its_base_and_codes_stay() -> None:
+    plain = oneshot(llama(), recipe=only(recipe()), dataset=TOKENS).model
+    tuned = oneshot(llama(), recipe=recipe(), dataset=TOKENS)
+    before, after = held_out(note_of(tuned))
+    assert after < before
+    assert kl(llama(), tuned.model, TOKENS) < 0.95 * kl(llama(), plain, TOKENS)
+    assert all(torch.equal(one, other) for one, other in zip(codes(plain).values(), codes(tuned.model).values(), strict=True))
+    moved = {name for name, record in tuned.report.modules.items() if record.details.get("tuned", 0) > 0}
+    assert {"model.norm", "model.layers.0.mlp.up_proj", "model.layers.1.input_layernorm"} <= moved
+    assert {name for name, one in tuned.model.named_parameters() if one.requires_grad} >= {"model.norm.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_with_scales_of_its_own_is_trained(name: str) -> None:
+    tuned = oneshot(llama(), recipe=recipe(FORMATS[name], "QuantizationModifier", tune_norms=name != "groups"), dataset=TOKENS)
+    before, after = held_out(note_of(tuned))
+    assert after < before
+    assert any("layers" in module and "proj" in module and "tuned" in record.details for module, record in tuned.report.modules.items())
+
+
+def test_what_is_measured_at_the_end_is_what_is_stored(tmp_path: Path) -> None:
+    llama(torch.bfloat16).save_pretrained(tmp_path / "base")
+    result = oneshot(tmp_path / "base", recipe=recipe(), dataset=TOKENS, output_dir=tmp_path / "out", seed=3)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(3)).tolist()
+    judges = TOKENS[sorted(order[:16])]
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    assert kl(base, load_compressed(tmp_path / "out"), judges) == pytest.approx(held_out(note_of(result))[1], rel=2e-2)
+
+
+def test_nothing_changes_where_nothing_improves() -> None:
+    plain = oneshot(llama(), recipe=only(recipe()), dataset=TOKENS).model
+    spoilt = oneshot(llama(), recipe=recipe(lr=0.5, steps=40, evaluate_every=5, patience=2, batch_size=1, seed=1), dataset=TOKENS[:4])
+    plain = oneshot(llama(), recipe=only(recipe()), dataset=TOKENS[:4]).model
+    assert "nothing was changed; it stopped early" in note_of(spoilt)
+    assert "10 of 40 steps" in note_of(spoilt)
+    ours, theirs = spoilt.model.state_dict(), plain.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert not any("tuned" in record.details for record in spoilt.report.modules.values())
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_both_engines_and_a_second_run_give_the_same_bytes(engine: str) -> None:
+    first, second = (oneshot(llama(), recipe=recipe(steps=6), dataset=TOKENS, engine=engine) for _ in range(2))
+    assert first.report.to_dict() == second.report.to_dict()
+    assert all(
+        torch.equal(one, other) for one, other in zip(first.model.state_dict().values(), second.model.state_dict().values(), strict=True)
+    )
+
+
+def test_padding_counts_nowhere() -> None:
+    rows = [{"input_ids": row[: 20 + index % 11].tolist()} for index, row in enumerate(TOKENS)]
+    padded = oneshot(llama(), recipe=recipe(steps=16), dataset=rows, batch_size=8)
+    apart = oneshot(llama(), recipe=recipe(steps=16), dataset=rows, batch_size=1)
+    assert held_out(note_of(padded)) == pytest.approx(held_out(note_of(apart)), rel=1e-2)
+
+
+@pytest.mark.parametrize("quantized_head", [False, True])
+def test_heads_may_be_quantized_or_tied(quantized_head: bool) -> None:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    tied = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, init_std=0.2)).eval()
+    model, ignore = (llama(), ()) if quantized_head else (tied, ("lm_head",))
+    before, after = held_out(note_of(oneshot(model, recipe=recipe(ignore=ignore), dataset=TOKENS)))
+    assert after < before
+
+
+def test_experts_are_trained_one_by_one() -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SIZES, num_key_value_heads=1, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    config.initializer_range = 0.2
+    result = oneshot(Qwen3MoeForCausalLM(config).eval(), recipe=recipe(ignore=("lm_head", "re:.*mlp.gate$")), dataset=TOKENS)
+    before, after = held_out(note_of(result))
+    assert after < before
+    assert "tuned" in result.report.modules["model.layers.1.mlp.experts.3.down_proj"].details
+    assert "tuned" in result.report.modules["model.layers.0.self_attn.q_norm"].details
+
+
+def test_an_encoder_is_judged_by_its_last_hidden_states() -> None:
+    torch.manual_seed(0)
+    bert = BertModel(BertConfig(**SIZES, initializer_range=0.2)).eval()
+    result = oneshot(bert, recipe=recipe(quantizer="QuantizationModifier", ignore=()), dataset=TOKENS)
+    assert "squared error of the output" in note_of(result)
+    assert "best after step" in note_of(result)
+
+
+def test_what_cannot_be_trained_is_refused_before_any_batch_runs() -> None:
+    with pytest.raises(RecipeError, match="no modifier before it quantizes weights"):
+        oneshot(llama(), recipe={"ScaleTuningModifier": {}}, dataset=TOKENS)
+    with pytest.raises(SchemeError, match="MX format, whose scales, powers of two, cannot be trained"):
+        oneshot(
+            llama(),
+            recipe={"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "MXFP4A16"}, "ScaleTuningModifier": {}},
+            dataset=TOKENS,
+        )
+    with pytest.raises(RecipeError, match=r"q_proj \(one of 14\) is quantized by a modifier behind it; let it stand last"):
+        oneshot(llama(), recipe=dict(reversed(recipe().items())), dataset=TOKENS)
+    with pytest.raises(CalibrationError, match="1 sequence was given; give at least 2"):
+        oneshot(llama(), recipe=recipe(), dataset=TOKENS[:1])
+    with pytest.raises(RecipeError, match="held_out_frac"):
+        ScaleTuningModifier(held_out_frac=1.0)
+
+
+def test_logits_behind_a_soft_cap_are_kept_whole() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, num_key_value_heads=1, head_dim=16, initializer_range=0.2, final_logit_softcapping=5.0))
+    result = oneshot(gemma.eval(), recipe=recipe(steps=8), dataset=TOKENS)
+    assert f"{64 * 32 * 96 * 4 / 1e6:.1f} MB of base outputs" in note_of(result)
+    assert f"{64 * 32 * 32 * 4 / 1e6:.1f} MB of base outputs" in note_of(oneshot(llama(), recipe=recipe(steps=4), dataset=TOKENS))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradients_of_scales_are_those_of_the_plain_formula(name: str) -> None:
+    args = QuantizationArgs(**FORMATS[name])
+    weight = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
+    qparams = weight_qparams(weight, args, "w", torch.tensor([50.0]) if args.has_global_scale else None)
+    found = quantize(weight, qparams, args)
+    stored = torch.float8_e4m3fn if args.has_global_scale else torch.bfloat16
+    fixed = FixedCodes(found, qparams, args, None, stored, torch.float32, 0.5)
+    move = torch.full_like(qparams.scale, 0.1, dtype=torch.float32)
+    value = scaled_weight(move, fixed)
+    assert torch.equal(value, dequantize(found, qparams._replace(scale=moved_scale(move, fixed)), args))
+    assert torch.equal(scaled_weight(torch.zeros_like(move), fixed), dequantize(found, qparams, args))
+    slope = torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
+    expected = 0.5 * sum_by_scale(slope * value, tuple(move.shape), args)
+    assert torch.allclose(move_gradient(slope, move, fixed), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_columns_in_an_order_of_their_own_are_summed_by_their_group() -> None:
+    values, groups = torch.arange(12.0).reshape(2, 6), torch.tensor([1, 0, 1, 0, 2, 2], dtype=torch.int32)
+    args = QuantizationArgs(num_bits=4, group_size=2, actorder="group")
+    assert sum_by_scale(values, (2, 3), args, groups).tolist() == [[4.0, 2.0, 9.0], [16.0, 14.0, 21.0]]
+
+
+def test_the_checkpoint_says_what_was_trained(tmp_path: Path) -> None:
+    llama(torch.bfloat16).save_pretrained(tmp_path / "base")
+    oneshot(tmp_path / "base", recipe=recipe(), dataset=TOKENS, output_dir=tmp_path / "out")
+    base, out = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
+    assert not torch.equal(base["model.norm.weight"], out["model.norm.weight"])
+    assert torch.equal(base["lm_head.weight"], out["lm_head.weight"])
