@@ -111,7 +111,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     sequential = SequentialSettings.of(settings)
     source = None if isinstance(model, nn.Module) else model
     place = check_places(settings.output_dir, settings.run_dir, resume=settings.resume, source=source)
-    parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot")
+    parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot", mode=settings.mode)
     tokenizer = resolve_tokenizer(settings.tokenizer, settings.trust_remote_code_model)
     chosen = _choose(parsed, settings, sequential)
     loaded = load_model(

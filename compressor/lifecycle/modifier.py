@@ -151,6 +151,14 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
         """
         return "unused"
 
+    def followers(self) -> list[Modifier]:
+        """Make the modifiers that its settings ask for behind it.
+
+        Returns:
+            Fresh ones; a recipe appends each to the stage, unless one of its type stands there already.
+        """
+        return []
+
     def restore_flags(self, flags: Flags) -> None:
         """Go back to earlier flags, after a call of the session that failed as a whole.
 

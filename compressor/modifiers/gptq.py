@@ -14,7 +14,8 @@ from compressor.algorithms.gptq import ActOrder, Solver, quantize_gptq
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError, SchemeError
-from compressor.lifecycle import BaseStream, CalibrationNeed, Event, ModuleRecord, State
+from compressor.lifecycle import BaseStream, CalibrationNeed, Event, Modifier, ModuleRecord, State
+from compressor.modifiers.scale_tuning import ScaleTuningModifier
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.schemes.input_statistics import BaseInputs, InputHessians, InputHook, mask_of_input
 from compressor.modifiers.schemes.targets import scheme_label
@@ -23,6 +24,7 @@ from compressor.nn.experts import Expert, expert_rows
 from compressor.numerics import QuantizationArgs, QuantizationScheme, weight_qparams
 
 Target = Literal["base", "propagated"]
+Mode = Literal["fast", "default", "best"]
 
 _FEW_BITS = 4  # of a weight: with more, what compression changes is too little to be worth another forward
 _DEAD = "dead_columns"  # in the details of a module's record
@@ -44,6 +46,8 @@ class GPTQModifier(SchemeModifier):
             (`propagated`), or on those of the uncompressed model (`base`), which then runs beside the other. By default `base` where layers
             run once and a weight of at most 4 bits has something to gain.
         alpha: how far towards `base` weights are moved before they are rounded.
+        mode: how much time its accuracy is worth, in a word: `fast` leaves the uncompressed model out, `default` has it run beside the
+            other, `best` trains scales afterwards, too (see ScaleTuningModifier). What is set by itself comes first.
     """
 
     takes_embeddings: ClassVar[bool] = False
@@ -57,6 +61,7 @@ class GPTQModifier(SchemeModifier):
     share_inputs: bool = True
     target: Target | None = None
     alpha: float = Field(default=1.0, gt=0, le=1)
+    mode: Mode = "default"
 
     _base_inputs: BaseInputs = PrivateAttr(default_factory=BaseInputs)
     _hessians: InputHessians = PrivateAttr(default_factory=lambda: InputHessians(share=True))
@@ -75,8 +80,14 @@ class GPTQModifier(SchemeModifier):
         """Say what `base_stream` will be once the modifier is initialized with these schemes."""
         if self.target is not None:
             return "required" if self.target == "base" else "unused"
+        if self.mode == "fast":
+            return "unused"
         bits = [scheme.weights.num_bits for scheme in schemes if scheme.weights is not None]
         return "wanted" if min(bits, default=16) <= _FEW_BITS else "unused"
+
+    def followers(self) -> list[Modifier]:
+        """Tuning of the scales, with `mode="best"`."""
+        return [ScaleTuningModifier()] if self.mode == "best" else []
 
     @property
     def calibration_need(self) -> CalibrationNeed:

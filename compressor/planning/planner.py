@@ -11,9 +11,9 @@ import copy
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from compressor.model.experts.stages import expert_targets
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.load import check_in_memory, resolve_device, resolve_dtype
 from compressor.model.loading.stand_in import load_skeleton
+from compressor.modifiers.gptq import Mode
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import SequentialSettings, choose_pipeline
 from compressor.pipelines.calibration_mode import calibration_mode
@@ -35,7 +36,7 @@ from compressor.planning.estimate import Estimate, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.stages import Setting, lay_out
 from compressor.planning.workload import Batches, Target, bytes_of, guess_footprints, join_by_input, stages_of
-from compressor.recipe import load_recipe
+from compressor.recipe import Recipe, load_recipe
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import PlanSettings
 from compressor.tracing import Partition, partition
@@ -97,6 +98,7 @@ class Plan:
         sequential_targets: names of the layers, or of the modules in them, that would be calibrated one after another.
         forwards: how often a layer runs, in words.
         estimate: what the run would cost.
+        modes: what it would cost in each mode, where the recipe has modes: estimates by name.
     """
 
     modules: list[PlannedModule]
@@ -105,6 +107,7 @@ class Plan:
     sequential_targets: list[str]
     forwards: str
     estimate: Estimate
+    modes: dict[str, Estimate] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -119,6 +122,7 @@ class Plan:
             "sequential_targets": self.sequential_targets,
             "forwards": self.forwards,
             "estimate": self.estimate.to_dict(),
+            "modes": {name: _figures(estimate) for name, estimate in self.modes.items()},
         }
 
 
@@ -139,7 +143,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     check_dtypes_around(plan)
     dtype, memory = settings.dtype, settings.activation_memory
     granted = None if memory is None else parse_bytes(memory, "activation_memory")
-    parsed = load_recipe(settings.recipe, args=settings.recipe_args)
+    parsed = load_recipe(settings.recipe, args=settings.recipe_args, mode=settings.mode)
     chosen = choose_pipeline(parsed.modifiers, settings.pipeline)
     skeleton = load_skeleton(model, trust_remote_code=settings.trust_remote_code_model, model_class=settings.model_class)
     if isinstance(model, nn.Module):
@@ -153,19 +157,42 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     run_device = resolve_device(settings.device)
     with unfused_experts(skeleton, hold=True) as experts:
         try:
-            targets, skipped = _targets(skeleton, parsed.modifiers)
-            patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, settings.sequential_targets)
-            streams = _streams(chosen, settings, list(targets.values()))
-            layers = _layers(skeleton, partition(skeleton, patterns), targets, streams) if chosen == "sequential" else []
             speed = measure_speed(run_device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             keeps_float = run_device.type == "cpu" or isinstance(model, nn.Module)
-            setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed, *streams)
-            sequences = {one.label: one.forwards_of_training(batches.num_samples) for one in parsed.modifiers if isinstance(one, _Training)}
-            trained = {label: number / batches.batch_size for label, number in sequences.items()}
-            estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained)
+            setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed)
+            made = _made(skeleton, parsed, chosen, settings, setting)
+            modes = {
+                mode: _made(skeleton, other, chosen, settings, setting).estimate for mode, other in _other_modes(parsed, settings).items()
+            }
         finally:
             experts.restore()
+    return replace(made, modes=modes)
+
+
+def _other_modes(parsed: Recipe, settings: PlanSettings) -> dict[str, Recipe]:
+    """The recipe in every mode, where it was given as text or data and has modes."""
+    if not any("mode" in type(modifier).model_fields for modifier in parsed.modifiers) or not isinstance(
+        settings.recipe, str | Path | Mapping
+    ):
+        return {}
+    return {mode: load_recipe(settings.recipe, args=settings.recipe_args, mode=mode) for mode in get_args(Mode)}
+
+
+def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettings, setting: Setting) -> Plan:
+    targets, skipped = _targets(skeleton, parsed.modifiers)
+    patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, settings.sequential_targets)
+    runs_once, has_base_stream = streams = _streams(chosen, settings, list(targets.values()))
+    layers = _layers(skeleton, partition(skeleton, patterns), targets, streams) if chosen == "sequential" else []
+    setting = replace(setting, runs_once=runs_once, has_base_stream=has_base_stream)
+    batches = setting.batches
+    sequences = {one.label: one.forwards_of_training(batches.num_samples) for one in parsed.modifiers if isinstance(one, _Training)}
+    trained = {label: number / batches.batch_size for label, number in sequences.items()}
+    estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained)
     return Plan([target.module for target in targets.values()], skipped, chosen, layers, _in_words(chosen, *streams), estimate)
+
+
+def _figures(estimate: Estimate) -> dict[str, float]:
+    return {"seconds": estimate.seconds, "peak_bytes": estimate.peak_bytes, "peak_extra_bytes": estimate.peak_extra_bytes}
 
 
 def _targets(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[dict[str, Target], list[PlannedModule]]:

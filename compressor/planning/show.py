@@ -108,7 +108,15 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("disk for finished stages until the end (with an output folder)", _mb(cost.journal_bytes)))
     if cost.offload_bytes:
         lines.append(("disk for activations (estimate)", _mb(cost.offload_bytes)))
-    return [*lines, ("time (estimate)", f"{cost.seconds:,.1f} s, at {speed}"), ("memory of forwards", cost.basis)]
+    modes = [
+        (
+            f"mode {name} (estimate)",
+            f"{other.seconds:,.1f} s, {_mb(other.peak_extra_bytes)} beyond the model"
+            + (" and what a step of its training keeps" if name == "best" else ""),
+        )
+        for name, other in plan.modes.items()
+    ]
+    return [*lines, ("time (estimate)", f"{cost.seconds:,.1f} s, at {speed}"), ("memory of forwards", cost.basis), *modes]
 
 
 def _modules(plan: Plan) -> Iterator[Table]:

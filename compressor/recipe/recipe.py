@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ def load_recipe(
     source: str | Path | Mapping[str, Any] | Recipe | Modifier | Sequence[Any],
     args: Mapping[str, Any] | Sequence[str] | None = None,
     run_type: str | None = None,
+    mode: str | None = None,
 ) -> Recipe:
     """Read a recipe, strictly: what means nothing is an error that names the line and the nearest valid name.
 
@@ -62,6 +63,7 @@ def load_recipe(
             recipe; a modifier; or a list of modifiers, whose `index` and `group` are filled in on the objects themselves.
         args: values for `${name}` in the recipe, in place of the recipe's own `args`: a mapping, or texts `name=value`.
         run_type: `oneshot` or `train`: for which run; a recipe that says it is for the other is refused.
+        mode: `fast`, `default` or `best`, in place of what the recipe says, for all modifiers that have modes.
 
     Returns:
         The recipe.
@@ -74,7 +76,7 @@ def load_recipe(
         >>> recipe.modifiers[0].group
         'quant'
     """
-    recipe = _read(source, named_values(args))
+    recipe = _followed(_in_mode(_read(source, named_values(args)), mode, _modifier_objects(source) is not None))
     for stage in recipe.stages:
         if run_type is not None and stage.run_type not in (None, run_type):
             raise RecipeError(
@@ -98,6 +100,37 @@ def _read(source: Any, args: Mapping[str, Any]) -> Recipe:
     assert objects is not None
     recipe = Recipe((Stage(DEFAULT_STAGE, _filled_in(objects)),))
     return Recipe(recipe.stages, recipe.dump())
+
+
+def _in_mode(recipe: Recipe, mode: str | None, holds_objects: bool) -> Recipe:
+    """Set the mode that was asked for; modifiers that a caller holds are left to him."""
+    if mode is None:
+        return recipe
+    with_modes = [modifier for modifier in recipe.modifiers if "mode" in type(modifier).model_fields]
+    if holds_objects or not with_modes:
+        why = "modifier objects; set their field" if holds_objects else "a recipe whose modifiers have none; leave it out"
+        raise RecipeError(f"mode: {mode!r} was given with {why}")
+    for modifier in with_modes:
+        modifier.mode = mode  # type: ignore[attr-defined]
+    return Recipe(recipe.stages, recipe.dump())
+
+
+def _followed(recipe: Recipe) -> Recipe:
+    """Append what modifiers ask for behind them."""
+    stages, changed = [], False
+    for stage in recipe.stages:
+        known = {type(modifier) for modifier in recipe.modifiers}
+        wanted = [follower for modifier in stage.modifiers for follower in modifier.followers() if type(follower) not in known]
+        for follower in wanted:
+            follower.group = stage.modifiers[-1].group
+        changed = changed or bool(wanted)
+        stages.append(replace(stage, modifiers=(*stage.modifiers, *wanted)))
+    if not changed:
+        return recipe
+    made = Recipe(tuple(stages))
+    for position, modifier in enumerate(made.modifiers):
+        modifier.index = position
+    return Recipe(made.stages, made.dump())
 
 
 def _modifier_objects(source: object) -> list[Modifier] | None:

@@ -95,6 +95,8 @@ class PlanSettings(RecipeSettings, TracingSettings, PassSettings, LoadSettings):
 
     recipe: Annotated[Any, Option(metavar="R")]
     """YAML or JSON text or file; in Python also a dict, a modifier or a list of modifiers."""
+    mode: Annotated[Text | None, Option(choices=("fast", "default", "best"))] = None
+    """How much time accuracy is worth, for the modifiers that have modes, in place of what the recipe says."""
     num_calibration_samples: Annotated[Whole, Option(metavar="N", read=positive)] = 512
     """Sequences taken from the dataset; of a DataLoader whole batches, up to that number or beyond."""
     max_seq_length: Annotated[Whole | None, Option(metavar="T", read=positive)] = None
