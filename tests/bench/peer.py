@@ -53,6 +53,7 @@ class BenchPlan:
     rounds: int = 5
     num_threads: int = os.cpu_count() or 1
     device: str = "cpu"
+    mode: str = "default"
 
     def check(self) -> None:
         """Refuse what cannot work before the first run.
@@ -153,7 +154,7 @@ def render(result: dict[str, Any]) -> list[Table]:
     """
     plan = result["plan"]
     what = f"{plan['model']}, {plan['recipe']}, {plan['num_samples']} x {plan['seq_len']} tokens"
-    title = f"{what}, {plan['rounds']} rounds, {plan['num_threads']} threads, {plan['device']}"
+    title = f"{what}, mode {plan['mode']}, {plan['rounds']} rounds, {plan['num_threads']} threads, {plan['device']}"
     cost = Table("quantity", "ours", "peer", "peer / ours", title=title, title_justify="left")
     for row in result["quantities"]:
         cells = [f"{row['median'][who]:.2f} {row['unit']} ({min(row[who]):.2f} to {max(row[who]):.2f})" for who in LIBRARIES]
@@ -210,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=BenchPlan.rounds)
     parser.add_argument("--num-threads", type=int, default=BenchPlan.num_threads)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=BenchPlan.device)
+    parser.add_argument("--mode", choices=("fast", "default", "best"), default=BenchPlan.mode, help="of ours")
     return parser
 
 
@@ -224,6 +226,7 @@ def _compress(plan: BenchPlan, library: str, work_dir: Path) -> dict[str, Any]:
         "num_samples": plan.num_samples,
         "seq_len": plan.seq_len,
         "device": plan.device,
+        "options": {"mode": plan.mode},
     }
     result, process_seconds = run_job(plan, library, library, settings, work_dir)
     result["seconds"]["process"] = process_seconds
