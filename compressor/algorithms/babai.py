@@ -247,6 +247,10 @@ def search_scales(work_CR: Tensor, factor: Factor, grid: Grid, order_C: Tensor) 
     """
     largest, smallest = SEARCHED_MULTIPLES[grid.args.num_bits]
     multiples_P = torch.linspace(largest, smallest, NUM_CANDIDATES, dtype=torch.float32, device=work_CR.device)
+    kernel = _kernel_for(grid, work_CR.device)
+    if kernel is not None:
+        chosen_GR = kernel.search(work_CR, factor.unit_CC.t().contiguous(), factor.diag_C, GridColumns(grid, order_C), multiples_P)
+        return chosen_GR.t().to(grid.scale_RG.dtype).contiguous()
     scale_RG = grid.scale_RG.clone()
     group_C = grid.group_C.index_select(0, order_C)
     for group in range(scale_RG.shape[1]):
@@ -265,10 +269,6 @@ def _losses(work_SR: Tensor, factor: Factor, candidates_PR: Tensor, zero_R: Tens
     """Round one group with every candidate scale; return the loss of each, [P, R]."""
     num_candidates, rows = candidates_PR.shape
     columns = torch.arange(len(work_SR), device=work_SR.device)
-    grid = Grid(candidates_PR.t(), None if zero_R is None else zero_R[:, None], torch.zeros_like(columns), args)
-    kernel = _kernel_for(grid, work_SR.device)
-    if kernel is not None:
-        return kernel.losses(work_SR, factor.unit_CC.t().contiguous(), factor.diag_C, GridColumns(grid, columns))
     zeros = None if zero_R is None else zero_R.repeat(num_candidates)[:, None]
     grid = Grid(candidates_PR.reshape(-1, 1), zeros, torch.zeros_like(columns), args)
     _, loss = solve_r_form(work_SR.repeat(1, num_candidates), factor, GridColumns(grid, columns), len(columns))

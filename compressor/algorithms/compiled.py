@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -27,8 +28,9 @@ SWITCH = "COMPRESSOR_KERNEL"
 _SOURCE = Path(__file__).with_name("rounding.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 SCALE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LAST = (ctypes.c_float, ctypes.c_float, ctypes.c_int)  # smallest and largest code, dtype of scales
 _TILE = 32
-_MIN_WORK = 1 << 21  # multiplications below which a second thread costs more than it brings
+_MIN_WORK = 1 << 26  # products and sums, some milliseconds: for less, a second thread costs more than it brings
 _BUILD_SECONDS = 60
 
 
@@ -47,13 +49,14 @@ class Columns(Protocol):
 
 
 class RoundingKernel:
-    """Rounds the columns of one block, or tries scales on the columns of one group; integers on a CPU."""
+    """Rounds the columns of one block, or tries scales on the columns of every group; integers on a CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Take the function out of a library."""
-        self._round_rows = library.round_rows
-        self._round_rows.restype = ctypes.c_int
-        self._round_rows.argtypes = [*[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 5, *[ctypes.c_float] * 2, ctypes.c_int]
+        """Take the functions out of a library."""
+        self._round_rows, self._search_rows = library.round_rows, library.search_rows
+        self._round_rows.argtypes = [*[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 4, *_LAST]
+        self._search_rows.argtypes = [*[ctypes.c_void_p] * 8, *[ctypes.c_int64] * 6, *_LAST]
+        self._round_rows.restype = self._search_rows.restype = ctypes.c_int
 
     def round_block(
         self, T_BR: Tensor, E_BR: Tensor, C_BB: Tensor, diag_B: Tensor, columns: Columns, first: int, codes_BR: Tensor, loss_R: Tensor
@@ -70,58 +73,59 @@ class RoundingKernel:
             codes_BR: [B, R] int8, filled.
             loss_R: [R] float32, twice the loss of these columns is added.
         """
-        self._call(T_BR, E_BR, C_BB, diag_B, columns, columns.group_C[first : first + len(T_BR)], 1, codes_BR, loss_R)
+        num_columns, rows = T_BR.shape
+        group_B = columns.group_C[first : first + num_columns]
+        held = (T_BR, E_BR, codes_BR, loss_R, C_BB, diag_B, columns.scale32_GR, columns.zero32_GR, group_B)
+        pointers, last = _pointers(held), (columns.low, columns.high, SCALE_DTYPES[columns.dtype])
+        work = rows * num_columns * num_columns // 2
+        _in_parts(lambda begin, end: int(self._round_rows(*pointers, num_columns, rows, begin, end, *last)), rows, work)
 
-    def losses(self, work_SR: Tensor, C_SS: Tensor, diag_S: Tensor, columns: Columns) -> Tensor:
-        """Round the columns of one group with every one of some scales.
+    def search(self, work_CR: Tensor, C_CC: Tensor, diag_C: Tensor, columns: Columns, multiples_P: Tensor) -> Tensor:
+        """Choose for each row and group the multiple of its scale with the least loss.
 
         Args:
-            work_SR: [S, R] float32, the weights; not modified.
-            C_SS: [S, S] float32, as for `round_block`.
-            diag_S: [S] float32, as for `round_block`.
-            columns: the candidates, [P, R], and their zero point, the same for all.
+            work_CR: [C, R] float32, the weights, their columns in the order of rounding; not modified.
+            C_CC: [C, C] float32, as for `round_block`, of all columns.
+            diag_C: [C] float32, as for `round_block`.
+            columns: observed scales and zero points.
+            multiples_P: [P] float32, in the order in which they win where losses are equal.
 
         Returns:
-            [P, R] float32, the loss with each.
+            [G, R] float32, the chosen scales.
         """
-        candidates = len(columns.scale32_GR)
-        loss_PR = work_SR.new_zeros(candidates, work_SR.shape[1])
-        self._call(work_SR, work_SR, C_SS, diag_S, columns, columns.group_C, candidates, None, loss_PR)
-        return loss_PR.mul_(0.5)
+        num_columns, rows = work_CR.shape
+        scale_GR = columns.scale32_GR.clone()
+        groups = len(scale_GR)
+        place_C = torch.argsort(columns.group_C, stable=True)
+        counts_G = torch.bincount(columns.group_C, minlength=groups)
+        bounds = torch.cat([counts_G.new_zeros(1), counts_G.cumsum(0)])
+        pointers = _pointers((work_CR, C_CC, diag_C, scale_GR, columns.zero32_GR, multiples_P, place_C, bounds))
+        last = (columns.low, columns.high, SCALE_DTYPES[columns.dtype])
+        sizes = (groups, num_columns, rows, len(multiples_P))
+        work = rows * num_columns * int(counts_G.max()) * len(multiples_P) // 2
+        _in_parts(lambda begin, end: int(self._search_rows(*pointers, *sizes, begin, end, *last)), rows, work)
+        return scale_GR
 
-    def _call(
-        self,
-        T_BR: Tensor,
-        E_BR: Tensor,
-        C_BB: Tensor,
-        diag_B: Tensor,
-        columns: Columns,
-        group_B: Tensor,
-        candidates: int,
-        codes_BR: Tensor | None,
-        loss_R: Tensor,
-    ) -> None:
-        num_columns, rows = T_BR.shape
-        held = (T_BR, E_BR, codes_BR, loss_R, C_BB, diag_B, columns.scale32_GR, columns.zero32_GR, group_B)
-        for tensor in held:
-            if tensor is not None and not tensor.is_contiguous():
-                raise AssertionError("the kernel was handed a view")
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in held]
 
-        def run(begin: int, end: int) -> int:
-            bounds = (num_columns, rows, begin, end, candidates, columns.low, columns.high, SCALE_DTYPES[columns.dtype])
-            return int(self._round_rows(*pointers, *bounds))
+def _pointers(held: Sequence[Tensor | None]) -> list[int | None]:
+    for tensor in held:
+        if tensor is not None and not tensor.is_contiguous():
+            raise AssertionError("the kernel was handed a view")
+    return [None if tensor is None else tensor.data_ptr() for tensor in held]
 
-        threads = torch.get_num_threads() if rows * num_columns * num_columns * candidates > _MIN_WORK else 1
-        step = -(-rows // threads // _TILE) * _TILE if threads > 1 else rows
-        parts = [(begin, min(begin + step, rows)) for begin in range(0, rows, max(step, 1))]
-        if len(parts) == 1:
-            failed = [run(*parts[0])]
-        else:
-            with ThreadPoolExecutor(len(parts)) as pool:
-                failed = list(pool.map(lambda part: run(*part), parts))
-        if any(failed):
-            raise MemoryError("no memory for the errors of one block of columns")
+
+def _in_parts(run: Callable[[int, int], int], rows: int, work: int) -> None:
+    """Run over all rows, on as many threads as torch has where that pays."""
+    threads = torch.get_num_threads() if work > _MIN_WORK else 1
+    step = max(1, -(-rows // threads // _TILE) * _TILE if threads > 1 else rows)
+    parts = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+    if len(parts) == 1:
+        failed = [run(*parts[0])]
+    else:
+        with ThreadPoolExecutor(len(parts)) as pool:
+            failed = list(pool.map(lambda part: run(*part), parts))
+    if any(failed):
+        raise MemoryError("no memory for the errors of one block of columns")
 
 
 @functools.cache

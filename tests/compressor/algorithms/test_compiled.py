@@ -105,7 +105,7 @@ def test_a_view_is_refused(kernel: RoundingKernel) -> None:
     grid = Grid(torch.ones(8, 1), None, torch.zeros(SIZE, dtype=torch.long), args)
     columns = GridColumns(grid, torch.arange(SIZE))
     with pytest.raises(AssertionError, match="view"):
-        kernel.losses(torch.ones(8, SIZE).t(), torch.eye(SIZE), torch.ones(SIZE), columns)
+        kernel.search(torch.ones(8, SIZE).t(), torch.eye(SIZE), torch.ones(SIZE), columns, torch.ones(3))
 
 
 ASK = "from compressor.algorithms.compiled import rounding_kernel; print(rounding_kernel() is None)"
