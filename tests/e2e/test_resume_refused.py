@@ -173,7 +173,7 @@ def test_every_argument_is_part_of_the_fingerprint_or_known_not_to_matter() -> N
     """An argument that is added must be looked at here: it goes into `choices`, or into one of these lists."""
     import inspect
 
-    by_hash = {"model", "recipe", "recipe_args", "dataset", "tokenizer", "seed", "device", "trust_remote_code_model"}
+    by_hash = {"model", "recipe", "mode", "recipe_args", "dataset", "tokenizer", "seed", "device", "trust_remote_code_model"}
     in_data = {"num_calibration_samples", "max_seq_length", "batch_size", "text_column", "shuffle_calibration_samples"}
     in_choices = {"pipeline", "dtype", "model_class", "calibrate_all_experts"}
     in_settings = {"passes", "sequential_targets", "propagate_error", "engine", "max_variants", "leaves"}
