@@ -7,8 +7,9 @@ Shapes: R rows (out features), C columns (in features), G groups, N tokens. Code
 1.5 is the number 1.5 in whatever dtype holds it.
 
 What a method may meet beyond the ordinary stands in its protocol. Unless it says otherwise: tensors of every dtype that the subject takes,
-one row or one column wide, subnormal and near the largest number, of zeros only, or of a constant; of any memory layout; with 1,000
-columns or 130 rows.
+one row or one column wide, square, subnormal and near the largest number, of zeros only, or of a constant; of any memory layout that
+`harness.checks.inputs.presentations` lists (views, steps, offsets, expanded rows); as plain tensors, Parameters and results that have a
+gradient, with gradients on and off; with 1,000 columns or 520 rows. What shows beyond these sizes only is not seen.
 
 A call may change nothing beside its result: nothing that is handed in (a transform changes the weights of its model, and nothing else of
 it), nothing that an earlier call has returned, and nothing of the process. Numbers are drawn from a generator of one's own; only the making
@@ -224,12 +225,14 @@ class Observer(Protocol):
 class Layer(Protocol):
     """Builds a runtime layer from a float one.
 
-    Built layers meet inputs [N, C], [batch, sequence, C] and inputs without tokens, views, and one piece of memory with other values in it;
-    up to 130 tokens, rows of zeros, values near the largest and the smallest numbers, and subnormal ones where inputs are not quantized; in
-    training and in evaluation mode; with and without a bias; moved to bfloat16 and float16, copied, and filled from a state dict. A forward
-    may keep what it has unpacked, and changes nothing else of its layer: no hook, mode, module or value of its state dict. The output has
-    the dtype of the input. The bias that counts is that of the float layer; a built layer needs no attribute `bias`, or any other of
-    nn.Linear's.
+    Built layers meet inputs of one to four dimensions, [C], [N, C], [batch, sequence, C] and so on, a single token or step and inputs
+    without tokens, views, and one piece of memory with other values in it; up to 130 tokens, rows of zeros, values near the largest and the
+    smallest numbers, and subnormal ones where inputs are not quantized; in training and in evaluation mode, with gradients on and off; with
+    and without a bias, square, with one output or one input; moved to bfloat16 and float16 and back, copied, and filled from a state dict,
+    once and again. A layer that was filled or copied gives what the one gives that it came from, and a copy shares nothing with it. A
+    forward may keep what it has unpacked, and changes nothing else of its layer: no hook, mode, module or value of its state dict. The
+    output has the dtype of the input. The bias that counts is that of the float layer; a built layer needs no attribute `bias`, or any
+    other of nn.Linear's.
 
     Attributes:
         kind: "layer".

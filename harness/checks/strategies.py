@@ -170,7 +170,7 @@ def large_shapes(column_multiple: int) -> list[tuple[int, int]]:
     Returns:
         (R, C) each.
     """
-    return [(131, 3 * column_multiple), (3, -(-1031 // column_multiple) * column_multiple)]
+    return [(521, 3 * column_multiple), (3, -(-1031 // column_multiple) * column_multiple)]
 
 
 def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: int) -> Iterator[tuple[str, Tensor]]:
