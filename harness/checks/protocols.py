@@ -95,9 +95,10 @@ class Quantizer(Protocol):
 class Packer(Protocol):
     """Puts codes into words, and takes them out again.
 
-    Meets tensors of every rank in `ranks`, views of others, and tensors without rows. Words are contiguous, as files hold them; under a
-    declared layout the bits behind the last code of a row are zero. Where `refuses_unfit` is promised, a code beyond either end raises an
-    error with a message.
+    Meets tensors of every rank in `ranks`, views of others, and tensors without rows. Words are contiguous, as files hold them, if need be
+    as a slice of more words; under a declared layout the bits behind the last code of a row are zero. Where `refuses_unfit` is promised, a
+    code beyond either end, be it by one or by the most that its dtype holds, raises an error with a message, whatever the rank, the layout
+    and the place. What else is no code, such as a number between two of them or NaN, is not asked.
 
     Attributes:
         kind: "packer".
