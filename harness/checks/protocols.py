@@ -52,8 +52,10 @@ class Quantized:
 class Quantizer(Protocol):
     """Turns a weight, or the rows of an activation, into codes.
 
-    `quantize` meets NaN and infinity where `refuses_nonfinite` is promised, and then raises an error with a message. `encode` meets values
-    far beyond the range, up to 1e30 times the last code and never infinity, under scales that are powers of two; they take the last code.
+    `quantize` meets NaN and infinity where `refuses_nonfinite` is promised, in any place, and then raises an error with a message. It meets
+    weights whose range is beyond the largest number of their dtype. `encode` meets weights of any dtype and size, one row among them, under
+    scales that are powers of two, and values far beyond the range, up to 1e30 times the last code and never infinity; they take the last
+    code. Ties are planted where nothing is rounded on the way to them in the dtype of the weight.
     A scale is the rule's down to the smallest normal number of its dtype, without a floor; below that any number above 0 will do.
 
     Attributes:

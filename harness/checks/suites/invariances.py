@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
+from harness.checks.inputs.planted import POWERS, is_exact, middles_of, tied, tied_weights
 from harness.checks.inputs.solver_problems import (
     Problem,
     each_problem,
@@ -175,8 +176,6 @@ def _hold_together(subject: Solver, weights: list[Tensor], hessian: Tensor) -> N
 
 # A check of the ties of second-order solvers: check 9, where no column moves another.
 
-_POWERS = (-3, 0)
-
 
 @register(
     9,
@@ -216,27 +215,19 @@ def _examined(subject: Solver, weight: Tensor, like: Quantized | None) -> int:
             scale, zero = per_value(solved)
             positions = planted.to(torch.float64) / scale + zero
             # Only here is a position the same in every precision: nothing is rounded on the way to it.
-            exact = (torch.frexp(scale)[0] == 0.5) & (positions.to(torch.float32).to(torch.float64) == positions)
+            exact = is_exact(scale, positions, torch.float32)
             expected = nearest(positions, subject.code_values)
             codes = solved.quantized.codes.to(torch.float64)
             where = f"H = {factor:g} I, {'on a tie' if not step else 'an ulp beside a tie'}"
             refuse(exact & (codes != expected), f"{where}: not half to even", code=codes, expected=expected, position=positions)
-            middles = (subject.code_values[1:] + subject.code_values[:-1]) / 2
-            count += int((exact & torch.isin(positions, middles)).sum()) if not step else 0
+            count += int((exact & torch.isin(positions, middles_of(subject.code_values))).sum()) if not step else 0
     return count
 
 
 def _weights(subject: Solver) -> Iterator[Tensor]:
-    """Ties of the whole grid, in groups whose ends ask for a power of two under one of the rules that scales follow."""
-    grid = subject.code_values
-    half = (grid[-1] - grid[0]) / 2
     columns = problems(subject)[0].weight.shape[1]
-    size = subject.group_size or columns
-    for low, high, offset in ((-half, half, 0.0), (-grid[-1], grid[-1], 0.0), (grid[0], grid[-1], 0.0), (0.0, 2 * half, float(-grid[0]))):
-        weight = (_planted(grid, 8, columns) + offset).clamp(float(low), float(high))
-        weight[:, ::size], weight[:, 1::size] = low, high
-        for power in _POWERS:
-            yield (weight * 2.0**power).to(torch.float32)
+    for weight in tied_weights(subject.code_values, 8, columns, subject.group_size or columns):
+        yield weight.to(torch.float32)
 
 
 def _given(subject: Solver) -> Iterator[tuple[Tensor, Quantized]]:
@@ -248,19 +239,13 @@ def _given(subject: Solver) -> Iterator[tuple[Tensor, Quantized]]:
         return
     # An even one: whether codes are rounded before or after it is added must not decide which neighbour is even.
     zero = None if solved.quantized.zero_point is None else torch.full_like(solved.quantized.zero_point, float(grid[0]))
-    for power in _POWERS:
+    for power in POWERS:
         wide = torch.full_like(solved.quantized.scale, 2.0**power)
         whole = None if solved.quantized.global_scale is None else torch.ones_like(solved.quantized.global_scale)
         like = replace(solved.quantized, scale=wide, zero_point=zero, global_scale=whole)
-        weight = ((_planted(grid, rows, columns) - (0.0 if zero is None else float(grid[0]))) * 2.0**power).to(torch.float32)
+        weight = ((tied(grid, rows, columns) - (0.0 if zero is None else float(grid[0]))) * 2.0**power).to(torch.float32)
         try:
             solve(subject, weight, torch.eye(columns), None, like)
         except NothingToCheckError:
             return
         yield weight, like
-
-
-def _planted(grid: Tensor, rows: int, columns: int) -> Tensor:
-    """The middles between all neighbours of a grid, one after the other, as often as they fit."""
-    middles = (grid[1:] + grid[:-1]) / 2
-    return middles[torch.arange(rows * columns) % len(middles)].reshape(rows, columns)

@@ -183,7 +183,7 @@ def refuses_unfit(subject: Packer, context: CheckContext) -> str:
 
 
 def _large_shapes(subject: Packer) -> list[tuple[int, ...]]:
-    found = [(rows, length * subject.column_multiple) for rows, length in _LARGE if rows]
+    found: list[tuple[int, ...]] = [(rows, length * subject.column_multiple) for rows, length in _LARGE if rows]
     return [shape[::-1] for shape in found] if subject.packed_dim == -2 else found
 
 

@@ -204,6 +204,7 @@ PLANTED: dict[str, Any] = {
     "quantizer.saturates": WrongEncoder(INT4, lambda codes, position: torch.where(position.abs() > 9, -codes, codes)),
     "quantizer.odd": WrongEncoder(INT4, lambda codes, position: torch.where((position > 0) & (position < 0.9), 1, codes)),
     "quantizer.ties": WrongEncoder(INT4, lambda codes, position: (position + 0.5).floor().clamp(-8, 7)),
+    "quantizer.given_scales": WrongEncoder(INT4, lambda codes, position: torch.where(codes == 3, 2, codes)),
     "quantizer.shapes": StrideBlind(INT4),
     "packer.dense": LoosePacker(4),
     "observer.batch_order": Forgetful(QuantizationArgs(strategy="tensor")),
