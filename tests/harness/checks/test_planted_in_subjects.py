@@ -211,6 +211,8 @@ PLANTED: dict[str, Any] = {
     "layer.shapes": MixingLayer(QuantizationScheme(targets=["Linear"], weights=INT4)),
     "layer.copies": UnfillableLayer(QuantizationScheme(targets=["Linear"], weights=INT4)),
     "solver.parts_agree": Misreading(INT4),
+    "solver.pieces": WrongSolver(lambda weight: torch.cat((weight[:128], weight[128:] * 1.3))),
+    "solver.layouts": WrongSolver(lambda weight: weight if weight.is_contiguous() else weight * 1.3),
     "solver.identity_rounds": WrongSolver(_half_a_step),
     "solver.grid_is_fixed": WrongSolver(_half_a_step),
     "solver.rows": WrongSolver(_by_row),
