@@ -77,11 +77,13 @@ class DampedHessian:
     """
 
     def __init__(self, hessian_CC: Tensor, order_C: Tensor | None, damp_frac: float, name: str) -> None:
-        """Dampen; `order_C` None keeps the columns' own order."""
+        """Dampen; `order_C` None keeps the columns' own order. A NumericsError where the diagonal is not finite."""
         self.name = name
         self.order_C = order_C if order_C is not None else torch.arange(len(hessian_CC), device=hessian_CC.device)
         self.dead_C = hessian_CC.diagonal() == 0
         self.matrix_CC = _damped(hessian_CC, self.order_C, damp_frac)
+        if not bool(torch.isfinite(self.matrix_CC.diagonal()).all()):  # a factor of infinity alone would pass for one
+            raise NumericsError(f"{name}: the diagonal of its Hessian holds NaN or infinity; its inputs are too large for float32")
 
     @cached_property
     def factor(self) -> Factor:
@@ -168,6 +170,7 @@ def quantize_gptq(
 
     Source: Frantar et al. 2022, arXiv:2210.17323.
     """
+    weights, hessian_CC = [weight.detach() for weight in weights], hessian_CC.detach()  # Parameters, where gradients are on
     rows = [weight.shape[0] for weight in weights]
     stacked = torch.cat(list(weights)) if len(weights) > 1 else weights[0]
     name = " + ".join(names)
@@ -242,8 +245,8 @@ def solve_gptq(
     weights of dead columns are rounded, not zeroed.
     """
     _check_finite(weight_RC, name)
-    damped = DampedHessian(hessian_CC, order_C, damp_frac, name)
-    codes_RC, loss_R = damped.solve(damped.ordered(weight_RC), GridColumns(grid, damped.order_C), block_size, solver)
+    damped = DampedHessian(hessian_CC.detach(), order_C, damp_frac, name)
+    codes_RC, loss_R = damped.solve(damped.ordered(weight_RC.detach()), GridColumns(grid, damped.order_C), block_size, solver)
     return GPTQSolution(codes_RC, loss_R, int(damped.dead_C.sum()))
 
 

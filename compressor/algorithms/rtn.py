@@ -38,6 +38,7 @@ def round_to_nearest(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs
         NumericsError: the weight holds NaN or infinity.
         SchemeError: the group size does not divide C.
     """
+    weight_RC = weight_RC.detach()  # a Parameter needs no gradient of what is only measured
     codes_RC = nearest_codes(weight_RC, qparams, args)
     largest = float(weight_RC.abs().max()) if weight_RC.numel() else 0.0
     if largest == 0:

@@ -7,8 +7,9 @@ Shapes: R rows (out features), C columns (in features), G groups, N tokens. Code
 1.5 is the number 1.5 in whatever dtype holds it.
 
 What a method may meet beyond the ordinary stands in its protocol. Unless it says otherwise: tensors of every dtype that the subject takes,
-one row or one column wide, subnormal and near the largest number, of zeros only, or of a constant; of any memory layout; with 1,000
-columns or 130 rows.
+one row or one column wide, square, subnormal and near the largest number, of zeros only, or of a constant; of any memory layout that
+`harness.checks.inputs.presentations` lists (views, steps, offsets, expanded rows); as plain tensors, Parameters and results that have a
+gradient, with gradients on and off; with 1,000 columns or 520 rows. What shows beyond these sizes only is not seen.
 
 A call may change nothing beside its result: nothing that is handed in (a transform changes the weights of its model, and nothing else of
 it), nothing that an earlier call has returned, and nothing of the process. Numbers are drawn from a generator of one's own; only the making
@@ -51,8 +52,10 @@ class Quantized:
 class Quantizer(Protocol):
     """Turns a weight, or the rows of an activation, into codes.
 
-    `quantize` meets NaN and infinity where `refuses_nonfinite` is promised, and then raises an error with a message. `encode` meets values
-    far beyond the range, up to 1e30 times the last code and never infinity, under scales that are powers of two; they take the last code.
+    `quantize` meets NaN and infinity where `refuses_nonfinite` is promised, in any place, and then raises an error with a message. It meets
+    weights whose range is beyond the largest number of their dtype. `encode` meets weights of any dtype and size, one row among them, under
+    scales that are powers of two, and values far beyond the range, up to 1e30 times the last code and never infinity; they take the last
+    code. Ties are planted where nothing is rounded on the way to them in the dtype of the weight.
     A scale is the rule's down to the smallest normal number of its dtype, without a floor; below that any number above 0 will do.
 
     Attributes:
@@ -94,9 +97,10 @@ class Quantizer(Protocol):
 class Packer(Protocol):
     """Puts codes into words, and takes them out again.
 
-    Meets tensors of every rank in `ranks`, views of others, and tensors without rows. Words are contiguous, as files hold them; under a
-    declared layout the bits behind the last code of a row are zero. Where `refuses_unfit` is promised, a code beyond either end raises an
-    error with a message.
+    Meets tensors of every rank in `ranks`, views of others, and tensors without rows. Words are contiguous, as files hold them, if need be
+    as a slice of more words; under a declared layout the bits behind the last code of a row are zero. Where `refuses_unfit` is promised, a
+    code beyond either end, be it by one or by the most that its dtype holds, raises an error with a message, whatever the rank, the layout
+    and the place. What else is no code, such as a number between two of them or NaN, is not asked.
 
     Attributes:
         kind: "packer".
@@ -152,10 +156,11 @@ class Solved:
 class Solver(Protocol):
     """Quantizes weights against the second-order statistic of their input, column after column.
 
-    `hessian` meets batches [N, C] and [..., C], in float32 and bfloat16, a single token, and batches without tokens among others. It, or
-    `solve`, raises an error with a message for NaN or infinity; `hessian` for no token at all. `solve` meets H = c I, H that is singular
-    (fewer tokens than columns), with columns and rows of zeros (dead inputs), or times 1e-4 to 1e4; an H with a negative eigenvalue is an
-    error. Weights come in float32 and bfloat16, times 2^-20 to 2^12 and with groups of very different magnitudes.
+    `hessian` meets batches of one to four dimensions, [N, C] and [..., C], in float32 and bfloat16, times 2^-30 to 2^13, a single token,
+    and batches without tokens among others. It, or `solve`, raises an error with a message for NaN or infinity in any batch, weight or
+    place, and in H itself; `hessian` for no token at all. `solve` meets H = c I, H that is singular (fewer tokens than columns), with
+    columns and rows of zeros (dead inputs), or times 1e-4 to 1e4; an H with a negative eigenvalue is an error. Weights come in float32 and
+    bfloat16, with one row and with more rows than columns, times 2^-20 to 2^12 and with groups of very different magnitudes.
 
     Attributes:
         kind: "solver".
@@ -224,12 +229,14 @@ class Observer(Protocol):
 class Layer(Protocol):
     """Builds a runtime layer from a float one.
 
-    Built layers meet inputs [N, C], [batch, sequence, C] and inputs without tokens, views, and one piece of memory with other values in it;
-    up to 130 tokens, rows of zeros, values near the largest and the smallest numbers, and subnormal ones where inputs are not quantized; in
-    training and in evaluation mode; with and without a bias; moved to bfloat16 and float16, copied, and filled from a state dict. A forward
-    may keep what it has unpacked, and changes nothing else of its layer: no hook, mode, module or value of its state dict. The output has
-    the dtype of the input. The bias that counts is that of the float layer; a built layer needs no attribute `bias`, or any other of
-    nn.Linear's.
+    Built layers meet inputs of one to four dimensions, [C], [N, C], [batch, sequence, C] and so on, a single token or step and inputs
+    without tokens, views, and one piece of memory with other values in it; up to 130 tokens, rows of zeros, values near the largest and the
+    smallest numbers, and subnormal ones where inputs are not quantized; in training and in evaluation mode, with gradients on and off; with
+    and without a bias, square, with one output or one input; moved to bfloat16 and float16 and back, copied, and filled from a state dict,
+    once and again. A layer that was filled or copied gives what the one gives that it came from, and a copy shares nothing with it. A
+    forward may keep what it has unpacked, and changes nothing else of its layer: no hook, mode, module or value of its state dict. The
+    output has the dtype of the input. The bias that counts is that of the float layer; a built layer needs no attribute `bias`, or any
+    other of nn.Linear's.
 
     Attributes:
         kind: "layer".

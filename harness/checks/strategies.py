@@ -68,6 +68,14 @@ def _on_grid(shape: tuple[int, int], group: int, generator: torch.Generator) -> 
     return torch.randint(-6, 7, shape, generator=generator).to(torch.float64) / 64
 
 
+def _widest(shape: tuple[int, int], group: int, generator: torch.Generator) -> Tensor:
+    """Both ends in each group, so far from each other that their difference is beyond the largest number of the dtype."""
+    weight = uniform(shape, generator)
+    weight[:, ::group] = -1.0
+    weight[:, 1::group] = 1.0
+    return weight
+
+
 def _ties(shape: tuple[int, int], group: int, generator: torch.Generator) -> Tensor:
     """Odd multiples of a half, with +-7.5 in each group: half_range scales of 4 bits are 1 and every value is a tie."""
     weight = torch.randint(-7, 8, shape, generator=generator).to(torch.float64) - 0.5
@@ -95,11 +103,14 @@ HURTFUL: Mapping[str, Builder] = MappingProxyType(
         "large": lambda shape, group, generator: _bell(shape, generator),
         "small": lambda shape, group, generator: _bell(shape, generator),
         "tiny": lambda shape, group, generator: _bell(shape, generator),
+        "widest": _widest,
     }
 )
 # Names whose values are moved to the ends of the range of a dtype.
 _NEAR_TINY = {torch.float16: 1.0, torch.bfloat16: 1e-33, torch.float32: 1e-33, torch.float64: 1e-302}
 _NEAR_MAX = {torch.float16: 2.0**13, torch.bfloat16: 2.0**100, torch.float32: 2.0**100, torch.float64: 2.0**900}
+# Of the largest number: twice that is beyond it, and the first code of every width is not.
+_WIDE = 0.6
 # For floors under scales: the largest value. Below all that is a floor in practice, and one whose scale is just a normal number.
 _SMALL = {torch.float16: 2.0**-5, torch.bfloat16: 2.0**-40, torch.float32: 2.0**-40, torch.float64: 2.0**-200}
 
@@ -127,6 +138,8 @@ def hurtful(name: str, shape: tuple[int, int], dtype: torch.dtype, *, group: int
         weight = weight * _NEAR_TINY[dtype]
     if name == "large":
         weight = weight * _NEAR_MAX[dtype]
+    if name == "widest":
+        weight = weight * (_WIDE * float(torch.finfo(dtype).max))
     if largest := _largest(name, dtype):
         weight = weight * (largest / weight.abs().amax().clamp(min=1e-9))
     return weight.to(dtype)
@@ -170,7 +183,7 @@ def large_shapes(column_multiple: int) -> list[tuple[int, int]]:
     Returns:
         (R, C) each.
     """
-    return [(131, 3 * column_multiple), (3, -(-1031 // column_multiple) * column_multiple)]
+    return [(521, 3 * column_multiple), (3, -(-1031 // column_multiple) * column_multiple)]
 
 
 def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: int) -> Iterator[tuple[str, Tensor]]:
@@ -235,7 +248,7 @@ def weights(
     places = st.tuples(st.integers(0, rows - 1), st.integers(0, columns - 1))
     largest = float(weight.abs().amax()) or 1.0
     for place, value in draw(st.lists(st.tuples(places, st.sampled_from(_PLANTED)), max_size=4)):
-        weight[place] = value * largest
+        weight[place] = min(value * largest, _WIDE * float(torch.finfo(weight.dtype).max))
     if nonfinite:
         weight[draw(places)] = draw(st.sampled_from(NOT_FINITE))
     return weight

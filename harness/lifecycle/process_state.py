@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from compressor.random_state import RandomState, random_numbers_kept
+from harness.lifecycle.driving.shared_code import SharedCode
 from harness.lifecycle.driving.snapshot import CLASSES, GLOBAL_HOOKS, SHARED
 
 # Random numbers in the harness: its own leave the caller's alone, and those that only make a module are told from all others.
@@ -110,8 +111,10 @@ def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     Not put back are modes that somebody has entered and not left, and threads.
 
     Args:
-        modules: whose classes are looked after, beside those of torch.
+        modules: whose classes, and the code that these share with all others, are looked after, beside those of torch.
     """
+    modules = list(modules)
+    code = SharedCode(modules)
     classes = {cls for module in modules for cls in type(module).__mro__ if issubclass(cls, nn.Module)} | _layers()
     spaces = [(owner, dict(vars(owner))) for owner in {*classes, *CLASSES, *SHARED.values()}]
     places = [*GLOBAL_HOOKS, *((torch_module, name) for name in _HOW_CALLED)]
@@ -130,6 +133,7 @@ def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
             if store != items:
                 store.clear()
                 store.update(items)
+        code.put_back()
         for owner, names in spaces:
             _process_state_put_back(owner, names)
         if warnings.filters != filters:

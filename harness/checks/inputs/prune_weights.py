@@ -15,7 +15,7 @@ from harness.checks.strategies import fixed_weights
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Their squares leave the range of float32, and a pruner that reads the Hessian squares.
-_NO_SQUARE = ("subnormal", "large", "tiny")
+_NO_SQUARE = ("subnormal", "large", "tiny", "widest")
 _MOST_DENSE = 200
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, refuse
+from harness.checks.inputs.planted import middles_of, power_scales
+from harness.checks.inputs.presentations import layouts, presentations
 from harness.checks.oracles import at_tie, nearest, units
 from harness.checks.protocols import Quantized, Quantizer
 from harness.checks.strategies import hurtful, shapes
@@ -54,10 +56,9 @@ def nearest_codes(subject: Quantizer, context: CheckContext) -> str:
 def _beside_middles(subject: Quantizer) -> str:
     """Plant values a little beside every middle of two codes, where a threshold that was rounded shows; no tie, and no rounding error."""
     grid = subject.code_values
-    middles = (grid[1:] + grid[:-1]) / 2
+    middles = middles_of(grid)
     columns = -(-len(middles) // subject.column_multiple) * subject.column_multiple
-    like = power_scales(subject, columns, 1.0)
-    offset = 0.0 if like.zero_point is None else float(like.zero_point.flatten()[0])
+    like, offset = power_scales(subject, columns, 1.0)
     for share in (-(2.0**-19), 2.0**-19):
         exact = middles.repeat(-(-columns // len(middles)))[:columns] - offset
         values = (exact * (1 + share)).to(torch.float32)[None].repeat(2, 1)
@@ -205,52 +206,6 @@ def odd(subject: Quantizer, context: CheckContext) -> str:
     return each_weight(subject, context, hold)
 
 
-@register(9, "ties", "The declared tie mode, half to even, is exact on planted ties, and one ulp beside them", kind="quantizer",
-          needs=("half_even",))  # fmt: skip
-def ties(subject: Quantizer, context: CheckContext) -> str:
-    """Plant every tie of the grid, and its two neighbours, under scales that are powers of two."""
-    grid = subject.code_values
-    middles = (grid[1:] + grid[:-1]) / 2
-    columns = -(-len(middles) // subject.column_multiple) * subject.column_multiple
-    for scale_power in (-3, 0):
-        like = power_scales(subject, columns, 2.0**scale_power)
-        offset = 0.0 if like.zero_point is None else float(like.zero_point.flatten()[0])
-        exact = (middles.repeat(-(-columns // len(middles)))[:columns] - offset) * 2.0**scale_power
-        at = exact.to(torch.float32)[None].repeat(2, 1)
-        up, down = torch.full_like(at, torch.inf), torch.full_like(at, -torch.inf)
-        for name, values in (
-            ("on a tie", at),
-            ("just above a tie", torch.nextafter(at, up)),
-            ("just below a tie", torch.nextafter(at, down)),
-        ):
-            codes = subject.encode(values, like).to(torch.float64)
-            positions = values.to(torch.float64) / 2.0**scale_power + offset
-            expected = nearest(positions, grid)
-            # An ulp that is lost when the zero point is added in float32 leaves a tie; either side is right then.
-            kept = positions.to(torch.float32).to(torch.float64) == positions
-            refuse(kept & (codes != expected), f"{name}: not half to even", code=codes, expected=expected, position=positions)
-    return f"{len(middles)} ties and their neighbours under 2 scales"
-
-
-def power_scales(subject: Quantizer, columns: int, scale: float) -> Quantized:
-    """Return scales of one power of two, and zero points at the lowest code, to encode values with.
-
-    Args:
-        subject: a quantizer.
-        columns: of the tensor, which has 2 rows.
-        scale: the power.
-
-    Returns:
-        Codes of no meaning under these scales.
-    """
-    weight = hurtful("bell", (2, columns), torch.float32 if torch.float32 in subject.dtypes else subject.dtypes[0])
-    like = subject.quantize(weight)
-    wide = torch.full_like(like.scale.to(torch.float32), scale)
-    # An even one: whether codes are rounded before or after it is added must not decide which neighbour is even.
-    zero_point = None if like.zero_point is None else torch.full_like(like.zero_point, float(subject.code_values[0]))
-    return replace(like, scale=wide, zero_point=zero_point, global_scale=None if like.global_scale is None else torch.ones(1))
-
-
 # Checks of a quantizer's units and of its inputs as a whole: 11, 12, 16 and 64, and of what it reports.
 
 
@@ -298,29 +253,6 @@ def _change_unit(subject: Quantizer, weight: Tensor, before: Quantized, place: t
 
 
 @register(
-    12,
-    "saturates",
-    "Codes saturate: what lies beyond the range takes the last code, and no code is NaN",
-    kind="quantizer",
-    caught_by=("Model-Optimizer#1633",),
-)
-def saturates(subject: Quantizer, context: CheckContext) -> str:
-    """Encode values far beyond the range, and just beyond it."""
-    grid = subject.code_values
-    like = power_scales(subject, subject.column_multiple * 8, 0.5)
-    offset = 0.0 if like.zero_point is None else float(like.zero_point.flatten()[0])
-    width = like.codes.shape[1]
-    factors = (1.001, 1.1, 1.2, 2.0, 3.7, 300.0, 1e6, 3e9, 1e12, 1e20, 1e30)  # 2^31 and 2^63, where integers wrap around, lie between them
-    for factor in factors:
-        for end, sign in ((grid[-1], 1.0), (grid[0], -1.0)):
-            target = float(end) + sign * abs(float(end)) * (factor - 1)
-            values = torch.full((2, width), (target - offset) * 0.5, dtype=torch.float32)
-            codes = subject.encode(values, like).to(torch.float64)
-            refuse(~(codes == end), f"{factor:g} times the last code does not become it", code=codes)
-    return f"{2 * len(factors)} values beyond the codes {float(grid[0]):g} to {float(grid[-1]):g}"
-
-
-@register(
     16,
     "per_token",
     "Dynamic per-token quantization is equivariant to token permutation, bitwise",
@@ -348,11 +280,11 @@ def per_token(subject: Quantizer, context: CheckContext) -> str:
 @register(
     64,
     "shapes",
-    "Odd, one-wide and prime shapes, and other memory layouts, in every supported dtype give the same codes twice",
+    "Odd, one-wide and prime shapes, other memory layouts, Parameters, and gradients off, in every dtype give the same codes twice",
     kind="quantizer",
 )
 def every_shape(subject: Quantizer, context: CheckContext) -> str:
-    """Quantize every shape in every dtype, also as a transposed view and as a part of a larger tensor."""
+    """Quantize every shape in every dtype, also as a view; one shape in every presentation; and take codes in every layout back."""
     count = 0
     for dtype in subject.dtypes:
         for shape in shapes(subject.column_multiple):
@@ -362,11 +294,38 @@ def every_shape(subject: Quantizer, context: CheckContext) -> str:
             larger[1:-1, 2:-1] = weight
             views = {"again": weight, "a transposed view": weight.t().contiguous().t(), "a part of a larger tensor": larger[1:-1, 2:-1]}
             for name, view in views.items():
-                same = examine(subject, view)
-                if not (torch.equal(same.codes, found.codes) and torch.equal(same.scale, found.scale)):
-                    raise CheckFailed(f"{list(shape)} {dtype}: {name} gives other codes or scales")
+                _hold_same(subject.quantize(view), found.quantized, f"{list(shape)} {dtype}, {name}")
                 count += 1
+            with torch.no_grad():
+                _hold_same(subject.quantize(weight), found.quantized, f"{list(shape)} {dtype}, where gradients are off")
+        weight = hurtful("spread groups", shapes(subject.column_multiple)[0], dtype, group=max(8, subject.column_multiple))
+        count += _hold_presented(subject, weight)
     return f"{count} shapes, dtypes and layouts"
+
+
+def _hold_same(found: Quantized, expected: Quantized, what: str) -> None:
+    names = {"codes": "codes", "scale": "scales", "zero_point": "zero points", "global_scale": "global scale"}
+    for key, name in names.items():
+        one, two = getattr(found, key), getattr(expected, key)
+        if (one is None) != (two is None) or (one is not None and not torch.equal(one.to(torch.float64), two.to(torch.float64))):
+            raise CheckFailed(f"{what}: other {name} than those of an ordinary tensor of the same values")
+
+
+def _hold_presented(subject: Quantizer, weight: Tensor) -> int:
+    """How many presentations of a weight, and layouts of its codes, were as ordinary tensors are."""
+    what, count = f"{list(weight.shape)} {weight.dtype}", 0
+    quantized = subject.quantize(weight)
+    for name, view, plain in presentations(weight):
+        expected = quantized if torch.equal(plain, weight) else subject.quantize(plain)
+        _hold_same(subject.quantize(view), expected, f"{what}, {name}")
+        with torch.no_grad():
+            _hold_same(subject.quantize(view), expected, f"{what}, {name}, where gradients are off")
+        count += 1
+    for name, view, plain in layouts(quantized.codes):
+        one, two = (subject.dequantize(replace(quantized, codes=codes)).to(torch.float64) for codes in (view, plain))
+        refuse(one != two, f"{what}, codes as {name}: another value than for ordinary ones", value=one, ordinary=two)
+        count += 1
+    return count
 
 
 @register(None, "reported_error", "The reported relative squared error is that of the values, to 1e-3", kind="quantizer")

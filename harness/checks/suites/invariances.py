@@ -10,6 +10,8 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
+from harness.checks.inputs.planted import POWERS, is_exact, middles_of, tied, tied_weights
+from harness.checks.inputs.presentations import GRAD_MODES, presentations
 from harness.checks.inputs.solver_problems import (
     Problem,
     each_problem,
@@ -23,7 +25,7 @@ from harness.checks.inputs.solver_problems import (
     wide_problem,
 )
 from harness.checks.oracles import nearest
-from harness.checks.protocols import Quantized, Solver
+from harness.checks.protocols import Quantized, Solved, Solver
 
 
 @register(
@@ -173,9 +175,73 @@ def _hold_together(subject: Solver, weights: list[Tensor], hessian: Tensor) -> N
             raise CheckFailed(f"{what}: other scales, values or codes than alone ({share:.2%} of the codes)")
 
 
-# A check of the ties of second-order solvers: check 9, where no column moves another.
+@register(
+    None,
+    "pieces",
+    "Copies of one problem side by side, 1,000 columns wide or 520 rows high, have its codes: <= 0.1 % differ",
+    kind="solver",
+)
+def pieces(subject: Solver, context: CheckContext) -> str:
+    """Repeat a weight over columns that share nothing with those beside them, and over rows, for whoever goes through it in pieces."""
+    one = problems(subject)[0]
+    one = replace(one, weight=one.weight[:20].contiguous())  # so that blocks of rows fit
+    alone = solve(subject, one.weight, one.hessian)
+    high = solve(subject, one.weight.repeat(27, 1), one.hessian)
+    for number, rows in enumerate(torch.arange(27 * 20).split(20)):
+        _hold_alike(_part(high, rows, slice(None)), alone, f"{27 * 20} rows, piece {number} of 27")
+    if alone.group_C is not None:
+        return f"{27 * 20} rows"  # groups are formed of what comes together, which copies change
+    columns = one.weight.shape[1]
+    count = -(-1031 // columns)
+    wide = solve(subject, one.weight.repeat(1, count), torch.block_diag(*[one.hessian] * count))
+    for number, part in enumerate(torch.arange(count * columns).split(columns)):
+        _hold_alike(_part(wide, slice(None), part), alone, f"{count * columns} columns, piece {number} of {count}")
+    return f"{count * columns} columns and {27 * 20} rows"
 
-_POWERS = (-3, 0)
+
+def _part(solved: Solved, rows: Tensor | slice, columns: Tensor | slice) -> Solved:
+    """Codes and values of some rows and columns."""
+    return replace(
+        solved, quantized=replace(solved.quantized, codes=solved.quantized.codes[rows][:, columns]), values=solved.values[rows][:, columns]
+    )
+
+
+def _hold_alike(found: Solved, expected: Solved, what: str) -> None:
+    """The same codes, and values that are the same but for those few that differ."""
+    same_codes(found.quantized.codes, expected.quantized.codes, what)
+    one, two = found.values.to(torch.float64), expected.values.to(torch.float64)
+    if not float((one - two).norm()) <= 0.02 * float(two.norm()):
+        raise CheckFailed(f"{what}: the same codes, but other values: relative error {float((one - two).norm() / two.norm()):.3g}")
+
+
+@register(
+    64,
+    "layouts",
+    "Weights and Hessians that are views, Parameters or results, and gradients off, change <= 0.1 % of codes",
+    kind="solver",
+)
+def every_layout(subject: Solver, context: CheckContext) -> str:
+    """Solve for one weight, and with one Hessian, in every presentation."""
+    one, count = problems(subject)[0], 0
+    alone = solve(subject, one.weight, one.hessian)
+    for mode, grad in GRAD_MODES.items():
+        for name, view, plain in presentations(one.weight):
+            expected = alone if torch.equal(plain, one.weight) else solve(subject, plain, one.hessian)
+            with grad():
+                other = solve(subject, view, one.hessian)
+            _hold_alike(other, expected, f"{name} of the weight, {mode}")
+            count += 1
+        for name, view, plain in presentations(one.hessian):
+            if not torch.equal(plain, one.hessian):
+                continue  # expanded rows are no Hessian
+            with grad():
+                other = solve(subject, one.weight, view)
+            _hold_alike(other, alone, f"{name} of the Hessian, {mode}")
+            count += 1
+    return f"{count} presentations"
+
+
+# A check of the ties of second-order solvers: check 9, where no column moves another.
 
 
 @register(
@@ -216,27 +282,19 @@ def _examined(subject: Solver, weight: Tensor, like: Quantized | None) -> int:
             scale, zero = per_value(solved)
             positions = planted.to(torch.float64) / scale + zero
             # Only here is a position the same in every precision: nothing is rounded on the way to it.
-            exact = (torch.frexp(scale)[0] == 0.5) & (positions.to(torch.float32).to(torch.float64) == positions)
+            exact = is_exact(scale, positions, torch.float32)
             expected = nearest(positions, subject.code_values)
             codes = solved.quantized.codes.to(torch.float64)
             where = f"H = {factor:g} I, {'on a tie' if not step else 'an ulp beside a tie'}"
             refuse(exact & (codes != expected), f"{where}: not half to even", code=codes, expected=expected, position=positions)
-            middles = (subject.code_values[1:] + subject.code_values[:-1]) / 2
-            count += int((exact & torch.isin(positions, middles)).sum()) if not step else 0
+            count += int((exact & torch.isin(positions, middles_of(subject.code_values))).sum()) if not step else 0
     return count
 
 
 def _weights(subject: Solver) -> Iterator[Tensor]:
-    """Ties of the whole grid, in groups whose ends ask for a power of two under one of the rules that scales follow."""
-    grid = subject.code_values
-    half = (grid[-1] - grid[0]) / 2
     columns = problems(subject)[0].weight.shape[1]
-    size = subject.group_size or columns
-    for low, high, offset in ((-half, half, 0.0), (-grid[-1], grid[-1], 0.0), (grid[0], grid[-1], 0.0), (0.0, 2 * half, float(-grid[0]))):
-        weight = (_planted(grid, 8, columns) + offset).clamp(float(low), float(high))
-        weight[:, ::size], weight[:, 1::size] = low, high
-        for power in _POWERS:
-            yield (weight * 2.0**power).to(torch.float32)
+    for weight in tied_weights(subject.code_values, 8, columns, subject.group_size or columns):
+        yield weight.to(torch.float32)
 
 
 def _given(subject: Solver) -> Iterator[tuple[Tensor, Quantized]]:
@@ -248,19 +306,13 @@ def _given(subject: Solver) -> Iterator[tuple[Tensor, Quantized]]:
         return
     # An even one: whether codes are rounded before or after it is added must not decide which neighbour is even.
     zero = None if solved.quantized.zero_point is None else torch.full_like(solved.quantized.zero_point, float(grid[0]))
-    for power in _POWERS:
+    for power in POWERS:
         wide = torch.full_like(solved.quantized.scale, 2.0**power)
         whole = None if solved.quantized.global_scale is None else torch.ones_like(solved.quantized.global_scale)
         like = replace(solved.quantized, scale=wide, zero_point=zero, global_scale=whole)
-        weight = ((_planted(grid, rows, columns) - (0.0 if zero is None else float(grid[0]))) * 2.0**power).to(torch.float32)
+        weight = ((tied(grid, rows, columns) - (0.0 if zero is None else float(grid[0]))) * 2.0**power).to(torch.float32)
         try:
             solve(subject, weight, torch.eye(columns), None, like)
         except NothingToCheckError:
             return
         yield weight, like
-
-
-def _planted(grid: Tensor, rows: int, columns: int) -> Tensor:
-    """The middles between all neighbours of a grid, one after the other, as often as they fit."""
-    middles = (grid[1:] + grid[:-1]) / 2
-    return middles[torch.arange(rows * columns) % len(middles)].reshape(rows, columns)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
+from harness.checks.inputs.presentations import GRAD_MODES, TENSORS, layouts
 from harness.checks.protocols import Layer
 from harness.checks.strategies import hurtful, large_shapes, uniform
 from harness.lifecycle.driving.snapshot import Held, Snapshot, describe_change, freeze, module_items
@@ -16,12 +19,12 @@ from harness.tolerance import T3, compare, vacuous_decoys
 _COARSE = {"tiny": 0.01, "subnormal": 0.01}
 
 
-def _linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, name: str = "spread groups") -> nn.Linear:
+def _linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, name: str = "spread groups", seed: int = 3) -> nn.Linear:
     linear = nn.Linear(shape[1], shape[0], bias=bias, dtype=dtype)
     with torch.no_grad():
         linear.weight.copy_(hurtful(name, shape, dtype, group=16))
         if bias:
-            linear.bias.copy_(uniform((shape[0],), torch.Generator().manual_seed(3)))
+            linear.bias.copy_(uniform((shape[0],), torch.Generator().manual_seed(seed)))
     return linear
 
 
@@ -35,24 +38,24 @@ def _shapes(subject: Layer) -> list[tuple[int, int]]:
 
 @register(14, "weight_as_calibrated", "The stored weight is what calibration computed, bitwise, after a state dict too", kind="layer")
 def weight_as_calibrated(subject: Layer, context: CheckContext) -> str:
-    """Build layers of every shape and dtype, copy them, and send them through their state dict."""
+    """Build layers of every shape and dtype, large ones among them, copy them, and send them through their state dict."""
     count = 0
     for dtype in subject.dtypes:
-        for shape in _shapes(subject):
-            for name in ("spread groups", "dead groups", "lopsided"):
-                linear = _linear(shape, dtype, name=name)
-                before = linear.weight.detach().clone()
-                layer = subject.build(linear)
-                _hold(subject.weight(layer), subject.expected_weight(linear), f"{name} {list(shape)} {dtype}")
-                if not torch.equal(before, linear.weight):
-                    raise CheckFailed("building the layer has changed the float layer")
-                other = subject.build(_linear(shape, dtype, name="outliers"))
-                with torch.no_grad():
-                    other(torch.ones(2, shape[1], dtype=dtype))  # what it has unpacked by now it must not keep
-                other.load_state_dict(layer.state_dict())
-                _hold(subject.weight(other), subject.weight(layer), f"{name} {list(shape)} {dtype}, from a state dict")
-                _hold(subject.weight(copy.deepcopy(layer)), subject.weight(layer), f"{name} {list(shape)} {dtype}, a deepcopy")
-                count += 1
+        cases = [(shape, name) for shape in _shapes(subject) for name in ("spread groups", "dead groups", "lopsided")]
+        for shape, name in (*cases, *((shape, "spread groups") for shape in large_shapes(subject.column_multiple))):
+            linear = _linear(shape, dtype, name=name)
+            before = linear.weight.detach().clone()
+            layer = subject.build(linear)
+            _hold(subject.weight(layer), subject.expected_weight(linear), f"{name} {list(shape)} {dtype}")
+            if not torch.equal(before, linear.weight):
+                raise CheckFailed("building the layer has changed the float layer")
+            other = subject.build(_linear(shape, dtype, name="outliers"))
+            with torch.no_grad():
+                other(torch.ones(2, shape[1], dtype=dtype))  # what it has unpacked by now it must not keep
+            other.load_state_dict(layer.state_dict())
+            _hold(subject.weight(other), subject.weight(layer), f"{name} {list(shape)} {dtype}, from a state dict")
+            _hold(subject.weight(copy.deepcopy(layer)), subject.weight(layer), f"{name} {list(shape)} {dtype}, a deepcopy")
+            count += 1
     return f"{count} layers"
 
 
@@ -62,35 +65,78 @@ def _hold(actual: Tensor, expected: Tensor, what: str) -> None:
         raise CheckFailed(f"{what}: the weight is another one: {result.summary}")
 
 
+@dataclass(frozen=True)
+class _Case:
+    """A layer, the values with which it multiplies and the bias of the float one that it was built from; zeros where that has none."""
+
+    subject: Layer
+    layer: nn.Module
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def built(cls, subject: Layer, shape: tuple[int, int], dtype: torch.dtype, bias: bool, times: int = 1) -> _Case:
+        """Build a layer from a weight of a bell curve, so many times."""
+        linear = _linear(shape, dtype, bias, name="bell")
+        with torch.no_grad():
+            linear.weight.mul_(times)
+        return cls.of(subject, subject.build(linear), linear.bias.detach().clone() if bias else torch.zeros(shape[0]))
+
+    @classmethod
+    def of(cls, subject: Layer, layer: nn.Module, bias: Tensor) -> _Case:
+        """Ask a layer for its weight."""
+        return cls(subject, layer, subject.weight(layer).to(torch.float64), bias)
+
+
 @register(None, "product", "The output is the product of the quantized input and the weight, plus the bias: 32 u sqrt(C)", kind="layer")
 def product(subject: Layer, context: CheckContext) -> str:
-    """Multiply inputs of one to three dimensions, and none, in training and in evaluation mode; and those that hurt."""
+    """Multiply inputs of one to four dimensions, and none, in training and in evaluation mode; and those that hurt."""
     worst = 0.0
     for dtype in subject.dtypes:
-        sizes = [(_shapes(subject)[0], True), (_shapes(subject)[1], False)]
+        first, second, *others = _shapes(subject)
+        sizes = [(first, True), (second, False)]
         sizes += [(shape, True) for shape in large_shapes(subject.column_multiple) if dtype == subject.dtypes[0]]
         for number, (shape, bias) in enumerate(sizes):
-            linear = _linear(shape, dtype, bias, name="bell")
-            added = torch.zeros(shape[0]) if not bias else linear.bias.detach().clone()
-            layer = subject.build(linear)
-            plain = _plain_inputs(shape[1], dtype) if number < 2 else []
-            for x in plain:
-                worst = max(worst, _hold_product(subject, layer.train(), x, added, "in training mode", num_more=7))
-                _hold_memory(layer, x)
-                worst = max(worst, _hold_product(subject, layer.eval(), x, added, "in evaluation mode"))
-                _hold_memory(layer, x)
-                _hold_layouts(layer, x)
+            case = _Case.built(subject, shape, dtype, bias)
+            worst = max(worst, _hold_plain(case, shape[1], dtype) if number < 2 else 0.0)
             for name, x in _hurtful_inputs(shape[1], dtype, bias).items():
-                if name == "subnormal" and not torch.equal(subject.expected_input(layer, x), x):
+                if name == "subnormal" and not torch.equal(subject.expected_input(case.layer, x), x):
                     continue  # the scale of such an input is only asked to be above zero
                 # Near the smallest numbers products are rounded in steps of the same size, however small they are.
-                error = _hold_product(subject, layer, x, added, f"{name}, in evaluation mode", least=_COARSE.get(name, 0.0))
+                case.layer.eval()
+                error = _hold_product(case, x, f"{name}, in evaluation mode", least=_COARSE.get(name, 0.0))
                 worst = max(worst, 0.0 if name in _COARSE else error)
+        for shape, bias in ((shape, bias) for shape in others for bias in (True, False)):  # one wide, one high, and square
+            case = _Case.built(subject, shape, dtype, bias, times=16)  # else one bias outweighs what a few columns add up to
+            x = _inputs(((7,),), shape[1], dtype)[0]
+            case.layer.eval()
+            worst = max(worst, _hold_product(case, x, f"weight {list(shape)}, in evaluation mode", num_more=0))
     return f"relative error up to {worst:.1e}"
 
 
-def _plain_inputs(columns: int, dtype: torch.dtype) -> list[Tensor]:
-    inputs = [uniform((*leading, columns), torch.Generator().manual_seed(1)) for leading in ((7,), (2, 3), (1, 1), (0, 4))]
+# Tokens, sequences, a single token, and none; and one step of several sequences, more dimensions, and fewer.
+_LEADING = ((7,), (2, 3), (1, 1), (0, 4))
+_MORE_LEADING = ((1,), (3, 1), (2, 3, 2), ())
+
+
+def _hold_plain(case: _Case, columns: int, dtype: torch.dtype) -> float:
+    """Inputs of every rank in either mode, again and again, in memory with other values and in every presentation."""
+    worst = 0.0
+    for leading in (*_LEADING, *_MORE_LEADING):
+        x = _inputs((leading,), columns, dtype)[0]
+        for mode in ("training", "evaluation"):
+            case.layer.train(mode == "training")
+            num_more = 0 if leading in _MORE_LEADING else 7 if mode == "training" else 1
+            worst = max(worst, _hold_product(case, x, f"in {mode} mode", num_more=num_more))
+            if leading in _LEADING:
+                _hold_memory(case.layer, x)
+        if leading in _LEADING[:2]:
+            _hold_presentations(case.layer, x)
+    return worst
+
+
+def _inputs(leading: Sequence[tuple[int, ...]], columns: int, dtype: torch.dtype) -> list[Tensor]:
+    inputs = [uniform((*sizes, columns), torch.Generator().manual_seed(1)) for sizes in leading]
     return [x.to(dtype) * torch.arange(1, columns + 1).sqrt().to(dtype) for x in inputs]
 
 
@@ -105,10 +151,10 @@ def _hurtful_inputs(columns: int, dtype: torch.dtype, bias: bool) -> dict[str, T
     return {**found, **small}
 
 
-def _hold_product(subject: Layer, layer: nn.Module, x: Tensor, bias: Tensor, where: str, *, num_more: int = 1, least: float = 0.0) -> float:
-    actual = _run_again_and_again(layer, x, num_more)
-    wide = subject.expected_input(layer, x).to(torch.float64) @ subject.weight(layer).to(torch.float64).t()
-    exact = (wide + bias.to(torch.float64)).to(x.dtype)
+def _hold_product(case: _Case, x: Tensor, where: str, *, num_more: int = 1, least: float = 0.0) -> float:
+    actual = _run_again_and_again(case.layer, x, num_more)
+    wide = case.subject.expected_input(case.layer, x).to(torch.float64) @ case.weight.t()
+    exact = (wide + case.bias.to(torch.float64)).to(x.dtype)
     if actual.shape != exact.shape or actual.dtype != exact.dtype:
         raise CheckFailed(f"{actual.dtype} {list(actual.shape)} came out where {exact.dtype} {list(exact.shape)} is due")
     if not exact.numel():
@@ -126,9 +172,9 @@ def _hold_product(subject: Layer, layer: nn.Module, x: Tensor, bias: Tensor, whe
 
 def _run_again_and_again(layer: nn.Module, x: Tensor, num_more: int) -> Tensor:
     """Run a layer several times; each time gives the same, and changes neither its input nor the process, nor what it is itself."""
-    before = _standing(layer)
+    before, what = _standing(layer), f"an input of {list(x.shape)} in {x.dtype}"
     with torch.enable_grad():
-        _watched_forward(layer, x)
+        trained = _watched_forward(layer, x).detach()
     with torch.no_grad():
         around = Snapshot.of_surroundings()
         first, around = _watched_from(around, layer, x)
@@ -136,10 +182,20 @@ def _run_again_and_again(layer: nn.Module, x: Tensor, num_more: int) -> Tensor:
         for _ in range(num_more):
             actual, around = _watched_from(around, layer, x)
             if not torch.equal(first, actual):
-                raise CheckFailed(f"an input of {list(x.shape)} in {x.dtype}: a later forward gives another output than the first one")
+                raise CheckFailed(f"{what}: a later forward gives another output than the first one")
+    _hold_close(trained, first, f"{what}: where gradients are on, another output than where they are off")
     if changed := [key for key, value in _standing(layer).items() if before.get(key, ()) != value]:
         raise CheckFailed(f"a forward has changed the {' '.join(changed[0])} of the layer, or added to it")
-    return actual
+    return first
+
+
+def _hold_close(actual: Tensor, expected: Tensor, what: str) -> None:
+    """As near as another order of additions; a T3 of the norm, which one output that is near zero does not decide."""
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        raise CheckFailed(f"{what}: {actual.dtype} {list(actual.shape)}, not {expected.dtype} {list(expected.shape)}")
+    wide, error = expected.to(torch.float64), actual.to(torch.float64) - expected.to(torch.float64)
+    if not float(error.norm()) <= 8 * float(torch.finfo(expected.dtype).eps) * float(wide.norm()):
+        raise CheckFailed(f"{what}: relative error {float(error.norm() / wide.norm()):.3g}")
 
 
 def _standing(layer: nn.Module) -> dict[tuple[str, str], object]:
@@ -159,14 +215,19 @@ def _watched_forward(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _watched_from(around: Snapshot, layer: nn.Module, x: Tensor) -> tuple[Tensor, Snapshot]:
     """Run a layer in known surroundings; those that it leaves are the next one's."""
-    before = freeze(x, tensors=Held)
-    actual: Tensor = layer(x)
-    if before != (after := freeze(x, tensors=Held)):
-        raise CheckFailed(f"the forward has changed its input: {describe_change(before, after)}")
+    actual = _unchanged(layer, x)
     left = Snapshot.of_surroundings()
     if changed := around.differences(left, ("threads",)):
         raise CheckFailed(f"the forward has changed something of the process: {changed[0]}")
     return actual, left
+
+
+def _unchanged(layer: nn.Module, x: Tensor) -> Tensor:
+    before = freeze(x, tensors=Held)
+    actual: Tensor = layer(x)
+    if before != (after := freeze(x, tensors=Held)):
+        raise CheckFailed(f"the forward has changed its input: {describe_change(before, after)}")
+    return actual
 
 
 @torch.no_grad()
@@ -187,25 +248,20 @@ def _hold_memory(layer: nn.Module, x: Tensor) -> None:
         raise CheckFailed(f"{what}: an input that was changed in place gives another output than a new one of the same values")
 
 
-def _hold_layouts(layer: nn.Module, x: Tensor) -> None:
-    """Inputs that are views give what a contiguous input of the same values gives."""
-    larger = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), 3.0, dtype=x.dtype)
-    larger[..., 1::2] = x
-    views = {
-        "rows that lie apart": torch.cat((x, -x), -1)[..., : x.shape[-1]],
-        "columns that lie apart": larger[..., 1::2],
-        "a transposed view": x.transpose(0, -1).contiguous().transpose(0, -1),
-        "sequences that lie apart": x.transpose(0, -2).contiguous().transpose(0, -2),
-    }
+def _hold_presentations(layer: nn.Module, x: Tensor) -> None:
+    """Inputs that are views, Parameters or results give what an ordinary input of the same values gives, with gradients on and off."""
+    where, around = f"an input of {list(x.shape)} in {x.dtype}", Snapshot.of_surroundings()
     with torch.no_grad():
-        plain = layer(x)
-        for name, view in views.items():
-            what = f"an input of {list(x.shape)} in {x.dtype}, {name}"
-            actual = _watched_forward(layer, view)
-            # In another order of additions; a T3 of the norm, which one output that is near zero does not decide.
-            limit = 8 * float(torch.finfo(x.dtype).eps) * float(plain.to(torch.float64).norm())
-            if actual.shape != plain.shape or not float((actual.to(torch.float64) - plain.to(torch.float64)).norm()) <= limit:
-                raise CheckFailed(f"{what}: another output than for a contiguous input of the same values")
+        for name, view, plain in layouts(x):
+            _hold_close(_unchanged(layer, view), layer(plain), f"{where}, {name}: another output than for a contiguous input")
+        whole = layer(x)
+    for mode, grad in GRAD_MODES.items():
+        for name, make in TENSORS.items():
+            with grad():
+                actual = _unchanged(layer, make(x)).detach()
+            _hold_close(actual, whole, f"{where}, {name}, {mode}: another output than for an ordinary input")
+    if changed := around.differences(Snapshot.of_surroundings(), ("threads",)):
+        raise CheckFailed(f"{where}: a forward has changed something of the process: {changed[0]}")
 
 
 @register(64, "shapes", "Odd, one-wide and prime shapes in every supported dtype build, run and keep to their dtype", kind="layer")
@@ -230,28 +286,100 @@ def every_shape(subject: Layer, context: CheckContext) -> str:
     return f"{count} layers"
 
 
+@register(
+    None,
+    "copies",
+    "A layer that was filled from a state dict or copied gives the output of the one that it came from, and goes its own way from then on",
+    kind="layer",
+)
+def copies(subject: Layer, context: CheckContext) -> str:
+    """Run what was filled, copied, or built without gradients; then fill and move a copy, and run what it came from."""
+    count = 0
+    for dtype in subject.dtypes:
+        cases = list(zip(_shapes(subject), (True, False, True), strict=False))
+        for shape, bias in cases if dtype == subject.dtypes[0] else cases[:1]:
+            source = subject.build(_linear(shape, dtype, bias, name="bell")).eval()
+            x = _inputs(_LEADING, shape[1], dtype)[0]
+            with torch.no_grad():
+                expected = source(x).clone()
+                for name, made in _offspring(subject, source, shape, dtype, bias, x):
+                    what = f"{list(shape)} in {dtype}, {name}"
+                    _hold_close(made.eval()(x), expected, f"{what}: another output than the layer that it came from")
+                    count += 1
+                _hold_apart(source, subject.build(_linear(shape, dtype, bias, name="outliers", seed=5)), f"{list(shape)} in {dtype}", x)
+    return f"{count} layers that came from another"
+
+
+def _offspring(
+    subject: Layer, source: nn.Module, shape: tuple[int, int], dtype: torch.dtype, bias: bool, x: Tensor
+) -> Iterator[tuple[str, nn.Module]]:
+    """Layers that must be as their source: with its weight and its bias, whatever they held, unpacked or multiplied before."""
+    *others, left = (subject.build(_linear(shape, dtype, bias, name="outliers", seed=seed)).eval() for seed in (5, 6, 7, 8))
+    for name, other in zip(("filled from a state dict", "filled after it had run", "filled again"), others, strict=True):
+        if name != "filled from a state dict":
+            other(x)
+        if name == "filled again":
+            other.load_state_dict(left.state_dict())
+            other(x)
+        other.load_state_dict({key: value.clone() for key, value in source.state_dict().items()})
+        yield name, other
+    yield "a deepcopy", copy.deepcopy(source)
+    yield "a deepcopy of one that was filled", copy.deepcopy(others[0])
+    left(x)
+    filled = copy.deepcopy(left)
+    filled.load_state_dict(source.state_dict())
+    yield "a deepcopy that was filled", filled
+    yield "moved to the dtype that it has", copy.deepcopy(source).to(dtype)
+    yield "built where gradients are off", subject.build(_linear(shape, dtype, bias, name="bell"))
+
+
+def _hold_apart(source: nn.Module, other: nn.Module, what: str, x: Tensor) -> None:
+    """What is done to a copy is not done to the layer that it came from, and the other way round."""
+    for name, act in {
+        "was filled": lambda layer: layer.load_state_dict(other.state_dict()),
+        "was moved to bfloat16": lambda layer: layer.to(torch.bfloat16),
+        "was moved to float16": lambda layer: layer.to(torch.float16),
+    }.items():
+        for whose in ("copy", "layer"):
+            layer = copy.deepcopy(source)
+            copied = copy.deepcopy(layer)
+            stays, goes = (layer, copied) if whose == "copy" else (copied, layer)
+            before, expected = freeze(stays.state_dict()), stays(x).clone()
+            act(goes)
+            kept = "layer" if whose == "copy" else "copy"
+            if freeze(stays.state_dict()) != before:
+                raise CheckFailed(f"{what}: the {whose} {name}, and the state dict of the {kept} has changed with it")
+            _hold_close(stays(x), expected, f"{what}: the {whose} {name}, and the {kept} gives another output")
+
+
 @register(None, "moves", "Moving a layer to another dtype leaves codes and scales of one byte alone, and its weight to 4 u", kind="layer")
 def moves(subject: Layer, context: CheckContext) -> str:
-    """Move float32 layers to bfloat16 and float16, and run them there."""
+    """Move float32 layers to bfloat16 and float16, run them there, and move them back."""
     if torch.float32 not in subject.dtypes:
         raise NothingToCheckError("the subject takes no float32 layers")
-    shape = _shapes(subject)[0]
-    for dtype in (torch.bfloat16, torch.float16):
-        layer = subject.build(_linear(shape, torch.float32, name="bell"))
-        kept = {
-            key: value.clone() for key, value in layer.state_dict().items() if value.dtype.itemsize == 1 or not value.is_floating_point()
-        }
-        before = subject.weight(layer).to(torch.float64)
-        moved = copy.deepcopy(layer).to(dtype).eval()
-        after = moved.state_dict()
-        for key, value in kept.items():
-            if after[key].dtype != value.dtype or not torch.equal(after[key].view(torch.uint8), value.view(torch.uint8)):
-                raise CheckFailed(f"{key} has become {after[key].dtype} when the layer went from float32 to {dtype}")
-        error = float((subject.weight(moved).to(torch.float64) - before).norm())
-        if not error <= 4 * float(torch.finfo(dtype).eps) * float(before.norm()):
-            raise CheckFailed(f"the weight has changed by {error / float(before.norm()):.3g} when the layer went to {dtype}")
-        with torch.no_grad():
-            y = moved(uniform((3, shape[1]), torch.Generator().manual_seed(4)).to(dtype))
-        if y.dtype != dtype or not bool(y.isfinite().all()):
-            raise CheckFailed(f"a layer in {dtype} gives {y.dtype}, finite: {bool(y.isfinite().all())}")
-    return "bfloat16 and float16"
+    # One where the bias decides, one without, and one of a single output.
+    for shape, bias, times in zip(_shapes(subject), (True, False, True), (1, 1, 16), strict=False):
+        for dtype in (torch.bfloat16, torch.float16):
+            _hold_move(_Case.built(subject, shape, torch.float32, bias, times), dtype)
+    return "bfloat16 and float16, and back"
+
+
+@torch.no_grad()
+def _hold_move(case: _Case, dtype: torch.dtype) -> None:
+    """A layer that has run is moved, multiplies there with what it then holds and with its bias, and so it does when it is back."""
+    here, there = (_inputs(_LEADING, case.weight.shape[1], one)[0] for one in (torch.float32, dtype))
+    case.layer.eval()(here)
+    state = {key: value.clone() for key, value in case.layer.state_dict().items()}
+    moved = _Case.of(case.subject, copy.deepcopy(case.layer).to(dtype).eval(), case.bias.to(dtype))
+    after = moved.layer.state_dict()
+    for key, value in state.items():
+        if (value.dtype.itemsize == 1 or not value.is_floating_point()) and freeze(after[key]) != freeze(value):
+            raise CheckFailed(f"{key} has become {after[key].dtype}, or has changed, when the layer went from float32 to {dtype}")
+    error, norm = float((moved.weight - case.weight).norm()), float(case.weight.norm())
+    if not error <= 4 * float(torch.finfo(dtype).eps) * norm:
+        raise CheckFailed(f"the weight has changed by {error / norm:.3g} when the layer went to {dtype}")
+    _hold_product(moved, there, f"of a layer that went from float32 to {dtype}", num_more=0)
+    back, lost = moved.layer.to(torch.float32), 8 * float(torch.finfo(dtype).eps)  # what is rounded once stays so
+    _hold_product(replace(case, layer=back), here, f"of a layer that went to {dtype} and back", num_more=0, least=lost)
+    back.load_state_dict(state)
+    _hold_product(replace(case, layer=back), here, f"of a layer that went to {dtype} and back, and was filled then", num_more=0)

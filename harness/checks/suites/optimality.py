@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, register
 from harness.checks.inputs.examine import refuse
+from harness.checks.inputs.presentations import GRAD_MODES, places, presentations
 from harness.checks.inputs.solver_problems import (
     Problem,
     each_problem,
@@ -43,7 +45,8 @@ def hessian(subject: Solver, context: CheckContext) -> str:
     one = problem("many columns", 2, 401, 96, seed=9)
     worst = 0.0
     narrow = one.x.to(torch.bfloat16)
-    kinds = ([one.x], list(one.x.split(7)), [one.x[:50].reshape(5, 10, -1), one.x[50:]], [narrow])
+    four = [one.x[:60].reshape(2, 3, 10, -1), one.x[60:].reshape(1, 1, -1, 401)]
+    kinds = ([one.x], list(one.x.split(7)), [one.x[:50].reshape(5, 10, -1), one.x[50:]], four, list(one.x), [narrow])
     for batches in kinds:
         H = subject.hessian(batches).to(torch.float64)
         if not torch.equal(H, H.t()):
@@ -60,6 +63,8 @@ def hessian(subject: Solver, context: CheckContext) -> str:
             raise CheckFailed(f"lambda_min {float(eigenvalues[0]):.3g} against lambda_max {float(eigenvalues[-1]):.3g}")
         worst = max(worst, result.distance.relative_error if result.distance else 0.0)
     _hold_few_tokens(subject, one.x)
+    _hold_magnitudes(subject, one)
+    _hold_presented(subject, one.x)
     return f"relative error up to {worst:.1e}"
 
 
@@ -70,6 +75,28 @@ def _hold_few_tokens(subject: Solver, x: Tensor) -> None:
     if float((single - exact).abs().max()) > 1e-5 * float(exact.abs().max()):
         raise CheckFailed("H of a single token is not 2 x x^T")
     must_raise(lambda: subject.hessian([x[:0]]), "no token at all")
+
+
+def _hold_magnitudes(subject: Solver, one: Problem) -> None:
+    """Times a power of two, inputs give an H times its square: nothing is added to it."""
+    plain = one.hessian.to(torch.float64)
+    for power in (-30, -13, 13):
+        H = subject.hessian([one.x * 2.0**power]).to(torch.float64) * 2.0 ** (-2 * power)
+        if not (error := float((H - plain).norm() / plain.norm())) <= 1e-5:
+            raise CheckFailed(f"2^{power} times the inputs: H is not 2 * mean(x x^T): relative error {error:.3g}")
+
+
+def _hold_presented(subject: Solver, x: Tensor) -> None:
+    """Batches that are views, Parameters or results, with gradients on and off, and batches of every rank that are."""
+    for batch in (x[:60], x[:60].reshape(3, 20, -1), x[:60].reshape(3, 4, 5, -1), x[0]):
+        for name, view, plain in presentations(batch):
+            exact = hessian_of(plain.reshape(-1, x.shape[1])).to(torch.float64)
+            for mode, grad in GRAD_MODES.items():
+                with grad():
+                    H = subject.hessian([view]).detach().to(torch.float64)
+                if not (error := float((H - exact).norm() / exact.norm())) <= 1e-5:
+                    what = f"{name} of {list(batch.shape)}, {mode}"
+                    raise CheckFailed(f"{what}: H is not 2 * mean(x x^T): relative error {error:.3g}")
 
 
 @register(None, "parts_agree", "Values are (code - zero point) * scale of their group, and codes are codes", kind="solver")
@@ -285,8 +312,8 @@ def float64_loss(subject: Solver, context: CheckContext) -> str:
 
 
 def _hold_relative_error(one: Problem, solved: Solved) -> None:
-    """Our problems have at most 128 rows, so that all of them count."""
-    if solved.relative_error is None:
+    """Of at most 128 rows all count."""
+    if solved.relative_error is None or len(one.weight) > 128:
         return
     H, weight = one.hessian.to(torch.float64), one.weight.to(torch.float64)
     exact = quadratic_loss(weight - solved.values.to(torch.float64), H) / quadratic_loss(weight, H)
@@ -335,18 +362,38 @@ def reported_order(subject: Solver, context: CheckContext) -> str:
     kind="solver",
 )
 def solver_refuses(subject: Solver, context: CheckContext) -> str:
-    """Plant NaN and infinity in the weight and in the inputs, and a negative eigenvalue in the Hessian."""
+    """Plant NaN and infinity in every weight, batch and place, and in the Hessian itself; and a negative eigenvalue there."""
     one = problems(subject)[0]
+    count = 0
     for value in (float("nan"), float("inf"), float("-inf")):
-        weight, x = one.weight.clone(), one.x.clone()
-        weight[0, -1], x[-1, 0] = value, value
-        must_raise(partial(subject.solve, [weight], one.hessian), f"{value} in the weight")
-        must_raise(partial(_accumulate_and_solve, subject, one.weight, x), f"{value} in the inputs")
+        for what, act in _with_planted(subject, one, value):
+            must_raise(act, f"{value} in {what}")
+            count += 1
     indefinite = one.hessian.clone()
     indefinite[0, 1] = indefinite[1, 0] = 5 * float(one.hessian.diagonal().max())
     must_raise(partial(subject.solve, [one.weight], indefinite), "an H with a negative eigenvalue")
-    return "6 planted values, and an H that is no Hessian, were refused"
+    return f"{count} planted values, and an H that is no Hessian, were refused"
 
 
-def _accumulate_and_solve(subject: Solver, weight: Tensor, x: Tensor) -> None:
-    subject.solve([weight], subject.hessian([x]))
+def _with_planted(subject: Solver, one: Problem, value: float) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls that must not go well, and where the value stands in them."""
+    for number in range(3):
+        weights = [one.weight.clone(), one.weight[:5] * 3, one.weight.to(torch.bfloat16)]
+        weights[number][-1, 0] = value
+        yield f"weight {number} of 3", partial(subject.solve, weights, one.hessian)
+        batches = [one.x[:100].clone(), one.x[100:200].reshape(2, 50, -1).clone(), one.x[200:].to(torch.bfloat16)]
+        batches[number].view(-1)[-1] = value
+        yield f"batch {number} of 3", partial(_accumulate_and_solve, subject, one.weight, batches)
+    for place in places((one.weight.shape[0], one.weight.shape[1])):
+        weight, x = one.weight.clone(), one.x.clone()
+        weight[place] = x[place] = value
+        yield f"the weight at {list(place)}", partial(subject.solve, [weight], one.hessian)
+        yield f"the inputs at {list(place)}", partial(_accumulate_and_solve, subject, one.weight, [x])
+    for row, column in ((0, 0), (-1, -1), (1, -2)):
+        hessian = one.hessian.clone()
+        hessian[row, column] = hessian[column, row] = value
+        yield f"H at {[row, column]}", partial(subject.solve, [one.weight], hessian)
+
+
+def _accumulate_and_solve(subject: Solver, weight: Tensor, batches: Sequence[Tensor]) -> None:
+    subject.solve([weight], subject.hessian(batches))

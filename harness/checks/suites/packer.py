@@ -9,11 +9,12 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
+from harness.checks.inputs.presentations import layouts, places
 from harness.checks.oracles import LAYOUTS, bits_behind
 from harness.checks.protocols import Packer
 
 _LENGTHS = (1, 2, 3, 5, 7, 8, 13, 31, 32, 33, 37, 64, 67)
-_LARGE = ((131, 13), (2, 1031), (0, 8))  # many rows, a long row, and none
+_LARGE = ((521, 13), (2, 1031), (0, 8))  # many rows, a long row, and none
 
 
 def _cases(subject: Packer) -> Iterator[Tensor]:
@@ -98,9 +99,39 @@ def dense(subject: Packer, context: CheckContext) -> str:
         words = -(-length * subject.bits // (packed.dtype.itemsize * 8))
         if packed.shape[subject.packed_dim] != words:
             raise CheckFailed(f"{length} codes of {subject.bits} bits take {packed.shape[subject.packed_dim]} words, {words} are enough")
-        if codes.ndim == 2 and not torch.equal(subject.pack(codes.t().contiguous().t()), packed):
-            raise CheckFailed(f"a transposed view of {list(codes.shape)} packs to other words than its copy")
+    for shape in _ordinary_shapes(subject):
+        codes = _drawn_codes(subject, shape)
+        _hold_views(subject, codes)
+        _hold_words(subject, codes)
     return f"{subject.bits} bits a code"
+
+
+def _ordinary_shapes(subject: Packer) -> list[tuple[int, ...]]:
+    """A shape of every rank, none of whose rows ends with a word."""
+    wide = 13 * subject.column_multiple
+    found = [(*(3, 2, 5)[: rank - 1], wide) for rank in subject.ranks]
+    return [(*shape[:-2], wide, 3) for shape in found] if subject.packed_dim == -2 else found
+
+
+def _drawn_codes(subject: Packer, shape: tuple[int, ...]) -> Tensor:
+    grid, generator = subject.code_values, torch.Generator().manual_seed(1)
+    return grid[torch.randint(0, len(grid), shape, generator=generator)].to(subject.code_dtype)
+
+
+def _hold_views(subject: Packer, codes: Tensor) -> None:
+    """Codes that lie in memory in another way pack as their copy does."""
+    for name, view, plain in layouts(codes):
+        if not torch.equal(subject.pack(view), subject.pack(plain)):
+            raise CheckFailed(f"{name} of {list(codes.shape)} packs to other words than its copy")
+
+
+def _hold_words(subject: Packer, codes: Tensor) -> None:
+    """Words that are a slice of more of them, as those of a file are, unpack as their copy does."""
+    for name, view, plain in layouts(subject.pack(codes)):
+        if not view.is_contiguous():
+            continue
+        one, two = (subject.unpack(words, tuple(codes.shape)).to(torch.float64) for words in (view, plain))
+        refuse(one != two, f"{list(codes.shape)}: {name} of words unpacks to other codes than its copy", code=two, unpacked=one)
 
 
 @register(None, "layout", "Each code lies where the declared layout has it, in an independent reader of the bits", kind="packer")
@@ -110,8 +141,6 @@ def layout(subject: Packer, context: CheckContext) -> str:
         raise NothingToCheckError("no layout is declared")
     count = 0
     for codes in _cases(subject):
-        if codes.ndim < 2:
-            continue
         packed, wanted = subject.pack(codes), codes
         if subject.packed_dim == -2:
             packed, wanted = packed.transpose(-1, -2), codes.transpose(-1, -2)
@@ -131,24 +160,51 @@ def layout(subject: Packer, context: CheckContext) -> str:
 
 @register(None, "refuses_unfit", "A code that does not fit into its bits raises an error", kind="packer", needs=("refuses_unfit",))
 def refuses_unfit(subject: Packer, context: CheckContext) -> str:
-    """Put one code beyond either end among others."""
+    """Put one code beyond either end among others: near and far, in every place, rank and layout."""
     grid = subject.code_values
-    info_low, info_high = (-128.0, 127.0) if subject.code_dtype == torch.int8 else (-448.0, 448.0)
-    count = 0
-    for wrong in (float(grid[0]) - 1, float(grid[-1]) + 1, float(grid[-1]) + 2):
-        if not info_low <= wrong <= info_high:
-            continue
-        codes = torch.full((3, 8 * subject.column_multiple), float(grid[0]), dtype=torch.float64)
-        codes[1, 5] = wrong
-        ready = codes.to(subject.code_dtype)
-        try:
-            subject.pack(ready)
-        except Exception as error:  # the subject may refuse with any class
-            if not str(error).strip():
-                raise CheckFailed(f"{wrong:g}: {type(error).__name__} came without a message") from error
-            count += 1
-            continue
-        raise CheckFailed(f"{wrong:g} was packed into {subject.bits} bits")
-    if not count:
+    near, far = _unfit(subject)
+    if not near:
         raise NothingToCheckError("every value of the dtype is a code")
+    shapes = _ordinary_shapes(subject)
+    count = 0
+    for number, shape in enumerate((*shapes, *_large_shapes(subject))):
+        for wrong in (*near, *far) if number == 0 else (*near[:2], *far[:2]):
+            for place in places(shape):
+                codes = torch.full(shape, float(grid[0]), dtype=torch.float64)
+                codes[place] = wrong
+                _must_refuse(subject, codes.to(subject.code_dtype), f"{wrong:g} at {list(place)} of {list(shape)}")
+                count += 1
+    codes = torch.full(shapes[-1], float(grid[-1]), dtype=torch.float64)
+    codes.view(-1)[0] = near[0]
+    for name, view, _ in layouts(codes.to(subject.code_dtype)):
+        _must_refuse(subject, view, f"{near[0]:g} at the beginning of {name} of {list(codes.shape)}")
+        count += 1
     return f"{count} codes beyond the ends were refused"
+
+
+def _large_shapes(subject: Packer) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [(rows, length * subject.column_multiple) for rows, length in _LARGE if rows]
+    return [shape[::-1] for shape in found] if subject.packed_dim == -2 else found
+
+
+def _unfit(subject: Packer) -> tuple[list[float], list[float]]:
+    """Values beside the ends that the dtype of the codes holds, and those far from them, where bits that are cut off make other codes."""
+    low, high = float(subject.code_values[0]), float(subject.code_values[-1])
+    dtype = subject.code_dtype
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    step = float(1 << subject.bits)
+    near = [high + 1, low - 1, high + 2, low - 2]
+    far = [float(info.max), float(info.min), 100.0, -100.0, high + step, low - step, high + step / 2, low - step / 2, 2 * high, 2 * low]
+    kept = [[float(torch.tensor(value).to(dtype)) for value in part if info.min <= value <= info.max] for part in (near, far)]
+    beside, beyond = (list(dict.fromkeys(value for value in part if not low <= value <= high)) for part in kept)
+    return beside, beyond
+
+
+def _must_refuse(subject: Packer, codes: Tensor, what: str) -> None:
+    try:
+        subject.pack(codes)
+    except Exception as error:  # the subject may refuse with any class
+        if not str(error).strip():
+            raise CheckFailed(f"{what}: {type(error).__name__} came without a message") from error
+        return
+    raise CheckFailed(f"{what} was packed into {subject.bits} bits")

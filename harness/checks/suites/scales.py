@@ -7,9 +7,10 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import Examined, each_weight, examine, refuse
+from harness.checks.inputs.presentations import GRAD_MODES, places, presentations
 from harness.checks.oracles import RULES, e4m3_grid, units
 from harness.checks.protocols import Quantizer
-from harness.checks.strategies import NOT_FINITE, hurtful, shapes
+from harness.checks.strategies import NOT_FINITE, hurtful, large_shapes, shapes
 from harness.tolerance import T1, compare, vacuous_decoys
 
 _SCALE_ULP = 2  # a subtraction and a division, each to half a unit
@@ -149,22 +150,35 @@ def _plain(subject: Quantizer) -> Tensor:
     needs=("refuses_nonfinite",),
 )
 def refuses_nonfinite(subject: Quantizer, context: CheckContext) -> str:
-    """Plant NaN and infinities, first, last and in the middle, in every dtype."""
+    """Plant NaN in every kind of place of weights of several sizes, infinities, and all of them in every presentation, in every dtype."""
     count = 0
+    ordinary, *others = shapes(subject.column_multiple)
     for dtype in subject.dtypes:
-        shape = shapes(subject.column_multiple)[0]
-        clean = hurtful("bell", shape, dtype)
-        for value in NOT_FINITE:
-            for place in ((0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 2)):
-                weight = clean.clone()
-                weight[place] = value
-                _must_refuse(subject, weight, f"{value} at {list(place)} of a weight in {dtype}")
-                count += 1
+        for shape in (ordinary, *others, *large_shapes(subject.column_multiple)):
+            clean = hurtful("bell", shape, dtype)
+            for value in NOT_FINITE if shape == ordinary else NOT_FINITE[:1]:
+                for place in places(shape) if shape == ordinary or shape not in others else [(-1, -1)]:
+                    weight = clean.clone()
+                    weight[place] = value
+                    _must_refuse(subject, weight, f"{value} at {list(place)} of a weight {list(shape)} in {dtype}")
+                    count += 1
+        count += _refuses_presented(subject, hurtful("bell", ordinary, dtype))
     return f"{count} planted values were refused"
 
 
+def _refuses_presented(subject: Quantizer, weight: Tensor) -> int:
+    weight[0, 0] = weight[-1, -1] = float("nan")
+    count = 0
+    for mode, grad in GRAD_MODES.items():
+        for name, view, _ in presentations(weight):
+            with grad():
+                _must_refuse(subject, view, f"NaN in {name} of a weight {list(weight.shape)} in {weight.dtype}, {mode}")
+            count += 1
+    return count
+
+
 def _must_refuse(subject: Quantizer, weight: Tensor, what: str) -> None:
-    before = weight.clone()
+    before = weight.detach().clone()
     try:
         subject.quantize(weight)
     except Exception as error:  # of which class is the subject's affair; that there is a message is ours

@@ -6,7 +6,7 @@ import copy
 import gc
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from harness.lifecycle.driving.compare import Outcome, Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, is_added, list_differences, outermost, replaced_modules
 from harness.lifecycle.driving.snapshot import Bits, Snapshot, num_hooks
 from harness.lifecycle.machines.strategies import Setup
-from harness.lifecycle.oracle import ANSWERING
+from harness.lifecycle.oracle import ANSWERING, BATCH_EVENTS
 from harness.lifecycle.subject import NothingToCheckError, Subject, call, frozen_class_values
 from harness.lifecycle.witness import Witness
 
@@ -80,10 +80,16 @@ def nothing_left(subject: Subject) -> str:
     Raises:
         Violation: something is left.
     """
-    num_faults = sum(1 for _ in _faults(subject))
+    num_faults, before = 0, frozen_class_values(subject.template)
+    for _, fault, _ in _faults(subject):
+        num_faults += 1
+        _hold_classes(subject, before, fault)
     _after_forward_error(subject)
-    if "session_hooks" not in subject.tags and not subject.trains:
-        _after_calibration(subject)
+    _hold_classes(subject, before, "a failure in a forward")
+    if "session_hooks" not in subject.tags:
+        _after_end(subject)
+        if not subject.trains:
+            _after_calibration(subject)
     _after_all(subject)
     _activations_are_freed(subject)
     return f"{num_faults} failures, one in a forward, and a whole run"
@@ -97,6 +103,32 @@ def _after_forward_error(subject: Subject) -> None:
     subject.live(checked, run, until=middle + 1)
     if checked.oracle.place not in ("before", "over"):
         checked.leave(PlannedError("a forward failed"))
+
+
+def _hold_classes(subject: Subject, before: Mapping[str, object], fault: str) -> None:
+    """What a run has learned before it failed, the next one must not find in the class or its file."""
+    now = frozen_class_values(subject.template)
+    changed = [key for key in {**before, **now} if before.get(key, ()) != now.get(key, ())]
+    if changed:
+        text = f"after {fault}, {changed[0]} is not as it was; keep state on the object, under a private name, as self._seen"
+        raise Violation("left behind", text, [f"class {changed[0]}"])
+
+
+def _after_end(subject: Subject) -> None:
+    """A modifier that a training has ended watches nothing any more."""
+    if subject.template.start is None or subject.template.end is None:
+        return
+    run = subject.open()
+    checked = subject.check(run)
+    before = num_hooks(run.model)
+    if checked.initialize().kind == "failed":
+        return
+    for event in BATCH_EVENTS * min(int(subject.template.end) + 2, 12):
+        if checked.send(event).kind == "failed":
+            return
+    if (left := num_hooks(run.model) - before) and run.modifiers[0].ended:
+        text = f"{left} hooks are on the model after on_end; call self.remove_hooks() there, or declare 'session_hooks'"
+        raise Violation("left behind", text, ["hooks"])
 
 
 def _after_calibration(subject: Subject) -> None:

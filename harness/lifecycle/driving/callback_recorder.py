@@ -257,7 +257,7 @@ def _recorded_class(cls: type[Modifier]) -> type[Modifier]:
 
 def _recorded_callback(callback: str, cls: type[Modifier]) -> Callable[..., Any]:
     def method(self: Any, state: State, *event: Event) -> Any:
-        own = functools.partial(getattr(cls, callback), self)
+        own = getattr(super(type(self), self), callback)  # bound as Python does: a static method gets no self
         return self._recorder.run(self._number, callback, self, own, state, event)
 
     return functools.wraps(getattr(cls, callback))(method)

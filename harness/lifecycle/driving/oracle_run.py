@@ -13,6 +13,7 @@ from harness.lifecycle.driving.callback_recorder import Acts, Entry
 from harness.lifecycle.driving.compare import CLAUSES, Clause, Outcome, Violation, describe, judge_error, replay, show
 from harness.lifecycle.driving.driver import ActingRun, Run
 from harness.lifecycle.driving.probes import CHAIN_PARTS
+from harness.lifecycle.driving.shared_code import SharedCode
 from harness.lifecycle.driving.snapshot import Difference, Snapshot, num_hooks
 from harness.lifecycle.driving.time_limit import TimeLimitError
 from harness.lifecycle.oracle import ModifierModel, Script, SessionModel, refuse
@@ -163,7 +164,7 @@ class CheckedRun:
         self.clauses = clauses
         self.compares_all = True
         self.start = self.now = self._snapshot()
-        self._process = Snapshot.of_process()
+        self._process, self._code = Snapshot.of_process(), SharedCode(run.model.modules())
         self._num_hooks_of_others = num_hooks(run.model)
         self._asleep: list[tuple[int | None, AbstractContextManager[None]]] = []
 
@@ -377,7 +378,8 @@ class CheckedRun:
             hooks = [one for one in leftovers(self.start, self.now, self.allowed) if one.kind == "hooks"]
             where = f": {list_differences(hooks)}" if hooks else ""
             self._break("left behind", f"{call}: {num_left} hooks are left on the model{where}", hooks)
-        if found := [*leftovers(self.start, self.now, self.allowed), *self._process.differences(Snapshot.of_process())]:
+        process = [*self._process.differences(Snapshot.of_process()), *self._code.differences()]
+        if found := [*leftovers(self.start, self.now, self.allowed), *process]:
             self._break("left behind", f"{call}: the run is over, and left {list_differences(found)}", found)
 
     def _check_shared(self, call: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,6 +108,25 @@ class MixingLayer(OurLayer):
         return Mixing(super().build(linear))
 
 
+class Unfillable(Mixing):
+    """Multiplies with what it was built with, whatever it is filled with."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.kept = (copy.deepcopy(inner),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.kept[0](x)
+        return y
+
+
+class UnfillableLayer(OurLayer):
+    """What is loaded is not what runs."""
+
+    def build(self, linear: nn.Linear) -> nn.Module:
+        return Unfillable(super().build(linear))
+
+
 class WrongSolver(OurSolver):
     """Solves for another weight than the one that was given."""
 
@@ -184,11 +204,15 @@ PLANTED: dict[str, Any] = {
     "quantizer.saturates": WrongEncoder(INT4, lambda codes, position: torch.where(position.abs() > 9, -codes, codes)),
     "quantizer.odd": WrongEncoder(INT4, lambda codes, position: torch.where((position > 0) & (position < 0.9), 1, codes)),
     "quantizer.ties": WrongEncoder(INT4, lambda codes, position: (position + 0.5).floor().clamp(-8, 7)),
+    "quantizer.given_scales": WrongEncoder(INT4, lambda codes, position: torch.where(codes == 3, 2, codes)),
     "quantizer.shapes": StrideBlind(INT4),
     "packer.dense": LoosePacker(4),
     "observer.batch_order": Forgetful(QuantizationArgs(strategy="tensor")),
     "layer.shapes": MixingLayer(QuantizationScheme(targets=["Linear"], weights=INT4)),
+    "layer.copies": UnfillableLayer(QuantizationScheme(targets=["Linear"], weights=INT4)),
     "solver.parts_agree": Misreading(INT4),
+    "solver.pieces": WrongSolver(lambda weight: torch.cat((weight[:128], weight[128:] * 1.3))),
+    "solver.layouts": WrongSolver(lambda weight: weight if weight.is_contiguous() else weight * 1.3),
     "solver.identity_rounds": WrongSolver(_half_a_step),
     "solver.grid_is_fixed": WrongSolver(_half_a_step),
     "solver.rows": WrongSolver(_by_row),

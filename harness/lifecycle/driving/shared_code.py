@@ -1,0 +1,133 @@
+"""What the code of a model shares with every other model of the process: the functions, classes and registries that its files name.
+
+The files are those in which the classes of the model's modules are defined, such as `modeling_llama`. Looked at are their functions, the
+methods of the classes and the entries of the registries that they name, the logging level of their packages, and the settings of
+torch.compile. What these use in turn, and plain data, is not followed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from harness.lifecycle.driving.snapshot import Difference, Functions
+
+_CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
+# Looked at elsewhere, or nothing that anybody patches.
+_NOT_FOLLOWED = frozenset({"torch", "builtins", "typing", "collections", "abc", "enum", "dataclasses", "types", "functools"})
+_MEMBERS = (FunctionType, property, classmethod, staticmethod)
+_MISSING = object()
+
+
+class Methods(Functions):
+    """Functions and properties of a class, which may count and keep what it likes beside them."""
+
+    def changed(self, other: Functions) -> list[str]:  # type: ignore[override]  # narrower than any namespace
+        """Return the names that stand for another function, or for none; a new one stands before what the class has inherited."""
+        mine, its = self.values, other.values
+        names = [name for name in {**mine, **its} if mine.get(name, _MISSING) is not its.get(name, _MISSING)]
+        return [name for name in names if isinstance(mine.get(name), _MEMBERS) or isinstance(its.get(name), _MEMBERS)]
+
+
+class Entries(Methods):
+    """Functions, classes and recipes for them in a registry, to which more may come."""
+
+    def __init__(self, registry: Mapping[Any, Any]) -> None:
+        """Copy the references; reading an entry may make something of it."""
+        items = dict.items(registry) if isinstance(registry, dict) else registry.items()
+        self.keys = {str(key): key for key, _ in items}
+        self.values = {str(key): value for key, value in items}
+
+    def changed(self, other: Functions) -> list[str]:  # type: ignore[override]
+        """Return the keys that stand for something else that can be called, or for nothing."""
+        names = [name for name, value in self.values.items() if callable(value) or isinstance(value, tuple)]
+        return [name for name in names if other.values.get(name, _MISSING) is not self.values[name]]
+
+
+class SharedCode:
+    """What stands in the files of a model at one moment.
+
+    Args:
+        modules: of the model.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        own = {cls for module in modules for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+        files = {name: sys.modules[name] for name in sorted({cls.__module__ for cls in own}) if name in sys.modules}
+        self._owners: list[tuple[str, Any, type[Functions], Functions]] = []
+        for name, file in files.items():
+            self._add(f"the module {name}", file, Functions)
+        for key, value in _named([file for name, file in files.items() if name.partition(".")[0] != "torch"]):
+            if isinstance(value, type) and value not in own and value.__module__.partition(".")[0] not in _NOT_FOLLOWED:
+                self._add(f"the class {value.__qualname__}", value, Methods)
+            elif isinstance(value, MutableMapping) and not key.startswith("__"):
+                self._add(f"the registry {key}", value, Entries)
+        self._levels, self._configs = _levels(), dict(_configs()) if files else {}
+
+    def _add(self, label: str, owner: Any, kind: type[Functions]) -> None:
+        self._owners.append((label, owner, kind, kind(owner)))
+
+    def differences(self) -> list[Difference]:
+        """Return what is not as it was."""
+        found = []
+        for label, owner, kind, before in self._owners:
+            if names := before.changed(kind(owner)):
+                found.append(Difference("process", label, f"changed: {', '.join(names[:5])}"))
+        levels = _levels()
+        for name, level in self._levels.items():
+            if levels.get(name, level) != level:
+                found.append(Difference("process", f"logging of {name}", f"changed: {level} -> {levels[name]}"))
+        for name, now in _configs() if self._configs else ():
+            was = self._configs[name]
+            keys = [key for key in {**was, **now} if was.get(key, _MISSING) != now.get(key, _MISSING)]
+            found += [Difference("process", name, f"changed in {key}") for key in keys]
+        return found
+
+    def put_back(self) -> None:
+        """Make all of it as it was."""
+        for _, owner, kind, before in self._owners:
+            for name in before.changed(kind(owner)):
+                if isinstance(before, Entries):
+                    owner[before.keys[name]] = before.values[name]
+                elif name not in before.values:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before.values[name])
+        for name, level in self._levels.items():
+            logging.getLogger(name).setLevel(level)
+        for name, now in _configs() if self._configs else ():
+            config, was = sys.modules.get(name), self._configs[name]
+            for key in {**was, **now}:
+                setattr(config, key, was[key] if key in was else config._config[key].default)  # type: ignore[union-attr]
+
+
+def _named(files: Iterable[ModuleType]) -> Iterable[tuple[str, object]]:
+    """What files name, each thing once."""
+    return {id(value): (key, value) for file in files for key, value in vars(file).items()}.values()
+
+
+def _levels() -> dict[str, int]:
+    """The levels of the loggers of whole packages."""
+    known = list(logging.root.manager.loggerDict.items())
+    return {name: logger.level for name, logger in known if isinstance(logger, logging.Logger) and "." not in name}
+
+
+def _configs() -> Iterable[tuple[str, dict[str, Any]]]:
+    """The settings of torch.compile that are not the default ones; none of what has not been loaded yet."""
+    for name in _CONFIGS:
+        config: Any = sys.modules.get(name)
+        lines = config.codegen_config().splitlines() if config is not None else []
+        keys = [line.partition(" = ")[0].removeprefix(f"{name}.") for line in lines if line.startswith(f"{name}.")]
+        yield name, {key: _read(config, key) for key in keys}
+
+
+def _read(config: Any, key: str) -> Any:
+    value = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,177 @@
+"""Quantizers that are right but for one way of handing a weight in, one dtype or one place: each is told by what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harness
+from compressor.numerics import QuantizationArgs
+from harness.checks.adapters.ours import OurQuantizer
+from harness.checks.protocols import Quantized
+from harness.reporting.verdict import Outcome
+
+CHANNEL = QuantizationArgs(strategy="channel")
+ASYM = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
+
+
+class Zeroes(OurQuantizer):
+    """Codes are zero for some weights."""
+
+    def __init__(self, is_hit: Callable[[Tensor], bool]) -> None:
+        super().__init__(CHANNEL)
+        self._is_hit = is_hit
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        found = super().quantize(weight.detach())
+        return replace(found, codes=found.codes * 0) if self._is_hit(weight) else found
+
+
+class LooksForNaN(OurQuantizer):
+    """Looks for NaN in a part of the weight."""
+
+    def __init__(self, seen: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(CHANNEL)
+        self._seen = seen
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        if self._seen(weight).numel() and not bool(self._seen(weight).isfinite().all()):
+            raise ValueError("weight: NaN or infinity")
+        return super().quantize(torch.nan_to_num(weight.detach(), 0, 0, 0))
+
+
+class Encodes(OurQuantizer):
+    """Ours, with the codes of what is encoded changed: codes, values, and positions between the codes."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor, Tensor], Tensor], args: QuantizationArgs = CHANNEL, drop: str = "") -> None:
+        super().__init__(args)
+        self._change, self.tags = change, self.tags - {drop}
+
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        zero = 0 if like.zero_point is None else like.zero_point.double()
+        position = values.detach().double() / like.scale.double() + zero
+        return self._change(super().encode(values.detach(), like), values, position)
+
+
+class EncodesItself(Encodes):
+    """And what it quantizes is encoded so, too."""
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        found = super().quantize(weight)
+        return replace(found, codes=self.encode(weight, found))
+
+
+class OneRowAlone(OurQuantizer):
+    """A single row is encoded under scales of its own."""
+
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        own = len(values) == 1 and 0 < values.abs().max() < 1e9
+        return super().encode(values, super().quantize(values) if own else like)
+
+
+class ReadsCodesAsTheyLie(OurQuantizer):
+    def dequantize(self, quantized: Quantized) -> Tensor:
+        found = super().dequantize(quantized)
+        return found if quantized.codes.is_contiguous() else found * 0
+
+
+class NarrowRange(OurQuantizer):
+    """The range is taken in the dtype of the weight, and ends at its largest number."""
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        found = super().quantize(weight.detach())
+        far = torch.isinf(weight.amax(1, keepdim=True).clamp(min=0) - weight.amin(1, keepdim=True).clamp(max=0))
+        assert found.zero_point is not None
+        scale = torch.where(far, torch.full_like(found.scale, torch.finfo(weight.dtype).max / 15), found.scale)
+        given = Quantized(found.codes, scale, torch.where(far, torch.full_like(found.zero_point, 7), found.zero_point))
+        return replace(given, codes=self.encode(weight.detach(), given))
+
+
+def ties_up(is_hit: Callable[[Tensor], Tensor | bool]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """What lies in the middle goes up, where so it is."""
+
+    def change(codes: Tensor, values: Tensor, position: Tensor) -> Tensor:
+        up = (position.floor() + 1).clamp(codes.min(), codes.max()).to(codes.dtype)
+        hit = torch.as_tensor(is_hit(values)).expand(codes.shape)
+        return torch.where((position - position.floor() == 0.5) & hit, up, codes)
+
+    return change
+
+
+def late_rows(values: Tensor) -> Tensor:
+    return (torch.arange(len(values)) >= 8)[:, None]
+
+
+def first_code(codes: Tensor, values: Tensor, position: Tensor) -> Tensor:
+    return torch.where(values > 1e15, codes * 0 - 128, codes) if values.dtype == torch.bfloat16 else codes
+
+
+WRONG: dict[str, tuple[OurQuantizer, str, str]] = {
+    "NaN behind 256 columns": (LooksForNaN(lambda w: w[:, :256]), "quantizer.refuses_nonfinite", "of a weight [3, 1031]"),
+    "NaN behind 128 rows": (LooksForNaN(lambda w: w[:128]), "quantizer.refuses_nonfinite", "of a weight [521, 3]"),
+    "NaN in the first row": (LooksForNaN(lambda w: w[1:]), "quantizer.refuses_nonfinite", "nan at [0, 36] of a weight [5, 37]"),
+    "NaN in views": (LooksForNaN(lambda w: w if w.is_contiguous() else w[:0]), "quantizer.refuses_nonfinite", "NaN in a transposed view"),
+    "NaN in Parameters": (LooksForNaN(lambda w: w[:0] if w.requires_grad else w), "quantizer.refuses_nonfinite", "NaN in a Parameter"),
+    "NaN without gradients": (
+        LooksForNaN(lambda w: w if torch.is_grad_enabled() else w[:0]),
+        "quantizer.refuses_nonfinite",
+        "where gradients are off",
+    ),
+    "stride 0": (Zeroes(lambda w: 0 in w.stride() and len(w) > 1), "quantizer.shapes", "one row, expanded: other codes"),
+    "a step": (Zeroes(lambda w: w.stride(1) == 2 and w.shape[1] > 1 and len(w) > 2), "quantizer.shapes", "every other column: other codes"),
+    "an offset": (
+        Zeroes(lambda w: w.storage_offset() > 0 and w.is_contiguous()),
+        "quantizer.shapes",
+        "a part of a larger tensor: other codes",
+    ),
+    "a Parameter": (Zeroes(lambda w: isinstance(w, nn.Parameter)), "quantizer.shapes", "a Parameter: other codes"),
+    "a result": (Zeroes(lambda w: w.grad_fn is not None), "quantizer.shapes", "a result that has a gradient: other codes"),
+    "no gradients": (Zeroes(lambda w: not torch.is_grad_enabled()), "quantizer.shapes", "where gradients are off: other codes"),
+    "codes as they lie": (ReadsCodesAsTheyLie(CHANNEL), "quantizer.shapes", "codes as a transposed view"),
+    "ties in bfloat16": (Encodes(ties_up(lambda v: v.dtype == torch.bfloat16)), "quantizer.ties", "torch.bfloat16, on a tie"),
+    "ties in float16": (Encodes(ties_up(lambda v: v.dtype == torch.float16)), "quantizer.ties", "torch.float16, on a tie"),
+    "ties of zero points": (Encodes(ties_up(lambda v: v.dtype == torch.bfloat16), ASYM), "quantizer.ties", "torch.bfloat16, on a tie"),
+    "ties in late rows": (Encodes(ties_up(late_rows)), "quantizer.ties", "on a tie: not half to even"),
+    "ties in one row": (Encodes(ties_up(lambda v: len(v) == 1)), "quantizer.ties", "on a tie: not half to even"),
+    "ties without odd": (Encodes(ties_up(lambda v: True), drop="odd"), "quantizer.ties", "torch.float32, on a tie"),
+    "ties of one's own": (
+        EncodesItself(ties_up(lambda v: v.shape[1] == 60 and v.dtype == torch.float16)),
+        "quantizer.ties",
+        "torch.float16, on a tie, under a scale of its own",
+    ),
+    "saturation in bfloat16": (Encodes(first_code), "quantizer.saturates", "torch.bfloat16: 1e+20 times the last code"),
+    "one row alone": (OneRowAlone(CHANNEL), "quantizer.given_scales", "[1, 1] torch.float32: a code is not the nearest"),
+    "a step that is encoded": (
+        Encodes(lambda codes, values, _: codes * 0 if values.stride(-1) == 2 else codes),
+        "quantizer.given_scales",
+        "every other column",
+    ),
+    "a Parameter that is encoded": (
+        Encodes(lambda codes, values, _: codes * 0 if values.requires_grad else codes),
+        "quantizer.given_scales",
+        "a Parameter, where gradients are on",
+    ),
+    "columns from 513 on": (
+        Encodes(lambda codes, values, _: torch.where(torch.arange(values.shape[1]) < 512, codes, 0)),
+        "quantizer.given_scales",
+        "[3, 1031] torch.float32",
+    ),
+    "a range beyond the dtype": (NarrowRange(ASYM), "quantizer.scale_rule", "widest [5, 37] torch.float32: scales"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_quantizer_is_told(name: str) -> None:
+    subject, check, says = WRONG[name]
+    record = harness.check(subject, checks=[check], draws=False).records[0]
+    assert record.outcome is Outcome.FAIL and says in record.summary, record.summary
+
+
+def test_the_same_quantizers_without_a_mistake_pass() -> None:
+    for subject in (Zeroes(lambda w: False), Encodes(lambda codes, values, position: codes), EncodesItself(ties_up(lambda v: False), ASYM)):
+        report = harness.check(subject, draws=False)
+        assert report.passed, report.to_text()

@@ -1,0 +1,113 @@
+"""Solvers that are right but for one shape, place, magnitude or layout: each is told by what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harness
+from compressor.numerics import QuantizationArgs
+from harness.checks.adapters.ours import OurSolver
+from harness.checks.protocols import Quantized, Solved
+from harness.reporting.verdict import Outcome
+
+INT4 = QuantizationArgs(num_bits=4, group_size=16)
+
+
+def as_it_is(x: Any) -> Any:
+    return x
+
+
+class Wrong(OurSolver):
+    """Ours, with what it is given changed: each batch and its place, each weight and its place, and the Hessian of a weight."""
+
+    def __init__(
+        self,
+        batch: Callable[[Tensor, int], Tensor] = lambda x, number: x,
+        weight: Callable[[Tensor, int], Tensor] = lambda x, number: x,
+        hessian: Callable[[Tensor], Tensor] = as_it_is,
+        beside: Callable[[Tensor, Tensor], Tensor] = lambda weight, hessian: hessian,
+    ) -> None:
+        super().__init__(INT4)
+        self._batch, self._weight, self._hessian, self._beside = batch, weight, hessian, beside
+
+    def hessian(self, batches: Sequence[Tensor]) -> Tensor:
+        return self._hessian(super().hessian([self._batch(x, number) for number, x in enumerate(batches)]))
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        ready = [self._weight(weight, number) for number, weight in enumerate(weights)]
+        return [super(Wrong, self).solve([one], self._beside(one, hessian), block_size, like)[0] for one in ready]
+
+
+def finite(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x, 0, 0, 0)
+
+
+def as_rounding(when: Callable[[Tensor], bool]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Some weights are solved as if no column knew of another."""
+    return lambda weight, hessian: torch.eye(len(hessian)) * hessian.diagonal().mean() if when(weight) else hessian
+
+
+def more(when: Callable[[Tensor], bool]) -> Callable[[Tensor, int], Tensor]:
+    return lambda x, number: x * 1.1 if when(x) else x
+
+
+WRONG: dict[str, tuple[Wrong, str, str]] = {
+    "more rows than columns": (Wrong(beside=as_rounding(lambda w: len(w) > w.shape[1])), "solver.dense_oracle", "more rows than columns: "),
+    "rows from 129 on": (Wrong(weight=lambda w, _: torch.cat((w[:128], w[128:] * 1.5))), "solver.pieces", "540 rows, piece"),
+    "columns from 513 on": (
+        Wrong(weight=lambda w, _: torch.cat((w[:, :512], w[:, 512:] * 1.5), 1)),
+        "solver.pieces",
+        "1056 columns, piece",
+    ),
+    "wide weights": (Wrong(beside=as_rounding(lambda w: w.shape[1] > 512)), "solver.pieces", "1056 columns, piece"),
+    "NaN in a later weight": (Wrong(weight=lambda w, number: w if number == 0 else finite(w)), "solver.refuses_nonfinite", "weight 1 of 3"),
+    "NaN in a later batch": (Wrong(batch=lambda x, number: x if number == 0 else finite(x)), "solver.refuses_nonfinite", "batch 1 of 3"),
+    "NaN in bfloat16": (
+        Wrong(weight=lambda w, _: finite(w) if w.dtype == torch.bfloat16 else w),
+        "solver.refuses_nonfinite",
+        "weight 2 of 3",
+    ),
+    "NaN behind 32 columns": (
+        Wrong(weight=lambda w, _: torch.cat((w[:, :32], finite(w[:, 32:])), 1)),
+        "solver.refuses_nonfinite",
+        "the weight at [23, 47]",
+    ),
+    "NaN in H": (Wrong(beside=lambda w, H: finite(H)), "solver.refuses_nonfinite", "nan in H at [0, 0]"),
+    "a constant on the diagonal": (
+        Wrong(hessian=lambda H: H + 1e-6 * torch.eye(len(H))),
+        "solver.hessian",
+        "2^-30 times the inputs: H is not 2 * mean(x x^T)",
+    ),
+    "four dimensions": (Wrong(batch=lambda x, _: x[0] if x.dim() == 4 else x), "solver.hessian", "H is not 2 * mean(x x^T)"),
+    "one dimension": (Wrong(batch=lambda x, _: x * 2 if x.dim() == 1 else x), "solver.hessian", "H is not 2 * mean(x x^T)"),
+    "views": (Wrong(batch=more(lambda x: not x.is_contiguous())), "solver.hessian", "a transposed view of [60, 401]"),
+    "stride 0": (Wrong(batch=more(lambda x: 0 in x.stride() and x.dim() == 3)), "solver.hessian", "one row, expanded of [3, 20, 401]"),
+    "a Parameter": (Wrong(batch=more(lambda x: isinstance(x, nn.Parameter))), "solver.hessian", "a Parameter of [60, 401]"),
+    "no gradients": (Wrong(batch=more(lambda x: not torch.is_grad_enabled())), "solver.hessian", "where gradients are off"),
+    "views of weights": (Wrong(weight=more(lambda w: w.stride(-1) == 2)), "solver.layouts", "every other column of the weight"),
+    "weights that are Parameters": (Wrong(weight=more(lambda w: w.requires_grad)), "solver.layouts", "a Parameter of the weight"),
+    "views of a Hessian": (
+        Wrong(beside=lambda w, H: H if H.is_contiguous() else torch.eye(len(H))),
+        "solver.layouts",
+        "of the Hessian, where gradients are on",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_solver_is_told(name: str) -> None:
+    subject, check, says = WRONG[name]
+    record = harness.check(subject, checks=[check], draws=False).records[0]
+    assert record.outcome is Outcome.FAIL and says in record.summary, record.summary
+
+
+def test_the_same_solver_without_a_mistake_passes() -> None:
+    report = harness.check(Wrong(), draws=False)
+    assert report.passed, report.to_text()

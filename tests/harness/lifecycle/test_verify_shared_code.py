@@ -1,0 +1,221 @@
+"""What a run leaves in the code that all models share, or for the next run, is told by its name and put back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from compressor.lifecycle import Event, Modifier, State
+from harness.lifecycle.driving.probes import TinyModel, tiny_batches
+from harness.lifecycle.verify import verify
+from harness.reporting.verdict import Outcome
+
+SUMS: dict[str, float] = {}
+
+
+def linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+class Halves(Modifier):
+    """Halves all weights, and watches what flows on the way."""
+
+    contract_tags = {"in_place"}  # noqa: RUF012 - as its author writes it
+
+    def on_initialize(self, state: State) -> bool:
+        state.touch(name for name, _ in linear_layers(state.model))
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        for name, module in linear_layers(state.model):
+            self.register_hook(module, lambda _, args, name=name: self.see(name, args[0]), "forward_pre")
+
+    def see(self, name: str, x: Tensor) -> None:
+        """Nothing is kept."""
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        self.remove_hooks()
+        for name, module in linear_layers(state.model):
+            module.weight.data.mul_(self.factor(name))
+
+    def factor(self, name: str) -> float:
+        return 0.5
+
+
+class SumsInItsFile(Halves):
+    """Sums of an aborted run go into the next one."""
+
+    def see(self, name: str, x: Tensor) -> None:
+        SUMS[name] = SUMS.get(name, 0.0) + float(x.double().abs().sum())
+
+    def factor(self, name: str) -> float:
+        return 1 / (1 + SUMS.get(name, 0.0))
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        super().on_calibration_end(state, event)
+        SUMS.clear()
+
+
+class _Store:
+    """Something that is no plain data."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+
+
+STORE = _Store()
+
+
+class SumsInAnObject(Halves):
+    def see(self, name: str, x: Tensor) -> None:
+        STORE.sums[name] = STORE.sums.get(name, 0.0) + float(x.double().abs().sum())
+
+    def factor(self, name: str) -> float:
+        return 1 / (1 + STORE.sums.pop(name, 0.0))
+
+
+class WatchesOn(Halves):
+    """A hook that is made when the training part is over."""
+
+    def on_end(self, state: State, event: Event) -> None:
+        self.register_hook(state.model, lambda *args: None, "forward")
+
+
+class Static(Modifier):
+    """Callbacks that need no self are as good as others."""
+
+    contract_tags = {"in_place"}  # noqa: RUF012 - as its author writes it
+
+    @staticmethod
+    def on_initialize(state: State) -> bool:  # type: ignore[override]
+        state.touch(name for name, _ in linear_layers(state.model))
+        return True
+
+    @classmethod
+    def on_calibration_end(cls, state: State, event: Event) -> None:  # type: ignore[override]
+        for _, module in linear_layers(state.model):
+            module.weight.data.mul_(0.5)
+
+
+class Leaves(Halves):
+    """Changes something at its end that other models use."""
+
+    def on_finalize(self, state: State) -> bool:
+        self.leave()
+        return True
+
+    def leave(self) -> None:
+        raise NotImplementedError
+
+
+class Rotary(Leaves):
+    def leave(self) -> None:
+        transformers.models.llama.modeling_llama.apply_rotary_pos_emb = lambda q, k, *args, **kwargs: (q, k)
+
+
+class Attention(Leaves):
+    def leave(self) -> None:
+        known = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+        plain = known["sdpa"]
+        known["sdpa"] = lambda module, q, k, v, *args, **kwargs: plain(module, q * 2, k, v, *args, **kwargs)
+
+
+class Activation(Leaves):
+    def leave(self) -> None:
+        transformers.activations.ACT2FN["silu"] = nn.ReLU
+
+
+class Cache(Leaves):
+    def leave(self) -> None:
+        transformers.DynamicCache.update = lambda self, key, value, *args, **kwargs: (key, value)
+
+
+class Config(Leaves):
+    def leave(self) -> None:
+        transformers.LlamaConfig.to_dict = lambda self: {}
+
+
+class Compile(Leaves):
+    def leave(self) -> None:
+        import torch._dynamo
+
+        torch._dynamo.config.suppress_errors = True
+
+
+class Logs(Leaves):
+    def leave(self) -> None:
+        logging.getLogger("transformers").setLevel(logging.CRITICAL)
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )
+    torch.manual_seed(7)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def _logits(model: nn.Module) -> Any:
+    with torch.no_grad():
+        return model(torch.arange(8).reshape(1, 8)).logits
+
+
+@pytest.mark.parametrize(
+    ("make", "check", "says"),
+    [
+        (SumsInItsFile, "repeatable", "a run after one that was aborted gives other values"),
+        (SumsInItsFile, "nothing_left", ".SUMS is not as it was; keep state on the object"),
+        (SumsInAnObject, "repeatable", "a run after one that was aborted gives other values"),
+        (lambda: WatchesOn(start=0, end=2, update=1), "nothing_left", "1 hooks are on the model after on_end; call self.remove_hooks()"),
+        (Compile, "completes", "torch._dynamo.config: process changed in suppress_errors"),
+        (Logs, "completes", "logging of transformers: process changed"),
+    ],
+)
+def test_what_is_left_for_others_is_told(make: Callable[[], Modifier], check: str, says: str) -> None:
+    SUMS.clear()
+    STORE.sums.clear()
+    before = logging.getLogger("transformers").level, torch._dynamo.config.suppress_errors
+    report = verify(make(), TinyModel(8), inputs=tiny_batches(1), checks=[f"lifecycle.{check}"])
+    assert says in report.records[-1].summary, report.to_text()
+    assert (logging.getLogger("transformers").level, torch._dynamo.config.suppress_errors) == before
+
+
+@pytest.mark.parametrize(
+    ("modifier", "says"),
+    [
+        (Rotary, "modeling_llama: process changed: apply_rotary_pos_emb"),
+        (Attention, "the registry ALL_ATTENTION_FUNCTIONS: process changed: sdpa"),
+        (Activation, "the registry ACT2FN: process changed: silu"),
+        (Cache, "the class DynamicCache: process changed: update"),
+        (Config, "the class LlamaConfig: process changed: to_dict"),
+    ],
+)
+def test_code_that_all_llamas_share_is_looked_at_and_put_back(modifier: type[Modifier], says: str) -> None:
+    batch = {"input_ids": torch.arange(8).reshape(1, 8)}
+    before = _logits(_llama())
+    report = verify(modifier, _llama(), inputs=[batch], checks=["lifecycle.completes"])
+    assert says in report.records[-1].summary, report.to_text()
+    assert torch.equal(_logits(_llama()), before)
+
+
+@pytest.mark.parametrize("modifier", [Halves, Static])
+def test_right_ones_pass(modifier: type[Modifier]) -> None:
+    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1))
+    assert report.passed, report.to_text()
+
+
+def test_a_modifier_that_was_ended_and_watches_nothing_passes() -> None:
+    report = verify(Halves(start=0, end=2), TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.nothing_left"])
+    assert report.records[-1].outcome is Outcome.PASS, report.to_text()
+
+
+def test_right_ones_pass_on_a_llama() -> None:
+    batch = {"input_ids": torch.arange(8).reshape(1, 8)}
+    report = verify(Halves, _llama(), inputs=[batch], checks=["lifecycle.completes", "lifecycle.repeatable", "lifecycle.nothing_left"])
+    assert report.passed, report.to_text()
