@@ -218,7 +218,7 @@ def solve_reference(W_CR: Tensor, damped_CC: Tensor, columns: GridColumns, block
 NUM_CANDIDATES = 6
 # Bits -> the largest and the smallest multiple of the observed scale that is tried. What is smaller still lowers the error of the group,
 # but no longer that of the model: shrunken scales add up over layers.
-SEARCHED_MULTIPLES = {2: (1.0, 0.5), 3: (1.0, 0.75), 4: (1.05, 0.8), 5: (1.0, 0.8), 6: (1.0, 0.85), 7: (1.0, 0.9), 8: (1.0, 0.9)}
+SEARCHED_MULTIPLES = {2: (1.0, 0.5), 3: (1.0, 0.8), 4: (1.05, 0.8), 5: (1.0, 0.8), 6: (1.0, 0.85), 7: (1.0, 0.9), 8: (1.0, 0.9)}
 
 
 def can_search(args: QuantizationArgs) -> bool:
