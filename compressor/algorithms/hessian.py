@@ -44,7 +44,7 @@ class Hessian:
         Args:
             x: [..., C], any float dtype; not modified.
         """
-        x_NC = x.detach().reshape(-1, x.shape[-1]).float()
+        x_NC = x.reshape(-1, x.shape[-1]).float().detach()
         step = max(MIN_PANEL_COLUMNS, -(-self.num_columns // MAX_PANELS))
         for start in range(0, self.num_columns, step):
             stop = min(start + step, self.num_columns)
@@ -60,8 +60,8 @@ class Hessian:
         """
         if self._shift_CC is None:
             self._shift_CC = torch.zeros_like(self._sum_CC)
-        x_NC = x.detach().reshape(-1, x.shape[-1]).float()
-        self._shift_CC.addmm_((base.detach().reshape(x_NC.shape).float() - x_NC).t(), x_NC)
+        x_NC = x.reshape(-1, x.shape[-1]).float().detach()
+        self._shift_CC.addmm_((base.reshape(x_NC.shape).float().detach() - x_NC).t(), x_NC)
 
     def shift(self, share: float = 1.0) -> Tensor | None:
         """Return 2 * mean((x_base - x)^T x), or a share of it, and release the sum; call it before `matrix`.

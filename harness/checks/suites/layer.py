@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from harness.checks.catalogue.kinds import SideEffectError
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.presentations import GRAD_MODES, TENSORS, layouts
 from harness.checks.protocols import Layer
@@ -218,7 +219,7 @@ def _watched_from(around: Snapshot, layer: nn.Module, x: Tensor) -> tuple[Tensor
     actual = _unchanged(layer, x)
     left = Snapshot.of_surroundings()
     if changed := around.differences(left, ("threads",)):
-        raise CheckFailed(f"the forward has changed something of the process: {changed[0]}")
+        raise SideEffectError(f"the forward has changed something of the process: {changed[0]}", str(changed[0]))
     return actual, left
 
 
@@ -261,7 +262,7 @@ def _hold_presentations(layer: nn.Module, x: Tensor) -> None:
                 actual = _unchanged(layer, make(x)).detach()
             _hold_close(actual, whole, f"{where}, {name}, {mode}: another output than for an ordinary input")
     if changed := around.differences(Snapshot.of_surroundings(), ("threads",)):
-        raise CheckFailed(f"{where}: a forward has changed something of the process: {changed[0]}")
+        raise SideEffectError(f"{where}: a forward has changed something of the process: {changed[0]}", str(changed[0]))
 
 
 @register(64, "shapes", "Odd, one-wide and prime shapes in every supported dtype build, run and keep to their dtype", kind="layer")

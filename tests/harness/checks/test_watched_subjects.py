@@ -218,4 +218,4 @@ def test_thresholds_are_held_in_more_than_half_precision() -> None:
     rounded.threshold_dtype = torch.float16
     records = [harness.check(one, checks=["quantizer.nearest_codes"], draws=False).records[0] for one in (exact, rounded)]
     assert records[0].outcome == "pass", records[0].summary
-    assert "beside the middle of two codes" in records[1].summary
+    assert "a code is not the nearest one" in records[1].summary
