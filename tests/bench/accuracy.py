@@ -1,7 +1,7 @@
 """How close compressed models are to their base, ours and the peer's: on the reference model, and on those that only judge.
 
-Each model is compressed to 4 and to 3 bits by the peer, and by us in each of the given ways, from the same tokens. Judged is the mean
-KL(base || model) per token on held-out text, sequence by sequence: the ratio to the peer's has an interval from resampled sequences.
+Each model is compressed to 4 and to 3 bits, or to the formats that are asked for, by the peer, and by us in each of the given ways, from
+the same tokens. Judged is the mean KL(base || model) per token on held-out text, sequence by sequence: the ratio to the peer's has an interval from resampled sequences.
 Time and memory are of single runs, each in a process of its own.
 
 Run `python -m tests.bench.accuracy --peer-python PATH --output-dir O`.
@@ -46,6 +46,18 @@ MODELS = {
     "qwen3_moe": Judged(GOLDEN / "judges" / "qwen3_moe", {4: 32, 3: 32}, ("lm_head", "re:.*mlp.gate$")),
 }
 
+# Symmetric integers of so many bits in groups, or a preset that both know.
+FORMATS: dict[str, int | str] = {
+    "4": 4,
+    "3": 3,
+    "W4A8": 4,
+    "NVFP4": "NVFP4",
+    "MXFP4": "MXFP4",
+    "FP8_DYNAMIC": "FP8_DYNAMIC",
+    "W8A8": "W8A8",
+}
+INT8_PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
 # What our runs are given beside model, data and format: settings of the modifier, and of `oneshot`.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}),
@@ -61,22 +73,27 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def recipe_of(model: Judged, bits: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+def recipe_of(model: Judged, form: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe that both libraries read.
 
     Args:
         model: the model.
-        bits: of a weight.
+        form: one of FORMATS.
         settings: more of the modifier's, for ours; `tuning` is those of a ScaleTuningModifier behind it, `modifier` another than GPTQ.
 
     Returns:
-        Symmetric integers in groups.
+        The recipe.
     """
     own = dict(settings)
     tuning = own.pop("tuning", None)
-    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": model.group_sizes[bits]}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    modifiers: dict[str, Any] = {own.pop("modifier", "GPTQModifier"): {"ignore": list(model.ignore), "config_groups": groups, **own}}
+    chosen = FORMATS[form]
+    if isinstance(chosen, int):
+        weights = {"num_bits": chosen, "type": "int", "symmetric": True, "strategy": "group", "group_size": model.group_sizes[chosen]}
+        group = {"targets": ["Linear"], "weights": weights} | ({"input_activations": INT8_PER_TOKEN} if form == "W4A8" else {})
+        what: dict[str, Any] = {"config_groups": {"group_0": group}}
+    else:
+        what = {"targets": ["Linear"], "scheme": chosen}
+    modifiers: dict[str, Any] = {own.pop("modifier", "GPTQModifier"): {"ignore": list(model.ignore), **what, **own}}
     if tuning is not None:
         modifiers["ScaleTuningModifier"] = tuning
     return {"quant_stage": {"quant_modifiers": modifiers}}
@@ -99,26 +116,26 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float,
     return float(pair[0].mean() / pair[1].mean()), float(low), float(high)
 
 
-def judge(name: str, bits: int, way: str, args: argparse.Namespace) -> dict[str, Any]:
+def judge(name: str, form: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
     """Compress one model in one way, and compare it with its base; what an earlier call has measured is taken from its file.
 
     Args:
         name: of the model.
-        bits: of a weight.
+        form: one of FORMATS.
         way: key of WAYS, or the peer.
         args: of the command line.
 
     Returns:
         Divergence and loss of each sequence, seconds, memory.
     """
-    kept = args.output_dir / f"{name}-{bits}-{way.replace(' ', '-').replace(',', '')}.json"
+    kept = args.output_dir / f"{name}-{form}-{way.replace(' ', '-').replace(',', '')}.json"
     if kept.exists():
         return dict(json.loads(kept.read_text(encoding="utf-8")))
     model, work = MODELS[name], args.output_dir / "work"
     work.mkdir(parents=True, exist_ok=True)
     settings, options = WAYS.get(way, ({}, {}))
     recipe = work / "recipe.yaml"
-    recipe.write_text(json.dumps(recipe_of(model, bits, settings)), encoding="utf-8")
+    recipe.write_text(json.dumps(recipe_of(model, form, settings)), encoding="utf-8")
     tokens = {kind: model.folder / f"{kind}.safetensors" for kind in ("calibration", "heldout")}
     plan = BenchPlan(model.folder, recipe, tokens["calibration"], tokens["heldout"], args.peer_python, num_threads=args.num_threads)
     plan.check()
@@ -147,14 +164,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     try:
         for name in args.models:
-            for bits in args.bits:
-                console.print(f"{name}, {bits} bits: {PEER}")
-                peer = judge(name, bits, PEER, args)
+            for form in args.formats:
+                console.print(f"{name}, {form}: {PEER}")
+                peer = judge(name, form, PEER, args)
                 rows = {PEER: peer}
                 for way in args.ways:
-                    console.print(f"{name}, {bits} bits: {way}")
-                    rows[way] = judge(name, bits, way, args)
-                Console(width=110).print(_table(f"{name}, {bits} bits", rows))
+                    console.print(f"{name}, {form}: {way}")
+                    rows[way] = judge(name, form, way, args)
+                Console(width=110).print(_table(f"{name}, {form}", rows))
     except CompressorError as error:
         console.print(f"tests.bench.accuracy: {error}", markup=False, soft_wrap=True)
         return 3
@@ -175,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer-python", type=Path, required=True, help="interpreter of an environment with llmcompressor")
     parser.add_argument("--output-dir", type=Path, required=True, help="keeps every measurement, so that a call goes on where one ended")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--bits", nargs="+", type=int, choices=(3, 4), default=[4, 3])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["4", "3"], help="bits in groups, or another format")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["default"], help="how ours runs")
     parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1)
     return parser
