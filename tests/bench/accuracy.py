@@ -1,8 +1,8 @@
 """How close compressed models are to their base, ours and the peer's: on the reference model, and on those that only judge.
 
 Each model is compressed to 4 and to 3 bits, or to the formats that are asked for, by the peer, and by us in each of the given ways, from
-the same tokens. Judged is the mean KL(base || model) per token on held-out text, sequence by sequence: the ratio to the peer's has an interval from resampled sequences.
-Time and memory are of single runs, each in a process of its own.
+the same tokens. Judged is the mean KL(base || model) per token on held-out text, sequence by sequence: the ratio to the peer's has an
+interval from resampled sequences. Time and memory are of single runs, each in a process of its own.
 
 Run `python -m tests.bench.accuracy --peer-python PATH --output-dir O`.
 """
