@@ -151,8 +151,11 @@ def _built(compiler: str) -> Path:
     named = b"\0".join([_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), defined])
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "compressor-harness"
     library = folder / f"rounding-{hashlib.sha256(named).hexdigest()[:16]}.so"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    held = folder.stat()
+    if held.st_uid != os.getuid() or held.st_mode & 0o022:
+        raise PermissionError(f"{folder}: others may write to it, and what lies there is run")
     if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             fresh = Path(work) / library.name
             _run(compiler, *_FLAGS, str(_SOURCE), "-o", str(fresh), "-lm")

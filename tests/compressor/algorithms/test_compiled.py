@@ -124,6 +124,15 @@ def test_what_cannot_be_built_runs_in_torch(change: dict[str, str], repo_root: P
     assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
 
 
+def test_a_cache_that_others_may_write_to_is_not_trusted(kernel: RoundingKernel, tmp_path: Path, repo_root: Path) -> None:
+    folder = tmp_path / "compressor-harness"
+    folder.mkdir()
+    folder.chmod(0o777)
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, cwd=repo_root)
+    assert (ran.stdout, list(folder.iterdir())) == ("True\n", []), ran.stderr
+
+
 def test_the_library_is_built_once_and_appears_whole(kernel: RoundingKernel, tmp_path: Path, repo_root: Path) -> None:
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     written = []
