@@ -229,7 +229,7 @@ class Observer(Protocol):
 class Layer(Protocol):
     """Builds a runtime layer from a float one.
 
-    Built layers meet inputs of one to four dimensions, [C], [N, C], [batch, sequence, C] and so on, a single token or step and inputs
+    Built layers meet inputs of two to four dimensions, [N, C], [batch, sequence, C] and [A, B, N, C], a single token or step and inputs
     without tokens, views, and one piece of memory with other values in it; up to 130 tokens, rows of zeros, values near the largest and the
     smallest numbers, and subnormal ones where inputs are not quantized; in training and in evaluation mode, with gradients on and off; with
     and without a bias, square, with one output or one input; moved to bfloat16 and float16 and back, copied, and filled from a state dict,

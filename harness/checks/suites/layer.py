@@ -91,7 +91,7 @@ class _Case:
 
 @register(None, "product", "The output is the product of the quantized input and the weight, plus the bias: 32 u sqrt(C)", kind="layer")
 def product(subject: Layer, context: CheckContext) -> str:
-    """Multiply inputs of one to four dimensions, and none, in training and in evaluation mode; and those that hurt."""
+    """Multiply inputs of two to four dimensions, and none, in training and in evaluation mode; and those that hurt."""
     worst = 0.0
     for dtype in subject.dtypes:
         first, second, *others = _shapes(subject)
@@ -115,9 +115,9 @@ def product(subject: Layer, context: CheckContext) -> str:
     return f"relative error up to {worst:.1e}"
 
 
-# Tokens, sequences, a single token, and none; and one step of several sequences, more dimensions, and fewer.
+# Tokens, sequences, a single token, and none; and one step of several sequences, and more dimensions.
 _LEADING = ((7,), (2, 3), (1, 1), (0, 4))
-_MORE_LEADING = ((1,), (3, 1), (2, 3, 2), ())
+_MORE_LEADING = ((1,), (3, 1), (2, 3, 2))
 
 
 def _hold_plain(case: _Case, columns: int, dtype: torch.dtype) -> float:

@@ -180,7 +180,6 @@ WRONG: dict[str, tuple[type[Int8], str, str]] = {
     "one token": (where(lambda self, x: x.dim() == 2 and len(x) == 1), "layer.product", "an input of [1, 37]"),
     "one step": (where(lambda self, x: x.dim() == 3 and x.shape[1] == 1 and len(x) > 1), "layer.product", "an input of [3, 1, 37]"),
     "four dimensions": (where(lambda self, x: x.dim() == 4), "layer.product", "an input of [2, 3, 2, 37]"),
-    "one dimension": (where(lambda self, x: x.dim() == 1), "layer.product", "an input of [37]"),
     "gradients on": (where(lambda self, x: torch.is_grad_enabled()), "layer.product", "where gradients are on, another output"),
     "gradients off": (where(lambda self, x: not torch.is_grad_enabled()), "layer.product", "where gradients are on, another output"),
     "stride 0": (where(lambda self, x: x.dim() == 2 and x.stride(0) == 0 and len(x) > 1), "layer.product", "one row, expanded"),
