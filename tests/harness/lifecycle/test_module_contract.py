@@ -422,9 +422,10 @@ def quantized_layer(scheme: QuantizationScheme, dtype: torch.dtype, g_idx_C: Ten
 def test_every_runtime_layer_keeps_the_contract(preset: str, dtype: torch.dtype, matmul: str) -> None:
     layer = quantized_layer(preset_scheme(preset), dtype)
     set_matmul(layer, matmul)
-    report = verify_module(layer, torch.rand(3, 256, dtype=dtype))
-    # Quantizing the inputs cuts the gradient to them, here as in compressed-tensors.
-    skipped = {"module.backward_hooks"} if layer.scheme.input_activations else set()
+    x = torch.rand(3, 256, dtype=dtype)
+    report = verify_module(layer, x)
+    # A product of codes has no gradient; one of the values that the codes stand for passes it straight through.
+    skipped = {"module.backward_hooks"} if layer.scheme.input_activations and layer.matmul_path(x) != "dequantized" else set()
     assert {record.name for record in report.records if record.outcome is Outcome.SKIP} == skipped
     assert report.passed, report.to_text()
 

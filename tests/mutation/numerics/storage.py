@@ -125,7 +125,7 @@ LAYER_MUTANTS: tuple[Mutant, ...] = (
         Edit(_LINEAR + "forward", "self.dequantized_weight(), self.bias)",
              "self.dequantized_weight() if torch.set_grad_enabled(False) is None else self.dequantized_weight(), self.bias)")),
     bug("input_not_quantized", "layers", "the input is multiplied as it is", _PRODUCT,
-        Edit(_LINEAR + "forward", "fake_quantize(input, self._input_qparams(input, args), args)", "input")),
+        Edit(_LINEAR + "forward", "through_rounding(input, self._input_qparams(input, args), args)", "input")),
     bug("static_input_scale_ignored", "layers", "a static input takes the scale of each batch", _PRODUCT,
         Edit(_LINEAR + "_input_qparams", 'QParams(self.get_buffer("input_scale"), getattr(self, "input_zero_point", None))',
              "dynamic_qparams(x, args.model_copy(update={'dynamic': True}), None)")),
