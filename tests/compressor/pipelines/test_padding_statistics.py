@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from compressor import oneshot
 from compressor.algorithms.hessian import Hessian
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import CalibrationError
@@ -250,3 +251,23 @@ def test_a_mask_of_another_name_is_said_not_to_be_read(as_tuple: bool) -> None:
     notes = quantize(Masked(), load_dataset_source(DataLoader([batch], batch_size=None)), "sequential")
     name = "position 1" if as_tuple else "key_padding_mask"
     assert any(note.startswith(f"{name} of the batches is not read as padding") for note in notes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_plain_model_is_never_taken_for_one_that_sorts_its_tokens(seed: int) -> None:
+    """Attention of random weights is nearly uniform: padded rows hardly move with the padding, and real ones by little with the tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 20, (24,), generator=generator).tolist()
+    rows = [{"input_ids": torch.randint(1, 64, (length,), generator=generator).tolist()} for length in lengths]
+    groups = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}
+    result = oneshot(
+        LlamaForCausalLM(LlamaConfig(**size)).eval(),
+        recipe=GPTQModifier(ignore=["lm_head"], config_groups=groups, mode="fast"),
+        dataset=rows,
+        batch_size=24,
+    )
+    assert {record.num_tokens for record in result.report.modules.values()} == {sum(lengths)}
