@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 
 from compressor.algorithms.costs import Cost, gptq_cost
@@ -70,6 +70,12 @@ class GPTQModifier(SchemeModifier):
     @classmethod
     def _none_in_words(cls, value: Any) -> Any:
         return None if value == "none" else value
+
+    @model_validator(mode="after")
+    def _alpha_has_a_use(self) -> GPTQModifier:
+        if self.target == "propagated" and self.alpha != 1.0:
+            raise ValueError(f"alpha={self.alpha} moves nothing with target='propagated'; leave one of them out")
+        return self
 
     @property
     def base_stream(self) -> BaseStream:
@@ -136,7 +142,7 @@ class GPTQModifier(SchemeModifier):
             name, *others = self._base_inputs.unmatched
             state.report.notes.append(
                 f"{self.label}: of {name}{f' and {len(others)} more' if others else ''} the inputs in the uncompressed model are not known "
-                "for all calls; there, target is propagated"
+                "for all calls; in the others they count as unchanged"
             )
         dead = {record.name: record.details[_DEAD] for record in records if _DEAD in record.details}
         if dead:

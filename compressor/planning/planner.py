@@ -27,6 +27,7 @@ from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.load import check_in_memory, resolve_device, resolve_dtype
 from compressor.model.loading.stand_in import load_skeleton
 from compressor.modifiers.gptq import Mode
+from compressor.nn.experts import UnfusedExperts
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import SequentialSettings, choose_pipeline
 from compressor.pipelines.calibration_mode import calibration_mode
@@ -188,7 +189,7 @@ def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettin
     sequences = {one.label: one.forwards_of_training(batches.num_samples) for one in parsed.modifiers if isinstance(one, _Training)}
     trained = {label: number / batches.batch_size for label, number in sequences.items()}
     estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained)
-    return Plan([target.module for target in targets.values()], skipped, chosen, layers, _in_words(chosen, *streams), estimate)
+    return Plan([target.module for target in targets.values()], skipped, chosen, layers, _in_words(skeleton, chosen, *streams), estimate)
 
 
 def _figures(estimate: Estimate) -> dict[str, float]:
@@ -231,10 +232,12 @@ def _streams(pipeline: str, settings: PlanSettings, targets: Sequence[Target]) -
     return runs_once, pipeline == "sequential" and ("required" in asked or ("wanted" in asked and runs_once))
 
 
-def _in_words(pipeline: str, runs_once: bool, has_base_stream: bool) -> str:
+def _in_words(skeleton: nn.Module, pipeline: str, runs_once: bool, has_base_stream: bool) -> str:
     if pipeline != "sequential":
         return "none" if pipeline == "data_free" else "one"
-    return ("one" if runs_once else "two") + (", and one beside in the uncompressed model" if has_base_stream else "")
+    has_experts = any(isinstance(module, UnfusedExperts) for module in skeleton.modules())
+    often = ("one, of layers of experts two" if has_experts else "one") if runs_once else "two"
+    return often + (", and one beside in the uncompressed model" if has_base_stream else "")
 
 
 def _layers(skeleton: nn.Module, layers: Partition, targets: Mapping[str, Target], streams: tuple[bool, bool]) -> list[str]:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 import compressor.modifiers.gptq
 from compressor import GPTQModifier, QuantizationModifier, oneshot
-from compressor.errors import TracingError
+from compressor.errors import CompressorError, TracingError
 from compressor.lifecycle import Event, Modifier, State
 from compressor.modifiers.schemes.input_statistics import BaseInputs
 
@@ -218,3 +218,9 @@ def test_inputs_that_cannot_be_lined_up_are_noted() -> None:
 
 def test_rounding_to_nearest_knows_no_base_stream() -> None:
     assert QuantizationModifier(scheme="W4A16").base_stream == "unused"
+
+
+def test_an_alpha_that_would_do_nothing_is_refused() -> None:
+    with pytest.raises(CompressorError, match=r"alpha=0\.5 moves nothing with target='propagated'; leave one of them out"):
+        gptq(alpha=0.5, target="propagated")
+    assert gptq(alpha=0.5, mode="fast", target="base").base_stream == "required"
