@@ -9,6 +9,7 @@ from compressor.data import CalibrationData
 from compressor.errors import DatasetError, RecipeError
 from compressor.lifecycle import CalibrationNeed, Modifier, Session
 from compressor.pipelines import basic, data_free, sequential
+from compressor.pipelines.host_memory import return_large_blocks
 from compressor.pipelines.journal import StageJournal
 from compressor.pipelines.settings import SequentialSettings
 from compressor.progress import Progress
@@ -70,6 +71,7 @@ def run_pipeline(
     choose_pipeline((), name)
     settings = settings or SequentialSettings()
     settings.refuse_without_use(name)
+    return_large_blocks()
     if name == "data_free":
         data_free.run(session, progress=progress)
     elif data is None:

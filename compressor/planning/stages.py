@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from compressor.algorithms.costs import FLOAT32_BYTES
 from compressor.planning.estimate import Phase, Speed, StageEstimate
@@ -44,6 +45,20 @@ class Setting:
         return 2 if self.has_base_stream else 1
 
 
+class _Late(NamedTuple):
+    """A stage that the uncompressed model has been shown, but must still run through.
+
+    Attributes:
+        stage: what a forward takes in it.
+        forward_bytes: in use while a batch runs through it.
+        module_bytes: of its modules as they were.
+    """
+
+    stage: Footprint
+    forward_bytes: int
+    module_bytes: int
+
+
 class Timeline:
     """Puts one stage after the other, and carries on what stays: compressed layers, and activations.
 
@@ -58,6 +73,7 @@ class Timeline:
         self.offload_bytes = 0
         self._setting = setting
         self._weights = setting.model_bytes
+        self._late: _Late | None = None
 
     def add_stage(self, inside: Footprint, between: Footprint, following: Footprint, targets: Sequence[Target]) -> None:
         """Add a stage of the sequential pipeline.
@@ -71,7 +87,6 @@ class Timeline:
         batches, has_base = self._setting.batches, self._setting.has_base_stream
         batch_tokens = batches.batch_size * batches.num_tokens
         stacks = group_stacks(targets, inside.calls, batches.total_tokens, batch_tokens, has_base)
-        waiting, passed_on = self._in_memory(self._live(inside)), self._in_memory(max(self._live(inside), self._live(following)))
         made = sum(target.number("bytes_after") for target in targets)
         floats = sum(target.number("bytes_before") for target in targets)
         replaced = made - (0 if self._setting.keeps_float else floats)
@@ -80,15 +95,25 @@ class Timeline:
         forward = max(inside.peak_bytes, grown + between.peak_bytes if following.name else 0) + inside.needed_shared_bytes
         # In one pass modules are shown their inputs only; a layer of experts, whose own are inside, runs all the same.
         is_shown = self._setting.runs_once and all(call.name in inside.name.split(", ") for call in inside.calls)
-        calibrating = max(0 if is_shown and not has_base else forward, _observing(inside, batches.num_tokens))
+        # The uncompressed model is shown, too, where more would wait behind the stage than before it, and runs through it with the next.
+        was_late, self._late = self._late, None
+        if has_base and is_shown and was_late is None and following.name and following.needed_bytes > inside.needed_bytes:
+            self._late = _Late(inside, forward, floats)
+        beside, behind = inside if was_late is None else was_late.stage, following if self._late is None else inside
+        waiting = self._in_memory(self._live(inside, beside))
+        calibrated = self._in_memory(max(self._live(inside, beside), self._live(inside, behind)))
+        passed_on = self._in_memory(max(self._live(inside, behind), self._live(following, behind)))
+        runs = 0 if is_shown and (not has_base or self._late is not None) else forward
+        calibrating = max(runs, 0 if was_late is None else was_late.forward_bytes, _observing(inside, batches.num_tokens))
+        before = 0 if was_late is None else was_late.module_bytes
         kept = sum({call.source: call.num_tokens * call.columns * call.element_bytes for call in inside.calls}.values()) if has_base else 0
         flops = ((1 if is_shown else 2) + (1 if has_base else 0)) * inside.flops
         flops += self._setting.num_streams * between.flops if self._setting.runs_once else 0
         self._add_worst(
             inside.name,
             [
-                ("calibrate", self._weights, statistics, passed_on if has_base else waiting, calibrating + kept),
-                ("compress", self._weights + made, *_compressing(stacks, waiting)),
+                ("calibrate", self._weights + before, statistics, calibrated if has_base else waiting, calibrating + kept),
+                ("compress", self._weights + made, *_compressing(stacks, calibrated if has_base else waiting)),
                 ("propagate", self._weights + replaced + floats, 0, passed_on, max(forward, _unpacking(targets))),
             ],
             flops=flops * batches.num_batches + sum(stack.cost.flops for stack in stacks),
@@ -138,13 +163,13 @@ class Timeline:
         worst = max((StageEstimate(name, *phase) for phase in phases), key=lambda stage: stage.peak_bytes)
         self.stages.append(replace(worst, flops=flops, seconds=seconds))
 
-    def _live(self, stretch: Footprint) -> int:
-        """What waits of all samples while one stage is at work."""
+    def _live(self, stretch: Footprint, beside: Footprint) -> int:
+        """What waits of all samples while one stage is at work, and of those of the uncompressed model, which may wait elsewhere."""
         batches = self._setting.batches
-        streams = self._setting.num_streams
         if self._setting.in_frames:
             return round(batches.num_batches * (stretch.own_bytes + stretch.shared_bytes))
-        return streams * (round(batches.num_batches * stretch.needed_bytes) + stretch.needed_shared_bytes)
+        streams = (stretch, beside) if self._setting.has_base_stream else (stretch,)
+        return sum(round(batches.num_batches * one.needed_bytes) + one.needed_shared_bytes for one in streams)
 
     def _in_memory(self, live: int) -> int:
         granted = self._setting.memory_bytes

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from compressor.errors import CalibrationError
 from compressor.tracing.graph.nested_values import Modes
 from compressor.tracing.graph.nodes import GuardFailure
 from compressor.tracing.graph.program import Program, Segment, find_module, target_of
@@ -98,6 +101,51 @@ def show_inputs(nodes: Iterable[fx.Node], values: dict[str, Any], model: nn.Modu
     with torch.no_grad(), _ambient() as ambient:
         for node in nodes:
             env[node] = values[str(node.target)] if node.op == "placeholder" else run_node(node, env, model, call, ambient)
+
+
+OF_ALL_MODULES = torch.nn.modules.module
+
+
+def show_to_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
+    """Run the pre-hooks of a module as a call of it would.
+
+    Args:
+        module: is not called.
+        args: what it is handed.
+        kwargs: by name.
+        name: dotted name, for the error.
+
+    Raises:
+        CalibrationError: a hook writes to what it is shown, which waits for the call itself.
+    """
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_inference()]
+    before = [value._version for value in given]
+    for key, hook in module._forward_pre_hooks.items():
+        if key in module._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
+        else:
+            result = hook(module, args)
+            args = args if result is None else result if isinstance(result, tuple) else (result,)
+    if before != [value._version for value in given]:
+        raise CalibrationError(f"{name}: a calibration hook writes to the input that it is shown; let it write to a copy")
+
+
+def copy_alone(module: nn.Module) -> nn.Module:
+    """Copy a module that has no others inside.
+
+    Args:
+        module: not modified.
+
+    Returns:
+        A module with weights of its own and without hooks.
+    """
+    copied = copy.copy(module)
+    copied._parameters = {
+        name: one if one is None else nn.Parameter(one.detach().clone(), False) for name, one in module._parameters.items()
+    }
+    copied._buffers = {name: one if one is None else one.clone() for name, one in module._buffers.items()}
+    copied._forward_pre_hooks, copied._forward_hooks = OrderedDict(), OrderedDict()
+    return copied
 
 
 def run_program(program: Program, inputs: dict[str, Any], model: nn.Module, call: CallModule = call_plainly) -> Any:

@@ -14,13 +14,23 @@ import torch
 from torch import Tensor, fx, nn
 
 from compressor.data.collate import Batch, batch_to
-from compressor.errors import CalibrationError, TracingError
+from compressor.errors import TracingError
 from compressor.random_state import RandomState
 from compressor.tracing.footprint import Stirred
 from compressor.tracing.graph.nodes import Unrepeatable
 from compressor.tracing.graph.planner import copy_batch, named_inputs
-from compressor.tracing.graph.program import ROOT, Program
-from compressor.tracing.graph.replay import CallModule, call_plainly, needed_to_show, next_values, run_segment, show_inputs
+from compressor.tracing.graph.program import ROOT, Program, check_inside
+from compressor.tracing.graph.replay import (
+    OF_ALL_MODULES,
+    CallModule,
+    call_plainly,
+    copy_alone,
+    needed_to_show,
+    next_values,
+    run_segment,
+    show_inputs,
+    show_to_hooks,
+)
 from compressor.tracing.graph.torch_patches import noting_values
 from compressor.tracing.targets.partition import module_names
 from compressor.tracing.targets.running import Watched
@@ -44,63 +54,6 @@ def copy_live(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     ordered = sorted(values, key=lambda name: not isinstance(values[name], Tensor))  # tensors before the objects that hold them as well
     copies = copy_arguments({name: values[name] for name in ordered}, model)
     return {name: copies[name] for name in values}
-
-
-# What a module is handed, shown to its pre-hooks without a call: all that statistics of inputs need.
-
-_OF_ALL_MODULES = torch.nn.modules.module
-
-
-def show_to_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
-    """Run the pre-hooks of a module as a call of it would.
-
-    Args:
-        module: is not called.
-        args: what it is handed.
-        kwargs: by name.
-        name: dotted name, for the error.
-
-    Raises:
-        CalibrationError: a hook writes to what it is shown, which waits for the call itself.
-    """
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_inference()]
-    before = [value._version for value in given]
-    for key, hook in module._forward_pre_hooks.items():
-        if key in module._forward_pre_hooks_with_kwargs:
-            args, kwargs = hook(module, args, kwargs) or (args, kwargs)
-        else:
-            result = hook(module, args)
-            args = args if result is None else result if isinstance(result, tuple) else (result,)
-    if before != [value._version for value in given]:
-        raise CalibrationError(f"{name}: a calibration hook writes to the input that it is shown; let it write to a copy")
-
-
-# Calls of watched modules that no stage would see.
-
-_REMEDY = 'use pipeline="basic" or other sequential targets'
-
-
-def check_inside(program: Program, segment: int, targets: Collection[str], inside: Collection[str], sample: int) -> None:
-    """Refuse watched modules that a forward calls again outside of their stage, after it.
-
-    Args:
-        program: of the sample.
-        segment: that begins with the stage.
-        targets: of the stage.
-        inside: watched modules inside the targets.
-        sample: number of the batch, for the error.
-
-    Raises:
-        CalibrationError: there is one.
-    """
-    position = {name: index for index, one in enumerate(program.segments) for name in one.targets}
-    for name, owner, where in program.calls:
-        later = where >= segment if owner is None else owner not in targets and position.get(owner, 0) > segment
-        if name in inside and later:
-            raise CalibrationError(
-                f"{name}: batch {sample} calls it outside {', '.join(targets) or 'the model'}, the sequential target that it was "
-                f"calibrated in, and after that, so its statistics miss this call; {_REMEDY}"
-            )
 
 
 # Which samples stop at which stage: the orders of all recorded graphs, merged.
@@ -188,6 +141,8 @@ class GraphRun:
 
         With `beside`, every batch has a twin, whose number is larger by the number of batches: a twin runs through each stage before that
         is compressed, ahead of the calibration of its batch. Its hooks are awake inside the targets, within the context that is given.
+        Where more would wait behind a stage than before it, the twin is only shown to the hooks, and runs through the modules as they
+        were when the next stage is calibrated.
         """
         self._traces = traces or Traces(model, Stirred())
         self.model = model
@@ -208,6 +163,8 @@ class GraphRun:
         self._ended: set[int] = set()
         self._calibrated: set[str] = set()
         self._to_show: dict[tuple[int, int], list[fx.Node] | None] = {}
+        self._late: dict[int, int] = {}  # twin to the segment that it has been shown to, and must still run through
+        self._before: dict[str, nn.Module] = {}  # modules of the stage behind which twins are late, as they were
         self._closed: set[int] = set()
         self._cleanup = ExitStack()
         self._is_open = False
@@ -330,27 +287,66 @@ class GraphRun:
 
         return call
 
-    def _run_twin(self, sample: int, segment: int, targets: Sequence[str], is_last: bool) -> None:
+    def _run_twin(self, sample: int, segment: int, stop: Stop, is_last: bool, hooks: bool = True) -> None:
         """Let the twin of a sample go on to its next stage; at the last one, only as far as the targets."""
         twin = sample + self._num_own
         if self._beside is None or twin in self._ended:
             return
         self._on_sample(twin)
-        values, program, call = self._store.get(twin), self._programs[twin], self._call_beside(targets)
+        values, program = self._store.get(twin), self._programs[twin]
+        call = self._call_beside(stop.targets) if hooks else self._call_as_before()
+        late = self._late.pop(twin, segment)
+        if late == segment and not is_last and self._waits_before(program, segment, stop):
+            self._late[twin] = segment
+            if hooks:
+                with self._traces.forwards(), self._as_sample(twin, keep=False):
+                    show_inputs(
+                        self._to_show[id(program), segment] or [], values, self.model, self._call_showing(stop.targets, self._beside)
+                    )
+            return
         with self._traces.forwards(), self._as_sample(twin):
+            for index in range(late, segment):
+                made = run_segment(program.segments[index], values, self.model, self._call_as_before())
+                values = next_values(program, index, values, made)
             if is_last:
-                run_segment(program.segments[segment], values, self.model, call, {name or ROOT for name in targets})
+                run_segment(program.segments[segment], values, self.model, call, {name or ROOT for name in stop.targets})
                 self._end(twin)
             else:
                 self._advance(twin, segment, values, call)
 
-    def _call_showing(self, targets: Sequence[str]) -> CallModule:
+    def _waits_before(self, program: Program, segment: int, stop: Stop) -> bool:
+        """True where less is live before a stage than behind it, and its modules can be kept as they are."""
+        now, then = program.segments[segment : segment + 2]
+        read = {str(node.target) for node in now.graph.nodes if node.op == "get_attr"}
+        return (
+            then.live_bytes > now.live_bytes
+            and bool(self._shown(program, segment, stop))
+            and all("forward" not in vars(self.model.get_submodule(name)) for name in stop.targets)
+            and not any(tensor.startswith(f"{name}.") for name in stop.targets for tensor in read)
+        )
+
+    def _keep_before(self, targets: Sequence[str]) -> None:
+        """Keep the modules of a stage as they are now for the twins that have not run through it, and let those before go."""
+        self._before = {name: copy_alone(self.model.get_submodule(name)) for name in targets} if self._late else {}
+
+    def _call_as_before(self) -> CallModule:
+        """Hooks are asleep, and modules of the stage behind which twins are late are those that they were."""
+
+        def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.node = node
+            with self._quiet():
+                return call_plainly(node, self._before.get(_name(node), module), args, kwargs)
+
+        return call
+
+    def _call_showing(self, targets: Sequence[str], awake: Callable[[], AbstractContextManager[None]] | None = None) -> CallModule:
         """The pre-hooks of the targets of the stage see what these are handed; the targets do not run."""
 
         def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.node = node
             if _name(node) in targets:
-                return show_to_hooks(module, args, kwargs, _name(node))
+                with nullcontext() if awake is None else awake():
+                    return show_to_hooks(module, args, kwargs, _name(node))
             with self._quiet():
                 return call_plainly(node, module, args, kwargs)
 
@@ -360,7 +356,7 @@ class GraphRun:
         """What must run for the pre-hooks of a stage, where nobody asks for more than these see; else None."""
         modules = [self.model.get_submodule(name) for name in stop.targets]
         asked = any(module._forward_hooks or next(module.children(), None) is not None for module in modules)
-        if asked or _OF_ALL_MODULES._global_forward_hooks or _OF_ALL_MODULES._global_forward_pre_hooks or program.spans[segment] != segment:
+        if asked or OF_ALL_MODULES._global_forward_hooks or OF_ALL_MODULES._global_forward_pre_hooks or program.spans[segment] != segment:
             return None
         key = (id(program), segment)
         if key not in self._to_show:
@@ -438,8 +434,9 @@ class GraphStage:
         run._calibrated |= set(self._stop.targets)
         is_last = watched <= set(self.module_names)
         for sample in self._prefetched(self._samples):
-            run._run_twin(sample, self._stop.samples[sample], self._stop.targets, is_last)
+            run._run_twin(sample, self._stop.samples[sample], self._stop, is_last)
             run._calibrate_sample(sample, self._stop.samples[sample], self._stop)
+        run._keep_before(self._stop.targets)
 
     def rehearse(self) -> None:
         """Call the targets for every sample without consequences, as `calibrate` does for hooks; for the proof."""
@@ -452,9 +449,9 @@ class GraphStage:
         self._run_twins()
 
     def _run_twins(self) -> None:
-        with self._run._quiet():
-            for sample in self._samples:
-                self._run._run_twin(sample, self._stop.samples[sample], self._stop.targets, is_last=False)
+        for sample in self._samples:
+            self._run._run_twin(sample, self._stop.samples[sample], self._stop, is_last=False, hooks=False)
+        self._run._keep_before(self._stop.targets)
 
     def _prefetched(self, samples: Sequence[int]) -> Iterator[int]:
         """Give the samples, while the store brings back what the next one needs."""

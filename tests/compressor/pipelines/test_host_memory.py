@@ -1,0 +1,67 @@
+"""Memory of the host: freed activations go back to the system, and a second stream keeps nothing wide."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from compressor import GPTQModifier, oneshot
+from compressor.pipelines.host_memory import return_large_blocks
+from compressor.pipelines.offload.activation_store import ActivationStore
+
+# Blocks of 2 MB, each with a small one behind it that lives on: without a fixed size the heap keeps them all.
+_CHURN = """
+import sys, torch
+from compressor.pipelines.host_memory import return_large_blocks
+if sys.argv[1] == "fixed":
+    assert return_large_blocks()
+torch.empty(16 << 20, dtype=torch.uint8).fill_(1)  # freed, and from now on glibc takes blocks up to 16 MB from the heap
+large, small = [], []
+for _ in range(64):
+    large.append(torch.empty(2 << 20, dtype=torch.uint8).fill_(1))
+    small.append(torch.empty(20000, dtype=torch.uint8).fill_(1))
+del large
+print(int(open("/proc/self/statm").read().split()[1]) * 4096)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
+def test_freed_blocks_leave_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+
+    def resident(how: str) -> int:
+        done = subprocess.run([sys.executable, "-c", _CHURN, how], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    assert resident("plain") - resident("fixed") > 64 << 20
+
+
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_an_allocator_that_the_user_set_up_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "4194304")
+    assert not return_large_blocks()
+
+
+def test_the_uncompressed_model_keeps_no_wide_inputs_between_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The down projection reads 96 features, all else 32: of the twins, whose numbers come last, none waits before it."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **shape)).eval()
+    kept: dict[int, set[int]] = {}
+    put = ActivationStore.put
+
+    def noting(self: ActivationStore, sample: int, values: dict[str, object]) -> None:
+        kept.setdefault(sample, set()).update(one.shape[-1] for one in values.values() if isinstance(one, torch.Tensor) and one.dim() == 3)
+        put(self, sample, values)
+
+    monkeypatch.setattr(ActivationStore, "put", noting)
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16, "strategy": "group"}}
+    recipe = GPTQModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    oneshot(model, recipe=recipe, dataset=torch.randint(64, (6, 8), generator=torch.Generator().manual_seed(0)), batch_size=2)
+    assert all(96 in kept.get(sample, ()) for sample in range(3))
+    assert all(kept[twin] and 96 not in kept[twin] for twin in range(3, 6))
