@@ -151,6 +151,13 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
         """
         return "unused"
 
+    def check_settings(self) -> None:
+        """Refuse settings that no other modifier makes up for; called once a recipe is whole, and again when it is initialized.
+
+        Raises:
+            SchemeError: of modifiers that quantize.
+        """
+
     def followers(self) -> list[Modifier]:
         """Make the modifiers that its settings ask for behind it.
 

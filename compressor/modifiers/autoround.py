@@ -37,7 +37,7 @@ class AutoRoundModifier(SchemeModifier):
     """Quantize with learned rounding (AutoRound): signed gradients on offsets and ranges, block after block, best step kept.
 
     Attributes:
-        iters: steps for each block.
+        iters: steps for each block; 0 rounds to nearest, without data where no input has a static range.
         batch_size: sequences in a step.
         lr: rate of offsets at the start, falling to zero along a line; None: 1 / iters.
         minmax_lr: rate of ranges; None: that of offsets.
@@ -46,9 +46,10 @@ class AutoRoundModifier(SchemeModifier):
             uncompressed on the inputs of the compressed model (`propagated`, as in the paper); None: `base` where layers run once.
     """
 
+    borrows: ClassVar[bool] = True
     takes_embeddings: ClassVar[bool] = False
 
-    iters: int = Field(default=200, gt=0)
+    iters: int = Field(default=200, ge=0)
     batch_size: int = Field(default=8, gt=0)
     lr: float | None = Field(default=None, gt=0, le=1)
     minmax_lr: float | None = Field(default=None, gt=0, le=1)
@@ -61,8 +62,10 @@ class AutoRoundModifier(SchemeModifier):
 
     @property
     def calibration_need(self) -> CalibrationNeed:
-        """Always `sequential`: each block should see the error of those before it."""
-        return "sequential"
+        """`sequential`, since each block should see the error of those before it; with nothing to learn, that of rounding."""
+        if self.iters:
+            return "sequential"
+        return "basic" if self.needs_inputs else "none"
 
     @property
     def base_stream(self) -> BaseStream:
@@ -72,7 +75,7 @@ class AutoRoundModifier(SchemeModifier):
     def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:
         """Say what `base_stream` will be, whatever the schemes are."""
         del schemes
-        return _STREAMS[self.target]
+        return _STREAMS[self.target] if self.iters else "unused"
 
     def on_initialize(self, state: State) -> bool:
         """Refuse formats whose rounding cannot be learned; find the block of each module."""
@@ -87,7 +90,7 @@ class AutoRoundModifier(SchemeModifier):
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Hook the blocks."""
         super().on_calibration_start(state, event)
-        for block in dict.fromkeys(self._blocks[name] for name in self._pending):
+        for block in dict.fromkeys(self._blocks[name] for name in self._pending) if self.iters else ():
             calls = self._calls[block] = BlockCalls()
             module = state.model.get_submodule(block)
 
@@ -121,13 +124,13 @@ class AutoRoundModifier(SchemeModifier):
         for block in dict.fromkeys(self._blocks[name] for name in names):
             members = [name for name in names if self._blocks[name] == block]
             left = [name for name in self._pending if self._blocks[name] == block and name not in members]
-            if left:
+            if left and self.iters:
                 raise CalibrationError(
                     f"{block}: {left[0]} lies in it and in another stage, but a block is learned at once; leave sequential_targets out"
                 )
             self.remove_hooks(self._block_handles.pop(block, []))
             calls = self._calls.pop(block, BlockCalls())
-            if not calls.inputs:
+            if not calls.inputs and self.iters:
                 for name in members:
                     self.fall_back(state, name, "no_tokens", "no calibration token reached it")
             self._learn(state, block, members, calls)
@@ -141,6 +144,8 @@ class AutoRoundModifier(SchemeModifier):
         Returns:
             Forwards of one sequence through all blocks; a backward counts as two.
         """
+        if not self.iters:
+            return 0
         return num_samples + (_MEASUREMENTS + 1) * min(_JUDGES, num_samples) + 3 * self.iters * self.batch_size
 
     def _weights(self, name: str) -> QuantizationArgs:

@@ -50,6 +50,7 @@ class GPTQModifier(SchemeModifier):
             other, `best` trains scales afterwards, too (see ScaleTuningModifier). What is set by itself comes first.
     """
 
+    borrows: ClassVar[bool] = True
     takes_embeddings: ClassVar[bool] = False
     takes_order: ClassVar[bool] = True
 

@@ -115,6 +115,11 @@ def refuse_flag(value: Any, annotation: Any) -> Any:
     return value
 
 
+def plain_settings(data: Any) -> Any:
+    """Take objects of compressed-tensors, of which recipes in Python are made, for the settings that they hold; all else as it is."""
+    return data.model_dump(exclude_none=True) if type(data).__module__.startswith("compressed_tensors.") else data
+
+
 class QuantizationArgs(BaseModel):
     """How one tensor (a weight, the input of a module, or the keys and values of a cache) is quantized.
 
@@ -147,6 +152,11 @@ class QuantizationArgs(BaseModel):
     scale_dtype: ScaleDtype | None = Field(default=None, validate_default=True)
     observer: str | None = None
     observer_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_compressed_tensors(cls, data: Any) -> Any:
+        return plain_settings(data)
 
     @property
     def code_range(self) -> tuple[float, float]:
@@ -321,6 +331,11 @@ class QuantizationScheme(BaseModel):
     input_activations: QuantizationArgs | None = None
     output_activations: None = None
     format: CompressionFormat | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_compressed_tensors(cls, data: Any) -> Any:
+        return plain_settings(data)
 
     @property
     def compression_format(self) -> CompressionFormat:

@@ -58,6 +58,7 @@ class Builder:
         self._given = dict(args)
         self._used: set[str] = set()
         self._num_modifiers = 0
+        self.places: dict[int, str] = {}  # where each modifier stands, by its position
 
     def build(self) -> tuple[Stage, ...]:
         """Return the stages in order.
@@ -143,6 +144,7 @@ class Builder:
             modifier = cls.model_validate(values)
         except ValidationError as error:
             raise RecipeError(describe(error, cls, values, str(name), lambda below: self._document.where((*path, *below)))) from error
+        self.places[position] = self._document.where(path)
         self._num_modifiers += 1
         return modifier
 

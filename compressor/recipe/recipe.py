@@ -11,13 +11,16 @@ from typing import Any
 import yaml
 from pydantic_core import PydanticSerializationError
 
-from compressor.errors import RecipeError
+from compressor.errors import RecipeError, SchemeError
 from compressor.lifecycle import Modifier
+from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.registry import modifier_name
+from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.recipe.build import DEFAULT_STAGE, Builder, Stage, escape, named_values
 from compressor.recipe.source import RecipeDumper, read_document
 
 _FILLED_IN = {"index", "group"}
+_EMBEDDING = "Embedding"
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,15 @@ def _read(source: Any, args: Mapping[str, Any]) -> Recipe:
     if objects is None and not isinstance(source, Recipe):
         assert not isinstance(source, Modifier)
         document = read_document(source)
-        recipe = Recipe(Builder(document, args).build(), document.text)
+        builder = Builder(document, args)
+        recipe = _lent(Recipe(builder.build(), document.text), builder.places)
         return recipe if recipe.text else Recipe(recipe.stages, recipe.dump())
     if args:
         raise RecipeError(f"recipe: args={dict(args)} was given with modifier objects, which hold no ${{name}}; set their fields instead")
     if isinstance(source, Recipe):
         return source
     assert objects is not None
-    recipe = Recipe((Stage(DEFAULT_STAGE, _filled_in(objects)),))
+    recipe = _lent(Recipe((Stage(DEFAULT_STAGE, _filled_in(objects)),)), {})
     return Recipe(recipe.stages, recipe.dump())
 
 
@@ -113,6 +117,48 @@ def _in_mode(recipe: Recipe, mode: str | None, holds_objects: bool) -> Recipe:
     for modifier in with_modes:
         modifier.mode = mode  # type: ignore[attr-defined]
     return Recipe(recipe.stages, recipe.dump())
+
+
+def _lent(recipe: Recipe, places: Mapping[int, str]) -> Recipe:
+    """Give solvers without schemes those of the QuantizationModifier before them, which keeps what no solver can do: embeddings.
+
+    Args:
+        recipe: its modifiers may change.
+        places: where the modifiers stand, by position, for errors.
+
+    Returns:
+        The recipe, without modifiers that have nothing left to do.
+    """
+    kept = list(recipe.modifiers)
+    for solver in [one for one in kept if isinstance(one, SchemeModifier) and one.lacks_schemes]:
+        before = kept[: kept.index(solver)]
+        lender = next((one for one in reversed(before) if type(one) is QuantizationModifier and one.start is None), None)
+        if lender is not None and _lend(lender, solver):
+            kept.remove(lender)
+    for modifier in kept:
+        try:
+            modifier.check_settings()
+        except SchemeError as error:
+            raise RecipeError(f"{places.get(modifier.index or 0, 'recipe')}: {error}") from error
+    if len(kept) == len(recipe.modifiers):
+        return recipe
+    stages = [replace(stage, modifiers=tuple(one for one in stage.modifiers if one in kept)) for stage in recipe.stages]
+    made = Recipe(tuple(stage for stage in stages if stage.modifiers))
+    for position, modifier in enumerate(made.modifiers):
+        modifier.index = position
+    return Recipe(made.stages, made.dump())
+
+
+def _lend(lender: QuantizationModifier, solver: SchemeModifier) -> bool:
+    """Give schemes from one to the other; False where some stay, for embeddings. Changes both."""
+    schemes = {f"group_{number}": scheme for number, scheme in enumerate(lender.target_schemes())}
+    rest = {name: scheme.model_copy(update={"targets": [_EMBEDDING]}) for name, scheme in schemes.items() if _EMBEDDING in scheme.targets}
+    others = {name: [target for target in scheme.targets if target != _EMBEDDING] for name, scheme in schemes.items()}
+    groups = {name: schemes[name].model_copy(update={"targets": targets}) for name, targets in others.items() if targets}
+    for name, value in {"config_groups": groups, "ignore": lender.ignore, "kv_cache_scheme": lender.kv_cache_scheme}.items():
+        setattr(solver, name, value)
+    lender.scheme, lender.targets, lender.config_groups, lender.kv_cache_scheme = None, ["Linear"], rest, None
+    return not rest
 
 
 def _followed(recipe: Recipe) -> Recipe:

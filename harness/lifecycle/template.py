@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from compressor.errors import RecipeError, UserInputError
+from compressor.errors import RecipeError, SchemeError, UserInputError
 from compressor.lifecycle import Modifier
 from compressor.object_reference import resolve, subclass_names
 from compressor.spelling import suggest
@@ -109,8 +109,10 @@ def _copied(modifier: Modifier) -> Modifier:
 def _make(cls: type[Modifier]) -> Modifier:
     name = cls.__qualname__
     try:
-        return cls()
-    except RecipeError as error:
+        made = cls()
+        made.check_settings()
+        return made
+    except (RecipeError, SchemeError) as error:
         advice = f"give an object, such as {name}(...), or settings"
         raise UnusableError(f"{name}() cannot be made without arguments: {error}; {advice}", is_fault=False) from error
     except TimeLimitError:

@@ -51,10 +51,7 @@ FORMATS: dict[str, int | str] = {
     "4": 4,
     "3": 3,
     "W4A8": 4,
-    "NVFP4": "NVFP4",
-    "MXFP4": "MXFP4",
-    "FP8_DYNAMIC": "FP8_DYNAMIC",
-    "W8A8": "W8A8",
+    **{name: name for name in ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16")},
 }
 INT8_PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 

@@ -153,6 +153,9 @@ def own_settings(data: Mapping[str, Any], modifier: str) -> dict[str, Any]:
     return own | {OBSERVER_FIELDS[kind]: observer for kind, observer in observers.items()}
 
 
+_NO_SCHEME = "neither scheme nor config_groups was"
+
+
 class SchemeTargets(KVCacheTargets):
     """Settings that say which linear layers get which scheme.
 
@@ -169,6 +172,7 @@ class SchemeTargets(KVCacheTargets):
     model_config = ConfigDict(extra="forbid")
     takes_embeddings: ClassVar[bool] = True  # False where the algorithm needs the inputs of a product
     takes_order: ClassVar[bool] = False  # True where the algorithm can take columns in an order of its own
+    borrows: ClassVar[bool] = False  # True where it may be given beside a QuantizationModifier that says the schemes
 
     targets: list[str] = Field(default_factory=lambda: ["Linear"])
     ignore: list[str] = Field(default_factory=list)
@@ -228,11 +232,34 @@ class SchemeTargets(KVCacheTargets):
                 if value != default:
                     raise SchemeError(f"{name}: {value!r} was given without a scheme for weights; leave it out, or give a scheme")
             return self  # keys and values only
+        if self.lacks_schemes:
+            return self
         if (self.scheme is None) == (self.config_groups is None):
-            given = "both scheme and config_groups were" if self.scheme is not None else "neither scheme nor config_groups was"
+            given = "both scheme and config_groups were" if self.scheme is not None else _NO_SCHEME
             raise SchemeError(f"{type(self).__name__}: {given} given; give exactly one of them")
         self._check_use()
         return self
+
+    @property
+    def lacks_schemes(self) -> bool:
+        """True where a modifier before this one must say all that concerns schemes."""
+        return self.borrows and not set(SchemeTargets.model_fields) & {
+            name
+            for name in self.model_fields_set
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True)
+        }
+
+    def check_settings(self) -> None:
+        """Refuse what no other modifier of the recipe makes up for.
+
+        Raises:
+            SchemeError: there is no scheme, or one that asks for an order of columns which nobody makes.
+        """
+        if self.lacks_schemes:
+            raise SchemeError(f"{type(self).__name__}: {_NO_SCHEME} given, by a QuantizationModifier before it neither; give one of them")
+        ordered = [scheme for scheme in self.target_schemes() if scheme.weights is not None and scheme.weights.actorder == "group"]
+        if ordered and not self.takes_order:
+            raise SchemeError(f"{type(self).__name__}: actorder='group' was given to a modifier that orders no columns; use GPTQModifier")
 
     def _check_use(self) -> None:
         """Refuse settings that would do nothing."""
@@ -266,8 +293,6 @@ class SchemeTargets(KVCacheTargets):
 
     def _completed(self, scheme: QuantizationScheme) -> QuantizationScheme:
         weights, inputs = scheme.weights, scheme.input_activations
-        if weights is not None and weights.actorder == "group" and not self.takes_order:
-            raise SchemeError(f"{type(self).__name__}: actorder='group' was given to a modifier that orders no columns; use GPTQModifier")
         if weights is None:
             raise SchemeError(f"{type(self).__name__}: a scheme for {scheme.targets} without weights was given; add its weights")
         if self.weight_observer is not None:
@@ -290,6 +315,7 @@ class SchemeTargets(KVCacheTargets):
             SchemeError: a group size does not divide the columns of some modules (all are named), or two schemes claim one module.
             ModelError: all linear layers are targeted, and some experts are kept in a way that hides theirs.
         """
+        self.check_settings()
         found: dict[str, QuantizationScheme] = {}
         modules: dict[str, nn.Module] = {}
         for scheme in self.target_schemes():
