@@ -107,8 +107,10 @@ class State:
         keep_originals: keep replaced modules, so that an abort can put them back.
         originals: replaced modules by dotted name, in the order of replacement.
         swapped: names of the originals that are kept in any case, see `swap_module`.
+        parameters: modules that got parameters of their own, names and old parameters, see `own_tensors`.
         claims: which modifier will change which module, by dotted name; so that no two change the same.
         touched: names of modules that modifiers change as well, but not for themselves alone.
+        settled: names of modules that got parameters of their own and hold what they will hold, unless they are claimed, too.
         phases: which modifier holds which tensor from when to when, by the tensor's id; see `hold`.
         schemes: what quantized modules get, by dotted name, as the modifiers before this one in the recipe have said.
         data: calibration data, for modifiers that run forwards of their own; None where no data flows.
@@ -129,8 +131,10 @@ class State:
     keep_originals: bool = False
     originals: dict[str, nn.Module] = field(default_factory=dict)
     swapped: set[str] = field(default_factory=set)
+    parameters: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
     claims: dict[str, str] = field(default_factory=dict)
     touched: set[str] = field(default_factory=set)
+    settled: set[str] = field(default_factory=set)
     phases: dict[int, list[tuple[float, float, str]]] = field(default_factory=dict)
     schemes: dict[str, QuantizationScheme] = field(default_factory=dict)
     data: CalibrationData | None = None
@@ -250,6 +254,23 @@ class State:
             self.keep_originals = keep
         self.swapped.add(name)
 
+    def own_tensors(self, name: str) -> None:
+        """Give a module parameters of its own, equal to those it has, to be changed in place by one modifier and others after it.
+
+        Unlike a replaced module it stays the object that others hold, hooks and all. An abort brings the old parameters back.
+
+        Args:
+            name: dotted name of the module. Changes it.
+        """
+        module = self.model.get_submodule(name)
+        for key, old in module._parameters.items():
+            if old is not None:
+                module._parameters[key] = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
+                if self.keep_originals:
+                    self.parameters.append((module, key, old))
+        self.touch([name])
+        self.settled.add(name)
+
     def forget_originals(self, swapped: bool = False) -> None:
         """Forget kept originals.
 
@@ -258,6 +279,7 @@ class State:
         """
         if swapped:
             self.swapped.clear()
+        self.parameters.clear()
         for name in self.originals.keys() - self.swapped:
             del self.originals[name]
 
@@ -265,6 +287,9 @@ class State:
         """Put every kept original back, the latest first, and forget them. Changes the model."""
         for name in reversed(tuple(self.originals)):
             _set_module(self.model, name, self.originals.pop(name))
+        while self.parameters:
+            module, key, old = self.parameters.pop()
+            module._parameters[key] = old
         self.swapped.clear()
 
 

@@ -23,12 +23,15 @@ ENTRY_POINT_GROUP = "compressor.modifiers"
 # The modifiers of this package: name -> module:Class.
 MODIFIERS: Mapping[str, str] = MappingProxyType(
     {
+        "AWQModifier": "compressor.modifiers.awq:AWQModifier",
         "AutoRoundModifier": "compressor.modifiers.autoround:AutoRoundModifier",
         "ConstantPruningModifier": "compressor.modifiers.magnitude:ConstantPruningModifier",
         "GPTQModifier": "compressor.modifiers.gptq:GPTQModifier",
+        "LogarithmicEqualizationModifier": "compressor.modifiers.smoothing:LogarithmicEqualizationModifier",
         "MagnitudePruningModifier": "compressor.modifiers.magnitude:MagnitudePruningModifier",
         "QuantizationModifier": "compressor.modifiers.quantization:QuantizationModifier",
         "ScaleTuningModifier": "compressor.modifiers.scale_tuning:ScaleTuningModifier",
+        "SmoothQuantModifier": "compressor.modifiers.smoothing:SmoothQuantModifier",
     }
 )
 

@@ -227,7 +227,7 @@ def _outside_calls(state: State, cut: Partition) -> Iterator[dict[str, None]]:
     outside = [name for name, _ in state.model.named_modules() if name not in staged]
     called: dict[str, None] = {}
     with ExitStack() as hooks:
-        for name in _changed_by_modifiers(state, outside):
+        for name in _changed_by_modifiers(state, [name for name in outside if name in state.claims or name not in state.settled]):
             handle = state.model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.setdefault(name))
             hooks.callback(handle.remove)
         yield called

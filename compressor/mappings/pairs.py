@@ -1,0 +1,161 @@
+"""Scale pairs: output channels of one module may be multiplied where the columns of all that read them are divided.
+
+Shapes: C channels of the source, R rows, K columns of a reader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from compressor.nn import weight_of
+from compressor.nn.build import is_quantizable
+
+
+@dataclass(frozen=True)
+class ScalePair:
+    """A source and all its readers, with what was seen of the way between them.
+
+    Attributes:
+        source: dotted name of a norm or a linear layer.
+        readers: dotted names of the layers that read its output channels, all of them, in the order of their calls.
+        head_dim: None where column j of every reader carries channel j. Else readers have `repeats` times as many columns, in heads of
+            this size, and each head of the source is carried by `repeats` heads in a row: grouped-query attention.
+        repeats: see head_dim; 1 without it.
+        offset: what is added to the weight of a norm before it multiplies: 1.0 in Gemma, 0.0 elsewhere.
+        place: file and line of the model's code that calls the first reader.
+    """
+
+    source: str
+    readers: tuple[str, ...]
+    head_dim: int | None = None
+    repeats: int = 1
+    offset: float = 0.0
+    place: str = ""
+
+    def spread(self, values_C: Tensor) -> Tensor:
+        """Lay values of the source's channels out over the columns of a reader.
+
+        Args:
+            values_C: [C].
+
+        Returns:
+            [K].
+        """
+        if self.head_dim is None:
+            return values_C
+        return values_C.view(-1, 1, self.head_dim).expand(-1, self.repeats, -1).reshape(-1)
+
+    def gather(self, values_K: Tensor) -> Tensor:
+        """Take the largest of the values of the columns that carry one channel.
+
+        Args:
+            values_K: [K].
+
+        Returns:
+            [C].
+        """
+        if self.head_dim is None:
+            return values_K
+        return values_K.view(-1, self.repeats, self.head_dim).amax(1).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A source of which no scale may move.
+
+    Attributes:
+        source: dotted name.
+        why: what lies between it and what reads it.
+    """
+
+    source: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Mappings:
+    """What was found in a model.
+
+    Attributes:
+        pairs: proved, in the order of the model.
+        refused: sources that were tried in vain.
+    """
+
+    pairs: tuple[ScalePair, ...]
+    refused: tuple[Refusal, ...] = field(default=())
+
+    @cached_property
+    def by_source(self) -> Mapping[str, ScalePair]:
+        """Pairs by the name of their source."""
+        return {pair.source: pair for pair in self.pairs}
+
+    @cached_property
+    def why_not(self) -> Mapping[str, str]:
+        """Reasons by the name of the refused source."""
+        return {refusal.source: refusal.why for refusal in self.refused}
+
+
+def pattern_of(name: str) -> str:
+    """Name a module without the numbers of its layer and expert.
+
+    Args:
+        name: dotted name.
+
+    Returns:
+        `model.layers.*.mlp.up_proj`.
+    """
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+@torch.no_grad()
+def scale_channels(model: nn.Module, pair: ScalePair, factor_C: Tensor) -> None:
+    """Multiply the source's channels and divide the readers' columns: the model computes what it did. Changes the model.
+
+    Args:
+        model: that the pair was found in.
+        pair: whose weights change, each computed in float32, at least, and rounded once.
+        factor_C: [C], positive and finite.
+    """
+    scale_source(model.get_submodule(pair.source), factor_C, pair.offset)
+    columns_K = pair.spread(factor_C)
+    for name in pair.readers:
+        scale_reader(model.get_submodule(name), columns_K)
+
+
+def scale_source(module: nn.Module, factor_C: Tensor, offset: float) -> None:
+    """Multiply what a module gives by a factor for each channel. Changes the module.
+
+    Args:
+        module: a norm or a linear layer.
+        factor_C: [C].
+        offset: see ScalePair.
+    """
+    weight = module.get_parameter("weight")
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    factor_C = factor_C.to(weight.device, wide)
+    if weight.dim() == 1:
+        weight.copy_((weight.to(wide) + offset) * factor_C - offset)
+    else:
+        rows_RK = weight_of(module)
+        rows_RK.copy_(rows_RK.to(wide) * factor_C[:, None])
+    bias = module._parameters.get("bias")
+    if bias is not None:
+        bias.copy_(bias.to(wide) * factor_C)
+
+
+def scale_reader(module: nn.Module, factor_K: Tensor) -> None:
+    """Divide the columns of a layer. Changes the module.
+
+    Args:
+        module: a linear layer, or one with a weight [R, K], such as a router.
+        factor_K: [K].
+    """
+    weight_RK = weight_of(module) if is_quantizable(module) else module.get_parameter("weight")
+    wide = torch.promote_types(weight_RK.dtype, torch.float32)
+    weight_RK.copy_(weight_RK.to(wide) / factor_K.to(weight_RK.device, wide))

@@ -1,0 +1,262 @@
+"""What SmoothQuant, logarithmic equalization and AWQ share: statistics of the uncompressed model, and scales that move from norms and
+linear layers into what reads them.
+
+All of it happens at the start of the calibration, in forwards of its own: the model computes afterwards what it did before, so whatever
+quantizes behind is calibrated on a model like any other. Nothing of it is kept: a resumed run does it again, to the same bytes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from pydantic import Field, PrivateAttr, field_validator
+from torch import Tensor, nn
+
+from compressor.data import batch_to
+from compressor.data.collate import call_model, leading_tensor
+from compressor.errors import RecipeError, TargetError
+from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
+from compressor.lifecycle.hooks import without_modifier_hooks
+from compressor.lifecycle.state import StageValue
+from compressor.mappings import Mappings, ScalePair, explicit_pairs, find_pairs, scale_channels
+from compressor.mappings.explicit import Written, resolve_written
+from compressor.model.evaluation import evaluation_mode
+from compressor.model.targets import check_patterns, matches
+from compressor.modifiers.schemes.input_statistics import input_of, mask_of_input, real_tokens
+from compressor.nn import weight_of
+from compressor.nn.build import is_quantizable
+from compressor.tracing.footprint import Footprint
+
+_STATISTICS_BYTES = 4 << 30  # of all pairs that are looked at in one pass over the data
+
+
+class ScaleMovingModifier(Modifier):
+    """Base of the modifiers that move scales.
+
+    Attributes:
+        mappings: which layers read which source, where not all that the model has are wanted; None finds them on its forward.
+        ignore: patterns of sources that stay as they are.
+    """
+
+    mappings: list[Any] | None = None
+    ignore: list[str] = Field(default_factory=list)
+
+    _written: dict[str, tuple[str, ...]] | None = PrivateAttr(default=None)
+
+    @field_validator("ignore", mode="before")
+    @classmethod
+    def _patterns(cls, value: Any) -> Any:
+        patterns = [] if value is None else [value] if isinstance(value, str) else value
+        check_patterns(patterns, required=False)
+        return patterns
+
+    @field_validator("mappings", mode="after")
+    @classmethod
+    def _mappings_mean_something(cls, value: list[Any] | None) -> list[Any] | None:
+        if value is not None:
+            _written_mappings(value)
+            if not value:
+                raise RecipeError("mappings: an empty list was given, so nothing would be changed; leave it out to have them found")
+        return value
+
+    @property
+    def calibration_need(self) -> CalibrationNeed:
+        """`basic`: data, in whatever way the other modifiers want it to flow."""
+        return "basic"
+
+    def on_initialize(self, state: State) -> bool:
+        """Resolve mappings of the recipe, before any data is read."""
+        self._written = None
+        if state.schemes:
+            first = next(iter(state.schemes))
+            raise RecipeError(f"{self.label}: {first} is quantized by a modifier before it; let it stand before those that quantize")
+        if self.mappings is not None:
+            self._written = resolve_written(state.model, _written_mappings(self.mappings), self.label)
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Find the pairs, take the statistics, move the scales. Changes the model."""
+        del event
+        if state.data is None:
+            state.report.notes.append(f"{self.label}: no calibration data was at hand, so no scale was moved")
+            return
+        with without_modifier_hooks(state.model), evaluation_mode(state.model):
+            pairs = self._pairs(state)
+            for taken in self._portions(state, pairs):
+                with Footprint(state.model):
+                    self._observe(state, taken)
+                for pair in taken:
+                    self._move(state, pair)
+        state.report.notes.append(f"{self.label}: scales of {len(pairs)} modules were moved into what reads them ({_in_short(pairs)})")
+
+    def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
+        """Nothing: scales move again, to the same values, when a run is resumed."""
+        del modules
+        return {}
+
+    def forwards_of_training(self, num_samples: int) -> float:
+        """Say what it costs beside the stages.
+
+        Args:
+            num_samples: calibration sequences.
+
+        Returns:
+            Forwards of one sequence: one pass over the data.
+        """
+        return float(num_samples)
+
+    @abstractmethod
+    def wants(self, state: State, pair: ScalePair) -> bool:
+        """Say whether a pair that was found is to be changed, where the recipe names none."""
+
+    @abstractmethod
+    def statistics_bytes(self, num_columns: int) -> int:
+        """Say what the statistics of one pair take."""
+
+    @abstractmethod
+    def watch_input(self, pair: ScalePair, tokens_NK: Tensor) -> None:
+        """Take the inputs of real tokens of the first reader."""
+
+    @abstractmethod
+    def scales(self, state: State, pair: ScalePair) -> tuple[Tensor, dict[str, float]]:
+        """Say by what [C] the inputs are divided, and what is to be recorded; the statistics of the pair are complete."""
+
+    def _pairs(self, state: State) -> tuple[ScalePair, ...]:
+        assert state.data is not None
+        sources = None if self._written is None else set(self._written)
+        found = find_pairs(state.model, state.data.batches[0], state.device, sources=sources, progress=state.progress)
+        if self._written is not None:
+            pairs, notes = explicit_pairs(self._written, found, self.label)
+            state.report.notes += notes
+        else:
+            pairs = tuple(pair for pair in found.pairs if self.wants(state, pair))
+        kept = tuple(pair for pair in pairs if not self._is_ignored(state.model, pair.source))
+        if not kept:
+            raise TargetError(f"{self.label}: {self._nothing(found, pairs)}")
+        return kept
+
+    def _nothing(self, found: Mappings, pairs: Sequence[ScalePair]) -> str:
+        if pairs:
+            return "ignore names all sources, so nothing would be changed; leave some out"
+        why = next(iter(found.refused), None)
+        seen = "" if why is None else f" (of {why.source} none can, for it meets {why.why})"
+        return f"no scale can move into a layer that is quantized{seen}; `compressor mappings` shows what was tried; leave the modifier out"
+
+    def _is_ignored(self, model: nn.Module, name: str) -> bool:
+        return any(matches(name, model.get_submodule(name), pattern) for pattern in self.ignore)
+
+    def _portions(self, state: State, pairs: Sequence[ScalePair]) -> Iterator[list[ScalePair]]:
+        """Cut the pairs so that the statistics of each part fit into memory."""
+        portion: list[ScalePair] = []
+        taken = 0
+        for pair in pairs:
+            size = self.statistics_bytes(reader_columns(state.model, pair).shape[1])
+            if portion and taken + size > _STATISTICS_BYTES:
+                yield portion
+                portion, taken = [], 0
+            portion.append(pair)
+            taken += size
+        yield portion
+
+    def _observe(self, state: State, pairs: Sequence[ScalePair]) -> None:
+        """Run all batches, while the first reader of each pair is watched."""
+        assert state.data is not None
+        with ExitStack() as stack, state.progress.task(f"{type(self).__name__}", total=len(state.data.batches)) as task, torch.no_grad():
+            for pair in pairs:
+                module = state.model.get_submodule(pair.readers[0])
+                stack.callback(module.register_forward_pre_hook(self._hook(state, pair), with_kwargs=True).remove)
+            for index, batch in enumerate(state.data.batches):
+                with _masked(state, index):
+                    call_model(state.model, batch_to(batch, state.device))
+                task.advance()
+
+    def _hook(self, state: State, pair: ScalePair) -> Any:
+        name = pair.readers[0]
+
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            del module
+            tokens_NK = real_tokens(input_of(args, kwargs, name).detach(), mask_of_input(state, name), name)
+            if len(tokens_NK):
+                self.watch_input(pair, tokens_NK)
+
+        return look
+
+    def _move(self, state: State, pair: ScalePair) -> None:
+        with torch.no_grad():
+            scales_C, details = self.scales(state, pair)
+        for name in (pair.source, *pair.readers):
+            state.own_tensors(name)
+        scale_channels(state.model, pair, 1.0 / scales_C.double())
+        largest = float(torch.maximum(scales_C, 1 / scales_C).max())
+        record = ModuleRecord(pair.source, type(self).__name__, "scales moved", 0.0, None, {"largest_factor": largest, **details})
+        state.report.modules.setdefault(pair.source, record)
+
+
+def reader_columns(model: nn.Module, pair: ScalePair) -> Tensor:
+    """Return the weight [R, K] of the first reader of a pair.
+
+    Args:
+        model: not modified.
+        pair: of it.
+
+    Returns:
+        A view.
+    """
+    return reader_weight(model.get_submodule(pair.readers[0]))
+
+
+def reader_weight(module: nn.Module) -> Tensor:
+    """Return the weight [R, K] of a layer that multiplies by it; a view.
+
+    Args:
+        module: linear, or a router.
+
+    Returns:
+        The weight.
+    """
+    return weight_of(module) if is_quantizable(module) else module.get_parameter("weight")
+
+
+@contextmanager
+def _masked(state: State, index: int) -> Iterator[None]:
+    """Say which tokens of a batch are real while it runs. Changes the state."""
+    assert state.data is not None
+    mask = state.data.token_masks[index]
+    state.token_mask = None if mask is None else mask.to(state.device)
+    state.batch_shape = tuple(leading_tensor(state.data.batches[index]).shape[:2])
+    try:
+        yield
+    finally:
+        state.token_mask, state.batch_shape = None, None
+
+
+def _written_mappings(given: Sequence[Any]) -> list[Written]:
+    """Take mappings in any of the forms of llm-compressor."""
+    made = []
+    for item in given:
+        smooth, balance = _smooth_and_balance(item)
+        balance = [balance] if isinstance(balance, str) else balance
+        patterns: list[Any] = [smooth, *balance] if isinstance(balance, list | tuple) and balance else [None]
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise RecipeError(f"mappings: {item!r} is none; give [[layers that read it], source], or smooth_layer and balance_layers")
+        check_patterns(patterns, required=True)
+        made.append(Written(smooth, tuple(balance)))
+    return made
+
+
+def _smooth_and_balance(item: Any) -> tuple[Any, Any]:
+    if isinstance(item, Mapping):
+        return item.get("smooth_layer"), item.get("balance_layers")
+    if isinstance(item, list | tuple) and len(item) == 2:
+        return item[1], item[0]
+    return getattr(item, "smooth_layer", None), getattr(item, "balance_layers", None)
+
+
+def _in_short(pairs: Sequence[ScalePair]) -> str:
+    first = pairs[0]
+    readers = ", ".join(name.rpartition(".")[2] for name in first.readers[:3]) + (", ..." if first.readers[3:] else "")
+    return f"{first.source} into {readers}{'; ...' if pairs[1:] else ''}"

@@ -1,0 +1,232 @@
+"""SmoothQuant, logarithmic equalization, AWQ: their formulas, what counts as a token, and that the model stays what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from compressor import oneshot
+from compressor.algorithms.smoothing import equalizing_scales, search_awq, smooth_scales
+from compressor.errors import CompressorError, RecipeError, TargetError
+from compressor.modifiers.awq import AWQModifier
+from compressor.modifiers.gptq import GPTQModifier
+from compressor.modifiers.quantization import QuantizationModifier
+from compressor.modifiers.smoothing import LogarithmicEqualizationModifier, SmoothQuantModifier
+from compressor.numerics import QuantizationArgs, weight_qparams
+from compressor.numerics.quantize import dequantize, quantize
+
+SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS = torch.randint(64, (12, 10), generator=torch.Generator().manual_seed(0))
+INT4 = {"num_bits": 4, "group_size": 16, "strategy": "group"}
+GROUPS: dict[str, Any] = {"group_0": {"targets": ["Linear"], "weights": INT4}}
+QKV = ["q_proj", "k_proj", "v_proj"]
+
+
+def llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # a few channels are far larger than the others, as in large models
+            parameter.data[::7] *= 20
+    return model.to(dtype)
+
+
+def moe() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts, head_dim=8)).eval()
+
+
+def logits(model: nn.Module, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(ids).logits
+    return found
+
+
+def inputs_of(model: nn.Module, name: str, ids: Tensor) -> Tensor:
+    """What a layer is handed, [N, C]."""
+    seen: list[Tensor] = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, -2)))
+    logits(model, ids)
+    handle.remove()
+    return torch.cat(seen)
+
+
+def rounding(**settings: Any) -> QuantizationModifier:
+    return QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"], **settings)
+
+
+def test_smoothing_is_the_formula_of_the_paper() -> None:
+    act, weight = torch.tensor([4.0, 9.0, 0.0, 1.0]), torch.tensor([1.0, 4.0, 2.0, 0.0])
+    found = smooth_scales(act, weight, 0.5)
+    assert torch.allclose(found, torch.tensor([2.0, 1.5, 1.0, 1.0]))  # the last two are dead on one side
+    assert torch.allclose(smooth_scales(act, weight, 1.0)[:2], act[:2])
+
+
+def test_equalizing_is_the_formula_of_its_paper() -> None:
+    found = equalizing_scales(torch.tensor([6.0, 0.0]), torch.tensor([1.0, 1.0]))
+    assert torch.allclose(found, torch.tensor([2.0, 1.0]))
+
+
+@pytest.mark.parametrize("kind", [SmoothQuantModifier, LogarithmicEqualizationModifier])
+def test_norms_and_their_readers_take_the_scales(kind: type[SmoothQuantModifier]) -> None:
+    model, plain = llama(), llama()
+    result = oneshot(model, recipe=kind(), dataset=IDS)
+    x = inputs_of(plain, "model.layers.1.self_attn.q_proj", IDS).abs().amax(0)
+    attention = plain.model.layers[1].self_attn
+    weights = torch.cat([attention.get_submodule(name).weight for name in QKV]).detach().abs().amax(0)
+    scales = (x / weights).sqrt() if kind is SmoothQuantModifier else x / torch.log2(2 + x)
+    assert torch.allclose(model.model.layers[1].input_layernorm.weight, plain.model.layers[1].input_layernorm.weight / scales, rtol=1e-5)
+    for name in QKV:
+        given, before = model.model.layers[1].self_attn.get_submodule(name).weight, attention.get_submodule(name).weight
+        assert torch.allclose(given, before * scales, rtol=1e-5)
+    assert torch.allclose(logits(model), logits(plain), atol=1e-5)
+    assert "scales of 5 modules were moved" in result.report.notes[0]
+
+
+@pytest.mark.parametrize("modifier", [SmoothQuantModifier, AWQModifier])
+@pytest.mark.parametrize("make", [llama, moe])
+def test_outputs_stay_what_they_were(modifier: Any, make: Any) -> None:
+    """With eight bits behind it, which hide nothing as coarse as a scale in the wrong place."""
+    model, plain = make(), make()
+    groups: Any = {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}}
+    recipe = [modifier(), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
+    oneshot(model, recipe=recipe, dataset=IDS)
+    before, after = logits(plain), logits(model)
+    assert float((after - before).abs().max() / before.abs().max()) < 0.05
+
+
+def test_padding_counts_for_nothing() -> None:
+    """Rows of different lengths give what the same rows give one by one, whatever stands in the padding."""
+    rows: Any = [{"input_ids": row[: 4 + place % 6].tolist()} for place, row in enumerate(IDS)]
+    padded, single = llama(), llama()
+    oneshot(padded, recipe=SmoothQuantModifier(), dataset=rows, batch_size=6)
+    oneshot(single, recipe=SmoothQuantModifier(), dataset=rows, batch_size=1)
+    for name, weight in padded.state_dict().items():
+        assert torch.allclose(weight, single.state_dict()[name], rtol=1e-4), name
+
+
+@pytest.mark.parametrize("duo", [True, False, "both"])
+def test_the_search_finds_what_forwards_would_find(duo: Any) -> None:
+    """The error of each candidate by its outputs on all tokens, in float64."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(300, 32, generator=generator) * torch.logspace(-1, 1.5, 32)[torch.randperm(32, generator=generator)]
+    weights = [torch.randn(24, 32, generator=generator), torch.randn(8, 32, generator=generator)]
+    args = QuantizationArgs(num_bits=3, group_size=16, strategy="group")
+    found = search_awq(weights, [args, args], 2 * x.T @ x / len(x), x.abs().mean(0), duo_scaling=duo)
+
+    def error(scales: Tensor) -> float:
+        total = 0.0
+        for weight in weights:
+            scaled = weight * scales
+            qparams = weight_qparams(scaled, args)
+            rounded = dequantize(quantize(scaled, qparams, args), qparams, args)
+            total += float(((x / scales).double() @ rounded.double().T - x.double() @ weight.double().T).square().sum())
+        return total / sum(float((x.double() @ weight.double().T).square().sum()) for weight in weights)
+
+    assert found.error == pytest.approx(error(found.scales_C), rel=1e-3)
+    assert found.error_before == pytest.approx(error(torch.ones(32)), rel=1e-3)
+    assert found.error < 0.8 * found.error_before
+    neighbours = [found.scales_C**power for power in (0.8, 1.25)]
+    assert all(error(scales) > 0.9 * found.error for scales in neighbours)
+
+
+def test_awq_makes_rounding_cost_less_where_activations_differ() -> None:
+    plain, rounded, scaled = llama(), llama(), llama()
+    oneshot(rounded, recipe=rounding(), dataset=None)
+    result = oneshot(scaled, recipe=[AWQModifier(), rounding()], dataset=IDS)
+    truth = logits(plain)
+    assert (logits(scaled) - truth).square().mean() < 0.8 * (logits(rounded) - truth).square().mean()
+    details = result.report.modules["model.layers.0.input_layernorm"].details
+    assert float(details["error"]) < float(details["error_before"])
+
+
+def test_written_mappings_and_ignored_sources_are_honoured() -> None:
+    mappings = [[[f"re:.*{name}" for name in QKV], "re:.*input_layernorm"]]
+    model, plain = llama(), llama()
+    oneshot(model, recipe=SmoothQuantModifier(mappings=mappings, ignore=["model.layers.0.input_layernorm"]), dataset=IDS)
+    changed = {name for name, one in model.state_dict().items() if not torch.equal(one, plain.state_dict()[name])}
+    attention = {f"model.layers.1.self_attn.{name}.weight" for name in QKV}
+    assert changed == {"model.layers.1.input_layernorm.weight", *attention}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "why"),
+    [
+        ([SmoothQuantModifier(mappings=[[["re:.*gate_proj"], "re:.*input_layernorm"]])], TargetError, "gate_proj does not read"),
+        ([SmoothQuantModifier(ignore=["LlamaRMSNorm"])], TargetError, "ignore names all sources"),
+        ([rounding(), SmoothQuantModifier()], RecipeError, "let it stand before those that quantize"),
+        ([AWQModifier()], RecipeError, "no modifier behind it quantizes weights"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_nothing_is_changed(recipe: list[Any], error: type[CompressorError], why: str) -> None:
+    model, plain = llama(), llama()
+    with pytest.raises(error, match=why):
+        oneshot(model, recipe=recipe, dataset=IDS)
+    assert all(torch.equal(one, plain.state_dict()[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"num_calibration_steps": 4}, "num_calibration_steps: it is not done here"),
+        ({"mappings": []}, "an empty list"),
+        ({"mappings": ["re:.*norm"]}, "is none; give"),
+        ({"smoothing_strength": 1.5}, "smoothing_strength"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        SmoothQuantModifier(**settings)
+
+
+def test_an_abort_brings_the_scales_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(GPTQModifier, "compress", fail)
+    model, plain = llama(), llama()
+    with pytest.raises(RuntimeError, match="in the middle"):
+        oneshot(model, recipe=[SmoothQuantModifier(), GPTQModifier(config_groups=GROUPS, ignore=["lm_head"])], dataset=IDS)
+    assert all(torch.equal(one, plain.state_dict()[name]) for name, one in model.state_dict().items())
+
+
+def test_a_resumed_run_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "model"
+    llama().save_pretrained(source)
+
+    def run(folder: str, **options: Any) -> None:
+        recipe = [SmoothQuantModifier(), AWQModifier(), GPTQModifier(config_groups=GROUPS, ignore=["lm_head"])]
+        oneshot(source, recipe=recipe, dataset=IDS, output_dir=tmp_path / folder, run_dir=tmp_path / f"{folder}.run", **options)
+
+    run("whole")
+    compress, calls = GPTQModifier.compress, []
+
+    def fail_later(self: GPTQModifier, state: Any, names: list[str]) -> None:
+        calls.append(names)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        compress(self, state, names)
+
+    monkeypatch.setattr(GPTQModifier, "compress", fail_later)
+    with pytest.raises(KeyboardInterrupt):
+        run("cut")
+    monkeypatch.setattr(GPTQModifier, "compress", compress)
+    run("cut", resume=True)
+    ours, theirs = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("whole", "cut"))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_lose_no_more_than_a_rounding(dtype: torch.dtype) -> None:
+    model, plain = llama(dtype), llama(dtype)
+    exact = logits(plain.float())
+    unmoved = (logits(llama(dtype)).float() - exact).square().mean()
+    oneshot(model, recipe=SmoothQuantModifier(), dataset=IDS)
+    assert all(bool(torch.isfinite(one).all()) for one in model.state_dict().values())
+    assert (logits(model).float() - exact).square().mean() < 4 * unmoved
