@@ -148,7 +148,7 @@ def _candidates(
 
 def _relative_size(weights: Sequence[Tensor], formats: Sequence[QuantizationArgs]) -> Tensor:
     """Mean over rows of |w| relative to the largest in its group, [C]."""
-    total_C, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
+    total_C, rows = torch.zeros(weights[0].shape[1], dtype=torch.float32, device=weights[0].device), 0
     for weight_RC, args in zip(weights, formats, strict=True):
         size = args.group_size if args.is_grouped and args.group_size else weight_RC.shape[1]
         groups = weight_RC.abs().view(len(weight_RC), -1, size)

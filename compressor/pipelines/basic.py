@@ -59,7 +59,7 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
         note_kept(state, kept)
         stirred.add(all_that_may_change(state.model, watched))  # later batches may change what the first one leaves alone
         with Traces(state.model, stirred) as traces:
-            for index, batch in enumerate(data.batches if watched else ()):  # else nobody looks
+            for index, batch in enumerate(data.batches):
                 set_token_mask(state, data, index)
                 with torch.no_grad(), traces.forwards():
                     _forward(session, batch_to(batch, state.device))

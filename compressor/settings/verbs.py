@@ -161,6 +161,15 @@ class TraceSettings(TracingSettings, RecordSettings, LoadSettings):
     """Layers that share a subgraph; more than one needs the graph engine."""
 
 
+class MappingsSettings(LoadSettings):
+    """The choices of one `mappings`."""
+
+    model_class: Annotated[ModelClass | None, Option(metavar="C")] = None
+    """Transformers class; by default the one that config.json names."""
+    modality: Annotated[Modality | None, Option()] = None
+    """What the random batches hold; by default what the model reads first."""
+
+
 _MAX_EPOCHS, _MAX_STEPS = 1_000_000, 1_000_000_000  # far beyond any run; a slip of the keyboard is told before the first step
 # A setting, what it must be, and that in words.
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (

@@ -293,7 +293,7 @@ def _load_weights(folder: Path, loader: Any, dtype: str | torch.dtype, trust_rem
             ignore_mismatched_sizes=True,  # _check_loading_info names them; transformers would print a table
         )
     except LOAD_ERRORS as error:
-        raise ModelError(f"{folder}: {loader.__name__} cannot load it ({one_line(error)}); {_remedy(error)}") from error
+        raise ModelError(f"{folder}: {loader.__name__} cannot load it ({one_line(error)}); {remedy(error)}") from error
     return model, info
 
 
@@ -338,7 +338,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except LOAD_ERRORS as error:
-        raise ModelError(f"{folder}: its tokenizer cannot be loaded ({one_line(error)}); {_remedy(error)}") from error
+        raise ModelError(f"{folder}: its tokenizer cannot be loaded ({one_line(error)}); {remedy(error)}") from error
 
 
 def resolve_tokenizer(tokenizer: Any, trust_remote_code: bool = False) -> Any:
@@ -366,7 +366,15 @@ def resolve_tokenizer(tokenizer: Any, trust_remote_code: bool = False) -> Any:
     return found
 
 
-def _remedy(error: BaseException) -> str:
+def remedy(error: BaseException) -> str:
+    """Say what may be done about a model that does not load.
+
+    Args:
+        error: one of `LOAD_ERRORS`.
+
+    Returns:
+        The end of a message.
+    """
     if "trust_remote_code" in str(error):
         return "set trust_remote_code if you trust the Python files in the folder"
     if isinstance(error, ImportError):

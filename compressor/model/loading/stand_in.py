@@ -2,7 +2,8 @@
 
 What stands in for missing weights depends on size. Small models get random ones. For large ones every parameter is a single number seen as
 a tensor of the right shape, which takes no memory, so that all layers are there and run. Of very large ones the layers that only repeat
-earlier ones are left out as well.
+earlier ones are left out as well. Who must tell one channel from another asks for values that differ: then repeated layers are left out
+first, and what is left gets random ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from compressor.errors import ModelError
 from compressor.model.experts.unfuse import layout_of
 from compressor.model.folder import check_not_quantized, one_line, read_config
-from compressor.model.loading.load import LOAD_ERRORS, check_in_memory, load_model, quiet_transformers, resolve_class
+from compressor.model.loading.load import LOAD_ERRORS, check_in_memory, load_model, quiet_transformers, remedy, resolve_class
 from compressor.random_state import random_numbers_kept
 
 # The shapes of a model without its weights: what a plan needs, in milliseconds for a model of any size.
@@ -56,9 +57,7 @@ def load_skeleton(source: str | Path | nn.Module, *, trust_remote_code: bool = F
             else:
                 model = loader(config).to(dtype)
     except LOAD_ERRORS as error:
-        raise ModelError(
-            f"{folder}: its config gives no model ({one_line(error)}); check config.json or name another model_class"
-        ) from error
+        raise ModelError(f"{folder}: its config gives no model ({one_line(error)}); {remedy(error)}") from error
     return model.eval()
 
 
@@ -66,7 +65,9 @@ MAX_LOADED_BYTES = 4_000_000_000  # weights of a folder are read up to here
 MAX_RANDOM = 200_000_000  # parameters that are drawn
 MAX_WHOLE = 100_000_000_000  # parameters of a model of which all layers run
 MAX_WHOLE_WITH_EXPERTS = 5_000_000_000  # the same where experts are fused, whose products do cost time
+MAX_DIFFERING = 2_500_000_000  # parameters that are all given values of their own
 _NUMBER = 0.01
+_PERIOD = 1_000_003  # prime, so that rows of a weight differ
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -88,7 +89,12 @@ class StandIn:
 
 
 def stand_in(
-    source: str | Path | nn.Module, *, model_class: str | type | None = None, trust_remote_code: bool = False, seed: int = 0
+    source: str | Path | nn.Module,
+    *,
+    model_class: str | type | None = None,
+    trust_remote_code: bool = False,
+    seed: int = 0,
+    differing: bool = False,
 ) -> StandIn:
     """Make a model that runs.
 
@@ -97,12 +103,13 @@ def stand_in(
         model_class: class of transformers, or its name; None for the one that config.json names, else AutoModelForCausalLM.
         trust_remote_code: run Python files of the folder, where its config asks for them.
         seed: of random weights.
+        differing: channels must differ, so a large model is stood in for by one layer of each kind with random values.
 
     Returns:
         The model, and what it is.
 
     Raises:
-        ModelError: no folder, no usable config, a quantized model, or weights that cannot be read.
+        ModelError: no folder, no usable config, a quantized model, weights that cannot be read, or a model too large for `differing`.
     """
     if isinstance(source, nn.Module):
         if model_class is not None:
@@ -122,11 +129,15 @@ def stand_in(
             torch.manual_seed(seed)
             return StandIn(_build(folder, chosen, trust_remote_code, None), f"random ({why})", folder=folder)
     has_experts = any(layout_of(module) is not None for module in skeleton.modules())
-    keep = _layers_to_keep(skeleton) if count > (MAX_WHOLE_WITH_EXPERTS if has_experts else MAX_WHOLE) else None
+    keep = _layers_to_keep(skeleton) if differing or count > (MAX_WHOLE_WITH_EXPERTS if has_experts else MAX_WHOLE) else None
     model = _build(folder, chosen, trust_remote_code, keep, weightless=True)
-    _fill_with_one_number(model)
     left = _num_layers(skeleton) - _num_layers(model)
-    text = f"every tensor is one number, repeated, which takes no memory ({why}; {count / 1e9:,.1f} billion parameters)"
+    if differing:
+        _fill_with_random(model, seed, str(folder))
+        text = f"random ({why}; {count / 1e9:,.1f} billion parameters)"
+    else:
+        _fill_with_one_number(model)
+        text = f"every tensor is one number, repeated, which takes no memory ({why}; {count / 1e9:,.1f} billion parameters)"
     return StandIn(model, text + (f"; {left} layers that repeat earlier ones are left out" if left else ""), left, folder)
 
 
@@ -156,9 +167,7 @@ def _build(
             with no_init_weights():
                 return _from_config(loader, config, trust_remote_code, torch.bfloat16).eval()
     except LOAD_ERRORS as error:
-        raise ModelError(
-            f"{folder}: its config gives no model ({one_line(error)}); check config.json or name another model_class"
-        ) from error
+        raise ModelError(f"{folder}: its config gives no model ({one_line(error)}); {remedy(error)}") from error
 
 
 def _from_config(loader: Any, config: Any, trust_remote_code: bool, dtype: torch.dtype) -> nn.Module:
@@ -194,6 +203,22 @@ def _fill_with_one_number(model: nn.Module) -> None:
             module._parameters[name] = nn.Parameter(number, requires_grad=False)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # type: ignore[operator]
+
+
+def _fill_with_random(model: nn.Module, seed: int, name: str) -> None:
+    """Give every parameter values that look random: the same million of them over and over, from another place on. Changes the model."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > MAX_DIFFERING:
+        raise ModelError(
+            f"{name}: one layer of each kind has {count / 1e9:,.1f} billion parameters, too many to be given values "
+            f"(at most {MAX_DIFFERING / 1e9:g}); copy its config.json with smaller sizes, and look at that"
+        )
+    drawn = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    for index, parameter in enumerate(model.parameters()):
+        values = (1 + drawn / 8 if parameter.dim() == 1 else drawn / 32).to(parameter.dtype).roll(index)
+        flat = parameter.data.view(-1)
+        for start in range(0, len(flat), _PERIOD):
+            flat[start : start + _PERIOD] = values[: len(flat) - start]
 
 
 def _stacks(model: nn.Module) -> Iterator[nn.ModuleList]:

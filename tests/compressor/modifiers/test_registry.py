@@ -63,9 +63,9 @@ def test_a_wrong_name_is_answered_with_the_nearest(given: str, meant: str) -> No
 
 
 def test_a_hopeless_name_is_answered_with_all_of_them() -> None:
-    names = "AutoRoundModifier, ConstantPruningModifier, GPTQModifier, MagnitudePruningModifier, QuantizationModifier, ScaleTuningModifier"
-    with pytest.raises(RecipeError, match=f"choose from {names}"):
+    with pytest.raises(RecipeError, match="choose from AWQModifier, AutoRoundModifier, ") as caught:
         find_modifier("xyzzy")
+    assert all(name in str(caught.value) for name in registry.MODIFIERS)
 
 
 def test_a_registered_class_is_found_by_its_name() -> None:

@@ -1,0 +1,121 @@
+"""Which scales may move in a model, before a recipe is written: what `compressor mappings` prints and draws."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressor.arguments import check_dtypes_around
+from compressor.mappings import Mappings, Refusal, ScalePair, find_pairs
+from compressor.mappings.pairs import pattern_of
+from compressor.model.experts.unfuse import unfused_experts
+from compressor.model.loading.sample_batches import sample_batches
+from compressor.model.loading.stand_in import stand_in
+from compressor.settings.options import from_settings
+from compressor.settings.verbs import MappingsSettings
+from compressor.tracing.picture import Box, Picture, shortened
+
+
+@dataclass(frozen=True)
+class MappingsReport:
+    """What was found.
+
+    Attributes:
+        model_class: class of the model.
+        weights: what its weights are.
+        batches: what ran.
+        found: the pairs, and what was refused.
+        num_left_out: layers that the model lacks because they repeat others.
+    """
+
+    model_class: str
+    weights: str
+    batches: str
+    found: Mappings
+    num_left_out: int = 0
+
+    @property
+    def kinds(self) -> dict[str, list[ScalePair]]:
+        """Pairs by the kind of their source: the same name but for the numbers of layers and experts."""
+        made: dict[str, list[ScalePair]] = {}
+        for pair in self.found.pairs:
+            made.setdefault(pattern_of(pair.source), []).append(pair)
+        return made
+
+    @property
+    def refused_kinds(self) -> dict[str, list[Refusal]]:
+        """Refused sources by their kind."""
+        made: dict[str, list[Refusal]] = {}
+        for refusal in self.found.refused:
+            made.setdefault(pattern_of(refusal.source), []).append(refusal)
+        return made
+
+    @property
+    def headline(self) -> str:
+        """The first line of the report."""
+        found = self.found
+        return f"{self.model_class}: {len(found.pairs)} scales may move, {len(self.kinds)} kinds; {len(found.refused)} may not"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        own = {"model_class": self.model_class, "weights": self.weights, "batches": self.batches, "num_left_out": self.num_left_out}
+        pairs, refused = [asdict(pair) for pair in self.found.pairs], [asdict(one) for one in self.found.refused]
+        return {**own, "pairs": pairs, "refused": refused}
+
+    def lines(self) -> list[str]:
+        """Return the report for people, kind by kind."""
+        lines = [self.headline, f"weights: {self.weights}", f"batches: {self.batches}"]
+        for kind, pairs in self.kinds.items():
+            lines.append(f"{kind} ({len(pairs)}) -> {_readers(pairs[0])}, at {pairs[0].place}{_remarks(pairs[0])}")
+        lines += [f"not {kind} ({len(all_)}): meets {all_[0].why}" for kind, all_ in self.refused_kinds.items()]
+        return lines
+
+    def picture(self) -> Picture:
+        """Return what is drawn: a box for each kind, in the order of the model, with what reads it."""
+        boxes = [
+            Box(f"{kind} ({len(pairs)})", (f"into {_readers(pairs[0])}", f"{pairs[0].place}{_remarks(pairs[0])}"), "stage")
+            for kind, pairs in self.kinds.items()
+        ]
+        refused = [f"{kind}: {all_[0].why}"[:90] for kind, all_ in self.refused_kinds.items()]
+        return Picture(
+            (self.headline, f"weights: {self.weights}"), boxes, Box("may not move", tuple(refused), "ignored") if refused else None
+        )
+
+
+@from_settings(MappingsSettings)
+def find_mappings(model: str | Path | nn.Module, settings: MappingsSettings) -> MappingsReport:
+    """Find which scales may move in a model; nothing is changed or written.
+
+    Args:
+        model: folder with at least a config.json (equal layers are then looked at once, with random weights), or a model in memory.
+        settings: how it is loaded and what it is fed.
+
+    Returns:
+        The report.
+
+    Raises:
+        UserInputError: the model cannot be used.
+        TracingError: its forward cannot be repeated.
+    """
+    check_dtypes_around(find_mappings)
+    stood = stand_in(model, model_class=settings.model_class, trust_remote_code=settings.trust_remote_code_model, differing=True)
+    given = sample_batches(stood.model, settings.modality)
+    with unfused_experts(stood.model, hold=True) as experts:
+        try:
+            found = find_pairs(stood.model, given.batches[0], torch.device("cpu"))
+        finally:
+            experts.restore()
+    return MappingsReport(type(stood.model).__name__, stood.how, given.how, found, stood.num_left_out)
+
+
+def _readers(pair: ScalePair) -> str:
+    return shortened(list(dict.fromkeys(pattern_of(name) for name in pair.readers)))
+
+
+def _remarks(pair: ScalePair) -> str:
+    heads = f"; heads of {pair.head_dim}, each read {pair.repeats} times" if pair.head_dim is not None else ""
+    return heads + (f"; the norm multiplies by {pair.offset:g} + weight" if pair.offset else "")

@@ -1,0 +1,90 @@
+"""`compressor mappings`: what may move, from a config alone, drawn and as JSON; mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from compressor.cli.main import main
+from compressor.entrypoints.mappings import find_mappings
+from compressor.json_text import to_json
+from compressor.model.loading import stand_in
+
+NORM = "model.layers.*.input_layernorm (2) -> model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj, "
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Nothing but the config of a Llama."""
+    from transformers import LlamaConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaConfig(**sizes, num_hidden_layers=2, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_config_alone_gives_lines_a_picture_and_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing = tmp_path / "out.svg"
+    assert main(["mappings", str(folder), "--draw", str(drawing)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("LlamaForCausalLM: 9 scales may move, 5 kinds; 11 may not\nweights: random (the folder holds no weights)\n")
+    assert NORM in text and "heads of 4, each read 2 times" in text and "not model.layers.*.mlp.gate_proj (2): meets " in text
+    assert f"picture: {drawing} (drawn by " in text and "up_proj (2)" in drawing.read_text()
+    assert main(["mappings", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["pairs"]) == 9 and len(told["refused"]) == 11 and told["num_left_out"] == 0
+    assert told == json.loads(to_json(find_mappings(folder).to_dict()))
+
+
+def test_class_and_modality(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mappings", str(folder), "--model-class", "LlamaModel", "--modality", "text"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("LlamaModel: 8 scales may move") and "not model.norm (1): meets the model's output" in text.replace(
+        "norm", "model.norm"
+    )
+
+
+def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error(*words: str) -> str:
+        assert main(["mappings", *words]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "is not a folder" in error(str(tmp_path / "nothing"))
+    assert "reads no images" in error(str(folder), "--modality", "vision")
+    assert "no .svg file" in error(str(folder), "--draw", str(tmp_path / "out.png"))
+    config = json.loads((folder / "config.json").read_text())
+    own = {
+        "model_type": "own_llama",
+        "architectures": ["Own"],
+        "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"},
+    }
+    (folder / "config.json").write_text(json.dumps(config | own))
+    (folder / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own_llama'\n"
+        "class Own(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    assert "trust_remote_code" in error(str(folder))
+    assert main(["mappings", str(folder), "--trust-remote-code"]) == 0
+    assert capsys.readouterr().out.startswith("Own: 9 scales may move")
+
+
+def test_a_large_model_is_stood_in_for_by_a_layer_of_each_kind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig.from_pretrained(folder)
+    config.num_hidden_layers = 6
+    config.save_pretrained(folder)
+    whole = find_mappings(folder)
+    monkeypatch.setattr(stand_in, "MAX_RANDOM", 1000)
+    report = find_mappings(folder)
+    assert report.num_left_out == 4 and "4 layers that repeat earlier ones are left out" in report.weights
+    assert [(kind, pairs[0].readers) for kind, pairs in report.kinds.items()] == [
+        (kind, pairs[0].readers) for kind, pairs in whole.kinds.items()
+    ]
+    monkeypatch.setattr(stand_in, "MAX_DIFFERING", 1000)
+    with pytest.raises(ValueError, match="too many to be given values"):
+        find_mappings(folder)
