@@ -58,11 +58,14 @@ class Report:
         modules: records by dotted module name.
         fallbacks: what did not get what the recipe asked for.
         notes: what else a user must know, a sentence each.
+        transforms: what was done to weights before they were compressed and leaves the model's function as it is, in this order: plain data
+            that suffice to do it again to the base.
     """
 
     modules: dict[str, ModuleRecord] = field(default_factory=dict)
     fallbacks: list[Fallback] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    transforms: list[dict[str, Any]] = field(default_factory=list)
 
     def add_fallback(self, module: str, kind: str, detail: str) -> None:
         """Note that a module did not get what the recipe asked for.
@@ -87,8 +90,8 @@ class Report:
                 "num_tokens": record.num_tokens,
                 "details": details,
             }
-        notes = {"notes": list(self.notes)} if self.notes else {}
-        return {"modules": modules, "fallbacks": [asdict(fallback) for fallback in sorted(self.fallbacks)], **notes}
+        rest = {key: list(value) for key, value in (("notes", self.notes), ("transforms", self.transforms)) if value}
+        return {"modules": modules, "fallbacks": [asdict(fallback) for fallback in sorted(self.fallbacks)], **rest}
 
 
 @dataclass

@@ -7,6 +7,7 @@ quantizes behind is calibrated on a model like any other. Nothing of it is kept:
 
 from __future__ import annotations
 
+import base64
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,8 @@ from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.lifecycle.state import StageValue
 from compressor.mappings import Mappings, ScalePair, explicit_pairs, find_pairs, scale_channels
 from compressor.mappings.explicit import Written, resolve_written
+from compressor.model.checkpoints.format import stored_names
+from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import check_patterns, matches
 from compressor.modifiers.schemes.input_statistics import input_of, mask_of_input, real_tokens
@@ -190,10 +193,21 @@ class ScaleMovingModifier(Modifier):
             scales_C, details = self.scales(state, pair)
         for name in (pair.source, *pair.readers):
             state.own_tensors(name)
-        scale_channels(state.model, pair, 1.0 / scales_C.double())
+        factor_C = (1.0 / scales_C.double()).float().cpu()
+        scale_channels(state.model, pair, factor_C)
+        state.report.transforms.append(self._transform(state.model, pair, factor_C))
         largest = float(torch.maximum(scales_C, 1 / scales_C).max())
         record = ModuleRecord(pair.source, type(self).__name__, "scales moved", 0.0, None, {"largest_factor": largest, **details})
         state.report.modules.setdefault(pair.source, record)
+
+    def _transform(self, model: nn.Module, pair: ScalePair, factor_C: Tensor) -> dict[str, Any]:
+        """What a reader of compression.json needs to do the same to the base; names are those of its files."""
+        names = [pair.source, *pair.readers]
+        stored = {} if as_pretrained(model) is None else stored_names(model, names)
+        source, *readers = (stored.get(name, name) for name in names)
+        layout = {"head_dim": pair.head_dim, "repeats": pair.repeats, "offset": pair.offset}
+        factors = base64.b64encode(factor_C.numpy().astype("<f4").tobytes()).decode()
+        return {"kind": "scales", "modifier": type(self).__name__, "source": source, "readers": readers, **layout, "factors": factors}
 
 
 def reader_columns(model: nn.Module, pair: ScalePair) -> Tensor:

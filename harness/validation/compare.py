@@ -30,6 +30,7 @@ from harness.reporting.verdict import EXIT_CODES, Verdict
 from harness.validation.behaviour.acceptance import check_accepted, check_loads
 from harness.validation.behaviour.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
 from harness.validation.behaviour.scoring import Scores, TokenBatch, model_logits, score_models, sees_ahead
+from harness.validation.behaviour.transformed import check_transforms
 from harness.validation.format.files import check_files
 from harness.validation.format.record import check_digests, check_quantization_config, check_record, file_hashes, read_record
 from harness.validation.format.sparsity import check_sparsity
@@ -163,6 +164,8 @@ def validate(
         scores = _score(base_model.model, loaded, batches, torch_device, progress)
         found, quality = check_quality(scores, policy, seed)
         records += found
+    if subject.moved or subject.unreadable:
+        records.append(check_transforms(subject, base_model.model, batches[0]))
     provenance = {**_provenance(subject, base_hashes, dataset, data, seed), "trained": trained}
     run = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - clock, 2), **_machine(torch_device)}
     return ValidationReport(decide(records), tuple(records), policy, tuple(modules), quality, scores, provenance, run)

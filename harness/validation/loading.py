@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -67,6 +68,28 @@ def _from_pretrained(folder: Path, dequantize: bool) -> tuple[torch.nn.Module, M
         folder, dtype="auto", output_loading_info=True, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True, **options
     )
     return model, info
+
+
+def load_with_tensors(like: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """Load a model of the same class and config with other tensors.
+
+    Args:
+        like: a model of transformers.
+        tensors: by the names of its files; all of them.
+    Returns:
+        The model in float32, in eval mode, on the CPU.
+    Raises:
+        Exception: one of `LOADER_ERRORS`.
+    """
+    loader: Any = type(like)
+    with _quiet(), torch.no_grad():
+        options = {"config": copy.deepcopy(like.config), "dtype": torch.float32, "output_loading_info": True}
+        model, info = loader.from_pretrained(None, state_dict=dict(tensors), **options)
+    problems = [f"{kind}: {_shown(item)}" for kind, items in sorted(info.items()) for item in sorted(items, key=str)]
+    if problems:
+        raise ValueError(problems[0])
+    loaded: torch.nn.Module = model.eval()
+    return loaded
 
 
 def load_with_our_reader(folder: Path) -> LoadAttempt:

@@ -15,7 +15,9 @@ from typing import Any
 
 from compressor.errors import ModelError
 from harness.validation.format.container import Checkpoint, read_checkpoint
+from harness.validation.format.record import read_record
 from harness.validation.format.scheme import ConfigGroup, read_config_groups
+from harness.validation.format.transforms import MovedScale, read_transforms, transformed
 from harness.validation.loading import module_classes
 
 
@@ -31,6 +33,8 @@ class Subject:
         modules: the quantized modules by name, with their config group, in the order of the base's tensors.
         problems: why quantization_config or config.json cannot be used; empty if they can.
         trained: the model was trained as well, so values are no longer the base's.
+        moved: scales that were moved in the base before it was compressed; `base` has them moved.
+        unreadable: what is wrong with that part of compression.json.
     """
 
     base: Checkpoint
@@ -40,6 +44,8 @@ class Subject:
     modules: Mapping[str, ConfigGroup] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     trained: bool = False
+    moved: tuple[MovedScale, ...] = ()
+    unreadable: tuple[str, ...] = ()
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
@@ -85,8 +91,19 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
     if base.problems:
         raise ModelError(f"{base_dir}: the base cannot be read: {base.problems[0]}; save it again as safetensors")
     config, problem = _read_config(compressed_dir)
-    subject = Subject(base, read_checkpoint(compressed_dir), base_config, config, problems=(problem,) if problem else (), trained=trained)
-    return _with_modules(subject, module_classes(base_dir))
+    classes = module_classes(base_dir)
+    moved, unreadable = read_transforms(read_record(compressed_dir), base, classes)
+    subject = Subject(
+        transformed(base, moved, classes),
+        read_checkpoint(compressed_dir),
+        base_config,
+        config,
+        problems=(problem,) if problem else (),
+        trained=trained,
+        moved=moved,
+        unreadable=tuple(unreadable),
+    )
+    return _with_modules(subject, classes)
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any] | None, str | None]:

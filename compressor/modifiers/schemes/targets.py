@@ -400,9 +400,8 @@ def _check_groups(schemes: dict[str, QuantizationScheme], modules: dict[str, nn.
         sizes = {args.group_size for args in (scheme.weights, scheme.input_activations) if args is not None and args.is_grouped}
         bad += [f"{name} has {columns} columns for group_size={size}" for size in sorted(filter(None, sizes)) if columns % size]
     if bad:
-        raise SchemeError(
-            f"{len(bad)} modules: " + ", ".join(bad) + "; columns must divide into groups: ignore these modules or choose a divisor"
-        )
+        listed = ", ".join(bad[:3]) + (", ..." if bad[3:] else "")
+        raise SchemeError(f"{len(bad)} modules: {listed}; columns must divide into groups: ignore these modules or choose a divisor")
 
 
 def _check_ties(model: nn.Module, modules: dict[str, nn.Module]) -> None:

@@ -25,7 +25,9 @@ from compressor.random_state import RandomState
 
 _TENSOR, _RANDOM, _MEMORY = "model:", "random:", "modifier:"
 # What the report holds: each field, and what its items are made of.
-_REPORT_ITEMS: Mapping[str, Callable[..., Any]] = MappingProxyType({"modules": ModuleRecord, "fallbacks": Fallback, "notes": str})
+_REPORT_ITEMS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"modules": ModuleRecord, "fallbacks": Fallback, "notes": str, "transforms": dict}
+)
 
 
 class StageTensors(NamedTuple):

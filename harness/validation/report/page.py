@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from compressor.atomic import check_output_dir, whole_or_nothing
 from compressor.json_text import to_json
@@ -42,7 +44,7 @@ def render_page(report: ValidationReport) -> str:
     """
     counts = Counter(record.outcome for record in report.records)
     provenance = report.provenance
-    record = to_json(provenance["compression"]) if provenance["compression"] else "There is no compression.json in the folder."
+    record = to_json(_readable(provenance["compression"])) if provenance["compression"] else "There is no compression.json in the folder."
     data = {
         "report": report,
         "name": Path(provenance["compressed"]["path"]).name,
@@ -67,6 +69,15 @@ def render_page(report: ValidationReport) -> str:
         "files": [(role, provenance[role]["sha256"]) for role in ("base", "compressed")],
     }
     return render("validation.html.j2", data)
+
+
+def _readable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record without the numbers of its transforms, which are many and encoded."""
+    transforms = record.get("transforms")
+    if not isinstance(transforms, list):
+        return dict(record)
+    shown = [{**entry, "factors": "..."} if isinstance(entry, Mapping) and "factors" in entry else entry for entry in transforms]
+    return {**record, "transforms": shown}
 
 
 def _tiles(report: ValidationReport) -> list[tuple[str, str, str]]:

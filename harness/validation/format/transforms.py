@@ -1,0 +1,193 @@
+"""The base as a checkpoint says that it was compressed: with scales moved between modules, by factors that compression.json holds.
+
+The base's own tensors are transformed here by formulas of this file alone. Whether that leaves the base's function as it is, which is the
+whole claim of such a transform, is not taken on trust: `harness.validation.behaviour.transformed` runs both.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.validation.format.container import Checkpoint, TensorEntry
+
+_LARGEST = 2.0**40  # of a factor, either way: far beyond what leaves a model alive
+
+
+@dataclass(frozen=True)
+class MovedScale:
+    """One factor per output channel of a module, taken back in the columns of those that read it.
+
+    Attributes:
+        modifier: class that did it.
+        source: dotted name, as in the base's files.
+        readers: the same.
+        factors_C: float32 [C], by which the source's channels were multiplied.
+        head_dim: None, or the size of heads that each appear `repeats` times in a row among the readers' columns.
+        repeats: see head_dim.
+        offset: what the norm adds to its weight.
+    """
+
+    modifier: str
+    source: str
+    readers: tuple[str, ...]
+    factors_C: Tensor
+    head_dim: int | None
+    repeats: int
+    offset: float
+
+    @property
+    def columns_K(self) -> Tensor:
+        """The factors as they lie over the columns of the readers."""
+        if self.head_dim is None:
+            return self.factors_C
+        heads = self.factors_C.reshape(-1, self.head_dim)
+        return heads.repeat_interleave(self.repeats, dim=0).flatten()
+
+
+@dataclass
+class TransformedCheckpoint(Checkpoint):
+    """A base whose tensors come out as the moved scales make them."""
+
+    moved: tuple[MovedScale, ...] = ()
+    transposed: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The tensors that a scale moves through."""
+        modules = {name for move in self.moved for name in (move.source, *move.readers)}
+        return frozenset(f"{name}.{part}" for name in modules for part in ("weight", "bias")) & self.entries.keys()
+
+    def raw(self, name: str) -> np.ndarray:
+        """Return the bytes of one tensor, transformed."""
+        if name not in self.names:
+            return super().raw(name)
+        return self.tensor(name).contiguous().view(-1).view(torch.uint8).numpy()
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor, transformed; rounded to its dtype after each factor, as the compressor does."""
+        return self._transformed(name, self.entries[name].dtype)
+
+    def exact(self, name: str) -> Tensor:
+        """Return one tensor, transformed and not rounded; in float32, at least, where it is one of floats."""
+        dtype = self.entries[name].dtype
+        return self._transformed(name, torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)
+
+    def _transformed(self, name: str, dtype: torch.dtype) -> Tensor:
+        entry = self.entries[name]
+        value = torch.from_numpy(super().raw(name)).view(entry.dtype).reshape(entry.shape).to(dtype)
+        module, _, part = name.rpartition(".")
+        for move in self.moved:
+            if module == move.source:
+                value = self._multiplied(move, value, module, part).to(dtype)
+            if module in move.readers and part == "weight":
+                value = self._divided(move, value, module).to(dtype)
+        return value
+
+    def _multiplied(self, move: MovedScale, value: Tensor, module: str, part: str) -> Tensor:
+        wide, factors_C = value.to(torch.promote_types(value.dtype, torch.float32)), move.factors_C
+        if part == "bias":
+            return wide * factors_C
+        if wide.dim() == 1:
+            return (wide + move.offset) * factors_C - move.offset
+        return wide * (factors_C if module in self.transposed else factors_C[:, None])
+
+    def _divided(self, move: MovedScale, value: Tensor, module: str) -> Tensor:
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        return wide / (move.columns_K[:, None] if module in self.transposed else move.columns_K)
+
+
+def read_transforms(
+    record: Mapping[str, Any] | None, base: Checkpoint, classes: Mapping[str, Sequence[str]]
+) -> tuple[tuple[MovedScale, ...], list[str]]:
+    """Read what compression.json says was done to the weights before they were compressed.
+
+    Args:
+        record: what compression.json holds; None where there is none.
+        base: whose tensors are named.
+        classes: names of the classes of each module of the base.
+    Returns:
+        The transforms, and what is wrong with the record; with anything wrong no transform.
+    """
+    named = (record or {}).get("transforms", [])
+    if not isinstance(named, list):
+        return (), ["transforms is no list"]
+    moved: list[MovedScale] = []
+    problems: list[str] = []
+    for index, entry in enumerate(named):
+        try:
+            move = _read(entry)
+            problems += [f"transforms[{index}]: {text}" for text in _misfits(move, base, transposed_modules(classes))]
+            moved.append(move)
+        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+            problems.append(f"transforms[{index}]: cannot be read ({type(error).__name__}: {error})")
+    return (() if problems else tuple(moved)), problems
+
+
+def transformed(base: Checkpoint, moved: tuple[MovedScale, ...], classes: Mapping[str, Sequence[str]]) -> Checkpoint:
+    """Return the base as it was compressed.
+
+    Args:
+        base: as it lies on disk.
+        moved: of `read_transforms`.
+        classes: names of the classes of each module of the base.
+    Returns:
+        The base itself where nothing was moved.
+    """
+    if not moved:
+        return base
+    return TransformedCheckpoint(base.folder, base.entries, base.problems, base.num_files, moved, transposed_modules(classes))
+
+
+def transposed_modules(classes: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Name the modules whose weight lies as [in, out]: the Conv1D of transformers.
+
+    Args:
+        classes: names of the classes of each module.
+    Returns:
+        Dotted names.
+    """
+    return frozenset(name for name, kinds in classes.items() if "Conv1D" in kinds)
+
+
+def _read(entry: Any) -> MovedScale:
+    if entry["kind"] != "scales":
+        raise ValueError(f"kind {entry['kind']!r} is not known; a newer harness may know it")
+    data = np.frombuffer(base64.b64decode(entry["factors"], validate=True), dtype="<f4")
+    factors_C = torch.from_numpy(data.astype(np.float32))
+    head_dim = None if entry["head_dim"] is None else int(entry["head_dim"])
+    readers = tuple(str(name) for name in entry["readers"])
+    return MovedScale(
+        str(entry["modifier"]), str(entry["source"]), readers, factors_C, head_dim, int(entry["repeats"]), float(entry["offset"])
+    )
+
+
+def _misfits(move: MovedScale, base: Checkpoint, transposed: frozenset[str]) -> Iterator[str]:
+    factors_C = move.factors_C
+    if not bool(((factors_C > 1 / _LARGEST) & (factors_C < _LARGEST)).all()):
+        yield f"a factor of {move.source} is no positive number of a size that a model survives"
+    if not move.readers:
+        yield f"nothing takes back what {move.source} was multiplied by"
+    if move.head_dim is not None and (move.head_dim < 1 or move.repeats < 1 or len(factors_C) % move.head_dim):
+        yield f"heads of {move.head_dim}, {move.repeats} times, do not fit {len(factors_C)} channels of {move.source}"
+        return
+    for name, length in ((move.source, len(factors_C)), *((reader, len(move.columns_K)) for reader in move.readers)):
+        entry = base.entries.get(f"{name}.weight")
+        if entry is None:
+            yield f"the base holds no {name}.weight"
+        elif _side(entry, is_source=name == move.source, transposed=name in transposed) != length:
+            yield f"{name}.weight {list(entry.shape)} does not fit {length} factors"
+
+
+def _side(entry: TensorEntry, *, is_source: bool, transposed: bool) -> int:
+    """How many factors a weight takes: rows of a source, columns of a reader."""
+    if len(entry.shape) not in (1, 2):
+        return -1
+    return entry.shape[0 if is_source != transposed else -1]
