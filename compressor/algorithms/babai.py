@@ -37,12 +37,14 @@ class Grid:
         zero_RG: [R, G] integer zero points, None when symmetric.
         group_C: [C] long, the group of each column, in the original order of the columns.
         args: number format.
+        gone_RC: [R, C] bool, weights that become zero whatever they were; None where there are none.
     """
 
     scale_RG: Tensor
     zero_RG: Tensor | None
     group_C: Tensor
     args: QuantizationArgs
+    gone_RC: Tensor | None = None
 
 
 class GridColumns:
@@ -58,6 +60,7 @@ class GridColumns:
         self.zero32_GR = None if self._zero_GR is None else self._zero_GR.float()
         self.group_C = grid.group_C.index_select(0, order_C.to(grid.group_C.device))
         self._group = self.group_C.tolist()
+        self.gone_CR = None if grid.gone_RC is None else grid.gone_RC.t().index_select(0, order_C.to(grid.gone_RC.device))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,6 +78,9 @@ class GridColumns:
         if self.zero32_GR is not None:
             scratch_R.add_(self.zero32_GR[group])
         snapped_R = self._to_nearest(scratch_R.clamp_(self.low, self.high))
+        if self.gone_CR is not None:
+            zero_R = torch.zeros_like(snapped_R) if self.zero32_GR is None else self.zero32_GR[group]
+            snapped_R = torch.where(self.gone_CR[column], zero_R, snapped_R)
         codes_R.copy_(snapped_R)
         values_R = snapped_R.to(self._scale_GR.dtype, copy=True)
         if self._zero_GR is not None:
@@ -258,18 +264,22 @@ def search_scales(work_CR: Tensor, factor: Factor, grid: Grid, order_C: Tensor) 
         candidates_PR = (multiples_P[:, None] * scale_RG[:, group].float()).to(scale_RG.dtype)
         part = Factor(factor.unit_CC[own_S][:, own_S], factor.diag_C[own_S])
         zero_R = None if grid.zero_RG is None else grid.zero_RG[:, group]
-        loss_PR = _losses(work_CR[own_S], part, candidates_PR, zero_R, grid.args)
+        gone_RS = None if grid.gone_RC is None else grid.gone_RC[:, order_C[own_S]]
+        loss_PR = _losses(work_CR[own_S], part, candidates_PR, zero_R, gone_RS, grid.args)
         # A candidate that rounds to zero in the scale's dtype is no scale.
         loss_PR.masked_fill_(candidates_PR <= 0, torch.inf)
         scale_RG[:, group] = candidates_PR.gather(0, loss_PR.argmin(0, keepdim=True))[0]
     return scale_RG
 
 
-def _losses(work_SR: Tensor, factor: Factor, candidates_PR: Tensor, zero_R: Tensor | None, args: QuantizationArgs) -> Tensor:
+def _losses(
+    work_SR: Tensor, factor: Factor, candidates_PR: Tensor, zero_R: Tensor | None, gone_RS: Tensor | None, args: QuantizationArgs
+) -> Tensor:
     """Round one group with every candidate scale; return the loss of each, [P, R]."""
     num_candidates, rows = candidates_PR.shape
     columns = torch.arange(len(work_SR), device=work_SR.device)
     zeros = None if zero_R is None else zero_R.repeat(num_candidates)[:, None]
-    grid = Grid(candidates_PR.reshape(-1, 1), zeros, torch.zeros_like(columns), args)
+    gone = None if gone_RS is None else gone_RS.repeat(num_candidates, 1)
+    grid = Grid(candidates_PR.reshape(-1, 1), zeros, torch.zeros_like(columns), args, gone)
     _, loss = solve_r_form(work_SR.repeat(1, num_candidates), factor, GridColumns(grid, columns), len(columns))
     return loss.view(num_candidates, rows)

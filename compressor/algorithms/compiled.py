@@ -35,13 +35,14 @@ _BUILD_SECONDS = 60
 
 
 class Columns(Protocol):
-    """What the kernel reads of the columns of a grid, [G, R] each."""
+    """What the kernel reads of the columns of a grid: [G, R] each, and bool [C, R] of weights that are to be zero."""
 
     low: float
     high: float
     scale32_GR: Tensor
     zero32_GR: Tensor | None
     group_C: Tensor
+    gone_CR: Tensor | None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,8 +55,8 @@ class RoundingKernel:
     def __init__(self, library: ctypes.CDLL) -> None:
         """Take the functions out of a library."""
         self._round_rows, self._search_rows = library.round_rows, library.search_rows
-        self._round_rows.argtypes = [*[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 4, *_LAST]
-        self._search_rows.argtypes = [*[ctypes.c_void_p] * 8, *[ctypes.c_int64] * 6, *_LAST]
+        self._round_rows.argtypes = [*[ctypes.c_void_p] * 10, *[ctypes.c_int64] * 4, *_LAST]
+        self._search_rows.argtypes = [*[ctypes.c_void_p] * 9, *[ctypes.c_int64] * 6, *_LAST]
         self._round_rows.restype = self._search_rows.restype = ctypes.c_int
 
     def round_block(
@@ -75,7 +76,8 @@ class RoundingKernel:
         """
         num_columns, rows = T_BR.shape
         group_B = columns.group_C[first : first + num_columns]
-        held = (T_BR, E_BR, codes_BR, loss_R, C_BB, diag_B, columns.scale32_GR, columns.zero32_GR, group_B)
+        gone_BR = None if columns.gone_CR is None else columns.gone_CR[first : first + num_columns]
+        held = (T_BR, E_BR, codes_BR, loss_R, C_BB, diag_B, columns.scale32_GR, columns.zero32_GR, gone_BR, group_B)
         pointers, last = _pointers(held), (columns.low, columns.high, SCALE_DTYPES[columns.dtype])
         work = rows * num_columns * num_columns // 2
         _in_parts(lambda begin, end: int(self._round_rows(*pointers, num_columns, rows, begin, end, *last)), rows, work)
@@ -99,7 +101,7 @@ class RoundingKernel:
         place_C = torch.argsort(columns.group_C, stable=True)
         counts_G = torch.bincount(columns.group_C, minlength=groups)
         bounds = torch.cat([counts_G.new_zeros(1), counts_G.cumsum(0)])
-        pointers = _pointers((work_CR, C_CC, diag_C, scale_GR, columns.zero32_GR, multiples_P, place_C, bounds))
+        pointers = _pointers((work_CR, C_CC, diag_C, scale_GR, columns.zero32_GR, columns.gone_CR, multiples_P, place_C, bounds))
         last = (columns.low, columns.high, SCALE_DTYPES[columns.dtype])
         sizes = (groups, num_columns, rows, len(multiples_P))
         work = rows * num_columns * int(counts_G.max()) * len(multiples_P) // 2

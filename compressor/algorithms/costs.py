@@ -109,3 +109,47 @@ def gptq_cost(
         num_columns=columns * (2 if searched else 1),
         num_roundings=num_rows * columns * (1 + (NUM_CANDIDATES if searched else 0)),
     )
+
+
+def sparsegpt_cost(
+    rows: Sequence[int],
+    columns: int,
+    element_bytes: int,
+    *,
+    num_tokens: int,
+    block_size: int,
+    refining_steps: int,
+    has_base_stream: bool = False,
+) -> Cost:
+    """Return the cost of SparseGPT on weights that read one input.
+
+    Args:
+        rows: out features of each weight.
+        columns: in features of all of them.
+        element_bytes: of one weight element.
+        num_tokens: calibration tokens.
+        block_size: as of `prune_sparsegpt`.
+        refining_steps: as of `prune_sparsegpt`.
+        has_base_stream: inputs are compared with those in the uncompressed model, and weights are shifted.
+
+    Returns:
+        The cost.
+    """
+    num_rows, square = sum(rows), FLOAT32_BYTES * columns * columns
+    largest = max(rows) * columns
+    done = element_bytes * (num_rows * columns - largest)  # weights of the stack that are pruned already
+    # The damped Hessian and its factor beside the weight, its errors and its zeros; of one block what it is moved by, what it becomes, what
+    # that costs, and the count among equals in 8 bytes. Then beside the Hessian another of unit diagonal, and of the weight what is left,
+    # four arrays of the search for the best that it can be, and one product.
+    copies = 2 + (element_bytes < FLOAT32_BYTES)
+    choosing = (4 * FLOAT32_BYTES + 8 + 2) * min(block_size, columns) * max(rows)
+    sweeping = 2 * square + (copies * FLOAT32_BYTES + 1) * largest + choosing
+    refining = 3 * square + (8 * FLOAT32_BYTES + 1) * largest if refining_steps else 0
+    products = 2.0 * (refining_steps + 1 if refining_steps else 0) + 1.0 + (6.0 if has_base_stream else 0.0)
+    return Cost(
+        statistics_bytes=2 * square if has_base_stream else square,
+        working_bytes=done + max(3 * square, sweeping, refining),
+        flops=float(num_tokens) * columns * columns * (3 if has_base_stream else 1) + columns**3 / 3 + products * num_rows * columns**2,
+        num_columns=columns,
+        num_roundings=num_rows * columns,
+    )

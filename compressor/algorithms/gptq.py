@@ -142,6 +142,7 @@ def quantize_gptq(
     damp_frac: float = 0.01,
     solver: Solver = "r_form",
     scale_search: bool = True,
+    keep_zeros: bool = False,
     names: Sequence[str] = ("weight",),
     global_scales: Sequence[Tensor | None] | None = None,
 ) -> tuple[list[GPTQWeight], int]:
@@ -159,6 +160,7 @@ def quantize_gptq(
         solver: `r_form` or `reference`.
         scale_search: choose the scales of integer groups by the error of GPTQ itself instead of by their range alone; groups formed in
             the order of activation gain nothing from it and keep theirs.
+        keep_zeros: weights that are zero stay zero.
         names: dotted module names, for errors only.
         global_scales: one per weight, float32 [1], where the format has one and it is not to be the weight's own; else None.
 
@@ -176,14 +178,16 @@ def quantize_gptq(
     name = " + ".join(names)
     _check_finite(stacked, name)
     damped = DampedHessian(hessian_CC, None if actorder is None else activation_order(hessian_CC), damp_frac, name)
+    gone_RC = stacked == 0 if keep_zeros else None
     if shift_CC is not None:
         stacked = shifted_weights(stacked, shift_CC, damped)
+        kept = stacked if gone_RC is None else stacked.masked_fill(gone_RC, 0.0)
         # Scales are observed in the dtype in which they are stored.
-        weights = [moved.to(weight.dtype) for moved, weight in zip(stacked.split(rows), weights, strict=True)]
+        weights = [moved.to(weight.dtype) for moved, weight in zip(kept.split(rows), weights, strict=True)]
     group_C, in_groups = _groups(weights, args, damped.order_C if actorder == "group" else None)
     given = global_scales or [None] * len(weights)
     qparams = [weight_qparams(weight, args, own, scale) for weight, own, scale in zip(in_groups, names, given, strict=True)]
-    grid = Grid(*_stacked_qparams(qparams, rows, args)[:2], group_C, args)
+    grid = Grid(*_stacked_qparams(qparams, rows, args)[:2], group_C, args, gone_RC)
     work_CR = damped.ordered(stacked)
     if scale_search and can_search(args) and actorder != "group":
         grid = replace(grid, scale_RG=search_scales(work_CR, damped.factor, grid, damped.order_C))

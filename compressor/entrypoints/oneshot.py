@@ -215,7 +215,7 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
     That is NaN in the model, what readers of the checkpoint cannot do, and a disk without room for it.
     """
     state = session.state
-    experts.keep(state.claims)
+    experts.keep(state.claims.keys() | state.touched)
     if not state.keep_originals:
         experts.forget()
     if calibrate_all:

@@ -114,6 +114,8 @@ class State:
         claims: which modifier will change which module, by dotted name; so that no two change the same.
         touched: names of modules that modifiers change as well, but not for themselves alone.
         settled: names of modules that got parameters of their own and hold what they will hold, unless they are claimed, too.
+        sparse: names of modules of which a modifier makes weights zero; who comes after it keeps these.
+        settled_to_base: names of modules whose weights were changed to give what the uncompressed model gave on inputs of its own.
         phases: which modifier holds which tensor from when to when, by the tensor's id; see `hold`.
         schemes: what quantized modules get, by dotted name, as the modifiers before this one in the recipe have said.
         data: calibration data, for modifiers that run forwards of their own; None where no data flows.
@@ -138,6 +140,8 @@ class State:
     claims: dict[str, str] = field(default_factory=dict)
     touched: set[str] = field(default_factory=set)
     settled: set[str] = field(default_factory=set)
+    sparse: set[str] = field(default_factory=set)
+    settled_to_base: set[str] = field(default_factory=set)
     phases: dict[int, list[tuple[float, float, str]]] = field(default_factory=dict)
     schemes: dict[str, QuantizationScheme] = field(default_factory=dict)
     data: CalibrationData | None = None
@@ -210,11 +214,11 @@ class State:
         report = self.report
         claims, modules, fallbacks, notes = dict(self.claims), dict(report.modules), list(report.fallbacks), list(report.notes)
         schemes = dict(self.schemes)
-        touched, phases = set(self.touched), {key: list(held) for key, held in self.phases.items()}
+        touched, sparse, phases = set(self.touched), set(self.sparse), {key: list(held) for key, held in self.phases.items()}
 
         def bring_back() -> None:
             self.claims, report.modules, report.fallbacks, report.notes = claims, modules, fallbacks, notes
-            self.touched, self.phases, self.schemes = touched, phases, schemes
+            self.touched, self.sparse, self.phases, self.schemes = touched, sparse, phases, schemes
 
         return bring_back
 
@@ -272,7 +276,6 @@ class State:
                 if self.keep_originals:
                     self.parameters.append((module, key, old))
         self.touch([name])
-        self.settled.add(name)
 
     def forget_originals(self, swapped: bool = False) -> None:
         """Forget kept originals.

@@ -17,13 +17,12 @@ from compressor.errors import NumericsError, SchemeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.modifiers.scale_tuning import ScaleTuningModifier
 from compressor.modifiers.schemes.base import SchemeModifier
-from compressor.modifiers.schemes.input_statistics import BaseInputs, InputHessians, InputHook, mask_of_input
+from compressor.modifiers.schemes.input_statistics import HessianHooks, Target
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import weight_of
-from compressor.nn.experts import Expert, expert_rows
+from compressor.nn.experts import Expert
 from compressor.numerics import QuantizationArgs, QuantizationScheme, weight_qparams
 
-Target = Literal["base", "propagated"]
 Mode = Literal["fast", "default", "best"]
 
 _FEW_BITS = 4  # of a weight: with more, what compression changes is too little to be worth another forward
@@ -46,6 +45,7 @@ class GPTQModifier(SchemeModifier):
             (`propagated`), or on those of the uncompressed model (`base`), which then runs beside the other. By default `base` where layers
             run once and a weight of at most 4 bits has something to gain.
         alpha: how far towards `base` weights are moved before they are rounded.
+        preserve_sparsity_mask: weights that are zero stay zero; by default those of modules that a modifier before it prunes.
         mode: how much time its accuracy is worth, in a word: `fast` leaves the uncompressed model out, `default` has it run beside the
             other, `best` trains scales afterwards, too (see ScaleTuningModifier). What is set by itself comes first.
     """
@@ -62,10 +62,10 @@ class GPTQModifier(SchemeModifier):
     share_inputs: bool = True
     target: Target | None = None
     alpha: float = Field(default=1.0, gt=0, le=1)
+    preserve_sparsity_mask: bool | None = None
     mode: Mode = "default"
 
-    _base_inputs: BaseInputs = PrivateAttr(default_factory=BaseInputs)
-    _hessians: InputHessians = PrivateAttr(default_factory=lambda: InputHessians(share=True))
+    _statistics: HessianHooks = PrivateAttr(default_factory=HessianHooks)
 
     @field_validator("actorder", mode="before")
     @classmethod
@@ -127,24 +127,19 @@ class GPTQModifier(SchemeModifier):
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Hook every targeted module's input."""
         super().on_calibration_start(state, event)
-        self._hessians, self._base_inputs = InputHessians(share=self.share_inputs), BaseInputs()
+        self._statistics = HessianHooks(share=self.share_inputs, has_base=self.base_stream != "unused")
         for name in self._pending:
-            self.watch(name, self._accumulating(state, name))
+            self.watch(name, self._statistics.accumulating(state, name))
 
     def on_calibration_end(self, state: State, event: Event) -> None:
         """Compress what no stage contained, then let the statistics go."""
         super().on_calibration_end(state, event)
-        self._hessians = InputHessians(share=self.share_inputs)
+        state.report.notes += self._statistics.notes(self.label)
+        self._statistics = HessianHooks()
 
     def on_finalize(self, state: State) -> bool:
         """Say of how many modules some input columns were always zero."""
         records = [state.report.modules[name] for name in self._schemes if name in state.report.modules]
-        if self._base_inputs.unmatched:
-            name, *others = self._base_inputs.unmatched
-            state.report.notes.append(
-                f"{self.label}: of {name}{f' and {len(others)} more' if others else ''} the inputs in the uncompressed model are not known "
-                "for all calls; in the others they count as unchanged"
-            )
         dead = {record.name: record.details[_DEAD] for record in records if _DEAD in record.details}
         if dead:
             most = max(dead, key=lambda name: int(dead[name]))
@@ -158,13 +153,15 @@ class GPTQModifier(SchemeModifier):
         """Solve the named modules, those with one input and one format together."""
         for hessian, members in self._by_hessian(state, names):
             shift_CC = hessian.shift(self.alpha)
+            if not state.settled_to_base.isdisjoint(members):  # a second time they would be moved too far
+                shift_CC = None
             hessian_CC = hessian.matrix(members[0])
             for stack in _stacks(members, self._schemes):
                 self._solve(state, stack, hessian_CC, hessian.num_tokens, shift_CC)
 
     def cost(
         self,
-        scheme: QuantizationScheme,
+        scheme: QuantizationScheme | None,
         rows: Sequence[int],
         columns: int,
         element_bytes: int,
@@ -172,7 +169,7 @@ class GPTQModifier(SchemeModifier):
         has_base_stream: bool = False,
     ) -> Cost:
         """See SchemeModifier."""
-        assert scheme.weights is not None
+        assert scheme is not None and scheme.weights is not None
         return gptq_cost(
             rows,
             columns,
@@ -189,25 +186,14 @@ class GPTQModifier(SchemeModifier):
     def _searches_scales(self) -> bool:
         return self.solver == "r_form" if self.scale_search is None else self.scale_search
 
-    def _accumulating(self, state: State, name: str) -> InputHook:
-        def accumulate(x: Tensor) -> None:
-            if not state.has_base_stream:
-                self._hessians.observe(name, x, mask_of_input(state, name))
-                return
-            sent = expert_rows(state.model, name)
-            rows = None if sent is None else sent.rows
-            if state.base_stream:
-                self._base_inputs.keep(name, x, rows)
-            else:
-                base = self._base_inputs.take(name, x, rows, state.batch_shape)
-                self._hessians.observe(name, x, mask_of_input(state, name), base)
-
-        return accumulate
+    def _keeps_zeros(self, state: State, names: Sequence[str]) -> bool:
+        """What was asked for, else whether one of them has been pruned; the others have no zeros to speak of."""
+        return not state.sparse.isdisjoint(names) if self.preserve_sparsity_mask is None else self.preserve_sparsity_mask
 
     def _by_hessian(self, state: State, names: list[str]) -> Iterator[tuple[Hessian, list[str]]]:
         left = list(names)
         while left:
-            taken = self._hessians.take(left[0])
+            taken = self._statistics.hessians.take(left[0])
             if taken is None:
                 self._round(state, left[0], "no_tokens", f"no calibration token reached it{_hint(state, left[0])}")
                 left = left[1:]
@@ -236,6 +222,7 @@ class GPTQModifier(SchemeModifier):
                 damp_frac=self.dampening_frac,
                 solver=self.solver,
                 scale_search=self._searches_scales,
+                keep_zeros=self._keeps_zeros(state, names),
                 names=names,
                 global_scales=[self.global_scale(name) for name in names],
             )

@@ -23,15 +23,17 @@ ENTRY_POINT_GROUP = "compressor.modifiers"
 # The modifiers of this package: name -> module:Class.
 MODIFIERS: Mapping[str, str] = MappingProxyType(
     {
-        "AWQModifier": "compressor.modifiers.awq:AWQModifier",
+        "AWQModifier": "compressor.modifiers.transforms.awq:AWQModifier",
         "AutoRoundModifier": "compressor.modifiers.autoround:AutoRoundModifier",
-        "ConstantPruningModifier": "compressor.modifiers.magnitude:ConstantPruningModifier",
+        "ConstantPruningModifier": "compressor.modifiers.pruning.magnitude:ConstantPruningModifier",
         "GPTQModifier": "compressor.modifiers.gptq:GPTQModifier",
-        "LogarithmicEqualizationModifier": "compressor.modifiers.smoothing:LogarithmicEqualizationModifier",
-        "MagnitudePruningModifier": "compressor.modifiers.magnitude:MagnitudePruningModifier",
+        "LogarithmicEqualizationModifier": "compressor.modifiers.transforms.smoothing:LogarithmicEqualizationModifier",
+        "MagnitudePruningModifier": "compressor.modifiers.pruning.magnitude:MagnitudePruningModifier",
         "QuantizationModifier": "compressor.modifiers.quantization:QuantizationModifier",
         "ScaleTuningModifier": "compressor.modifiers.scale_tuning:ScaleTuningModifier",
-        "SmoothQuantModifier": "compressor.modifiers.smoothing:SmoothQuantModifier",
+        "SmoothQuantModifier": "compressor.modifiers.transforms.smoothing:SmoothQuantModifier",
+        "SparseGPTModifier": "compressor.modifiers.pruning.sparsegpt:SparseGPTModifier",
+        "WandaPruningModifier": "compressor.modifiers.pruning.wanda:WandaPruningModifier",
     }
 )
 

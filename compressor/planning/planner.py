@@ -225,9 +225,9 @@ def _streams(pipeline: str, settings: PlanSettings, targets: Sequence[Target]) -
     chosen = SequentialSettings(settings.sequential_targets, passes=settings.passes, engine=settings.engine)
     runs_once = pipeline == "sequential" and chosen.num_passes == 1
     asked = {
-        target.modifier.base_stream_for([target.scheme])
+        target.modifier.base_stream_for([] if target.scheme is None else [target.scheme])
         for target in targets
-        if isinstance(target.modifier, _Streaming) and target.scheme is not None
+        if isinstance(target.modifier, _Streaming)
     }
     return runs_once, pipeline == "sequential" and ("required" in asked or ("wanted" in asked and runs_once))
 

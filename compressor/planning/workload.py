@@ -24,14 +24,14 @@ class Costed(Protocol):
 
     def cost(
         self,
-        scheme: QuantizationScheme,
+        scheme: QuantizationScheme | None,
         rows: Sequence[int],
         columns: int,
         element_bytes: int,
         num_tokens: int,
         has_base_stream: bool,
     ) -> Cost:
-        """Say what compressing some weights would cost that read one input and get one scheme."""
+        """Say what compressing some weights would cost that read one input and get one scheme, or none where they are only pruned."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _cost(members: Sequence[Target], num_tokens: int, has_base_stream: bool) -> 
     first = members[0]
     rows, columns = [member.number("rows") for member in members], first.number("columns")
     element_bytes = first.number("bytes_before") // max(1, rows[0] * columns)
-    if isinstance(first.modifier, Costed) and first.scheme is not None:
+    if isinstance(first.modifier, Costed):
         return first.modifier.cost(first.scheme, rows, columns, element_bytes, num_tokens, has_base_stream)
     return rounding_cost(rows, columns, element_bytes)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from compressor.data import BlockOrder
 from compressor.errors import CompressorError, NumericsError, OutOfMemoryError, ReplayError
 from compressor.lifecycle import Modifier
-from compressor.modifiers.pruning_masks import PruningModifier
+from compressor.modifiers.pruning.masks import PruningModifier
 from compressor.settings.verbs import StepSettings
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.training import Trainer

@@ -98,6 +98,8 @@ def _inspect(subject: Subject, name: str, scheme: WeightScheme, loaded: torch.nn
     if decoded.weight.shape != base.shape:
         found.problems.append(f"the weight has the shape {list(decoded.weight.shape)}, the base's {list(base.shape)}")
         return found
+    if name in subject.pruned:  # what was pruned is for weights.sparsity; here the others count
+        base = base.masked_fill(decoded.weight == 0, 0.0)
     found.num_weights = base.numel()
     found.problems += _qparam_problems(decoded, parts, scheme)
     found.clipped_frac = _clipped_frac(decoded, scheme)

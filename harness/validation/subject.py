@@ -34,6 +34,7 @@ class Subject:
         problems: why quantization_config or config.json cannot be used; empty if they can.
         trained: the model was trained as well, so values are no longer the base's.
         moved: scales that were moved in the base before it was compressed; `base` has them moved.
+        pruned: modules that compression.json says were pruned, and whether the weights that were kept were changed as well.
         unreadable: what is wrong with that part of compression.json.
     """
 
@@ -45,6 +46,7 @@ class Subject:
     problems: tuple[str, ...] = ()
     trained: bool = False
     moved: tuple[MovedScale, ...] = ()
+    pruned: Mapping[str, bool] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()
 
     @property
@@ -55,9 +57,9 @@ class Subject:
 
     @property
     def quantizes_weights(self) -> bool:
-        """False where the folder rightly holds no quantized weight: only keys and values are quantized, or a dense model was trained."""
-        config = self.quantization_config
-        return not (self.trained and "quantization_config" not in (self.config or {})) and not (config and _only_keys_and_values(config))
+        """False where no weight has to be quantized: only keys and values are, or the model was trained or pruned and stays dense."""
+        config, is_dense = self.quantization_config, "quantization_config" not in (self.config or {})
+        return not (is_dense and (self.trained or self.pruned)) and not (config and _only_keys_and_values(config))
 
     @property
     def readable_modules(self) -> dict[str, ConfigGroup]:
@@ -92,7 +94,8 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
         raise ModelError(f"{base_dir}: the base cannot be read: {base.problems[0]}; save it again as safetensors")
     config, problem = _read_config(compressed_dir)
     classes = module_classes(base_dir)
-    moved, unreadable = read_transforms(read_record(compressed_dir), base, classes)
+    record = read_record(compressed_dir)
+    moved, unreadable = read_transforms(record, base, classes)
     subject = Subject(
         transformed(base, moved, classes),
         read_checkpoint(compressed_dir),
@@ -101,6 +104,7 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
         problems=(problem,) if problem else (),
         trained=trained,
         moved=moved,
+        pruned=_pruned(record or {}),
         unreadable=tuple(unreadable),
     )
     return _with_modules(subject, classes)
@@ -115,6 +119,18 @@ def _read_config(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     except ValueError as error:
         return None, f"{path}: is not JSON: {error}"
     return (config, None) if isinstance(config, dict) else (None, f"{path}: is no JSON object")
+
+
+def _pruned(record: Mapping[str, Any]) -> dict[str, bool]:
+    """Read which modules were pruned, and whether their other weights were moved to make good for it."""
+    modules = record.get("modules")
+    details = {
+        str(name): entry["details"]
+        for name, entry in (modules if isinstance(modules, Mapping) else {}).items()
+        if isinstance(entry, Mapping) and isinstance(entry.get("details"), Mapping)
+    }
+    shares = {name: own.get("sparsity") for name, own in details.items()}
+    return {name: details[name].get("kept") == "moved" for name, share in shares.items() if isinstance(share, int | float) and share > 0}
 
 
 def _with_modules(subject: Subject, classes: Mapping[str, Sequence[str]]) -> Subject:

@@ -63,7 +63,12 @@ def _nearness_records(subject: Subject, inspections: Sequence[ModuleInspection],
     if subject.trained:
         why = "the weights were trained, so the base's say nothing of them; behaviour decides"
         return [claim.skipped(why) for claim in (SQNR, SCALES, ROWS)]
-    return [_sqnr_record(inspections, policy), _scales_record(inspections, policy), _rows_record(inspections, policy)]
+    moved = [module for module in inspections if subject.pruned.get(module.name)]
+    if len(moved) == len(inspections):
+        why = "pruning changed the weights that it kept, so the base's say nothing of them; behaviour and record.tensors decide"
+        return [claim.skipped(why) for claim in (SQNR, SCALES, ROWS)]
+    near = [module for module in inspections if not subject.pruned.get(module.name)]
+    return [_sqnr_record(near, policy), _scales_record(near, policy), _rows_record(near, policy)]
 
 
 def _with_unread(record: CheckRecord, unread: list[str]) -> CheckRecord:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -33,17 +34,18 @@ PEER = "peer"
 
 @dataclass(frozen=True)
 class Judged:
-    """A model, and the sizes of groups that its weights take."""
+    """A model, the sizes of groups that its weights take, and the class of its layers."""
 
     folder: Path
     group_sizes: Mapping[int, int]
+    layer: str
     ignore: tuple[str, ...] = ("lm_head",)
 
 
 MODELS = {
-    "reference": Judged(GOLDEN / "reference", {4: 128, 3: 64}),
-    "opt": Judged(GOLDEN / "judges" / "opt", {4: 32, 3: 32}),
-    "qwen3_moe": Judged(GOLDEN / "judges" / "qwen3_moe", {4: 32, 3: 32}, ("lm_head", "re:.*mlp.gate$")),
+    "reference": Judged(GOLDEN / "reference", {4: 128, 3: 64}, "LlamaDecoderLayer"),
+    "opt": Judged(GOLDEN / "judges" / "opt", {4: 32, 3: 32}, "OPTDecoderLayer"),
+    "qwen3_moe": Judged(GOLDEN / "judges" / "qwen3_moe", {4: 32, 3: 32}, "Qwen3MoeDecoderLayer", ("lm_head", "re:.*mlp.gate$")),
 }
 
 # Symmetric integers of so many bits in groups, or a preset that both know.
@@ -52,6 +54,17 @@ FORMATS: dict[str, int | str] = {
     "3": 3,
     "W4A8": 4,
     **{name: name for name in ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16")},
+}
+# Recipes of other modifiers, beside the layers that they leave.
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "SparseGPT 50 %": {"SparseGPTModifier": {"sparsity": 0.5}},
+    "SparseGPT 2:4": {"SparseGPTModifier": {"sparsity": 0.5, "mask_structure": "2:4"}},
+    "Wanda 50 %": {"WandaPruningModifier": {"sparsity": 0.5}},
+    "Wanda 2:4": {"WandaPruningModifier": {"sparsity": 0.5, "mask_structure": "2:4"}},
+    "SmoothQuant W8A8": {
+        "SmoothQuantModifier": {"smoothing_strength": 0.8},
+        "GPTQModifier": {"targets": ["Linear"], "scheme": "W8A8"},
+    },
 }
 INT8_PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
@@ -75,12 +88,20 @@ def recipe_of(model: Judged, form: str, settings: Mapping[str, Any]) -> dict[str
 
     Args:
         model: the model.
-        form: one of FORMATS.
+        form: one of FORMATS or RECIPES.
         settings: more of the modifier's, for ours; `tuning` is those of a ScaleTuningModifier behind it, `modifier` another than GPTQ.
 
     Returns:
         The recipe.
     """
+    if form in RECIPES:
+        found = {name: dict(own) for name, own in RECIPES[form].items()}
+        solver = next(reversed(found))
+        # Of targets that are linear layers themselves the peer's pruning ignores none.
+        found[solver] |= (
+            {"targets": [model.layer], **settings} if "sparsity" in found[solver] else {"ignore": list(model.ignore), **settings}
+        )
+        return {"quant_stage": {"quant_modifiers": found}}
     own = dict(settings)
     tuning = own.pop("tuning", None)
     chosen = FORMATS[form]
@@ -125,7 +146,7 @@ def judge(name: str, form: str, way: str, args: argparse.Namespace) -> dict[str,
     Returns:
         Divergence and loss of each sequence, seconds, memory.
     """
-    kept = args.output_dir / f"{name}-{form}-{way.replace(' ', '-').replace(',', '')}.json"
+    kept = args.output_dir / re.sub(r"[ ,%:]+", "-", f"{name}-{form}-{way}.json")
     if kept.exists():
         return dict(json.loads(kept.read_text(encoding="utf-8")))
     model, work = MODELS[name], args.output_dir / "work"
@@ -189,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer-python", type=Path, required=True, help="interpreter of an environment with llmcompressor")
     parser.add_argument("--output-dir", type=Path, required=True, help="keeps every measurement, so that a call goes on where one ended")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["4", "3"], help="bits in groups, or another format")
+    parser.add_argument("--formats", nargs="+", choices=[*FORMATS, *RECIPES], default=["4", "3"], help="bits in groups, or another format")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["default"], help="how ours runs")
     parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1)
     return parser

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from compressor.lifecycle import Session, State
-from compressor.modifiers.magnitude import MagnitudePruningModifier
+from compressor.modifiers.pruning.magnitude import MagnitudePruningModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.training import Snapshot, Trainer, TrainStep, adamw
 

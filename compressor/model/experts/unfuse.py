@@ -9,7 +9,7 @@ is proven on the spot: fused and unfused forward run on the same random tokens t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -129,7 +129,7 @@ class UnfusedModel:
     modules: dict[str, UnfusedModule] = field(default_factory=dict)
     fused: dict[str, nn.Module] = field(default_factory=dict)
 
-    def keep(self, changed: Mapping[str, Any]) -> None:
+    def keep(self, changed: Collection[str]) -> None:
         """Put back the modules of which nothing is going to change. Changes the model.
 
         Args:
@@ -141,7 +141,7 @@ class UnfusedModel:
 
     def restore(self) -> None:
         """Put every fused module back that is still known. Changes the model."""
-        self.keep({})
+        self.keep(())
 
     def forget(self) -> None:
         """Let the fused modules go, and with them the memory of their weights once all experts have been replaced."""

@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import PrivateAttr
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.costs import Cost, rounding_cost
-from compressor.errors import CalibrationError, ResumeError
-from compressor.lifecycle import Event, FinishedStage, Modifier, ModuleRecord, State
+from compressor.errors import CalibrationError
+from compressor.lifecycle import Event, FinishedStage, ModuleRecord, State
 from compressor.lifecycle.state import StageValue
+from compressor.modifiers.fallbacks import WithFallbacks
 from compressor.modifiers.schemes.input_statistics import InputHook, input_of, observing, static_input_qparams
 from compressor.modifiers.schemes.targets import SchemeTargets
 from compressor.nn import from_buffers, replacement, weight_of
@@ -62,20 +63,13 @@ def shared_global_scales(weights: Mapping[str, Tensor], schemes: Mapping[str, Qu
     return found
 
 
-class SchemeModifier(SchemeTargets, Modifier):
-    """Base of the modifiers that quantize linear layers.
-
-    Attributes:
-        fallback_budget: how many modules may fall back to a simpler algorithm before the run is an error.
-    """
-
-    fallback_budget: int = Field(default=0, ge=0)
+class SchemeModifier(SchemeTargets, WithFallbacks):
+    """Base of the modifiers that quantize linear layers."""
 
     _schemes: dict[str, QuantizationScheme] = PrivateAttr(default_factory=dict)
     _pending: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
     _input_observers: dict[str, Observer] = PrivateAttr(default_factory=dict)
     _handles_of: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
-    _num_fallbacks: int = PrivateAttr(default=0)
     _attention: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
     _global_scales: dict[str, Tensor] = PrivateAttr(default_factory=dict)
 
@@ -91,7 +85,8 @@ class SchemeModifier(SchemeTargets, Modifier):
         state.claim([*self._schemes, *self._attention], self.label)
         state.schemes.update(self._schemes)
         self._pending = {name: state.model.get_submodule(name) for name in self._schemes}
-        self._input_observers, self._handles_of, self._num_fallbacks, self._global_scales = {}, {}, 0, {}
+        self._input_observers, self._handles_of, self._global_scales = {}, {}, {}
+        self.forget_fallbacks()
         return True
 
     def on_calibration_start(self, state: State, event: Event) -> None:
@@ -127,7 +122,7 @@ class SchemeModifier(SchemeTargets, Modifier):
 
     def stage_memory(self, modules: Sequence[str]) -> dict[str, StageValue]:
         """What outlives a stage: the fallbacks so far, and the ranges of keys and values, which are used when calibration ends."""
-        return {"num_fallbacks": self._num_fallbacks, **self.kv_ranges(modules)}
+        return {**self.fallbacks_so_far(), **self.kv_ranges(modules)}
 
     def skip_stage(self, state: State, stage: FinishedStage) -> None:
         """Put the quantized layers of an earlier run in place; their hooks, statistics and work are gone."""
@@ -139,14 +134,11 @@ class SchemeModifier(SchemeTargets, Modifier):
             buffers = {key: tensor for key, tensor in stage.tensors[name].items() if key != "bias"}
             state.replace_module(name, from_buffers(module, self._schemes[name], buffers, name=name))
         self.restore_kv_ranges(stage.memory, state.device)
-        num_fallbacks = stage.memory["num_fallbacks"]
-        if not isinstance(num_fallbacks, int):
-            raise ResumeError(f"num_fallbacks: the run folder holds {num_fallbacks!r}, no number; remove the run folder to start over")
-        self._num_fallbacks = num_fallbacks
+        self.restore_fallbacks(stage.memory)
 
     def cost(
         self,
-        scheme: QuantizationScheme,
+        scheme: QuantizationScheme | None,
         rows: Sequence[int],
         columns: int,
         element_bytes: int,
@@ -156,7 +148,7 @@ class SchemeModifier(SchemeTargets, Modifier):
         """Say what compressing some weights would cost that read one input and get one scheme.
 
         Args:
-            scheme: of all of them.
+            scheme: of all of them; None where they are only pruned.
             rows: out features of each.
             columns: in features of all.
             element_bytes: of one weight element.
@@ -239,23 +231,3 @@ class SchemeModifier(SchemeTargets, Modifier):
         state.replace_module(name, layer)
         known = state.report.modules.get(name)  # what pruning said of it stays
         state.report.modules[name] = record if known is None else replace(record, details={**known.details, **record.details})
-
-    def fall_back(self, state: State, name: str, kind: str, detail: str) -> None:
-        """Count a fallback to a simpler algorithm; beyond the budget it is an error.
-
-        Args:
-            state: of the run; its report gets the fallback.
-            name: dotted module name.
-            kind: short name of the kind of fallback.
-            detail: what happened, as half a sentence.
-
-        Raises:
-            CalibrationError: the budget of the recipe is spent.
-        """
-        state.report.add_fallback(name, kind, detail)
-        self._num_fallbacks += 1
-        if self._num_fallbacks > self.fallback_budget:
-            raise CalibrationError(
-                f"{name}: {detail}; the recipe allows fallback_budget={self.fallback_budget} such modules: "
-                "repair the cause, ignore the module, or raise fallback_budget"
-            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from compressor.nn.experts import expert_rows
 from compressor.numerics import Observer, QParams, check_qparams
 
 InputHook = Callable[[Tensor], None]
+Target = Literal["base", "propagated"]
 
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Tensor:
@@ -352,3 +353,58 @@ class InputHessians:
 def _version(x: Tensor) -> int:
     # Tensors made under inference_mode carry no version; nothing can have been written to them outside it.
     return 0 if torch.is_inference(x) else x._version
+
+
+class HessianHooks:
+    """Hessians of inputs in the compressed model and, where the uncompressed one runs beside it, how far its inputs lie from them.
+
+    Attributes:
+        hessians: of the inputs.
+    """
+
+    def __init__(self, *, share: bool = True, has_base: bool = False) -> None:
+        """Start empty; with `share` False every module gets a Hessian of its own, with `has_base` the hooks see both models."""
+        self.hessians = InputHessians(share=share)
+        self._base_inputs = BaseInputs() if has_base else None
+
+    def accumulating(self, state: State, name: str) -> InputHook:
+        """Return what takes the inputs of a module, in both models.
+
+        Args:
+            state: of the run.
+            name: dotted module name.
+
+        Returns:
+            The hook.
+        """
+
+        def accumulate(x: Tensor) -> None:
+            if self._base_inputs is None or not state.has_base_stream:
+                self.hessians.observe(name, x, mask_of_input(state, name))
+                return
+            sent = expert_rows(state.model, name)
+            rows = None if sent is None else sent.rows
+            if state.base_stream:
+                self._base_inputs.keep(name, x, rows)
+            else:
+                base = self._base_inputs.take(name, x, rows, state.batch_shape)
+                self.hessians.observe(name, x, mask_of_input(state, name), base)
+
+        return accumulate
+
+    def notes(self, label: str) -> list[str]:
+        """Say of which modules the inputs in the uncompressed model are not known.
+
+        Args:
+            label: of the modifier.
+
+        Returns:
+            One sentence, or none.
+        """
+        if self._base_inputs is None or not self._base_inputs.unmatched:
+            return []
+        name, *others = self._base_inputs.unmatched
+        return [
+            f"{label}: of {name}{f' and {len(others)} more' if others else ''} the inputs in the uncompressed model are not known "
+            "for all calls; in the others they count as unchanged"
+        ]

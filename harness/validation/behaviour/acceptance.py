@@ -32,7 +32,7 @@ def check_accepted(subject: Subject) -> CheckRecord:
 
     config = subject.quantization_config
     if config is None and not subject.quantizes_weights:
-        return ACCEPTED.skipped("there is no quantization_config: the trained model is dense")
+        return ACCEPTED.skipped("there is no quantization_config: nothing is quantized")
     if config is None:
         return ACCEPTED.record(Outcome.FAIL, subject.problems[0])
     findings = list(subject.problems)

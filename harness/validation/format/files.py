@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,10 @@ def check_tensors(subject: Subject) -> CheckRecord:
     changes = {name: text for name in sorted(plain & there) if (text := _change(subject, name))}
     tuned = _tuned(subject)
     moved = {
-        name for name in changes if _same_form(subject, name) and (subject.trained or _has_moved_as_said(subject, name, tuned.get(name)))
+        name
+        for name in changes
+        if _same_form(subject, name)
+        and (subject.trained or _has_moved_as_said(subject, name, tuned.get(name)) or _is_pruned_as_said(subject, name))
     }
     changed = [text for name, text in changes.items() if name not in moved]
     if subject.trained and not moved and not subject.modules:
@@ -210,13 +213,13 @@ def check_tensors(subject: Subject) -> CheckRecord:
     evidence = {
         "base tensors": len(subject.base.entries),
         "unchanged": len(plain & there) - len(changes),
-        "trained": len(moved),
+        "trained or pruned": len(moved),
         "quantized modules": len(subject.modules),
         "their parts": len(parts & there),
         "tied copies left away": sorted(tied),
         "tied copies added": sorted(twins),
     }
-    kept = f"{len(plain & there) - len(moved)} tensors unchanged, " + (f"{len(moved)} trained, " if subject.trained or moved else "")
+    kept = f"{len(plain & there) - len(moved)} tensors unchanged, " + _of_moved(subject, moved)
     return TENSORS.found(findings, f"{kept}{len(subject.modules)} weights quantized", evidence=evidence)
 
 
@@ -283,6 +286,21 @@ def _has_moved_as_said(subject: Subject, name: str, step: float | None) -> bool:
     before, after = base.double(), found.double()
     room = 1.01 * step * before.abs().mean().clamp(min=1e-3) + torch.finfo(base.dtype).eps * torch.maximum(before.abs(), after.abs())
     return bool(after.isfinite().all()) and bool(((after - before).abs() <= room).all())
+
+
+def _is_pruned_as_said(subject: Subject, name: str) -> bool:
+    """Say whether a weight is the base's but for zeros, or may be another because the record says that kept ones were changed."""
+    module, _, part = name.rpartition(".")
+    if part != "weight" or module not in subject.pruned:
+        return False
+    base, found = subject.base.tensor(name), subject.compressed.tensor(name)
+    return subject.pruned[module] or bool(((found == 0) | (found == base)).all())
+
+
+def _of_moved(subject: Subject, moved: Collection[str]) -> str:
+    pruned = {name for name in moved if name.removesuffix(".weight") in subject.pruned}
+    parts = [(len(pruned), "pruned"), (len(moved) - len(pruned), "trained")]
+    return "".join(f"{count} {what}, " for count, what in parts if count or (what == "trained" and subject.trained))
 
 
 def _same_form(subject: Subject, name: str) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.algorithms.costs import FLOAT32_BYTES, gptq_cost, rounding_cost
+from compressor.algorithms.costs import FLOAT32_BYTES, gptq_cost, rounding_cost, sparsegpt_cost
 from compressor.algorithms.gptq import Solver, quantize_gptq
 from compressor.algorithms.hessian import Hessian
+from compressor.algorithms.pruning.sparsegpt import prune_sparsegpt
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.numerics import preset_scheme, weight_qparams
 
@@ -93,3 +94,20 @@ def test_the_cost_of_rounding_is_what_it_takes(rows: list[int], columns: int, dt
     measured = peak_bytes(lambda: round_to_nearest(weight, weight_qparams(weight, args, "layer"), args))
     assert cost.working_bytes == pytest.approx(measured, rel=0.03)
     assert cost.statistics_bytes == 0
+
+
+@pytest.mark.parametrize("steps", [0, 8])
+@pytest.mark.parametrize(("rows", "columns", "dtype"), SHAPES)
+def test_the_cost_of_sparsegpt_is_what_it_takes(rows: list[int], columns: int, dtype: torch.dtype, steps: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(count, columns, generator=generator).to(dtype) for count in rows]
+    hessian = Hessian(columns)
+    hessian.add(torch.randn(2 * columns, columns, generator=generator))
+    kept = hessian.matrix("layer")
+
+    def solve() -> None:
+        prune_sparsegpt(weights, kept, 0.5, refining_steps=steps, names=[f"layer{i}" for i in range(len(rows))])
+
+    cost = sparsegpt_cost(rows, columns, weights[0].element_size(), num_tokens=1, block_size=128, refining_steps=steps)
+    assert cost.statistics_bytes == FLOAT32_BYTES * columns**2
+    assert cost.working_bytes == pytest.approx(peak_bytes(solve), rel=0.15)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.algorithms.magnitude import Pattern, num_zeros, pruned_weights, smallest
-from compressor.algorithms.sparsity_schedule import SCHEDULES, SparsitySchedule
+from compressor.algorithms.pruning.magnitude import Pattern, num_zeros, pruned_weights, smallest
+from compressor.algorithms.pruning.schedule import SCHEDULES, SparsitySchedule
 from compressor.errors import NumericsError
 
 

@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from compressor import oneshot
 from compressor.algorithms.smoothing import equalizing_scales, search_awq, smooth_scales
 from compressor.errors import CompressorError, RecipeError, TargetError
-from compressor.modifiers.awq import AWQModifier
 from compressor.modifiers.gptq import GPTQModifier
 from compressor.modifiers.quantization import QuantizationModifier
-from compressor.modifiers.smoothing import LogarithmicEqualizationModifier, SmoothQuantModifier
+from compressor.modifiers.transforms.awq import AWQModifier
+from compressor.modifiers.transforms.smoothing import LogarithmicEqualizationModifier, SmoothQuantModifier
 from compressor.numerics import QuantizationArgs, weight_qparams
 from compressor.numerics.quantize import dequantize, quantize
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from compressor.algorithms.magnitude import num_zeros
+from compressor.algorithms.pruning.magnitude import num_zeros
 from compressor.errors import LifecycleError, RecipeError, SchemeError, TargetError
 from compressor.lifecycle import EventType, Modifier, Session, State
-from compressor.modifiers.magnitude import ConstantPruningModifier, MagnitudePruningModifier
+from compressor.modifiers.pruning.magnitude import ConstantPruningModifier, MagnitudePruningModifier
 from compressor.recipe import load_recipe
 from compressor.training import Snapshot, Trainer, TrainStep, load_training, save_training
 

@@ -17,7 +17,7 @@ from compressor.errors import CalibrationError, LifecycleError, RecipeError, Sch
 from compressor.lifecycle import EventType, Session, State
 from compressor.model.checkpoints.load import load_compressed
 from compressor.model.checkpoints.save import save_checkpoint
-from compressor.modifiers.magnitude import ConstantPruningModifier, MagnitudePruningModifier
+from compressor.modifiers.pruning.magnitude import ConstantPruningModifier, MagnitudePruningModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.nn import QuantizedLayer
 from compressor.nn.fake_quant import FakeQuantizedLayer, FakeQuantizedLinear

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compressor.errors import CompressorError
 from compressor.lifecycle import Session, State
-from compressor.modifiers.magnitude import MagnitudePruningModifier
+from compressor.modifiers.pruning.magnitude import MagnitudePruningModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.training import Snapshot, Trainer, TrainStep, adamw, load_training, locate, save_training
 from compressor.training.step.digests import raw_bytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.algorithms.magnitude import Pattern, pruned_weights
+from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.numerics import QuantizationArgs, dequantize, weight_qparams
 from harness import check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compressor.lifecycle import Modifier
-from compressor.modifiers.magnitude import ConstantPruningModifier, MagnitudePruningModifier
+from compressor.modifiers.pruning.magnitude import ConstantPruningModifier, MagnitudePruningModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from harness import verify
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 
 from compressor import oneshot
 from compressor.modifiers.quantization import QuantizationModifier
-from compressor.modifiers.smoothing import SmoothQuantModifier
+from compressor.modifiers.transforms.smoothing import SmoothQuantModifier
 from harness.reporting.verdict import Outcome
 from harness.validation.behaviour.scoring import TokenBatch
 from harness.validation.behaviour.transformed import check_transforms

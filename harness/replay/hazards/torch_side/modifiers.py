@@ -164,7 +164,7 @@ def _with(*make: Callable[[], Modifier]) -> Callable[[], Subject]:
 
 
 def _gradual(structure: str, final: float, leave: bool) -> Callable[[], Modifier]:
-    from compressor.modifiers.magnitude import MagnitudePruningModifier
+    from compressor.modifiers.pruning.magnitude import MagnitudePruningModifier
 
     return lambda: MagnitudePruningModifier(
         targets=["Linear"], start=2, end=16, update=3, init_sparsity=0.0 if structure == "unstructured" else 0.5,
@@ -173,7 +173,7 @@ def _gradual(structure: str, final: float, leave: bool) -> Callable[[], Modifier
 
 
 def _constant() -> Modifier:
-    from compressor.modifiers.magnitude import ConstantPruningModifier
+    from compressor.modifiers.pruning.magnitude import ConstantPruningModifier
 
     return ConstantPruningModifier(targets=["Linear"], start=2, end=14)
 

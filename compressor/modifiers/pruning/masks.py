@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 from torch import Tensor, nn
 
-from compressor.algorithms.magnitude import num_zeros
+from compressor.algorithms.pruning.magnitude import num_zeros
 from compressor.errors import LifecycleError, TargetError
 from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, PlannedModule, State
 from compressor.model.targets import check_patterns, resolve_targets
@@ -67,6 +67,7 @@ class PruningModifier(Modifier):
         self._modules = self.prunable(state.model)
         self.hold_weights(state)
         state.touch(self._modules)
+        state.sparse.update(self._modules)
         self._pruned, self._active, self._worked, self._removed = {}, False, False, {}
         return True
 
@@ -97,7 +98,7 @@ class PruningModifier(Modifier):
         for name in self._modules:
             weight = _present_weight(state.model.get_submodule(name))
             found = int((weight == 0).sum())
-            self._record(state, name, found / weight.numel())
+            self.record(state, name, found / weight.numel())
             zeros, total = zeros + found, total + weight.numel()
             wanted += num_zeros(self.wanted_sparsity, weight.numel())
         if zeros < wanted:
@@ -122,7 +123,7 @@ class PruningModifier(Modifier):
         """
         found: dict[str, nn.Module] = {}
         seen: set[int] = set()
-        resolved = resolve_targets(model, self.targets, self.ignore)
+        resolved = self.targeted(model)
         for name, module in resolved.items():
             weight = dict(module.named_parameters(recurse=False)).get("weight")
             if weight is None or weight.dim() < 2 or not weight.is_floating_point():
@@ -134,6 +135,17 @@ class PruningModifier(Modifier):
             seen.add(id(weight))
         _check_ties(model, found.keys(), resolved.values(), seen)
         return found
+
+    def targeted(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Resolve targets and ignore.
+
+        Args:
+            model: not modified.
+
+        Returns:
+            Dotted name to module, in the order of the model.
+        """
+        return resolve_targets(model, self.targets, self.ignore)
 
     def plan(self, model: nn.Module) -> list[PlannedModule]:
         """List what each targeted module would get.
@@ -217,7 +229,14 @@ class PruningModifier(Modifier):
         """Return the weights, detached, [R, C] for linear layers; in the order of the modules."""
         return [weight_rows(module) for module in self._modules.values()]
 
-    def _record(self, state: State, name: str, sparsity: float) -> None:
+    def record(self, state: State, name: str, sparsity: float) -> None:
+        """Note the share of zeros that a module has at the end.
+
+        Args:
+            state: of the run; its report changes.
+            name: dotted module name.
+            sparsity: the share.
+        """
         known = state.report.modules.get(name)
         if known is None:
             removed = self._removed.get(name)

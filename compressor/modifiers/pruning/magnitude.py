@@ -1,4 +1,4 @@
-"""Magnitude pruning in training and in one shot; the arithmetic is in `compressor.algorithms.magnitude` and `.sparsity_schedule`."""
+"""Magnitude pruning in training and in one shot; the arithmetic is in `compressor.algorithms.pruning`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import nn
 
-from compressor.algorithms.magnitude import Pattern, pruned_weights
-from compressor.algorithms.sparsity_schedule import DEFAULT_EXPONENT, SCHEDULES, SparsitySchedule
+from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights
+from compressor.algorithms.pruning.schedule import DEFAULT_EXPONENT, SCHEDULES, SparsitySchedule
 from compressor.errors import LifecycleError, RecipeError, SchemeError
 from compressor.lifecycle import Event, EventType, State
-from compressor.modifiers.pruning_masks import PruningModifier, weight_rows
+from compressor.modifiers.pruning.masks import PruningModifier, weight_rows
 from compressor.spelling import suggest
 
 # Structures of llm-compressor that are not here.
@@ -54,7 +54,7 @@ class MagnitudePruningModifier(PruningModifier):
     Attributes:
         init_sparsity: share of zeros at the start.
         final_sparsity: share of zeros at the end.
-        update_scheduler: `linear`, `cubic`, `polynomial` or `polynomial_decay`; see `compressor.algorithms.sparsity_schedule`.
+        update_scheduler: `linear`, `cubic`, `polynomial` or `polynomial_decay`; see `compressor.algorithms.pruning.schedule`.
         scheduler_args: `exponent` of the polynomials, 2 by default; the other schedules take none.
         mask_structure: `unstructured`, or `N:M`: N of every M neighbours in a row stay, such as `2:4`.
         leave_enabled: keep the weights at zero after `end`, until the training is over; else they may grow again.
@@ -94,7 +94,7 @@ class MagnitudePruningModifier(PruningModifier):
         if isinstance(value, int):
             raise RecipeError(f"mask_structure={value} is a number: YAML reads 2:4 as 2 * 60 + 4; put it in quotes, '2:4'")
         if isinstance(value, str):
-            _pattern(value)
+            pattern_of(value)
         return value
 
     @model_validator(mode="after")
@@ -103,7 +103,7 @@ class MagnitudePruningModifier(PruningModifier):
             raise RecipeError(
                 f"init_sparsity={self.init_sparsity} is above final_sparsity={self.final_sparsity}, and zeros do not come back; give less"
             )
-        pattern = _pattern(self.mask_structure)
+        pattern = pattern_of(self.mask_structure)
         if pattern is not None and abs(self.final_sparsity - pattern.sparsity) > 1e-9:
             raise RecipeError(
                 f"final_sparsity={self.final_sparsity} is not that of mask_structure={self.mask_structure!r}, of which {pattern.keep} of "
@@ -174,7 +174,7 @@ class MagnitudePruningModifier(PruningModifier):
             SchemeError: rows do not divide into runs of the pattern (all such modules are named).
         """
         found = super().prunable(model)
-        pattern = _pattern(self.mask_structure)
+        pattern = pattern_of(self.mask_structure)
         if pattern is None:
             return found
         shapes = {name: tuple(weight_rows(module).shape) for name, module in found.items()}
@@ -210,7 +210,7 @@ class MagnitudePruningModifier(PruningModifier):
         self._prune(self.final_sparsity)
 
     def _prune(self, sparsity: float) -> None:
-        masks = pruned_weights(self.weights(), sparsity, _pattern(self.mask_structure), together=self.apply_globally)
+        masks = pruned_weights(self.weights(), sparsity, pattern_of(self.mask_structure), together=self.apply_globally)
         self.write_masks(masks)
         self._sparsity = sparsity
 
@@ -221,8 +221,18 @@ class MagnitudePruningModifier(PruningModifier):
         return SparsitySchedule(self.update_scheduler, self.init_sparsity, self.final_sparsity, start, end, exponent)
 
 
-def _pattern(structure: str) -> Pattern | None:
-    """Read `2:4`; None for `unstructured`."""
+def pattern_of(structure: str) -> Pattern | None:
+    """Read a mask structure.
+
+    Args:
+        structure: `unstructured`, or N:M.
+
+    Returns:
+        None for `unstructured`.
+
+    Raises:
+        RecipeError: it is neither.
+    """
     if structure == "unstructured":
         return None
     numbers = re.fullmatch(r"(\d+):(\d+)", structure)

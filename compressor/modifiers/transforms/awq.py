@@ -13,7 +13,7 @@ from compressor.algorithms.smoothing import DuoScaling, search_awq
 from compressor.errors import CalibrationError, RecipeError
 from compressor.lifecycle import Event, State
 from compressor.mappings import ScalePair
-from compressor.modifiers.moving_scales import ScaleMovingModifier, reader_weight
+from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier, reader_weight
 
 
 class AWQModifier(ScaleMovingModifier):

@@ -10,15 +10,13 @@ from __future__ import annotations
 import base64
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
-from compressor.data import batch_to
-from compressor.data.collate import call_model, leading_tensor
 from compressor.errors import RecipeError, TargetError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
@@ -29,10 +27,9 @@ from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import check_patterns, matches
-from compressor.modifiers.schemes.input_statistics import input_of, mask_of_input, real_tokens
+from compressor.modifiers.own_forwards import show_inputs
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
-from compressor.tracing.footprint import Footprint
 
 _STATISTICS_BYTES = 4 << 30  # of all pairs that are looked at in one pass over the data
 
@@ -89,11 +86,10 @@ class ScaleMovingModifier(Modifier):
             return
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             pairs = self._pairs(state)
-            for taken in self._portions(state, pairs):
-                with Footprint(state.model):
-                    self._observe(state, taken)
-                for pair in taken:
-                    self._move(state, pair)
+        for taken in self._portions(state, pairs):
+            show_inputs(state, [(pair.readers[0], partial(self.watch_input, pair)) for pair in taken], type(self).__name__)
+            for pair in taken:
+                self._move(state, pair)
         state.report.notes.append(f"{self.label}: scales of {len(pairs)} modules were moved into what reads them ({_in_short(pairs)})")
 
     def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
@@ -165,34 +161,12 @@ class ScaleMovingModifier(Modifier):
             taken += size
         yield portion
 
-    def _observe(self, state: State, pairs: Sequence[ScalePair]) -> None:
-        """Run all batches, while the first reader of each pair is watched."""
-        assert state.data is not None
-        with ExitStack() as stack, state.progress.task(f"{type(self).__name__}", total=len(state.data.batches)) as task, torch.no_grad():
-            for pair in pairs:
-                module = state.model.get_submodule(pair.readers[0])
-                stack.callback(module.register_forward_pre_hook(self._hook(state, pair), with_kwargs=True).remove)
-            for index, batch in enumerate(state.data.batches):
-                with _masked(state, index):
-                    call_model(state.model, batch_to(batch, state.device))
-                task.advance()
-
-    def _hook(self, state: State, pair: ScalePair) -> Any:
-        name = pair.readers[0]
-
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            del module
-            tokens_NK = real_tokens(input_of(args, kwargs, name).detach(), mask_of_input(state, name), name)
-            if len(tokens_NK):
-                self.watch_input(pair, tokens_NK)
-
-        return look
-
     def _move(self, state: State, pair: ScalePair) -> None:
         with torch.no_grad():
             scales_C, details = self.scales(state, pair)
         for name in (pair.source, *pair.readers):
             state.own_tensors(name)
+            state.settled.add(name)
         factor_C = (1.0 / scales_C.double()).float().cpu()
         scale_channels(state.model, pair, factor_C)
         state.report.transforms.append(self._transform(state.model, pair, factor_C))
@@ -233,19 +207,6 @@ def reader_weight(module: nn.Module) -> Tensor:
         The weight.
     """
     return weight_of(module) if is_quantizable(module) else module.get_parameter("weight")
-
-
-@contextmanager
-def _masked(state: State, index: int) -> Iterator[None]:
-    """Say which tokens of a batch are real while it runs. Changes the state."""
-    assert state.data is not None
-    mask = state.data.token_masks[index]
-    state.token_mask = None if mask is None else mask.to(state.device)
-    state.batch_shape = tuple(leading_tensor(state.data.batches[index]).shape[:2])
-    try:
-        yield
-    finally:
-        state.token_mask, state.batch_shape = None, None
 
 
 def _written_mappings(given: Sequence[Any]) -> list[Written]:

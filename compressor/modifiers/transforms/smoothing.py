@@ -12,7 +12,7 @@ from compressor.algorithms.smoothing import equalizing_scales, smooth_scales
 from compressor.errors import CalibrationError, RecipeError
 from compressor.lifecycle import State
 from compressor.mappings import ScalePair
-from compressor.modifiers.moving_scales import ScaleMovingModifier, reader_weight
+from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier, reader_weight
 
 
 class SmoothQuantModifier(ScaleMovingModifier):

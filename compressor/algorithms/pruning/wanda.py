@@ -1,0 +1,87 @@
+"""Wanda: a weight matters by its size times the size of the input that it meets. And OWL: layers with more outliers keep more weights.
+
+Source: Sun et al. 2023, arXiv:2306.11695 (Wanda); Yin et al. 2023, arXiv:2310.05175 (OWL). Shapes: R rows, C columns, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compressor.algorithms.pruning.magnitude import Pattern, num_zeros
+from compressor.errors import NumericsError
+
+
+def scores(weight_RC: Tensor, mean_square_C: Tensor) -> Tensor:
+    """Return |w| times the root mean square of the input that it meets.
+
+    Args:
+        weight_RC: [R, C] float.
+        mean_square_C: [C] float32, mean of x^2 over calibration tokens.
+
+    Returns:
+        [R, C] float32.
+
+    Raises:
+        NumericsError: NaN or infinity in either.
+    """
+    found = weight_RC.float().abs() * mean_square_C.sqrt()
+    if not bool(torch.isfinite(found).all()):
+        raise NumericsError(f"weight {tuple(weight_RC.shape)}: it or its inputs hold NaN or infinity, which have no place in an order")
+    return found
+
+
+def prune_wanda(weight_RC: Tensor, mean_square_C: Tensor, sparsity: float, pattern: Pattern | None = None) -> Tensor:
+    """Choose the weights that become zero: in every row, or every run of a pattern, those with the lowest scores.
+
+    Args:
+        weight_RC: [R, C] float; not modified.
+        mean_square_C: [C] float32, mean of x^2 over calibration tokens.
+        sparsity: share of zeros in each row, 0 to 1.
+        pattern: of every run of neighbours in a row so many stay, whatever `sparsity` says; None: any may go.
+
+    Returns:
+        Bool [R, C], True where a weight goes.
+    """
+    scores_RC = scores(weight_RC, mean_square_C)
+    runs = scores_RC.unflatten(-1, (-1, scores_RC.shape[-1] if pattern is None else pattern.of))
+    count = num_zeros(sparsity, scores_RC.shape[-1]) if pattern is None else pattern.of - pattern.keep
+    order = runs.sort(dim=-1, stable=True).indices[..., :count]
+    return torch.zeros_like(runs, dtype=torch.bool).scatter_(-1, order, True).flatten(-2)
+
+
+def outlier_share(scores_of_layer: Sequence[Tensor], multiple: float) -> float:
+    """Say how many weights of a layer score far above its mean.
+
+    Args:
+        scores_of_layer: `scores` of all its weights.
+        multiple: of the mean, from which on a score counts as an outlier.
+
+    Returns:
+        Share of all weights, 0 to 1.
+    """
+    total = sum(part.numel() for part in scores_of_layer)
+    mean = sum(float(part.sum(dtype=torch.float64)) for part in scores_of_layer) / total
+    return sum(int((part > multiple * mean).sum()) for part in scores_of_layer) / total
+
+
+def layer_sparsities(shares_L: Sequence[float], sizes_L: Sequence[int], sparsity: float, spread: float) -> list[float]:
+    """Give layers with more outliers a lower sparsity; all weights together keep the share that was asked for.
+
+    Args:
+        shares_L: of outliers.
+        sizes_L: weights of each layer.
+        sparsity: of all together, 0 to 1.
+        spread: the lowest and the highest are twice this far apart (lambda of the paper).
+
+    Returns:
+        Sparsity of each layer, within 0 and 1.
+    """
+    low, high = min(shares_L), max(shares_L)
+    if high == low:
+        return [sparsity] * len(shares_L)
+    above = [2 * spread * (share - low) / (high - low) for share in shares_L]
+    mean = sum(one * size for one, size in zip(above, sizes_L, strict=True)) / sum(sizes_L)
+    return [min(1.0, max(0.0, sparsity - one + mean)) for one in above]

@@ -1,0 +1,66 @@
+"""Forwards that a modifier runs by itself, on the model as it stands, before the stages of a calibration begin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.data import batch_to
+from compressor.data.collate import call_model, leading_tensor
+from compressor.lifecycle import State
+from compressor.lifecycle.hooks import without_modifier_hooks
+from compressor.model.evaluation import evaluation_mode
+from compressor.modifiers.schemes.input_statistics import input_of, mask_of_input, real_tokens
+from compressor.tracing.footprint import Footprint
+
+
+def show_inputs(state: State, watchers: Iterable[tuple[str, Callable[[Tensor], None]]], title: str) -> None:
+    """Run all batches, and show what modules are handed, without padding. The model is the same afterwards.
+
+    Args:
+        state: of the run, with data.
+        watchers: dotted module names, each with what takes its inputs of real tokens, [N, C], one call at least.
+        title: of the bar.
+    """
+    data = state.data
+    assert data is not None
+    with ExitStack() as stack:
+        stack.enter_context(without_modifier_hooks(state.model))
+        stack.enter_context(evaluation_mode(state.model))
+        stack.enter_context(Footprint(state.model))
+        task = stack.enter_context(state.progress.task(title, total=len(data.batches)))
+        stack.enter_context(torch.no_grad())
+        for name, watch in watchers:
+            module = state.model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(_hook(state, name, watch), with_kwargs=True).remove)
+        for index, batch in enumerate(data.batches):
+            with _masked(state, index):
+                call_model(state.model, batch_to(batch, state.device))
+            task.advance()
+
+
+def _hook(state: State, name: str, watch: Callable[[Tensor], None]) -> Any:
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del module
+        tokens_NK = real_tokens(input_of(args, kwargs, name).detach(), mask_of_input(state, name), name)
+        if len(tokens_NK):
+            watch(tokens_NK)
+
+    return look
+
+
+@contextmanager
+def _masked(state: State, index: int) -> Iterator[None]:
+    """Say which tokens of a batch are real while it runs. Changes the state."""
+    assert state.data is not None
+    mask = state.data.token_masks[index]
+    state.token_mask = None if mask is None else mask.to(state.device)
+    state.batch_shape = tuple(leading_tensor(state.data.batches[index]).shape[:2])
+    try:
+        yield
+    finally:
+        state.token_mask, state.batch_shape = None, None

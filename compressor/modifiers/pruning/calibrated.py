@@ -1,0 +1,331 @@
+"""What SparseGPT and Wanda share: which layer gets which share of zeros, and pruning stage by stage while calibration data flow."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, PrivateAttr, field_validator, model_validator
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights
+from compressor.algorithms.pruning.wanda import layer_sparsities, outlier_share, scores
+from compressor.errors import RecipeError, SchemeError, TargetError
+from compressor.lifecycle import CalibrationNeed, Event, FinishedStage, ModuleRecord, State
+from compressor.lifecycle.state import StageValue
+from compressor.model.targets import matches
+from compressor.modifiers.fallbacks import WithFallbacks
+from compressor.modifiers.own_forwards import show_inputs
+from compressor.modifiers.pruning.magnitude import pattern_of
+from compressor.modifiers.pruning.masks import PruningModifier, weight_rows
+from compressor.modifiers.schemes.input_statistics import InputHook, input_of
+from compressor.nn.quantized_linear import is_conv1d
+
+_ANY = "0:0"  # of llm-compressor, for no pattern
+
+
+class MeanSquare:
+    """Mean of x^2 of each input column, over calibration tokens."""
+
+    def __init__(self) -> None:
+        """Start at zero tokens."""
+        self._sum_C: Tensor | float = 0.0
+        self.num_tokens = 0
+
+    def add(self, tokens_NC: Tensor) -> None:
+        """Add tokens, [N, C]."""
+        self._sum_C = self._sum_C + tokens_NC.detach().float().square().sum(0, dtype=torch.float64)
+        self.num_tokens += len(tokens_NC)
+
+    def value(self) -> Tensor:
+        """Return [C] float32; some token must have been seen."""
+        assert isinstance(self._sum_C, Tensor)
+        return (self._sum_C / self.num_tokens).float()
+
+
+class CalibratedPruningModifier(PruningModifier, WithFallbacks):
+    """Base of the modifiers that choose zeros by what flows into a layer.
+
+    Attributes:
+        sparsity: share of zeros, or one for each layer of the model in its order.
+        mask_structure: `0:0` (or `unstructured`), or `N:M`: N of every M neighbours in a row stay, such as `2:4`.
+        sparsity_profile: `owl`: layers with more outliers keep more weights.
+        owl_m: multiple of a layer's mean score from which on a score is an outlier.
+        owl_lmbda: the shares of the layers are at most twice this far apart.
+    """
+
+    calibration: ClassVar[CalibrationNeed] = "sequential"
+
+    sparsity: float | list[float]
+    mask_structure: str = _ANY
+    sparsity_profile: Literal["owl"] | None = None
+    owl_m: float | None = Field(default=None, gt=0)
+    owl_lmbda: float | None = Field(default=None, gt=0, lt=0.5)
+    sequential_update: bool | None = None  # of llm-compressor, where either value means: one layer after another
+
+    _pending: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
+    _shares: dict[str, float] = PrivateAttr(default_factory=dict)
+    _zeros: dict[str, float] = PrivateAttr(default_factory=dict)
+    _handles_of: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
+
+    @field_validator("sparsity_profile", mode="before")
+    @classmethod
+    def _in_small_letters(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @field_validator("sparsity", mode="after")
+    @classmethod
+    def _is_share(cls, value: float | list[float]) -> float | list[float]:
+        given = value if isinstance(value, list) else [value]
+        if not given or not all(0 <= one <= 1 for one in given) or not any(given):
+            raise RecipeError(f"{value} is no share of weights between 0 and 1, or prunes nothing; give for example 0.5")
+        return value
+
+    @field_validator("mask_structure", mode="before")
+    @classmethod
+    def _is_structure(cls, value: Any) -> Any:
+        if isinstance(value, int):
+            raise RecipeError(f"mask_structure={value} is a number: YAML reads 2:4 as 2 * 60 + 4; put it in quotes, '2:4'")
+        if isinstance(value, str) and value != _ANY:
+            pattern_of(value)
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        given = self.sparsity if isinstance(self.sparsity, list) else [self.sparsity]
+        pattern = self.pattern
+        if pattern is not None and any(abs(one - pattern.sparsity) > 1e-9 for one in given):
+            raise RecipeError(
+                f"sparsity={self.sparsity} is not that of mask_structure={self.mask_structure!r}, of which {pattern.keep} of {pattern.of} "
+                f"weights stay; give sparsity={pattern.sparsity:g}"
+            )
+        owl = (self.sparsity_profile is not None, self.owl_m is not None, self.owl_lmbda is not None)
+        if any(owl) and not all(owl):
+            raise RecipeError("sparsity_profile: owl needs owl_m and owl_lmbda, such as 5 and 0.08, and these need it; give all or none")
+        if all(owl) and (pattern is not None or isinstance(self.sparsity, list)):
+            what = "a pattern fixes the share of each" if pattern is not None else "a list gives each its own"
+            raise RecipeError(f"sparsity_profile: owl gives layers shares of their own, and {what}; leave one of the two out")
+        if self.start is not None or self.end is not None or self.update:
+            raise RecipeError(f"start={self.start}, end={self.end}: it prunes during a calibration, which has no steps; leave them out")
+        return self
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """Of which neighbours may go; None for any."""
+        return None if self.mask_structure == _ANY else pattern_of(self.mask_structure)
+
+    @property
+    def phase(self) -> tuple[float, float]:
+        """The whole run."""
+        return -math.inf, math.inf
+
+    @property
+    def wanted_sparsity(self) -> float:
+        """Whatever was chosen layer by layer."""
+        return 0.0
+
+    def scheme_label(self) -> str:
+        """Return in words what targeted modules get."""
+        structure = "unstructured" if self.pattern is None else self.mask_structure
+        if isinstance(self.sparsity, list):
+            return f"{structure}, {min(self.sparsity):.4g} to {max(self.sparsity):.4g} zeros"
+        return f"{structure}, {100 * self.sparsity:.4g}% zeros" + (", by outliers" if self.sparsity_profile else "")
+
+    def prunable(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Find the linear layers that the targets are or hold; see PruningModifier.
+
+        Args:
+            model: on any device; not modified.
+
+        Returns:
+            Dotted name to module.
+
+        Raises:
+            TargetError: a pattern matches nothing, or something without linear layers; a tied weight.
+            SchemeError: rows do not divide into runs of the pattern.
+        """
+        found = super().prunable(model)
+        if self.pattern is not None:
+            shapes = {name: tuple(weight_rows(module).shape) for name, module in found.items()}
+            bad = [f"{name} {list(shape)}" for name, shape in shapes.items() if shape[1] % self.pattern.of]
+            if bad:
+                listed = ", ".join(bad[:3]) + (", ..." if bad[3:] else "")
+                raise SchemeError(
+                    f"{len(bad)} modules: the rows of {listed} do not divide into runs of {self.pattern.of} for {self.mask_structure}; "
+                    "add them to ignore"
+                )
+        return found
+
+    def targeted(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Resolve the targets: linear layers, and those inside of anything else that they name."""
+        inside: dict[str, nn.Module] = {}
+        for name, module in super().targeted(model).items():
+            linear = {below: part for below, part in module.named_modules(prefix=name) if isinstance(part, nn.Linear) or is_conv1d(part)}
+            if not linear:
+                raise TargetError(f"{name}: {type(module).__name__} is and holds no linear layer to prune; add it to ignore")
+            inside |= linear
+        found = {name: module for name, module in inside.items() if not any(matches(name, module, pattern) for pattern in self.ignore)}
+        return {name: module for name, module in model.named_modules() if name in found}
+
+    def on_initialize(self, state: State) -> bool:
+        """Find the weights and their shares of zeros."""
+        super().on_initialize(state)
+        self._pending, self._handles_of, self._worked = dict(self._modules), {}, True
+        self._shares = self._given_shares()
+        self.forget_fallbacks()
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Look for outliers, where shares depend on them; then watch every input."""
+        del event
+        if self.sparsity_profile is not None and state.data is not None:
+            self._share_by_outliers(state)
+        for name in self._pending:
+            self.watch(name, self.accumulating(state, name))
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        """Prune the modules of the stage that has just been calibrated."""
+        self._prune_pending(state, event.modules)
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        """Prune what no stage contained."""
+        del event
+        self._prune_pending(state, tuple(self._pending))
+
+    def on_start(self, state: State, event: Event) -> None:
+        """Nothing: it prunes in a calibration."""
+
+    def stage_memory(self, modules: Sequence[str]) -> dict[str, StageValue]:
+        """The fallbacks so far, and the shares of zeros."""
+        return {**self.fallbacks_so_far(), **{name: self._zeros[name] for name in modules if name in self._zeros}}
+
+    def skip_stage(self, state: State, stage: FinishedStage) -> None:
+        """Forget the modules of a stage that an earlier run has finished; their weights come back with the stage."""
+        del state
+        for name in [name for name in stage.modules if name in self._pending]:
+            self.remove_hooks(self._handles_of.pop(name, []))
+            del self._pending[name]
+            self._zeros[name] = float(stage.memory[name])
+        self.restore_fallbacks(stage.memory)
+
+    @abstractmethod
+    def accumulating(self, state: State, name: str) -> InputHook:
+        """Return what takes the inputs of a module."""
+
+    @abstractmethod
+    def prune(self, state: State, names: list[str]) -> None:
+        """Prune the named modules; each is handed to `place`."""
+
+    def share_of(self, name: str) -> float:
+        """Return the share of zeros of a module."""
+        return self._shares[name]
+
+    def watch(self, name: str, hook: InputHook) -> None:
+        """Show `hook` what a module is handed in each forward, until the module is pruned."""
+
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            del module
+            hook(input_of(args, kwargs, name))
+
+        self._handles_of.setdefault(name, []).append(self.register_hook(self._pending[name], look, "forward_pre", with_kwargs=True))
+
+    def place(self, state: State, name: str, pruned_RC: Tensor, error: float, num_tokens: int | None, **details: float | int | str) -> None:
+        """Write a pruned weight, and record it. Changes the model.
+
+        Args:
+            state: of the run.
+            name: dotted module name.
+            pruned_RC: [R, C].
+            error: relative squared error of the outputs.
+            num_tokens: that were looked at.
+            details: of the record.
+        """
+        del self._pending[name]
+        self._zeros[name] = float((pruned_RC == 0).double().mean())
+        state.own_tensors(name)
+        weight_rows(state.model.get_submodule(name)).copy_(pruned_RC)
+        state.report.modules[name] = ModuleRecord(name, type(self).__name__, self.scheme_label(), error, num_tokens, details)
+
+    def on_finalize(self, state: State) -> bool:
+        """Report what is zero now, and how much of that another modifier has changed."""
+        done = super().on_finalize(state)
+        sizes = {name: module.get_parameter("weight").numel() for name, module in self._modules.items()}
+        lost = sum(max(0.0, self._zeros[name] - float(state.report.modules[name].details["sparsity"])) * sizes[name] for name in sizes)
+        total = sum(self._zeros[name] * sizes[name] for name in sizes)
+        if lost >= 1:
+            state.report.notes.append(
+                f"{self.label}: {1 - lost / total:.1%} of the weights that were pruned are zero at the end; what came after it changed the "
+                "others: keep them with preserve_sparsity_mask"
+            )
+        return done
+
+    def record(self, state: State, name: str, sparsity: float) -> None:
+        """Note the share of zeros that a module has at the end, whoever has it now."""
+        known = state.report.modules[name]
+        state.report.modules[name] = replace(known, details={**known.details, "sparsity": sparsity})
+
+    def prune_by_size(self, state: State, name: str, kind: str = "no_tokens", detail: str = "no calibration token reached it") -> None:
+        """Prune a module of which nothing else is known by the sizes of its weights: a fallback, which the recipe must allow.
+
+        Args:
+            state: of the run.
+            name: dotted module name.
+            kind: of the fallback.
+            detail: what happened.
+        """
+        self.fall_back(state, name, kind, detail)
+        weight_RC = weight_rows(self._pending[name])
+        (gone_RC,) = pruned_weights([weight_RC], self.share_of(name), self.pattern)
+        energy = weight_RC.float().square()
+        error = float((energy * gone_RC).sum() / energy.sum().clamp_min(1e-30))
+        self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, None, fallback=kind)
+
+    def _given_shares(self) -> dict[str, float]:
+        layers = _layers(self._modules)
+        if not isinstance(self.sparsity, list):
+            return dict.fromkeys(self._modules, self.sparsity)
+        if len(self.sparsity) != len(layers):
+            raise TargetError(
+                f"{self.label}: sparsity lists {len(self.sparsity)} shares, and the targets lie in {len(layers)} layers "
+                f"({', '.join(list(layers)[:3])}{', ...' if len(layers) > 3 else ''}); give one for each"
+            )
+        return {name: share for share, names in zip(self.sparsity, layers.values(), strict=True) for name in names}
+
+    def _share_by_outliers(self, state: State) -> None:
+        """Run all data through the uncompressed model, and give each layer its share."""
+        assert self.owl_m is not None and self.owl_lmbda is not None and isinstance(self.sparsity, float)
+        squares = {name: MeanSquare() for name in self._modules}
+        show_inputs(state, [(name, square.add) for name, square in squares.items()], f"{type(self).__name__}, outliers")
+        layers = {layer: [name for name in names if squares[name].num_tokens] for layer, names in _layers(self._modules).items()}
+        layers = {layer: names for layer, names in layers.items() if names}
+        found = []
+        for names in layers.values():
+            found.append(outlier_share([scores(weight_rows(self._modules[name]), squares[name].value()) for name in names], self.owl_m))
+        sizes = [sum(weight_rows(self._modules[name]).numel() for name in names) for names in layers.values()]
+        shares = layer_sparsities(found, sizes, self.sparsity, self.owl_lmbda)
+        for names, share in zip(layers.values(), shares, strict=True):
+            self._shares |= dict.fromkeys(names, share)
+        span = f"{min(shares):.1%} to {max(shares):.1%}"
+        state.report.notes.append(f"{self.label}: by their outliers {len(layers)} layers get {span} zeros, {self.sparsity:.1%} together")
+
+    def _prune_pending(self, state: State, modules: Iterable[str]) -> None:
+        names = [name for name in modules if name in self._pending]
+        if names:
+            self.remove_hooks([handle for name in names for handle in self._handles_of.pop(name, [])])
+            with torch.no_grad():
+                self.prune(state, names)
+
+
+def _layers(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group modules by the layer that they lie in: up to the first number of their dotted names; others by themselves."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+        layers.setdefault(".".join(parts[: number + 1]), []).append(name)
+    return layers

@@ -1,0 +1,130 @@
+"""SparseGPTModifier: zeros whose loss the kept weights make good; the arithmetic is in `compressor.algorithms.pruning.sparsegpt`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import Field, PrivateAttr
+from torch import Tensor
+
+from compressor.algorithms.costs import Cost, sparsegpt_cost
+from compressor.algorithms.pruning.sparsegpt import prune_sparsegpt
+from compressor.errors import NumericsError
+from compressor.lifecycle import BaseStream, Event, State
+from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier
+from compressor.modifiers.pruning.masks import weight_rows
+from compressor.modifiers.schemes.input_statistics import HessianHooks, InputHook, Target
+from compressor.numerics import QuantizationScheme
+
+
+class SparseGPTModifier(CalibratedPruningModifier):
+    """Set to zero the weights that the others can make good, layer after layer (SparseGPT).
+
+    Attributes:
+        block_size: columns of which the zeros are chosen at once.
+        dampening_frac: share of the mean Hessian diagonal that is added to it.
+        preserve_sparsity_mask: weights that are zero already stay zero, and count.
+        refining_steps: of conjugate gradients that move the kept weights towards their best; 0: the classical algorithm.
+        target: what the outputs of a module should be: those of the module as it was, on the inputs that the compressed model gives
+            (`propagated`), or on those of the uncompressed model (`base`), which then runs beside the other where layers run once.
+        alpha: how far towards `base` weights are moved before they are pruned.
+        share_inputs: accumulate one Hessian for modules that read the same tensor.
+    """
+
+    block_size: int = Field(default=128, gt=0)
+    dampening_frac: float = Field(default=0.01, gt=0, le=1)
+    preserve_sparsity_mask: bool = False
+    refining_steps: int = Field(default=8, ge=0)
+    target: Target | None = None
+    alpha: float = Field(default=1.0, gt=0, le=1)
+    share_inputs: bool = True
+    offload_hessians: Any = None  # of llm-compressor; where they lie changes no result
+
+    _statistics: HessianHooks = PrivateAttr(default_factory=HessianHooks)
+
+    @property
+    def base_stream(self) -> BaseStream:
+        """`required` with `target="base"`; left to us, wanted."""
+        return "wanted" if self.target is None else "required" if self.target == "base" else "unused"
+
+    def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:
+        """See GPTQModifier; formats play no part."""
+        del schemes
+        return self.base_stream
+
+    def cost(
+        self,
+        scheme: QuantizationScheme | None,
+        rows: Sequence[int],
+        columns: int,
+        element_bytes: int,
+        num_tokens: int,
+        has_base_stream: bool = False,
+    ) -> Cost:
+        """See SchemeModifier."""
+        del scheme
+        return sparsegpt_cost(
+            rows,
+            columns,
+            element_bytes,
+            num_tokens=num_tokens,
+            block_size=self.block_size,
+            refining_steps=self.refining_steps,
+            has_base_stream=has_base_stream and self.base_stream != "unused",
+        )
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Start to count; then as all of them."""
+        self._statistics = HessianHooks(share=self.share_inputs, has_base=self.base_stream != "unused")
+        super().on_calibration_start(state, event)
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        """Prune what no stage contained, then let the statistics go."""
+        super().on_calibration_end(state, event)
+        state.report.notes += self._statistics.notes(self.label)
+        self._statistics = HessianHooks()
+
+    def accumulating(self, state: State, name: str) -> InputHook:
+        """Feed the Hessian, and what the inputs are in the uncompressed model."""
+        return self._statistics.accumulating(state, name)
+
+    def prune(self, state: State, names: list[str]) -> None:
+        """Prune the named modules, those with one input together."""
+        left = list(names)
+        while left:
+            taken = self._statistics.hessians.take(left[0])
+            if taken is None:
+                self.prune_by_size(state, left.pop(0))
+                continue
+            hessian, members = taken
+            shift_CC = hessian.shift(self.alpha)
+            hessian_CC = hessian.matrix(members[0])
+            for share in dict.fromkeys(self.share_of(name) for name in members):
+                self._solve(
+                    state, [name for name in members if self.share_of(name) == share], share, hessian_CC, shift_CC, hessian.num_tokens
+                )
+            left = [name for name in left if name not in members]
+
+    def _solve(self, state: State, names: list[str], share: float, hessian_CC: Tensor, shift_CC: Tensor | None, num_tokens: int) -> None:
+        try:
+            solved = prune_sparsegpt(
+                [weight_rows(self._pending[name]) for name in names],
+                hessian_CC,
+                share,
+                self.pattern,
+                shift_CC=shift_CC,
+                block_size=self.block_size,
+                damp_frac=self.dampening_frac,
+                keep_zeros=self.preserve_sparsity_mask,
+                refining_steps=self.refining_steps,
+                names=names,
+            )
+        except NumericsError as error:
+            for name in names:
+                self.prune_by_size(state, name, "not_positive_definite", str(error))
+            return
+        if shift_CC is not None:
+            state.settled_to_base.update(names)
+        for name, own in zip(names, solved, strict=True):
+            self.place(state, name, own.weight_RC, own.relative_error, num_tokens, kept="moved")
