@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 from compressor.lifecycle.events import Event, EventType
 from compressor.lifecycle.state import Detail, State
 
-CalibrationNeed = Literal["none", "basic", "sequential"]
+# `own`: data for forwards that the modifier runs by itself when calibration starts; nothing has to flow for it afterwards.
+CalibrationNeed = Literal["none", "own", "basic", "sequential"]
 BaseStream = Literal["unused", "wanted", "required"]
 
 

@@ -57,6 +57,8 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
             stirred, kept = changed_by_forwards(state.model, watched, [batch_to(batch, state.device) for batch in data.batches[:2]])
             check_padding(state, data, watched)
         note_kept(state, kept)
+        if all(modifier.calibration_need in ("none", "own") for modifier in session.modifiers):
+            return called
         stirred.add(all_that_may_change(state.model, watched))  # later batches may change what the first one leaves alone
         with Traces(state.model, stirred) as traces:
             for index, batch in enumerate(data.batches):

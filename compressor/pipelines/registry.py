@@ -16,7 +16,9 @@ from compressor.progress import Progress
 
 PIPELINES = ("data_free", "basic", "sequential")
 
-_NEEDS: Mapping[CalibrationNeed, str] = MappingProxyType({"none": "data_free", "basic": "basic", "sequential": "sequential"})
+_NEEDS: Mapping[CalibrationNeed, str] = MappingProxyType(
+    {"none": "data_free", "own": "basic", "basic": "basic", "sequential": "sequential"}
+)
 
 
 def choose_pipeline(modifiers: Sequence[Modifier], override: str | None = None) -> str:

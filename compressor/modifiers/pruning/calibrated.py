@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights
 from compressor.algorithms.pruning.wanda import layer_sparsities, outlier_share, scores
 from compressor.errors import RecipeError, SchemeError, TargetError
-from compressor.lifecycle import CalibrationNeed, Event, FinishedStage, ModuleRecord, State
-from compressor.lifecycle.state import StageValue
+from compressor.lifecycle import Event, ModuleRecord, State
 from compressor.model.targets import matches
 from compressor.modifiers.fallbacks import WithFallbacks
 from compressor.modifiers.own_forwards import show_inputs
 from compressor.modifiers.pruning.magnitude import pattern_of
 from compressor.modifiers.pruning.masks import PruningModifier, weight_rows
-from compressor.modifiers.schemes.input_statistics import InputHook, input_of
 from compressor.nn.quantized_linear import is_conv1d
 
 _ANY = "0:0"  # of llm-compressor, for no pattern
@@ -59,8 +55,6 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         owl_lmbda: the shares of the layers are at most twice this far apart.
     """
 
-    calibration: ClassVar[CalibrationNeed] = "sequential"
-
     sparsity: float | list[float]
     mask_structure: str = _ANY
     sparsity_profile: Literal["owl"] | None = None
@@ -71,7 +65,6 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
     _pending: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
     _shares: dict[str, float] = PrivateAttr(default_factory=dict)
     _zeros: dict[str, float] = PrivateAttr(default_factory=dict)
-    _handles_of: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
 
     @field_validator("sparsity_profile", mode="before")
     @classmethod
@@ -175,64 +168,20 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
     def on_initialize(self, state: State) -> bool:
         """Find the weights and their shares of zeros."""
         super().on_initialize(state)
-        self._pending, self._handles_of, self._worked = dict(self._modules), {}, True
+        self._pending, self._zeros, self._worked = dict(self._modules), {}, True
         self._shares = self._given_shares()
         self.forget_fallbacks()
         return True
 
-    def on_calibration_start(self, state: State, event: Event) -> None:
-        """Look for outliers, where shares depend on them; then watch every input."""
-        del event
-        if self.sparsity_profile is not None and state.data is not None:
-            self._share_by_outliers(state)
-        for name in self._pending:
-            self.watch(name, self.accumulating(state, name))
-
-    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
-        """Prune the modules of the stage that has just been calibrated."""
-        self._prune_pending(state, event.modules)
-
-    def on_calibration_end(self, state: State, event: Event) -> None:
-        """Prune what no stage contained."""
-        del event
-        self._prune_pending(state, tuple(self._pending))
-
     def on_start(self, state: State, event: Event) -> None:
         """Nothing: it prunes in a calibration."""
 
-    def stage_memory(self, modules: Sequence[str]) -> dict[str, StageValue]:
-        """The fallbacks so far, and the shares of zeros."""
-        return {**self.fallbacks_so_far(), **{name: self._zeros[name] for name in modules if name in self._zeros}}
-
-    def skip_stage(self, state: State, stage: FinishedStage) -> None:
-        """Forget the modules of a stage that an earlier run has finished; their weights come back with the stage."""
-        del state
-        for name in [name for name in stage.modules if name in self._pending]:
-            self.remove_hooks(self._handles_of.pop(name, []))
-            del self._pending[name]
-            self._zeros[name] = float(stage.memory[name])
-        self.restore_fallbacks(stage.memory)
-
-    @abstractmethod
-    def accumulating(self, state: State, name: str) -> InputHook:
-        """Return what takes the inputs of a module."""
-
-    @abstractmethod
-    def prune(self, state: State, names: list[str]) -> None:
-        """Prune the named modules; each is handed to `place`."""
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """See the subclasses."""
 
     def share_of(self, name: str) -> float:
         """Return the share of zeros of a module."""
         return self._shares[name]
-
-    def watch(self, name: str, hook: InputHook) -> None:
-        """Show `hook` what a module is handed in each forward, until the module is pruned."""
-
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            del module
-            hook(input_of(args, kwargs, name))
-
-        self._handles_of.setdefault(name, []).append(self.register_hook(self._pending[name], look, "forward_pre", with_kwargs=True))
 
     def place(self, state: State, name: str, pruned_RC: Tensor, error: float, num_tokens: int | None, **details: float | int | str) -> None:
         """Write a pruned weight, and record it. Changes the model.
@@ -296,11 +245,27 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
             )
         return {name: share for share, names in zip(self.sparsity, layers.values(), strict=True) for name in names}
 
-    def _share_by_outliers(self, state: State) -> None:
-        """Run all data through the uncompressed model, and give each layer its share."""
-        assert self.owl_m is not None and self.owl_lmbda is not None and isinstance(self.sparsity, float)
+    def mean_squares(self, state: State) -> dict[str, MeanSquare]:
+        """Run all data through the model as it is, and look at the inputs of all modules.
+
+        Args:
+            state: of the run, with data.
+
+        Returns:
+            Dotted name to the mean squares; of those that no token reached they have seen none.
+        """
         squares = {name: MeanSquare() for name in self._modules}
-        show_inputs(state, [(name, square.add) for name, square in squares.items()], f"{type(self).__name__}, outliers")
+        show_inputs(state, [(name, square.add) for name, square in squares.items()], type(self).__name__)
+        return squares
+
+    def share_by_outliers(self, state: State, squares: Mapping[str, MeanSquare]) -> None:
+        """Give each layer its share of zeros by its outliers.
+
+        Args:
+            state: of the run; its report gets a note.
+            squares: of the uncompressed model.
+        """
+        assert self.owl_m is not None and self.owl_lmbda is not None and isinstance(self.sparsity, float)
         layers = {layer: [name for name in names if squares[name].num_tokens] for layer, names in _layers(self._modules).items()}
         layers = {layer: names for layer, names in layers.items() if names}
         found = []
@@ -312,13 +277,6 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
             self._shares |= dict.fromkeys(names, share)
         span = f"{min(shares):.1%} to {max(shares):.1%}"
         state.report.notes.append(f"{self.label}: by their outliers {len(layers)} layers get {span} zeros, {self.sparsity:.1%} together")
-
-    def _prune_pending(self, state: State, modules: Iterable[str]) -> None:
-        names = [name for name in modules if name in self._pending]
-        if names:
-            self.remove_hooks([handle for name in names for handle in self._handles_of.pop(name, [])])
-            with torch.no_grad():
-                self.prune(state, names)
 
 
 def _layers(names: Iterable[str]) -> dict[str, list[str]]:

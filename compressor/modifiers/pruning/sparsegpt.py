@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from pydantic import Field, PrivateAttr
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.costs import Cost, sparsegpt_cost
 from compressor.algorithms.pruning.sparsegpt import prune_sparsegpt
 from compressor.errors import NumericsError
-from compressor.lifecycle import BaseStream, Event, State
+from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, State
+from compressor.lifecycle.state import StageValue
 from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier
 from compressor.modifiers.pruning.masks import weight_rows
-from compressor.modifiers.schemes.input_statistics import HessianHooks, InputHook, Target
+from compressor.modifiers.schemes.input_statistics import HessianHooks, InputHook, Target, input_of
 from compressor.numerics import QuantizationScheme
 
 
@@ -32,6 +35,8 @@ class SparseGPTModifier(CalibratedPruningModifier):
         share_inputs: accumulate one Hessian for modules that read the same tensor.
     """
 
+    calibration: ClassVar[CalibrationNeed] = "sequential"
+
     block_size: int = Field(default=128, gt=0)
     dampening_frac: float = Field(default=0.01, gt=0, le=1)
     preserve_sparsity_mask: bool = False
@@ -42,6 +47,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
     offload_hessians: Any = None  # of llm-compressor; where they lie changes no result
 
     _statistics: HessianHooks = PrivateAttr(default_factory=HessianHooks)
+    _handles_of: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
 
     @property
     def base_stream(self) -> BaseStream:
@@ -75,22 +81,59 @@ class SparseGPTModifier(CalibratedPruningModifier):
         )
 
     def on_calibration_start(self, state: State, event: Event) -> None:
-        """Start to count; then as all of them."""
-        self._statistics = HessianHooks(share=self.share_inputs, has_base=self.base_stream != "unused")
-        super().on_calibration_start(state, event)
+        """Look for outliers, where shares depend on them; then watch every input."""
+        del event
+        self._statistics, self._handles_of = HessianHooks(share=self.share_inputs, has_base=self.base_stream != "unused"), {}
+        if self.sparsity_profile is not None and state.data is not None:
+            self.share_by_outliers(state, self.mean_squares(state))
+        for name in self._pending:
+            self._watch(name, self._statistics.accumulating(state, name))
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        """Prune the modules of the stage that has just been calibrated."""
+        self._prune_pending(state, event.modules)
 
     def on_calibration_end(self, state: State, event: Event) -> None:
         """Prune what no stage contained, then let the statistics go."""
-        super().on_calibration_end(state, event)
+        del event
+        self._prune_pending(state, tuple(self._pending))
         state.report.notes += self._statistics.notes(self.label)
         self._statistics = HessianHooks()
 
-    def accumulating(self, state: State, name: str) -> InputHook:
-        """Feed the Hessian, and what the inputs are in the uncompressed model."""
-        return self._statistics.accumulating(state, name)
+    def stage_memory(self, modules: Sequence[str]) -> dict[str, StageValue]:
+        """The fallbacks so far, and the shares of zeros."""
+        return {**self.fallbacks_so_far(), **{name: self._zeros[name] for name in modules if name in self._zeros}}
+
+    def skip_stage(self, state: State, stage: FinishedStage) -> None:
+        """Forget the modules of a stage that an earlier run has finished; their weights come back with the stage."""
+        del state
+        for name in [name for name in stage.modules if name in self._pending]:
+            self.remove_hooks(self._handles_of.pop(name, []))
+            del self._pending[name]
+            self._zeros[name] = float(stage.memory[name])
+        self.restore_fallbacks(stage.memory)
+
+    def _watch(self, name: str, hook: InputHook) -> None:
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            del module
+            hook(input_of(args, kwargs, name))
+
+        self._handles_of.setdefault(name, []).append(self.register_hook(self._pending[name], look, "forward_pre", with_kwargs=True))
+
+    def _prune_pending(self, state: State, modules: Iterable[str]) -> None:
+        names = [name for name in modules if name in self._pending]
+        if names:
+            self.remove_hooks([handle for name in names for handle in self._handles_of.pop(name, [])])
+            with torch.no_grad():
+                self.prune(state, names)
 
     def prune(self, state: State, names: list[str]) -> None:
-        """Prune the named modules, those with one input together."""
+        """Prune modules of one stage, those with one input together. Changes the model.
+
+        Args:
+            state: of the run.
+            names: dotted module names.
+        """
         left = list(names)
         while left:
             taken = self._statistics.hessians.take(left[0])

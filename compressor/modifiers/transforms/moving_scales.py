@@ -11,7 +11,7 @@ import base64
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator
@@ -42,6 +42,8 @@ class ScaleMovingModifier(Modifier):
         ignore: patterns of sources that stay as they are.
     """
 
+    calibration: ClassVar[CalibrationNeed] = "own"
+
     mappings: list[Any] | None = None
     ignore: list[str] = Field(default_factory=list)
 
@@ -62,11 +64,6 @@ class ScaleMovingModifier(Modifier):
             if not value:
                 raise RecipeError("mappings: an empty list was given, so nothing would be changed; leave it out to have them found")
         return value
-
-    @property
-    def calibration_need(self) -> CalibrationNeed:
-        """`basic`: data, in whatever way the other modifiers want it to flow."""
-        return "basic"
 
     def on_initialize(self, state: State) -> bool:
         """Resolve mappings of the recipe, before any data is read."""

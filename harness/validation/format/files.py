@@ -213,7 +213,8 @@ def check_tensors(subject: Subject) -> CheckRecord:
     evidence = {
         "base tensors": len(subject.base.entries),
         "unchanged": len(plain & there) - len(changes),
-        "trained or pruned": len(moved),
+        "trained": len(moved - _pruned_weights(subject)),
+        "pruned": len(moved & _pruned_weights(subject)),
         "quantized modules": len(subject.modules),
         "their parts": len(parts & there),
         "tied copies left away": sorted(tied),
@@ -297,8 +298,12 @@ def _is_pruned_as_said(subject: Subject, name: str) -> bool:
     return subject.pruned[module] or bool(((found == 0) | (found == base)).all())
 
 
+def _pruned_weights(subject: Subject) -> set[str]:
+    return {f"{name}.weight" for name in subject.pruned}
+
+
 def _of_moved(subject: Subject, moved: Collection[str]) -> str:
-    pruned = {name for name in moved if name.removesuffix(".weight") in subject.pruned}
+    pruned = _pruned_weights(subject) & set(moved)
     parts = [(len(pruned), "pruned"), (len(moved) - len(pruned), "trained")]
     return "".join(f"{count} {what}, " for count, what in parts if count or (what == "trained" and subject.trained))
 
