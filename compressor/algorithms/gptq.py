@@ -186,7 +186,11 @@ def quantize_gptq(
         weights = [moved.to(weight.dtype) for moved, weight in zip(kept.split(rows), weights, strict=True)]
     group_C, in_groups = _groups(weights, args, damped.order_C if actorder == "group" else None)
     given = global_scales or [None] * len(weights)
-    qparams = [weight_qparams(weight, args, own, scale) for weight, own, scale in zip(in_groups, names, given, strict=True)]
+    importance_C = hessian_CC.diagonal() if actorder != "group" else hessian_CC.diagonal()[damped.order_C]  # in_groups are in that order
+    qparams = [
+        weight_qparams(weight, args, own, scale, importance_C=importance_C)
+        for weight, own, scale in zip(in_groups, names, given, strict=True)
+    ]
     grid = Grid(*_stacked_qparams(qparams, rows, args)[:2], group_C, args, gone_RC)
     work_CR = damped.ordered(stacked)
     if scale_search and can_search(args) and actorder != "group":

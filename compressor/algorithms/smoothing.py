@@ -115,7 +115,8 @@ def search_awq(
         total = 0.0
         for weight_RC, args, name in zip(stacked, formats, names or ["weight"] * len(stacked), strict=True):
             scaled_RC = weight_RC * scales_C
-            rounded_RC = fake_quantize(scaled_RC, weight_qparams(scaled_RC, args, name), args) / scales_C
+            importance_C = hessian_CC.diagonal() / scales_C.square()
+            rounded_RC = fake_quantize(scaled_RC, weight_qparams(scaled_RC, args, name, importance_C=importance_C), args) / scales_C
             off_RC = rounded_RC.float() - weight_RC
             total += float(((off_RC @ hessian_CC) * off_RC).sum(dtype=torch.float64))
         return total / energy

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.autoround import LearnedRounding
-from compressor.errors import CalibrationError
+from compressor.errors import CalibrationError, SchemeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.lifecycle.state import Detail
@@ -80,6 +80,8 @@ class AutoRoundModifier(SchemeModifier):
     def on_initialize(self, state: State) -> bool:
         """Refuse formats whose rounding cannot be learned; find the block of each module."""
         done = super().on_initialize(state)
+        if self.needs_importance:
+            raise SchemeError(f"{self.label}: observer imatrix_mse chooses ranges, which are learned here; leave it out")
         for name, module in self._pending.items():
             LearnedRounding(weight_of(module)[:1], self._weights(name), learn_range=False, name=name)
         layers = [name for name in partition(state.model, None).targets if name]

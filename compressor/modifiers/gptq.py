@@ -243,7 +243,7 @@ class GPTQModifier(SchemeModifier):
         args = self._schemes[name].weights
         assert args is not None
         weight = weight_of(self._pending[name])
-        plain = args.model_copy(update={"actorder": None})
+        plain = args.model_copy(update={"actorder": None} | ({"observer": "mse"} if args.observer_kind == "imatrix" else {}))
         qparams = weight_qparams(weight, plain, name, self.global_scale(name))
         rounded = round_to_nearest(weight, qparams, plain)
         record = ModuleRecord(name, "GPTQModifier (rounded)", scheme_label(args), rounded.relative_error, None, {"fallback": kind})

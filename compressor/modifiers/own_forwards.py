@@ -18,6 +18,41 @@ from compressor.modifiers.schemes.input_statistics import input_of, mask_of_inpu
 from compressor.tracing.footprint import Footprint
 
 
+class MeanSquare:
+    """Mean of x^2 of each input column, over calibration tokens."""
+
+    def __init__(self) -> None:
+        """Start at zero tokens."""
+        self._sum_C: Tensor | float = 0.0
+        self.num_tokens = 0
+
+    def add(self, tokens_NC: Tensor) -> None:
+        """Add tokens, [N, C]."""
+        self._sum_C = self._sum_C + tokens_NC.detach().float().square().sum(0, dtype=torch.float64)
+        self.num_tokens += len(tokens_NC)
+
+    def value(self) -> Tensor:
+        """Return [C] float32; some token must have been seen."""
+        assert isinstance(self._sum_C, Tensor)
+        return (self._sum_C / self.num_tokens).float()
+
+
+def mean_squares(state: State, names: Iterable[str], title: str) -> dict[str, MeanSquare]:
+    """Run all batches, and look at the inputs of modules.
+
+    Args:
+        state: of the run, with data.
+        names: dotted module names.
+        title: of the bar.
+
+    Returns:
+        Dotted name to the mean squares; of those that no token reached they have seen none.
+    """
+    squares = {name: MeanSquare() for name in names}
+    show_inputs(state, [(name, square.add) for name, square in squares.items()], title)
+    return squares
+
+
 def show_inputs(state: State, watchers: Iterable[tuple[str, Callable[[Tensor], None]]], title: str) -> None:
     """Run all batches, and show what modules are handed, without padding. The model is the same afterwards.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pydantic import PrivateAttr
+
 from compressor.algorithms.rtn import round_to_nearest
-from compressor.lifecycle import CalibrationNeed, ModuleRecord, State
+from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
+from compressor.modifiers.own_forwards import MeanSquare, mean_squares
 from compressor.modifiers.qat import TrainingModifier
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import weight_of
@@ -11,15 +14,24 @@ from compressor.numerics import weight_qparams
 
 
 class QuantizationModifier(TrainingModifier):
-    """Quantize by rounding, with all presets; needs data only where inputs have static ranges.
+    """Quantize by rounding, with all presets; needs data only where inputs have static ranges, or `observer: imatrix_mse` asks for it.
 
     With `start`, and in a training, it trains the layers for that rounding first: see `compressor.modifiers.qat`.
     """
 
+    _squares: dict[str, MeanSquare] = PrivateAttr(default_factory=dict)
+
     @property
     def calibration_need(self) -> CalibrationNeed:
-        """`basic` for static input ranges, else `none`."""
-        return "basic" if self.needs_inputs else "none"
+        """`basic` for static input ranges, `own` for weights whose observer asks for their inputs, else `none`."""
+        return "basic" if self.needs_inputs else "own" if self.needs_importance else "none"
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Look at the inputs of weights whose observer asks for them; then as all that quantize."""
+        schemes = {name: self._schemes[name].weights for name in self._pending}
+        asking = [name for name, args in schemes.items() if args is not None and args.observer_kind == "imatrix"]
+        self._squares = mean_squares(state, asking, type(self).__name__) if asking and state.data is not None else {}
+        super().on_calibration_start(state, event)
 
     def compress(self, state: State, names: list[str]) -> None:
         """Round the named modules."""
@@ -31,8 +43,12 @@ class QuantizationModifier(TrainingModifier):
         args = self._schemes[name].weights
         assert args is not None
         weight = weight_of(self._pending[name])
-        trained = self.trained_qparams(name)
-        qparams = trained or weight_qparams(weight, args, name, self.global_scale(name))
+        trained, seen = self.trained_qparams(name), self._squares.get(name)
+        if seen is not None and seen.num_tokens == 0:
+            self.fall_back(state, name, "no_tokens", "no calibration token reached it, so its errors are not weighed by inputs")
+            args = args.model_copy(update={"observer": "mse", "observer_kwargs": {}})
+        importance_C = seen.value() if seen is not None and seen.num_tokens else None
+        qparams = trained or weight_qparams(weight, args, name, self.global_scale(name), importance_C=importance_C)
         rounded = round_to_nearest(weight, qparams, args)
         record = ModuleRecord(
             name=name,

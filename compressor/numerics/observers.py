@@ -1,7 +1,8 @@
 """From the values of a tensor to its range, and from there to scale and zero point.
 
-Two kinds. "minmax" takes the range as it is. "mse" also tries ranges shrunk by up to a fifth and keeps, for each group on its own, the one
-with the least sum of |error|^norm: a few clipped outliers can buy finer steps for everything else.
+Three kinds. "minmax" takes the range as it is. "mse" also tries ranges shrunk by up to a fifth and keeps, for each group on its own, the
+one with the least sum of |error|^norm: a few clipped outliers can buy finer steps for everything else. "imatrix", for weights, weighs each
+error by the mean square of the input that it meets.
 
 A weight is there as a whole: `weight_qparams`. A static activation comes batch by batch: `make_observer`. An observer keeps no average over
 batches but what all values together determine, so neither the order of the batches nor where they are cut changes one bit: the extremes,
@@ -33,7 +34,13 @@ _NUM_BINS = 1 << 16
 
 @torch.no_grad()
 def weight_qparams(
-    weight: Tensor, args: QuantizationArgs, name: str = "weight", global_scale: Tensor | None = None, *, checked: bool = True
+    weight: Tensor,
+    args: QuantizationArgs,
+    name: str = "weight",
+    global_scale: Tensor | None = None,
+    *,
+    importance_C: Tensor | None = None,
+    checked: bool = True,
 ) -> QParams:
     """Choose scale and zero point for a whole weight, with the observer that args name.
 
@@ -43,6 +50,7 @@ def weight_qparams(
         name: what the weight is called, for errors only.
         global_scale: float32 [1], for formats that have one and where it is not to be this weight's own: layers that a runtime fuses
             share theirs.
+        importance_C: [C], mean of x^2 of the inputs over calibration tokens, or any multiple of it; for the observer imatrix_mse only.
         checked: False reads nothing on the host: NaN or infinity then show in the scale.
 
     Returns:
@@ -50,7 +58,8 @@ def weight_qparams(
 
     Raises:
         NumericsError: NaN or infinity in the weight.
-        SchemeError: a strategy that is not for weights, a group size that does not divide the columns, or a weight without values.
+        SchemeError: a strategy that is not for weights, a group size that does not divide the columns, a weight without values, or
+            imatrix_mse where nothing is known of the inputs.
     """
     groups_nS, shape = _as_groups(weight, args, name)
     min_n, max_n = groups_nS.amin(-1), groups_nS.amax(-1)
@@ -58,11 +67,14 @@ def weight_qparams(
         _check_range(min_n, max_n, name)
     if args.has_global_scale and global_scale is None:
         global_scale = calculate_global_scale(min_n, max_n)
-    if args.observer_kind == "mse":
+    if args.observer_kind != "minmax":
+        weights_GS = _importance(importance_C, groups_nS, args, name)
         rows = max(1, _CHUNK // groups_nS.shape[-1])
         for start in range(0, len(groups_nS), rows):
             part = slice(start, start + rows)
-            min_n[part], max_n[part] = _search_range(groups_nS[part], min_n[part], max_n[part], args, global_scale=global_scale)
+            min_n[part], max_n[part] = _search_range(
+                groups_nS[part], min_n[part], max_n[part], args, _of_groups(weights_GS, start, len(groups_nS[part])), global_scale
+            )
     qparams = calculate_qparams(min_n, max_n, args, global_scale).map(lambda part: part.reshape(shape))
     return qparams._replace(scale=qparams.scale.to(weight.dtype))
 
@@ -185,7 +197,7 @@ class MSEObserver(MinMaxObserver):
         values = (seen - _NUM_BINS // 2).to(torch.int16).view(torch.bfloat16)
         # A value was rounded to its bin, possibly past the true extremes.
         values = values.to(torch.float64).clamp(min_val.double(), max_val.double()).to(min_val.dtype)
-        return calculate_qparams(*_search_range(values.unsqueeze(0), min_val, max_val, self.args, counts_S=self._counts[seen]), self.args)
+        return calculate_qparams(*_search_range(values.unsqueeze(0), min_val, max_val, self.args, self._counts[seen]), self.args)
 
 
 def make_observer(args: QuantizationArgs, name: str = "activation") -> Observer:
@@ -201,6 +213,8 @@ def make_observer(args: QuantizationArgs, name: str = "activation") -> Observer:
     Raises:
         SchemeError: the args are for a weight or a dynamic activation, or ask for an observer that does not know their strategy.
     """
+    if args.observer_kind == "imatrix":
+        raise SchemeError(f"{name}: imatrix_mse is for weights, whose errors it weighs by these inputs; use minmax or mse")
     if args.observer_kind == "mse" and args.strategy != "tensor":
         raise SchemeError(f"{name}: the mse observer knows activations of strategy='tensor', not {args.strategy!r}; use minmax")
     if args.dynamic is True or args.strategy not in ("tensor", "attn_head", "tensor_group"):
@@ -237,6 +251,26 @@ def _as_groups(weight: Tensor, args: QuantizationArgs, name: str) -> tuple[Tenso
     return weight.reshape(-1, args.group_size), (*weight.shape[:-1], weight.shape[-1] // args.group_size)
 
 
+def _importance(importance_C: Tensor | None, groups_nS: Tensor, args: QuantizationArgs, name: str) -> Tensor | None:
+    """The weights of one row's errors, [G, S]; None for an observer that takes all alike."""
+    if args.observer_kind != "imatrix":
+        return None
+    if importance_C is None:
+        raise SchemeError(f"{name}: imatrix_mse weighs errors by inputs, and of this weight's inputs nothing is known; use 'mse'")
+    if not bool(importance_C.isfinite().all()):
+        raise NumericsError(f"{name}: its calibration inputs hold NaN or infinity; check the model in its own dtype on this data")
+    mean = importance_C.double().mean()
+    even = torch.ones_like(importance_C, dtype=torch.float64)
+    return (importance_C.double() / mean if float(mean) > 0 else even).reshape(-1, groups_nS.shape[-1])
+
+
+def _of_groups(weights_GS: Tensor | None, start: int, count: int) -> Tensor | None:
+    """The weights of some groups in a row, of which every row of the weight has G."""
+    if weights_GS is None:
+        return None
+    return weights_GS[torch.arange(start, start + count, device=weights_GS.device) % len(weights_GS)]
+
+
 def _as_blocks(weight: Tensor, height: int, width: int) -> tuple[Tensor, tuple[int, int]]:
     """View the weight as [blocks, H * W]; what sticks out is filled up with zeros, which change neither range nor error."""
     padded = functional.pad(weight, (0, -weight.shape[1] % width, 0, -weight.shape[0] % height))
@@ -257,7 +291,7 @@ def _search_range(
     min_n: Tensor,
     max_n: Tensor,
     args: QuantizationArgs,
-    counts_S: Tensor | None = None,
+    weights_nS: Tensor | None = None,
     global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Try one range after the other, from the widest on; each group keeps the first of its best."""
@@ -272,7 +306,7 @@ def _search_range(
         shrink = 1 - candidate / settings.grid
         tried_min_n, tried_max_n = min_n * shrink, max_n * shrink
         qparams = calculate_qparams(tried_min_n, tried_max_n, args, global_scale).map(lambda part: part.unsqueeze(-1))
-        error_n = _sum_errors(groups_nS, qparams, unit_n, flat_args, settings.norm, counts_S)
+        error_n = _sum_errors(groups_nS, qparams, unit_n, flat_args, settings.norm, weights_nS)
         better_n = error_n < best_error_n
         if settings.patience is not None:
             better_n &= stale_n < settings.patience
@@ -284,15 +318,15 @@ def _search_range(
 
 
 def _sum_errors(
-    groups_nS: Tensor, qparams: QParams, unit_n: Tensor, args: QuantizationArgs, norm: float, counts_S: Tensor | None
+    groups_nS: Tensor, qparams: QParams, unit_n: Tensor, args: QuantizationArgs, norm: float, weights_nS: Tensor | None
 ) -> Tensor:
-    """Sum |error / unit|^norm over each group, each value as often as it occurred; float64 [n]."""
+    """Sum |error / unit|^norm over each group, each value times its weight, [S] or [n, S]: how often it occurred; float64 [n]."""
     total_n = torch.zeros_like(unit_n, dtype=torch.float64)
     for start in range(0, groups_nS.shape[-1], _CHUNK):
         piece = groups_nS[:, start : start + _CHUNK]
         error = fake_quantize(piece, qparams, args).float() - piece.float()
         error = error.div_(unit_n.float().unsqueeze(-1)).abs_().pow_(norm)
-        if counts_S is not None:
-            error = error * counts_S[start : start + _CHUNK].double()
+        if weights_nS is not None:
+            error = error * weights_nS[..., start : start + _CHUNK].double()
         total_n += error.sum(-1, dtype=torch.float64)
     return total_n

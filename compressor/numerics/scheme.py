@@ -21,14 +21,18 @@ from compressor.spelling import suggest
 # Which observers there are, and their settings: how the range of a tensor is found.
 
 # Every observer name that a recipe may use -> what it does here. In llm-compressor they differ in how they average batches; ours never do.
-OBSERVER_KINDS: dict[str, Literal["minmax", "mse"]] = {
+ObserverKind = Literal["minmax", "mse", "imatrix"]
+OBSERVER_KINDS: dict[str, ObserverKind] = {
     "minmax": "minmax",
     "memoryless_minmax": "minmax",
     "static_minmax": "minmax",
     "mse": "mse",
     "memoryless_mse": "mse",
+    "imatrix_mse": "imatrix",
 }
 
+
+_IMATRIX = {"maxshrink": 0.95, "grid": 20, "norm": 3.0, "patience": 5}
 
 # Beyond these a search would not end, or every error would be infinite.
 _LARGEST = {"grid": 10_000.0, "norm": 16.0}
@@ -184,14 +188,14 @@ class QuantizationArgs(BaseModel):
         return self.strategy == "tensor_group"
 
     @property
-    def observer_kind(self) -> Literal["minmax", "mse"]:
-        """What `observer` does: "minmax" or "mse"."""
+    def observer_kind(self) -> ObserverKind:
+        """What `observer` does: "minmax", "mse", or "imatrix", which is "mse" with errors weighted by the inputs that they meet."""
         return OBSERVER_KINDS[self.observer or "minmax"]
 
     @property
     def mse_settings(self) -> MSESettings:
-        """The settings for an observer of kind "mse"."""
-        return MSESettings.from_kwargs(self.observer_kwargs)
+        """The settings for an observer that searches; those of "imatrix" are by default llm-compressor's."""
+        return MSESettings.from_kwargs({**(_IMATRIX if self.observer_kind == "imatrix" else {}), **self.observer_kwargs})
 
     @field_validator("num_bits", "group_size", mode="before")
     @classmethod
@@ -306,10 +310,14 @@ class QuantizationArgs(BaseModel):
 
     @model_validator(mode="after")
     def _check_settings_of_observer(self) -> QuantizationArgs:
-        if self.observer_kind == "mse":
+        if self.observer_kind != "minmax":
             MSESettings.from_kwargs(self.observer_kwargs)
         elif self.observer_kwargs:
             raise SchemeError(f"observer_kwargs: the minmax observer takes no settings, got {sorted(self.observer_kwargs)}; leave them out")
+        if self.observer_kind == "imatrix" and self.strategy not in ("channel", "group", "tensor_group"):
+            raise SchemeError(
+                f"observer: imatrix_mse weighs the columns of a weight in groups or rows, not strategy={self.strategy!r}; use 'mse'"
+            )
         return self
 
 

@@ -1,4 +1,4 @@
-"""What SparseGPT and Wanda share: which layer gets which share of zeros, and pruning stage by stage while calibration data flow."""
+"""What SparseGPT and Wanda share: which layer gets which share of zeros, by what flows into it, and how a pruned weight is placed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-import torch
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
 
@@ -17,31 +16,12 @@ from compressor.errors import RecipeError, SchemeError, TargetError
 from compressor.lifecycle import Event, ModuleRecord, State
 from compressor.model.targets import matches
 from compressor.modifiers.fallbacks import WithFallbacks
-from compressor.modifiers.own_forwards import show_inputs
+from compressor.modifiers.own_forwards import MeanSquare
 from compressor.modifiers.pruning.magnitude import pattern_of
 from compressor.modifiers.pruning.masks import PruningModifier, weight_rows
 from compressor.nn.quantized_linear import is_conv1d
 
 _ANY = "0:0"  # of llm-compressor, for no pattern
-
-
-class MeanSquare:
-    """Mean of x^2 of each input column, over calibration tokens."""
-
-    def __init__(self) -> None:
-        """Start at zero tokens."""
-        self._sum_C: Tensor | float = 0.0
-        self.num_tokens = 0
-
-    def add(self, tokens_NC: Tensor) -> None:
-        """Add tokens, [N, C]."""
-        self._sum_C = self._sum_C + tokens_NC.detach().float().square().sum(0, dtype=torch.float64)
-        self.num_tokens += len(tokens_NC)
-
-    def value(self) -> Tensor:
-        """Return [C] float32; some token must have been seen."""
-        assert isinstance(self._sum_C, Tensor)
-        return (self._sum_C / self.num_tokens).float()
 
 
 class CalibratedPruningModifier(PruningModifier, WithFallbacks):
@@ -244,19 +224,6 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
                 f"({', '.join(list(layers)[:3])}{', ...' if len(layers) > 3 else ''}); give one for each"
             )
         return {name: share for share, names in zip(self.sparsity, layers.values(), strict=True) for name in names}
-
-    def mean_squares(self, state: State) -> dict[str, MeanSquare]:
-        """Run all data through the model as it is, and look at the inputs of all modules.
-
-        Args:
-            state: of the run, with data.
-
-        Returns:
-            Dotted name to the mean squares; of those that no token reached they have seen none.
-        """
-        squares = {name: MeanSquare() for name in self._modules}
-        show_inputs(state, [(name, square.add) for name, square in squares.items()], type(self).__name__)
-        return squares
 
     def share_by_outliers(self, state: State, squares: Mapping[str, MeanSquare]) -> None:
         """Give each layer its share of zeros by its outliers.

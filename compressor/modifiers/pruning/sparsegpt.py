@@ -15,6 +15,7 @@ from compressor.algorithms.pruning.sparsegpt import prune_sparsegpt
 from compressor.errors import NumericsError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, State
 from compressor.lifecycle.state import StageValue
+from compressor.modifiers.own_forwards import mean_squares
 from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier
 from compressor.modifiers.pruning.masks import weight_rows
 from compressor.modifiers.schemes.input_statistics import HessianHooks, InputHook, Target, input_of
@@ -85,7 +86,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
         del event
         self._statistics, self._handles_of = HessianHooks(share=self.share_inputs, has_base=self.base_stream != "unused"), {}
         if self.sparsity_profile is not None and state.data is not None:
-            self.share_by_outliers(state, self.mean_squares(state))
+            self.share_by_outliers(state, mean_squares(state, self._modules, type(self).__name__))
         for name in self._pending:
             self._watch(name, self._statistics.accumulating(state, name))
 

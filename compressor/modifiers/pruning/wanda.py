@@ -10,6 +10,7 @@ import torch
 from compressor.algorithms.pruning.wanda import prune_wanda
 from compressor.lifecycle import CalibrationNeed, Event, State
 from compressor.lifecycle.state import StageValue
+from compressor.modifiers.own_forwards import mean_squares
 from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier
 from compressor.modifiers.pruning.masks import weight_rows
 
@@ -25,7 +26,7 @@ class WandaPruningModifier(CalibratedPruningModifier):
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Look at all inputs, and prune. Changes the model."""
         del event
-        squares = self.mean_squares(state)
+        squares = mean_squares(state, self._modules, type(self).__name__)
         if self.sparsity_profile is not None:
             self.share_by_outliers(state, squares)
         with torch.no_grad():

@@ -367,6 +367,12 @@ class SchemeTargets(KVCacheTargets):
         inputs = [scheme.input_activations for scheme in self.target_schemes()]
         return self.needs_kv or any(args is not None and args.dynamic is not True for args in inputs)
 
+    @property
+    def needs_importance(self) -> bool:
+        """True when the scales of a weight depend on the inputs that it meets."""
+        weights = [scheme.weights for scheme in self.target_schemes()]
+        return any(args is not None and args.observer_kind == "imatrix" for args in weights)
+
 
 def scheme_label(args: QuantizationArgs) -> str:
     """Return a short text for a weight format: `int4 group 128`, `int8 channel`, `float8 tensor`."""
