@@ -14,6 +14,7 @@ from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights
 from compressor.algorithms.pruning.wanda import layer_sparsities, outlier_share, scores
 from compressor.errors import RecipeError, SchemeError, TargetError
 from compressor.lifecycle import Event, ModuleRecord, State
+from compressor.lifecycle.state import Detail
 from compressor.model.targets import matches
 from compressor.modifiers.fallbacks import WithFallbacks
 from compressor.modifiers.own_forwards import MeanSquare
@@ -163,7 +164,9 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         """Return the share of zeros of a module."""
         return self._shares[name]
 
-    def place(self, state: State, name: str, pruned_RC: Tensor, error: float, num_tokens: int | None, **details: float | int | str) -> None:
+    def place(
+        self, state: State, name: str, pruned_RC: Tensor, error: float, num_tokens: int | None, details: Mapping[str, Detail]
+    ) -> None:
         """Write a pruned weight, and record it. Changes the model.
 
         Args:
@@ -178,7 +181,7 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         self._zeros[name] = float((pruned_RC == 0).double().mean())
         state.own_tensors(name)
         weight_rows(state.model.get_submodule(name)).copy_(pruned_RC)
-        state.report.modules[name] = ModuleRecord(name, type(self).__name__, self.scheme_label(), error, num_tokens, details)
+        state.report.modules[name] = ModuleRecord(name, type(self).__name__, self.scheme_label(), error, num_tokens, dict(details))
 
     def on_finalize(self, state: State) -> bool:
         """Report what is zero now, and how much of that another modifier has changed."""
@@ -212,7 +215,7 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         (gone_RC,) = pruned_weights([weight_RC], self.share_of(name), self.pattern)
         energy = weight_RC.float().square()
         error = float((energy * gone_RC).sum() / energy.sum().clamp_min(1e-30))
-        self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, None, fallback=kind)
+        self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, None, {"fallback": kind})
 
     def _given_shares(self) -> dict[str, float]:
         layers = _layers(self._modules)

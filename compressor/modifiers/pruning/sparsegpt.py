@@ -171,4 +171,4 @@ class SparseGPTModifier(CalibratedPruningModifier):
         if shift_CC is not None:
             state.settled_to_base.update(names)
         for name, own in zip(names, solved, strict=True):
-            self.place(state, name, own.weight_RC, own.relative_error, num_tokens, kept="moved")
+            self.place(state, name, own.weight_RC, own.relative_error, num_tokens, {"kept": "moved"})

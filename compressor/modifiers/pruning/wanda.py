@@ -38,7 +38,7 @@ class WandaPruningModifier(CalibratedPruningModifier):
                 gone_RC = prune_wanda(weight_RC, mean_C, self.share_of(name), self.pattern)
                 energy_RC = weight_RC.float().square() * mean_C
                 error = float((energy_RC * gone_RC).sum() / energy_RC.sum().clamp_min(1e-30))
-                self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, square.num_tokens)
+                self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, square.num_tokens, {})
 
     def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
         """Nothing: a resumed run prunes again, to the same bytes."""
