@@ -37,6 +37,7 @@ from compressor.tracing.picking import excerpt
 _LARGEST = {torch.float16: 1}  # exponents of factors, where the dtype has few of its own
 _EXPONENT = 3
 _SUBNORMAL = 2.0**-22  # four steps of float16 below its normal numbers
+_NOT_BY_CHANNEL = "its weight does not scale its output channel by channel"
 _CLOSE = 1e-6  # relative, in float64: norms may compute in float32 whatever they are given
 
 
@@ -223,14 +224,17 @@ class _Prober:
 
     def _find_offset(self, source: str, module: nn.Module) -> float | str:
         args, kwargs = _doubled(self._arguments[source])
+        weight = module.get_parameter("weight")
+        if len(weight if weight.dim() == 1 else weight_of(module)) != self._widths[source]:  # a norm that has a row for each head
+            return _NOT_BY_CHANNEL
         factor_C = torch.linspace(0.5, 2.0, self._widths[source], dtype=torch.float64, device=self._inputs[source][0].device)
         plain = _output_of(_double(module), args, kwargs)
-        for offset in (0.0, 1.0) if module.get_parameter("weight").dim() == 1 else (0.0,):
+        for offset in (0.0, 1.0) if weight.dim() == 1 else (0.0,):
             changed = _double(module)
             scale_source(changed, factor_C, offset)
             if plain is not None and _close(_output_of(changed, args, kwargs), plain * factor_C):
                 return offset
-        return "its weight does not scale its output channel by channel"
+        return _NOT_BY_CHANNEL
 
     def _divides(self, name: str) -> bool:
         module = self._modules[name]

@@ -11,6 +11,8 @@ FAMILIES: Mapping[str, str] = {
     "observers": "tests.mutation.numerics.family:OBSERVERS",
     "layers": "tests.mutation.numerics.family:LAYERS",
     "solvers": "tests.mutation.numerics.family:SOLVERS",
+    "pruners": "tests.mutation.numerics.family:PRUNERS",
+    "moved-scales": "tests.mutation.numerics.family:MOVED_SCALES",
     "transforms": "tests.mutation.transforms:FAMILY",
     "goldens": "tests.mutation.goldens:FAMILY",
     "checkpoints": "tests.mutation.checkpoints:FAMILY",

@@ -174,6 +174,30 @@ def beats_magnitude(subject: Sparsifier, context: CheckContext) -> str:
     return f"{each_ordinary(subject, context, examined)}, {min(shares):.3f} to {max(shares):.3f} of the loss of magnitude pruning"
 
 
+@register(
+    None,
+    "inputs_count",
+    "Where half of the inputs are a hundred times the others, a second-order pruner has at most half the loss of magnitude pruning",
+    kind="sparsifier",
+)
+def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
+    """Give every second column large inputs: whoever looks at weights alone drops as many there as elsewhere."""
+    if not subject.second_order:
+        raise NothingToCheckError("the subject does not read the Hessian")
+    generator = torch.Generator().manual_seed(context.seed)
+    weight = (torch.rand(24, 64, generator=generator) + 0.5) * torch.randint(0, 2, (24, 64), generator=generator).mul(2).sub(1)
+    scale = torch.ones(64)
+    scale[::2] = 100.0
+    hessian = hessian_of(64, context) * scale * scale[:, None]
+    pruned = subject.prune(weight.clone(), hessian.clone())
+    own, other = _loss(weight, pruned, hessian), _loss(weight, _by_magnitude(subject, weight), hessian)
+    if _loss(weight, torch.zeros_like(weight), hessian) <= 0.5 * other:
+        raise CheckFailed("the limit measures nothing: all zeros would pass")
+    if not own <= 0.5 * other:
+        raise CheckFailed(f"loss {own:.6g}, where magnitude pruning has {other:.6g}: the sizes of inputs play no part")
+    return f"{own / other:.3f} of the loss of magnitude pruning"
+
+
 def _loss(weight: Tensor, pruned: Tensor, hessian: Tensor) -> float:
     return float(_row_losses(weight, pruned, hessian.double()).sum())
 

@@ -42,7 +42,7 @@ def test_rounding_passes_what_applies_to_it():
 
 
 def test_padding_that_is_counted_is_caught():
-    with mock.patch("compressor.modifiers.gptq.mask_of_input", return_value=None):
+    with mock.patch("compressor.modifiers.schemes.input_statistics.mask_of_input", return_value=None):
         assert outcome(OurCalibration(), 41)[0] is Outcome.FAIL
 
 

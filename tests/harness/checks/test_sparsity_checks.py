@@ -204,7 +204,7 @@ def test_what_does_not_apply_is_skipped():
     subject = Rows()
     subject.quantize = None
     skipped = {record.name for record in check(subject).records if record.outcome is Outcome.SKIP}
-    assert skipped == {"sparsifier.pattern", "sparsifier.zeros_survive", "sparsifier.beats_magnitude"}
+    assert skipped == {"sparsifier.pattern", "sparsifier.zeros_survive", "sparsifier.beats_magnitude", "sparsifier.inputs_count"}
 
 
 def test_a_plain_function_is_a_subject():

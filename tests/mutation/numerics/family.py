@@ -15,6 +15,8 @@ from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Mutant
 from harness.reporting.verdict import Outcome
 from tests.mutation.numerics.codes import QUANTIZER_MUTANTS
+from tests.mutation.numerics.moved_scales import MOVED_SCALE_MUTANTS
+from tests.mutation.numerics.pruners import PRUNER_MUTANTS
 from tests.mutation.numerics.scales import SCALE_MUTANTS
 from tests.mutation.numerics.solvers import SOLVER_MUTANTS
 from tests.mutation.numerics.storage import LAYER_MUTANTS, OBSERVER_MUTANTS, PACKER_MUTANTS
@@ -42,6 +44,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "layer-fp4-tensor_group16-nvfp4-pack-quantized",
         "layer-fp4-group32-mx-mxfp4-pack-quantized",
     ),
+    "transform": ("SmoothQuant", "AWQ-norms", "AWQ"),
     "solver": (
         "gptq-r_form-int4-group16-actorder",
         "gptq-reference-int4-asym-group16-plain",
@@ -91,3 +94,5 @@ PACKERS = _family("packers", "packer", PACKER_MUTANTS)
 OBSERVERS = _family("observers", "observer", OBSERVER_MUTANTS)
 LAYERS = _family("layers", "layer", LAYER_MUTANTS)
 SOLVERS = _family("solvers", "solver", SOLVER_MUTANTS)
+PRUNERS = _family("pruners", "sparsifier", PRUNER_MUTANTS)
+MOVED_SCALES = _family("moved-scales", "transform", MOVED_SCALE_MUTANTS)

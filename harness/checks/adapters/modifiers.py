@@ -1,0 +1,155 @@
+"""Our pruning algorithms and the modifiers that move scales, as subjects of the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights
+from compressor.algorithms.pruning.sparsegpt import prune_sparsegpt
+from compressor.algorithms.pruning.wanda import prune_wanda
+from compressor.algorithms.rtn import round_to_nearest
+from compressor.data import CalibrationData
+from compressor.lifecycle import EventType, Session, State
+from compressor.lifecycle.modifier import Modifier
+from compressor.modifiers.transforms.awq import AWQModifier
+from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier
+from compressor.modifiers.transforms.smoothing import LogarithmicEqualizationModifier, SmoothQuantModifier
+from compressor.numerics.observers import weight_qparams
+from compressor.numerics.quantize import dequantize, fake_quantize
+from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
+from harness.checks.protocols import Pruner
+
+_ROUNDED = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
+_INT4 = QuantizationArgs(num_bits=4, strategy="channel")
+_QKV, _MLP = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"), ("gate_proj", "up_proj", "gate_up_proj", "fc1", "dense_h_to_4h")
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Round to 4 bits with zero points, one scale a row.
+
+    Args:
+        weight: [R, C].
+
+    Returns:
+        The values.
+    """
+    qparams = weight_qparams(weight, _ROUNDED)
+    return dequantize(round_to_nearest(weight, qparams, _ROUNDED).codes_RC, qparams, _ROUNDED)
+
+
+def pruners() -> list[Pruner]:
+    """Return our pruners, with and without a pattern.
+
+    Returns:
+        Subjects.
+    """
+    made = []
+    for pattern in (None, (2, 4), (1, 4), (5, 8)):
+        form = None if pattern is None else Pattern(*pattern)
+        sparsity = 0.37 if form is None else form.sparsity
+
+        def magnitude(weight: Tensor, hessian: Tensor, form: Pattern | None = form, sparsity: float = sparsity) -> Tensor:
+            del hessian
+            (gone,) = pruned_weights([weight], sparsity, form)
+            return weight.masked_fill(gone, 0.0)
+
+        def wanda(weight: Tensor, hessian: Tensor, form: Pattern | None = form, sparsity: float = sparsity) -> Tensor:
+            return weight.masked_fill(prune_wanda(weight, hessian.diagonal(), sparsity, form), 0.0)
+
+        def sparsegpt(weight: Tensor, hessian: Tensor, form: Pattern | None = form, sparsity: float = sparsity) -> Tensor:
+            return prune_sparsegpt([weight], hessian, sparsity, form)[0].weight_RC
+
+        def classical_sparsegpt(weight: Tensor, hessian: Tensor, form: Pattern | None = form, sparsity: float = sparsity) -> Tensor:
+            return prune_sparsegpt([weight], hessian, sparsity, form, refining_steps=0)[0].weight_RC
+
+        whole = "tensor" if pattern is None else "row"
+        kinds: list[tuple[Callable[[Tensor, Tensor], Tensor], str, bool]] = [
+            (magnitude, whole, False),
+            (wanda, "row", True),
+            (sparsegpt, whole, True),
+            (classical_sparsegpt, whole, True),
+        ]
+        for function, _, _ in kinds:
+            function.__name__ += "" if pattern is None else f"-{pattern[0]}of{pattern[1]}"
+        made += [
+            Pruner(function, sparsity=sparsity, pattern=pattern, scope=scope, second_order=second, quantize=rounded)
+            for function, scope, second in kinds
+        ]
+
+    def wanda_keeps(weight: Tensor, hessian: Tensor) -> Tensor:  # what reads the Hessian may move weights; this one must not
+        return weight.masked_fill(prune_wanda(weight, hessian.diagonal(), 0.5), 0.0)
+
+    made.append(Pruner(wanda_keeps, quantize=rounded))
+    return made
+
+
+@dataclass(frozen=True)
+class OurTransform:
+    """A modifier that moves scales.
+
+    Attributes:
+        modifier: its class.
+        settings: of it.
+        readers: last parts of the names of layers that read a norm and must come out changed.
+        fake_quantize: what a quantizer behind it leaves of a weight, where it searches.
+        architectures: of `harness trace-audit`.
+    """
+
+    modifier: type[ScaleMovingModifier]
+    settings: Mapping[str, Any]
+    readers: Sequence[str] = (*_QKV, *_MLP)
+    fake_quantize: Callable[[Tensor], Tensor] | None = None
+    architectures: Sequence[str] = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt_neox")
+    kind: ClassVar[str] = "transform"
+    tags: ClassVar[frozenset[str]] = frozenset({"invariant_fp"})
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return self.modifier.__name__.removesuffix("Modifier") + ("-norms" if self.settings.get("ignore") else "")
+
+    def apply(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
+        """Change the model in place."""
+        modifier: Modifier = self.modifier(**self.settings)
+        rows, tokens = sum(len(ids) for ids in batches), sum(ids.numel() for ids in batches)
+        state = State(model, data=CalibrationData([{"input_ids": ids} for ids in batches], [None] * len(batches), "", rows, tokens))
+        session = Session(state, [modifier])
+        session.initialize()
+        scheme = QuantizationScheme(targets=["Linear"], weights=_INT4)
+        state.schemes.update({name: scheme for name, part in model.named_modules() if isinstance(part, nn.Linear)})
+        session.send(EventType.CALIBRATION_START)
+        session.send(EventType.CALIBRATION_END)
+        session.finalize()
+
+    def targets(self, model: nn.Module) -> Sequence[str]:
+        """Weights that must have changed: those that read a norm."""
+        return [name for name, _ in model.named_parameters() if name.removesuffix(".weight").rpartition(".")[2] in self.readers]
+
+    def rotations(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """None."""
+        del model
+        return {}
+
+
+def transforms() -> list[OurTransform]:
+    """Return our modifiers that move scales.
+
+    Returns:
+        Subjects.
+    """
+
+    def int4(weight: Tensor) -> Tensor:
+        return fake_quantize(weight, weight_qparams(weight, _INT4), _INT4)
+
+    # Of norms only, so that what a layer reads is all that changes in it, the search can be judged; on other architectures no scaling is
+    # best for some layer.
+    return [
+        OurTransform(SmoothQuantModifier, {"smoothing_strength": 0.8}),
+        OurTransform(LogarithmicEqualizationModifier, {}),
+        OurTransform(AWQModifier, {"ignore": ["Linear"]}, _MLP, int4, ("llama", "mistral", "qwen2", "opt", "gpt_neox")),
+        OurTransform(AWQModifier, {}, _MLP, None, ("llama", "mistral", "qwen2", "opt")),
+    ]

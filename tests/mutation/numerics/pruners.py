@@ -1,0 +1,43 @@
+"""Planted bugs in SparseGPT, Wanda and pruning by magnitude."""
+
+from __future__ import annotations
+
+from harness.mutants.code_swap import bug
+from harness.mutants.patches import Edit, Mutant
+
+_SPARSE = "compressor.algorithms.pruning.sparsegpt:"
+_WANDA = "compressor.algorithms.pruning.wanda:"
+_SIZE = "compressor.algorithms.pruning.magnitude:"
+_RANDOM = "sparsifier.beats_random"
+_COUNT = "sparsifier.target_met"
+_PATTERN = "sparsifier.pattern"
+
+PRUNER_MUTANTS: tuple[Mutant, ...] = (
+    bug("errors_with_the_wrong_sign", "sparsegpt", "columns behind a zero move away from what would make good", _RANDOM,
+        Edit(_SPARSE + "_settle", "moved_R.neg_()", "moved_R.clone()"),
+        Edit(_SPARSE + "prune_sparsegpt", "damped.matrix_CC, refining_steps)", "damped.matrix_CC, 0)")),
+    bug("dearest_goes", "sparsegpt", "the weights that cost most go", _RANDOM,
+        Edit(_SPARSE + "_choose", "running_BR.mul_(diag_B[:, None]).square_()",
+             "running_BR.mul_(diag_B[:, None]).square_().neg_().add_(1e6)")),
+    bug("cost_without_the_diagonal", "sparsegpt", "the cheapest by size alone go, whatever they cost", _RANDOM,
+        Edit(_SPARSE + "_choose", "running_BR.mul_(diag_B[:, None]).square_()", "running_BR.div_(diag_B[:, None]).square_()")),
+    bug("one_run_keeps_too_many", "sparsegpt", "of every run one weight less goes", _PATTERN,
+        Edit(_SPARSE + "_pass", "pattern.of - pattern.keep, by_row=True", "pattern.of - pattern.keep - 1, by_row=True")),
+    bug("zeros_are_refined", "sparsegpt", "the last steps move weights that have gone, too", _PATTERN,
+        Edit(_SPARSE + "refined", "residual_CR = (scaled_CC @ ((wanted_CR - kept_CR) / scale_C1)).masked_fill_(gone_CR, 0.0)",
+             "residual_CR = scaled_CC @ ((wanted_CR - kept_CR) / scale_C1)")),
+    bug("a_block_too_many_zeros", "sparsegpt", "what went in earlier blocks is not counted", _COUNT,
+        Edit(_SPARSE + "_pass", "done += _choose", "_choose")),
+    bug("inputs_do_not_count", "wanda", "weights go by their size alone", "sparsifier.inputs_count",
+        Edit(_WANDA + "scores", "weight_RC.float().abs() * mean_square_C.sqrt()", "weight_RC.float().abs() * (mean_square_C * 0 + 1)")),
+    bug("two_too_many", "wanda", "two weights of each row more than asked go", _COUNT,
+        Edit(_WANDA + "prune_wanda", "num_zeros(sparsity, scores_RC.shape[-1]) if", "num_zeros(sparsity, scores_RC.shape[-1]) + 2 if")),
+    bug("largest_goes", "wanda", "the largest products go", _RANDOM,
+        Edit(_WANDA + "prune_wanda", "runs.sort(dim=-1, stable=True)", "runs.sort(dim=-1, stable=True, descending=True)")),
+    bug("runs_one_short", "wanda", "of every run of a row one weight less goes", _PATTERN,
+        Edit(_WANDA + "prune_wanda", "else pattern.of - pattern.keep\n", "else pattern.of - pattern.keep - 1\n")),
+    bug("rounds_up", "magnitude", "one weight more than asked goes", _PATTERN,
+        Edit(_SIZE + "num_zeros", "math.floor(sparsity * total + 1e-9 * max(1, total))", "math.floor(sparsity * total) + 1")),
+    bug("takes_all_equals", "magnitude", "all weights that equal the last one go with it", _COUNT,
+        Edit(_SIZE + "smallest", "below | (equal & (equal.cumsum(0) <= count - below.sum()))", "below | equal")),
+)  # fmt: skip
