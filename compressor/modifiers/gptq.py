@@ -230,7 +230,7 @@ class GPTQModifier(SchemeModifier):
             if not all(bool(torch.isfinite(weight).all()) for weight in weights):
                 raise
             for name in names:
-                self._round(state, name, "not_positive_definite", str(error))
+                self._round(state, name, "not_positive_definite", str(error).removeprefix(f"{' + '.join(names)}: "))
             return
         dead = {_DEAD: num_dead} if num_dead else {}
         for name, own in zip(names, solved, strict=True):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.data import batch_to
+from compressor.data import CalibrationData, batch_to
 from compressor.data.collate import call_model, leading_tensor
+from compressor.errors import CalibrationError
 from compressor.lifecycle import State
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.model.evaluation import evaluation_mode
@@ -53,6 +54,24 @@ def mean_squares(state: State, names: Iterable[str], title: str) -> dict[str, Me
     return squares
 
 
+def calibration_data(state: State, label: str) -> CalibrationData:
+    """Find the data of a run.
+
+    Args:
+        state: of the run.
+        label: of who asks.
+
+    Returns:
+        Its batches.
+
+    Raises:
+        CalibrationError: the run has none.
+    """
+    if state.data is None:
+        raise CalibrationError(f"{label}: the run has no calibration data, and it runs forwards of its own; give State(data=...)")
+    return state.data
+
+
 def show_inputs(state: State, watchers: Iterable[tuple[str, Callable[[Tensor], None]]], title: str) -> None:
     """Run all batches, and show what modules are handed, without padding. The model is the same afterwards.
 
@@ -60,9 +79,11 @@ def show_inputs(state: State, watchers: Iterable[tuple[str, Callable[[Tensor], N
         state: of the run, with data.
         watchers: dotted module names, each with what takes its inputs of real tokens, [N, C], one call at least.
         title: of the bar.
+
+    Raises:
+        CalibrationError: the run has no data.
     """
-    data = state.data
-    assert data is not None
+    data = calibration_data(state, title)
     with ExitStack() as stack:
         stack.enter_context(without_modifier_hooks(state.model))
         stack.enter_context(evaluation_mode(state.model))

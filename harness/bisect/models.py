@@ -21,6 +21,10 @@ from compressor.model.loading.load import load_model, load_tokenizer, resolve_de
 from compressor.nn import QuantizedLayer
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.kv_cache import kv_args
+from harness.validation.format.container import read_checkpoint
+from harness.validation.format.record import read_record
+from harness.validation.format.transforms import read_transforms, transformed
+from harness.validation.loading import load_with_tensors, module_classes
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,23 @@ def load_pair(base: str | Path, compressed: str | Path, *, device: str = "auto")
     if "quantization_config" in read_config(base):
         right = load_compressed(base, device=device)
     else:
-        right = load_model(base, device=device).model
+        right = _with_moved_scales(load_model(base, device=device).model, base, compressed).to(resolve_device(device))
         if any(isinstance(module, UnfusedExperts) for module in suspect.modules()):
             unfuse_into(UnfusedModel(right), prove=False)
     _give_dtype(right, _dtype(suspect))
     return Pair(right.eval(), suspect, load_tokenizer(base), tuple(differing_parts(right, suspect)), resolve_device(device))
+
+
+def _with_moved_scales(model: nn.Module, base: Path, compressed: Path) -> nn.Module:
+    """Move the scales in the base that were moved before compression: else no module of one could stand in for that of the other."""
+    classes, files = module_classes(base), read_checkpoint(base, finished=False)
+    moved, problems = read_transforms(read_record(compressed), files, classes)
+    if problems:
+        raise ModelError(f"{compressed}: compression.json: {problems[0]}; see what harness validate says of it")
+    if not moved:
+        return model
+    tensors = transformed(files, moved, classes)
+    return load_with_tensors(model, {name: tensors.tensor(name) for name in tensors.entries})
 
 
 def _give_dtype(model: nn.Module, dtype: torch.dtype) -> None:

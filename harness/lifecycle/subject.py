@@ -13,6 +13,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from compressor.data import CalibrationData
+from compressor.data.collate import leading_tensor
 from compressor.errors import CompressorError
 from compressor.lifecycle import Modifier, Session
 from harness.lifecycle.driving.callback_actions import Actor
@@ -126,11 +128,20 @@ class Subject:
             chosen.steps_per_epoch,
             chosen.keep_originals,
             self.session_class,
+            None if self.trains else self._data(),
         )
         run.recorder.perform = Actor(run, self.session_class).perform
         run.recorder.on_begin = self.stopwatch.restart
         self.latest = run
         return run
+
+    def _data(self) -> CalibrationData:
+        """The batches, as a calibration hands them to modifiers that run forwards of their own."""
+        batches = [(batch,) if isinstance(batch, Tensor) else batch for batch in copy.deepcopy(list(self.batches))]
+        shapes = [leading_tensor(batch).shape for batch in batches]
+        return CalibrationData(
+            batches, [None] * len(batches), "", sum(shape[0] for shape in shapes), sum(shape[:2].numel() for shape in shapes)
+        )
 
     def check(self, run: CompressorRun) -> CheckedRun:
         """Put the oracle beside a run.

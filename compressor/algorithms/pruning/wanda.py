@@ -14,12 +14,13 @@ from compressor.algorithms.pruning.magnitude import Pattern, num_zeros
 from compressor.errors import NumericsError
 
 
-def scores(weight_RC: Tensor, mean_square_C: Tensor) -> Tensor:
+def scores(weight_RC: Tensor, mean_square_C: Tensor, name: str = "weight") -> Tensor:
     """Return |w| times the root mean square of the input that it meets.
 
     Args:
         weight_RC: [R, C] float.
         mean_square_C: [C] float32, mean of x^2 over calibration tokens.
+        name: dotted module name, for errors only.
 
     Returns:
         [R, C] float32.
@@ -29,11 +30,13 @@ def scores(weight_RC: Tensor, mean_square_C: Tensor) -> Tensor:
     """
     found = weight_RC.float().abs() * mean_square_C.sqrt()
     if not bool(torch.isfinite(found).all()):
-        raise NumericsError(f"weight {tuple(weight_RC.shape)}: it or its inputs hold NaN or infinity, which have no place in an order")
+        raise NumericsError(f"{name}: it or its inputs hold NaN or infinity, which have no place in an order; repair the model or the data")
     return found
 
 
-def prune_wanda(weight_RC: Tensor, mean_square_C: Tensor, sparsity: float, pattern: Pattern | None = None) -> Tensor:
+def prune_wanda(
+    weight_RC: Tensor, mean_square_C: Tensor, sparsity: float, pattern: Pattern | None = None, *, name: str = "weight"
+) -> Tensor:
     """Choose the weights that become zero: in every row, or every run of a pattern, those with the lowest scores.
 
     Args:
@@ -41,11 +44,12 @@ def prune_wanda(weight_RC: Tensor, mean_square_C: Tensor, sparsity: float, patte
         mean_square_C: [C] float32, mean of x^2 over calibration tokens.
         sparsity: share of zeros in each row, 0 to 1.
         pattern: of every run of neighbours in a row so many stay, whatever `sparsity` says; None: any may go.
+        name: dotted module name, for errors only.
 
     Returns:
         Bool [R, C], True where a weight goes.
     """
-    scores_RC = scores(weight_RC, mean_square_C)
+    scores_RC = scores(weight_RC, mean_square_C, name)
     runs = scores_RC.unflatten(-1, (-1, scores_RC.shape[-1] if pattern is None else pattern.of))
     count = num_zeros(sparsity, scores_RC.shape[-1]) if pattern is None else pattern.of - pattern.keep
     order = runs.sort(dim=-1, stable=True).indices[..., :count]

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights
 from compressor.algorithms.pruning.wanda import layer_sparsities, outlier_share, scores
-from compressor.errors import RecipeError, SchemeError, TargetError
+from compressor.errors import CalibrationError, RecipeError, SchemeError, TargetError
 from compressor.lifecycle import Event, ModuleRecord, State
 from compressor.lifecycle.state import Detail
+from compressor.model.folder import some
 from compressor.model.targets import matches
 from compressor.modifiers.fallbacks import WithFallbacks
 from compressor.modifiers.own_forwards import MeanSquare
@@ -185,6 +186,8 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
 
     def on_finalize(self, state: State) -> bool:
         """Report what is zero now, and how much of that another modifier has changed."""
+        if self._pending:
+            raise CalibrationError(f"{self.label}: {some(self._pending)} are not pruned yet; run a calibration first")
         done = super().on_finalize(state)
         sizes = {name: module.get_parameter("weight").numel() for name, module in self._modules.items()}
         lost = sum(max(0.0, self._zeros[name] - float(state.report.modules[name].details["sparsity"])) * sizes[name] for name in sizes)
@@ -240,7 +243,9 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         layers = {layer: names for layer, names in layers.items() if names}
         found = []
         for names in layers.values():
-            found.append(outlier_share([scores(weight_rows(self._modules[name]), squares[name].value()) for name in names], self.owl_m))
+            found.append(
+                outlier_share([scores(weight_rows(self._modules[name]), squares[name].value(), name) for name in names], self.owl_m)
+            )
         sizes = [sum(weight_rows(self._modules[name]).numel() for name in names) for names in layers.values()]
         shares = layer_sparsities(found, sizes, self.sparsity, self.owl_lmbda)
         for names, share in zip(layers.values(), shares, strict=True):

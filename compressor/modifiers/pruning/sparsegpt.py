@@ -166,7 +166,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
             )
         except NumericsError as error:
             for name in names:
-                self.prune_by_size(state, name, "not_positive_definite", str(error))
+                self.prune_by_size(state, name, "not_positive_definite", str(error).removeprefix(f"{' + '.join(names)}: "))
             return
         if shift_CC is not None:
             state.settled_to_base.update(names)

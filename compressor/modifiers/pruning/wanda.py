@@ -35,7 +35,7 @@ class WandaPruningModifier(CalibratedPruningModifier):
                     self.prune_by_size(state, name)
                     continue
                 weight_RC, mean_C = weight_rows(self._pending[name]), square.value()
-                gone_RC = prune_wanda(weight_RC, mean_C, self.share_of(name), self.pattern)
+                gone_RC = prune_wanda(weight_RC, mean_C, self.share_of(name), self.pattern, name=name)
                 energy_RC = weight_RC.float().square() * mean_C
                 error = float((energy_RC * gone_RC).sum() / energy_RC.sum().clamp_min(1e-30))
                 self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, square.num_tokens, {})

@@ -15,6 +15,7 @@ from compressor.algorithms.costs import Cost, rounding_cost
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Event, FinishedStage, ModuleRecord, State
 from compressor.lifecycle.state import StageValue
+from compressor.model.folder import some
 from compressor.modifiers.fallbacks import WithFallbacks
 from compressor.modifiers.schemes.input_statistics import InputHook, input_of, observing, static_input_qparams
 from compressor.modifiers.schemes.targets import SchemeTargets
@@ -117,7 +118,7 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
         """Refuse to finish while a targeted module is still a float layer."""
         del state
         if self._pending:
-            raise CalibrationError(f"{type(self).__name__}: {sorted(self._pending)} are still uncompressed; run a calibration first")
+            raise CalibrationError(f"{type(self).__name__}: {some(self._pending)} are still uncompressed; run a calibration first")
         return True
 
     def stage_memory(self, modules: Sequence[str]) -> dict[str, StageValue]:

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
-from compressor.errors import RecipeError, TargetError
+from compressor.errors import CalibrationError, RecipeError, TargetError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.lifecycle.state import StageValue
@@ -27,7 +27,7 @@ from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import check_patterns, matches
-from compressor.modifiers.own_forwards import show_inputs
+from compressor.modifiers.own_forwards import calibration_data, show_inputs
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 
@@ -48,6 +48,7 @@ class ScaleMovingModifier(Modifier):
     ignore: list[str] = Field(default_factory=list)
 
     _written: dict[str, tuple[str, ...]] | None = PrivateAttr(default=None)
+    _was_asked: bool = PrivateAttr(default=False)
 
     @field_validator("ignore", mode="before")
     @classmethod
@@ -67,7 +68,7 @@ class ScaleMovingModifier(Modifier):
 
     def on_initialize(self, state: State) -> bool:
         """Resolve mappings of the recipe, before any data is read."""
-        self._written = None
+        self._written, self._was_asked = None, False
         if state.schemes:
             first = next(iter(state.schemes))
             raise RecipeError(f"{self.label}: {first} is quantized by a modifier before it; let it stand before those that quantize")
@@ -78,9 +79,7 @@ class ScaleMovingModifier(Modifier):
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Find the pairs, take the statistics, move the scales. Changes the model."""
         del event
-        if state.data is None:
-            state.report.notes.append(f"{self.label}: no calibration data was at hand, so no scale was moved")
-            return
+        self._was_asked = True
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             pairs = self._pairs(state)
         for taken in self._portions(state, pairs):
@@ -88,6 +87,13 @@ class ScaleMovingModifier(Modifier):
             for pair in taken:
                 self._move(state, pair)
         state.report.notes.append(f"{self.label}: scales of {len(pairs)} modules were moved into what reads them ({_in_short(pairs)})")
+
+    def on_finalize(self, state: State) -> bool:
+        """Refuse to finish where nobody asked for it: it does nothing in a training."""
+        del state
+        if not self._was_asked:
+            raise CalibrationError(f"{self.label}: no scale was moved, for that happens in a calibration; run one, or leave it out")
+        return True
 
     def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
         """Nothing: scales move again, to the same values, when a run is resumed."""
@@ -122,9 +128,9 @@ class ScaleMovingModifier(Modifier):
         """Say by what [C] the inputs are divided, and what is to be recorded; the statistics of the pair are complete."""
 
     def _pairs(self, state: State) -> tuple[ScalePair, ...]:
-        assert state.data is not None
+        data = calibration_data(state, self.label)
         sources = None if self._written is None else set(self._written)
-        found = find_pairs(state.model, state.data.batches[0], state.device, sources=sources, progress=state.progress)
+        found = find_pairs(state.model, data.batches[0], state.device, sources=sources, progress=state.progress)
         if self._written is not None:
             pairs, notes = explicit_pairs(self._written, found, self.label)
             state.report.notes += notes

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from compressor.data import CalibrationData
 from compressor.lifecycle import Event, EventType, Modifier, Session, State
 from harness.lifecycle.driving.callback_recorder import Recorder, record
 from harness.lifecycle.oracle import Deed, Flags, Settings
@@ -83,6 +84,7 @@ class CompressorRun:
         steps_per_epoch: as of the session.
         keep_originals: as of the state.
         session_class: the session to drive; a wrong one, when the harness itself is tested.
+        data: calibration data, for modifiers that run forwards of their own.
     """
 
     features = FEATURES
@@ -94,11 +96,12 @@ class CompressorRun:
         steps_per_epoch: int | None = None,
         keep_originals: bool = False,
         session_class: type[Session] | None = None,
+        data: CalibrationData | None = None,
     ) -> None:
         self.model = model
         self.recorder = Recorder()
         self.modifiers = [record(modifier, self.recorder, number) for number, modifier in enumerate(modifiers)]
-        self.state = State(model=model, keep_originals=keep_originals)
+        self.state = State(model=model, data=data, keep_originals=keep_originals)
         self.session = (session_class or Session)(self.state, self.modifiers, steps_per_epoch)
 
     def initialize(self) -> None:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from compressor import GPTQModifier, MagnitudePruningModifier, QuantizationModifier, SparseGPTModifier, WandaPruningModifier, oneshot
 from compressor.errors import CalibrationError, CompressorError, RecipeError, SchemeError, TargetError
+from compressor.lifecycle import Session, State
 from compressor.recipe import load_recipe
 
 SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -252,3 +253,14 @@ sparsity_stage:
     model = llama()
     oneshot(model, recipe=load_recipe(text), dataset=IDS)
     assert {zeros(weight) for weight in linear(model).values()} == {0.5}
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_run_without_calibration_does_not_pass_for_a_pruned_one(kind: Any) -> None:
+    model = llama()
+    before = {name: weight.clone() for name, weight in linear(model).items()}
+    session = Session(State(model=model), [kind(sparsity=0.5, **REST)])
+    session.initialize()
+    with pytest.RaisesGroup(pytest.RaisesExc(CalibrationError, match="up_proj.* are not pruned yet; run a calibration first")):
+        session.finalize()
+    assert all(torch.equal(weight, before[name]) for name, weight in linear(model).items())

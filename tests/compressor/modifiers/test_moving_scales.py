@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from compressor import oneshot
 from compressor.algorithms.smoothing import equalizing_scales, search_awq, smooth_scales
-from compressor.errors import CompressorError, RecipeError, TargetError
+from compressor.errors import CalibrationError, CompressorError, RecipeError, TargetError
+from compressor.lifecycle import Session, State
 from compressor.modifiers.gptq import GPTQModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.transforms.awq import AWQModifier
@@ -230,3 +231,11 @@ def test_narrow_dtypes_lose_no_more_than_a_rounding(dtype: torch.dtype) -> None:
     oneshot(model, recipe=SmoothQuantModifier(), dataset=IDS)
     assert all(bool(torch.isfinite(one).all()) for one in model.state_dict().values())
     assert (logits(model).float() - exact).square().mean() < 4 * unmoved
+
+
+@pytest.mark.parametrize("kind", [SmoothQuantModifier, LogarithmicEqualizationModifier, AWQModifier])
+def test_a_run_without_calibration_does_not_pass_for_a_smoothed_one(kind: Any) -> None:
+    session = Session(State(model=llama()), [kind()])
+    session.initialize()
+    with pytest.RaisesGroup(pytest.RaisesExc(CalibrationError, match="no scale was moved")):
+        session.finalize()

@@ -272,3 +272,19 @@ def test_a_corrupted_module_of_the_reference_model_is_found(tmp_path, compress, 
     assert [blame.module for blame in report.layers[0].modules] == [name], report.to_text()
     assert (report.num_parts, report.num_layers) == (42, 6)
     assert report.num_passes <= 12
+
+
+def test_moved_scales_are_moved_in_the_base_too(tiny_base, tiny_tokens, spoil_copy, tmp_path):
+    """Else norms and weights would differ that hold what they should, and none could stand in for that of the other model."""
+    from compressor import oneshot
+
+    recipe = (
+        "s_stage: {quant_modifiers: {SmoothQuantModifier: {}, QuantizationModifier: {scheme: W8A8, targets: [Linear], ignore: [lm_head]}}}"
+    )
+    oneshot(str(tiny_base), recipe=recipe, dataset=str(tiny_tokens), output_dir=str(tmp_path / "smooth"), device="cpu")
+    healthy = load_pair(tiny_base, tmp_path / "smooth", device="cpu")
+    assert not [part for part in healthy.parts if "norm" in part]
+    name = f"{LAYERS}.3.mlp.up_proj"
+    broken = spoil_copy(tmp_path / "smooth", tmp_path / "broken", lambda tensors: tensors[f"{name}.weight_scale"].mul_(2))
+    report = bisect(tiny_base, broken, tiny_tokens, device="cpu")
+    assert report.layers[0].modules[0].module == name, report.to_text()
