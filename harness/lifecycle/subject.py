@@ -36,6 +36,10 @@ class NothingToCheckError(Exception):
     """A check does not apply to the subject; the message says why."""
 
 
+class CannotTellError(Exception):
+    """The subject refuses to be tried as it is tried here; the message says why."""
+
+
 @dataclass
 class Subject:
     """A modifier and everything that is needed to run it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from compressor.errors import UserInputError
 from harness.lifecycle.driving.compare import Violation, describe
 from harness.lifecycle.driving.time_limit import TimeLimitError
-from harness.lifecycle.subject import NothingToCheckError, Subject
+from harness.lifecycle.subject import CannotTellError, NothingToCheckError, Subject
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 
@@ -62,6 +62,8 @@ class LifecycleCheck:
             summary = self.function(subject)
         except NothingToCheckError as reason:
             return self.claim.skipped(str(reason))
+        except CannotTellError as reason:
+            return self.claim.record(Outcome.INCONCLUSIVE, str(reason), findings=[str(reason)])
         except Violation as violation:
             return self._failed(violation)
         except TimeLimitError:

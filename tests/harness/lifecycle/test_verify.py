@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import harness
+from compressor import AWQModifier, SmoothQuantModifier, SparseGPTModifier, WandaPruningModifier
 from compressor.errors import UserInputError
 from compressor.lifecycle import Event, Modifier, Session, State
 from compressor.modifiers.autoround import AutoRoundModifier
@@ -53,17 +54,19 @@ def outcome_of(modifier: object, check: str, **options: Any) -> tuple[Outcome, s
         GPTQModifier(scheme="W4A16", ignore=["lm_head"]),
         QuantizationModifier(scheme="W4A16"),
         QuantizationModifier(scheme="FP8", ignore=["re:.*down_proj"]),
-        ScaleTuningModifier(),
         AutoRoundModifier(scheme="W4A16", ignore=["lm_head"], iters=2),
+        SmoothQuantModifier(),
+        WandaPruningModifier(sparsity=0.5),
+        SparseGPTModifier(sparsity=0.5, mask_structure="2:4"),
     ],
-    ids=["GPTQ", "W4A16", "FP8", "scale tuning", "AutoRound"],
+    ids=["GPTQ", "W4A16", "FP8", "AutoRound", "SmoothQuant", "Wanda", "SparseGPT"],
 )
 def test_our_own_modifiers_keep_the_contract(modifier: Modifier) -> None:
     report = harness.verify(modifier, profile="dev")
     assert report.passed, report.to_text()
     skipped = {record.name for record in report.records if record.outcome is Outcome.SKIP}
-    # a modifier without data has no hooks, and one that trains others' layers replaces none without them
-    assert skipped <= {"lifecycle.nested_contexts", *(["lifecycle.already_quantized"] if isinstance(modifier, ScaleTuningModifier) else [])}
+    # what runs forwards of its own has no hook outside of them, and what changes weights in place replaces no module
+    assert skipped <= {"lifecycle.nested_contexts", "lifecycle.already_quantized"}
 
 
 @pytest.mark.parametrize("modifier", [CalibratingWorker(), TrainingWorker(start=1.0, end=3.0), Willing()], ids=lambda one: one.label)
@@ -400,6 +403,13 @@ def test_what_cannot_be_verified_is_reported(given: object, verdict: Verdict, sa
     assert report.verdict is verdict
     assert says in report.records[0].summary
     assert len(report.records) == 1
+
+
+@pytest.mark.parametrize("modifier", [AWQModifier(), ScaleTuningModifier()], ids=lambda one: one.label)
+def test_what_refuses_to_run_alone_is_not_judged(modifier: Modifier) -> None:
+    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.completes"])
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert "alone it does not run" in report.records[-1].summary and "quantizes weights" in report.records[-1].summary
 
 
 def test_a_used_modifier_is_refused() -> None:
