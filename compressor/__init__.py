@@ -26,6 +26,7 @@ _PUBLIC = {
     "ScaleTuningModifier": "compressor.modifiers.scale_tuning",
     "ConstantPruningModifier": "compressor.modifiers.pruning.magnitude",
     "MagnitudePruningModifier": "compressor.modifiers.pruning.magnitude",
+    "SpinQuantModifier": "compressor.modifiers.transforms.spinquant",
     "SparseGPTModifier": "compressor.modifiers.pruning.sparsegpt",
     "WandaPruningModifier": "compressor.modifiers.pruning.wanda",
     "AWQModifier": "compressor.modifiers.transforms.awq",

@@ -59,8 +59,8 @@ def find_pairs(
     Raises:
         TracingError: the forward fails, or gives other bits when it is run again.
     """
-    prober = _Prober(model, batch_to(excerpt(batch, 0), device))
-    with evaluation_mode(model), Footprint(model), _all_experts(model), torch.no_grad():
+    prober = Prober(model, batch_to(excerpt(batch, 0), device))
+    with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():
         prober.run_plainly()
         kinds: dict[str, list[str]] = {}
         for name in prober.sources if sources is None else [name for name in prober.sources if name in sources]:
@@ -90,7 +90,7 @@ class _Findings:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-class _Blocked(Exception):
+class Blocked(Exception):
     """A forward met something that is no scaled input."""
 
     def __init__(self, met: str) -> None:
@@ -99,7 +99,7 @@ class _Blocked(Exception):
 
 
 @contextmanager
-def _all_experts(model: nn.Module) -> Iterator[None]:
+def all_experts(model: nn.Module) -> Iterator[None]:
     """Have every expert called on all tokens; what a router did not choose counts for nothing."""
     layers = [module for module in model.modules() if isinstance(module, UnfusedExperts)]
 
@@ -122,7 +122,7 @@ def _all_experts(model: nn.Module) -> Iterator[None]:
             del layer.__dict__["forward"]
 
 
-class _Prober:
+class Prober:
     """Runs a model with factors on some outputs, and watches what arrives.
 
     Attributes:
@@ -133,24 +133,24 @@ class _Prober:
         """Take a model and a batch on its device."""
         self.sources: list[str] = []
         self._model, self._batch = model, batch
-        self._modules = {name: module for name, module in model.named_modules() if _has_weight(module)}
-        self._inputs: dict[str, list[Tensor]] = {}
-        self._arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of the first call, in which weights are tried
-        self._widths: dict[str, int] = {}
-        self._outputs: list[Tensor] = []
-        self._tied = _tied_modules(model)
+        self.modules = {name: module for name, module in model.named_modules() if _has_weight(module)}
+        self.inputs: dict[str, list[Tensor]] = {}
+        self.arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of the first call, in which weights are tried
+        self.widths: dict[str, int] = {}
+        self.outputs: list[Tensor] = []
+        self.tied = tied_modules(model)
         self._scalable: dict[Any, float | str] = {}
 
     def run_plainly(self) -> None:
         """Note what every layer is handed, and what the model gives."""
-        self._outputs = self._forward(self._noting())
-        again = self._forward({})
-        if len(again) != len(self._outputs) or not all(map(torch.equal, again, self._outputs)):
+        self.outputs = self.forward(self._noting())
+        again = self.forward({})
+        if len(again) != len(self.outputs) or not all(map(torch.equal, again, self.outputs)):
             raise TracingError(
                 "mappings: the forward gives other bits when it is run again (or NaN), so nothing can be proved on it; switch off what "
                 "draws random numbers, and check the model on this data"
             )
-        self.sources = [name for name in self._inputs if name in self._widths]
+        self.sources = [name for name in self.inputs if name in self.widths]
 
     def try_one(self, source: str, found: _Findings) -> None:
         """Try one source alone, and note what came of it."""
@@ -196,56 +196,56 @@ class _Prober:
         if mixed is not None:
             return f"{mixed} is called on other inputs, too"
         kinds = {pattern_of(name) for name in pair.readers}
-        uncalled = next((name for name in self._modules if name not in self._inputs and pattern_of(name) in kinds), None)
+        uncalled = next((name for name in self.modules if name not in self.inputs and pattern_of(name) in kinds), None)
         if uncalled is not None:
             return f"{uncalled}, which this data does not call and which may read it, too"
-        tied = next((name for name in (source, *pair.readers) if self._tied.get(name)), None)
+        tied = next((name for name in (source, *pair.readers) if self.tied.get(name)), None)
         if tied is not None:
-            return f"the weight of {tied} is tied to {self._tied[tied]}"
+            return f"the weight of {tied} is tied to {self.tied[tied]}"
         stubborn = next((name for name in pair.readers if not self._divides(name)), None)
         return f"{stubborn} does more with its weight than multiply" if stubborn else ""
 
     def _factor(self, source: str) -> Tensor:
         """Powers of two, drawn by the source's name."""
-        width, dtype = self._widths[source], self._inputs[source][0].dtype
+        width, dtype = self.widths[source], self.inputs[source][0].dtype
         largest = _LARGEST.get(dtype, _EXPONENT)
         generator = torch.Generator().manual_seed(len(source) * 7919 + width)
         exponents = torch.randint(0 if largest == 1 else -largest, largest + 1, (width,), generator=generator)
-        return torch.exp2(exponents.float()).to(self._inputs[source][0].device)
+        return torch.exp2(exponents.float()).to(self.inputs[source][0].device)
 
     # What a factor does to the weights of one module alone, in float64.
 
     def _offset_or_reason(self, source: str) -> float | str:
-        module = self._modules[source]
+        module = self.modules[source]
         key = ("source", type(module), module.get_parameter("weight").shape, pattern_of(source))
         if key not in self._scalable:
             self._scalable[key] = self._find_offset(source, module)
         return self._scalable[key]
 
     def _find_offset(self, source: str, module: nn.Module) -> float | str:
-        args, kwargs = _doubled(self._arguments[source])
+        args, kwargs = doubled_arguments(self.arguments[source])
         weight = module.get_parameter("weight")
-        if len(weight if weight.dim() == 1 else weight_of(module)) != self._widths[source]:  # a norm that has a row for each head
+        if len(weight if weight.dim() == 1 else weight_of(module)) != self.widths[source]:  # a norm that has a row for each head
             return _NOT_BY_CHANNEL
-        factor_C = torch.linspace(0.5, 2.0, self._widths[source], dtype=torch.float64, device=self._inputs[source][0].device)
-        plain = _output_of(_double(module), args, kwargs)
+        factor_C = torch.linspace(0.5, 2.0, self.widths[source], dtype=torch.float64, device=self.inputs[source][0].device)
+        plain = output_of(double(module), args, kwargs)
         for offset in (0.0, 1.0) if weight.dim() == 1 else (0.0,):
-            changed = _double(module)
+            changed = double(module)
             scale_source(changed, factor_C, offset)
-            if plain is not None and _close(_output_of(changed, args, kwargs), plain * factor_C):
+            if plain is not None and close(output_of(changed, args, kwargs), plain * factor_C):
                 return offset
         return _NOT_BY_CHANNEL
 
     def _divides(self, name: str) -> bool:
-        module = self._modules[name]
+        module = self.modules[name]
         key = ("reader", type(module), module.get_parameter("weight").shape, pattern_of(name))
         if key not in self._scalable:
-            (x, *args), kwargs = _doubled(self._arguments[name])
+            (x, *args), kwargs = doubled_arguments(self.arguments[name])
             factor_K = torch.linspace(0.5, 2.0, x.shape[-1], dtype=torch.float64, device=x.device)
-            changed = _double(module)
+            changed = double(module)
             scale_reader(changed, factor_K)
-            plain, scaled = _outputs_of(_double(module), (x, *args), kwargs), _outputs_of(changed, (x * factor_K, *args), kwargs)
-            same = len(plain) == len(scaled) and all(map(_close, scaled, plain)) and bool(plain)
+            plain, scaled = outputs_of(double(module), (x, *args), kwargs), outputs_of(changed, (x * factor_K, *args), kwargs)
+            same = len(plain) == len(scaled) and all(map(close, scaled, plain)) and bool(plain)
             self._scalable[key] = 0.0 if same else "no"
         return self._scalable[key] == 0.0
 
@@ -254,10 +254,10 @@ class _Prober:
     def _noting(self) -> dict[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]]:
         def before(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-                x = _input(args, kwargs)
+                x = input_of(args, kwargs)
                 if x is not None and x.shape[-1] == _columns(module):
-                    self._inputs.setdefault(name, []).append(x.detach().clone())
-                    self._arguments.setdefault(name, tree_map_only(Tensor, lambda one: one.detach().clone(), _first(args, kwargs)))
+                    self.inputs.setdefault(name, []).append(x.detach().clone())
+                    self.arguments.setdefault(name, tree_map_only(Tensor, lambda one: one.detach().clone(), _first(args, kwargs)))
 
             return hook
 
@@ -265,19 +265,19 @@ class _Prober:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 del module, args
                 if isinstance(output, Tensor) and output.is_floating_point():
-                    self._widths[name] = output.shape[-1]
+                    self.widths[name] = output.shape[-1]
 
             return hook
 
-        return {name: (before(name), after(name)) for name in self._modules}
+        return {name: (before(name), after(name)) for name in self.modules}
 
-    def _forward(self, hooks: Mapping[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]]) -> list[Tensor]:
+    def forward(self, hooks: Mapping[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]]) -> list[Tensor]:
         with ExitStack() as stack:
             for name, (before, after) in hooks.items():
                 if before is not None:
-                    stack.callback(self._modules[name].register_forward_pre_hook(before, with_kwargs=True).remove)
+                    stack.callback(self.modules[name].register_forward_pre_hook(before, with_kwargs=True).remove)
                 if after is not None:
-                    stack.callback(self._modules[name].register_forward_hook(after).remove)
+                    stack.callback(self.modules[name].register_forward_hook(after).remove)
             return [leaf.detach() for leaf in tree_leaves(_plain(call_model(self._model, self._batch))) if isinstance(leaf, Tensor)]
 
 
@@ -289,7 +289,7 @@ class _Watch:
         seen: of every layer, whose factors its inputs carried; None for calls without any.
     """
 
-    def __init__(self, prober: _Prober, factors: Mapping[str, Tensor]) -> None:
+    def __init__(self, prober: Prober, factors: Mapping[str, Tensor]) -> None:
         """Take factors by source."""
         self.pairs: dict[str, ScalePair] = {}
         self.seen: dict[str, set[str | None]] = {}
@@ -301,14 +301,14 @@ class _Watch:
         """Run it; say what it met, or nothing where all was as before."""
         prober = self._prober
         hooks = {
-            name: (self._arriving(name) if name in prober._inputs else None, self._leaving(name) if name in self._factors else None)
-            for name in prober._modules
+            name: (self._arriving(name) if name in prober.inputs else None, self._leaving(name) if name in self._factors else None)
+            for name in prober.modules
         }
         try:
-            outputs = prober._forward(hooks)
-        except _Blocked as blocked:
+            outputs = prober.forward(hooks)
+        except Blocked as blocked:
             return blocked.met
-        if len(outputs) != len(prober._outputs) or not all(map(torch.equal, outputs, prober._outputs)):
+        if len(outputs) != len(prober.outputs) or not all(map(torch.equal, outputs, prober.outputs)):
             return "the model's output, which no layer between them reads"
         return ""
 
@@ -325,14 +325,14 @@ class _Watch:
     def _arriving(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             del module
-            x, number = _input(args, kwargs), self._calls.get(name, 0)
+            x, number = input_of(args, kwargs), self._calls.get(name, 0)
             self._calls[name] = number + 1
-            known = self._prober._inputs[name]
+            known = self._prober.inputs[name]
             if x is None or number >= len(known) or x.shape != known[number].shape:
-                raise _Blocked(f"{name} ({_caller()}), which is called otherwise")
+                raise Blocked(f"{name} ({caller()}), which is called otherwise")
             base = known[number].clone()
             if self._active and not base.any():
-                raise _Blocked(f"{name} ({_caller()}), whose input is zero on this data, so that nothing can be seen")
+                raise Blocked(f"{name} ({caller()}), whose input is zero on this data, so that nothing can be seen")
             if torch.equal(x, base):
                 self.seen.setdefault(name, set()).add(None)
                 return None
@@ -340,7 +340,7 @@ class _Watch:
                 if self._reads(name, source, x, base):
                     self.seen.setdefault(name, set()).add(source)
                     return tree_map_only(Tensor, lambda one: base if one is x else one, (args, kwargs))
-            raise _Blocked(f"{name} ({_caller()}), whose input is no longer a scaled one")
+            raise Blocked(f"{name} ({caller()}), whose input is no longer a scaled one")
 
         return hook
 
@@ -354,7 +354,7 @@ class _Watch:
             tried = ScalePair(source, (name,), head_dim, repeats)
             if len(factor_C) * repeats == columns and _equal(x, base * tried.spread(factor_C).to(x.dtype)):
                 readers = (name,) if pair is None else pair.readers if name in pair.readers else (*pair.readers, name)
-                place = _caller() if pair is None else pair.place
+                place = caller() if pair is None else pair.place
                 self.pairs[source] = replace(tried, readers=readers, place=place)
                 return True
         return False
@@ -383,7 +383,7 @@ def _columns(module: nn.Module) -> int:
     return int(weight.shape[-1])
 
 
-def _input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     given = args[0] if args else next(iter(kwargs.values()), None)
     return given if isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 0 else None
 
@@ -396,7 +396,7 @@ def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
     return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
 
 
-def _tied_modules(model: nn.Module) -> dict[str, str]:
+def tied_modules(model: nn.Module) -> dict[str, str]:
     """Modules whose weight or bias another one holds, too, or that compute it, with the name of what they share it with."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -408,31 +408,31 @@ def _tied_modules(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def _doubled(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def double(tensor: Tensor) -> Tensor:
+def doubled_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def widened(tensor: Tensor) -> Tensor:
         return tensor.double() if tensor.is_floating_point() else tensor
 
-    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, double, arguments)
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, widened, arguments)
     return found
 
 
-def _double(module: nn.Module) -> nn.Module:
+def double(module: nn.Module) -> nn.Module:
     """A copy in float64, alone."""
     return copy_alone(module).double()
 
 
-def _outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     try:
         return [leaf for leaf in tree_leaves(module(*args, **kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     except (RuntimeError, TypeError, ValueError):  # code that insists on a dtype
         return []
 
 
-def _output_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    return next(iter(_outputs_of(module, args, kwargs)), None)
+def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return next(iter(outputs_of(module, args, kwargs)), None)
 
 
-def _close(one: Tensor | None, other: Tensor) -> bool:
+def close(one: Tensor | None, other: Tensor) -> bool:
     if one is None or one.shape != other.shape:
         return False
 
@@ -443,12 +443,12 @@ def _plain(output: Any) -> Any:
     return dict(output) if hasattr(output, "keys") else output
 
 
-def _caller() -> str:
+def caller() -> str:
     """File and line of the code that called the module whose hook is running."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        if name != __file__ and f"torch{'/'}nn" not in Path(name).as_posix():
+        if Path(name).parent != Path(__file__).parent and f"torch{'/'}nn" not in Path(name).as_posix():
             break
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -33,6 +33,7 @@ MODIFIERS: Mapping[str, str] = MappingProxyType(
         "ScaleTuningModifier": "compressor.modifiers.scale_tuning:ScaleTuningModifier",
         "SmoothQuantModifier": "compressor.modifiers.transforms.smoothing:SmoothQuantModifier",
         "SparseGPTModifier": "compressor.modifiers.pruning.sparsegpt:SparseGPTModifier",
+        "SpinQuantModifier": "compressor.modifiers.transforms.spinquant:SpinQuantModifier",
         "WandaPruningModifier": "compressor.modifiers.pruning.wanda:WandaPruningModifier",
     }
 )

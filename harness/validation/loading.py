@@ -75,7 +75,7 @@ def load_with_tensors(like: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
 
     Args:
         like: a model of transformers.
-        tensors: by the names of its files; all of them.
+        tensors: by the names of its files; all of them. Where two differ that the config ties, they are not tied.
     Returns:
         The model in float32, in eval mode, on the CPU.
     Raises:
@@ -83,13 +83,22 @@ def load_with_tensors(like: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
     """
     loader: Any = type(like)
     with _quiet(), torch.no_grad():
-        options = {"config": copy.deepcopy(like.config), "dtype": torch.float32, "output_loading_info": True}
+        options = {"config": _config_for(like, tensors), "dtype": torch.float32, "output_loading_info": True}
         model, info = loader.from_pretrained(None, state_dict=dict(tensors), **options)
     problems = [f"{kind}: {_shown(item)}" for kind, items in sorted(info.items()) for item in sorted(items, key=str)]
     if problems:
         raise ValueError(problems[0])
     loaded: torch.nn.Module = model.eval()
     return loaded
+
+
+def _config_for(like: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    config = copy.deepcopy(like.config)
+    ties = (getattr(like, "all_tied_weights_keys", None) or {}).items()
+    if any(name in tensors and source in tensors and not torch.equal(tensors[name], tensors[source]) for name, source in ties):
+        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+            part.tie_word_embeddings = False
+    return config
 
 
 def load_with_our_reader(folder: Path) -> LoadAttempt:

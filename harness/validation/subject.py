@@ -17,7 +17,7 @@ from compressor.errors import ModelError
 from harness.validation.format.container import Checkpoint, read_checkpoint
 from harness.validation.format.record import read_record
 from harness.validation.format.scheme import ConfigGroup, read_config_groups
-from harness.validation.format.transforms import MovedScale, read_transforms, transformed
+from harness.validation.format.transforms import Transform, read_transforms, transformed
 from harness.validation.loading import module_classes
 
 
@@ -45,7 +45,7 @@ class Subject:
     modules: Mapping[str, ConfigGroup] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     trained: bool = False
-    moved: tuple[MovedScale, ...] = ()
+    moved: tuple[Transform, ...] = ()
     pruned: Mapping[str, bool] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()
 
@@ -57,9 +57,9 @@ class Subject:
 
     @property
     def quantizes_weights(self) -> bool:
-        """False where no weight has to be quantized: only keys and values are, or the model was trained or pruned and stays dense."""
+        """False where no weight has to be quantized: only keys and values are, or the model was changed otherwise and stays dense."""
         config, is_dense = self.quantization_config, "quantization_config" not in (self.config or {})
-        return not (is_dense and (self.trained or self.pruned)) and not (config and _only_keys_and_values(config))
+        return not (is_dense and (self.trained or self.pruned or self.moved)) and not (config and _only_keys_and_values(config))
 
     @property
     def readable_modules(self) -> dict[str, ConfigGroup]:

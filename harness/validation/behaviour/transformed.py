@@ -1,4 +1,4 @@
-"""Check of scales that were moved in the base before it was compressed: does the base so changed still predict what the base predicts?"""
+"""Check of scales and rotations that were put into the base before it was compressed: does it still predict what it predicted?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from harness.validation.format.transforms import TransformedCheckpoint
 from harness.validation.loading import LOADER_ERRORS, first_line, load_with_tensors
 from harness.validation.subject import Subject
 
-TRANSFORMS = Claim("behaviour.transforms", "The scales that were moved before compression leave what the base predicts as it is")
+TRANSFORMS = Claim(
+    "behaviour.transforms", "The scales and rotations that were moved into weights before compression leave what the base predicts as it is"
+)
 _TOKENS = 256  # a wrong pair shows on the first ones
 _MOST = 1e-3  # root mean square of the difference of logits to that of logits; float32 leaves some 1e-6
 
@@ -33,16 +35,18 @@ def check_transforms(subject: Subject, base: nn.Module, batch: TokenBatch) -> Ch
     if not isinstance(subject.base, TransformedCheckpoint):
         return TRANSFORMS.skipped(f"{RECORD_FILE} names none")
     modifiers = sorted({move.modifier for move in subject.moved})
-    evidence = {"modules": len(subject.moved), "modifiers": modifiers}
+    evidence = {"transforms": len(subject.moved), "modifiers": modifiers}
     try:
         changed = load_with_tensors(base, {name: subject.base.exact(name) for name in subject.base.entries})
     except LOADER_ERRORS as error:
-        return TRANSFORMS.record(Outcome.FAIL, f"the base with scales moved does not load: {first_line(error)}", evidence=evidence)
+        return TRANSFORMS.record(
+            Outcome.FAIL, f"the base with scales and rotations moved does not load: {first_line(error)}", evidence=evidence
+        )
     ids = batch.input_ids[:1, :_TOKENS]
     with torch.no_grad():
         expected, found = (model.to("cpu", torch.float32)(input_ids=ids, use_cache=False).logits.double() for model in (base, changed))
     difference = float((found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
     evidence["relative difference"] = difference
-    scales = f"{len(subject.moved)} scales ({', '.join(modifiers)})"
+    scales = f"{len(subject.moved)} transforms ({', '.join(modifiers)})"
     said = f"{scales}: logits of {ids.shape[1]} tokens differ by {difference:.1e} relative, at most {_MOST:g}"
     return TRANSFORMS.record(Outcome.PASS if difference <= _MOST else Outcome.FAIL, said, evidence=evidence)

@@ -1,4 +1,4 @@
-"""The base as a checkpoint says that it was compressed: with scales moved between modules, by factors that compression.json holds.
+"""The base as a checkpoint says that it was compressed: with scales moved, or hidden states turned, as compression.json has it.
 
 The base's own tensors are transformed here by formulas of this file alone. Whether that leaves the base's function as it is, which is the
 whole claim of such a transform, is not taken on trust: `harness.validation.behaviour.transformed` runs both.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from harness.validation.format.container import Checkpoint, TensorEntry
+from harness.validation.format.rotations import Rotations, misfits, read_rotations
 
 _LARGEST = 2.0**40  # of a factor, either way: far beyond what leaves a model alive
 
@@ -44,6 +46,11 @@ class MovedScale:
     offset: float
 
     @property
+    def modules(self) -> frozenset[str]:
+        """Whatever has other weights now."""
+        return frozenset((self.source, *self.readers))
+
+    @property
     def columns_K(self) -> Tensor:
         """The factors as they lie over the columns of the readers."""
         if self.head_dim is None:
@@ -52,17 +59,34 @@ class MovedScale:
         return heads.repeat_interleave(self.repeats, dim=0).flatten()
 
 
+Transform = MovedScale | Rotations
+
+
 @dataclass
 class TransformedCheckpoint(Checkpoint):
-    """A base whose tensors come out as the moved scales make them."""
+    """A base whose tensors come out as the transforms make them."""
 
-    moved: tuple[MovedScale, ...] = ()
+    moved: tuple[Transform, ...] = ()
     transposed: frozenset[str] = field(default_factory=frozenset)
+    embeddings: frozenset[str] = field(default_factory=frozenset)
 
     @property
     def names(self) -> frozenset[str]:
-        """The tensors that a scale moves through."""
-        modules = {name for move in self.moved for name in (move.source, *move.readers)}
+        """The tensors that a transform changes."""
+        return self._tensors_of(self.moved)
+
+    @property
+    def turned(self) -> frozenset[str]:
+        """Those of them that a matrix multiplies, so that the order of sums decides the last bit."""
+        return self._tensors_of(move for move in self.moved if isinstance(move, Rotations))
+
+    @property
+    def untied(self) -> Mapping[str, str]:
+        """Heads that got a weight of their own, each with the embedding whose weight it had."""
+        return {head: source for move in self.moved if isinstance(move, Rotations) for head, source in move.untied.items()}
+
+    def _tensors_of(self, moved: Iterable[Transform]) -> frozenset[str]:
+        modules = {name for move in moved for name in move.modules}
         return frozenset(f"{name}.{part}" for name in modules for part in ("weight", "bias")) & self.entries.keys()
 
     def raw(self, name: str) -> np.ndarray:
@@ -80,16 +104,37 @@ class TransformedCheckpoint(Checkpoint):
         dtype = self.entries[name].dtype
         return self._transformed(name, torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)
 
-    def _transformed(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _transformed(self, name: str, dtype: torch.dtype, until: int | None = None) -> Tensor:
+        """A tensor after so many of the transforms; all for None."""
         entry = self.entries[name]
         value = torch.from_numpy(super().raw(name)).view(entry.dtype).reshape(entry.shape).to(dtype)
         module, _, part = name.rpartition(".")
-        for move in self.moved:
+        for index, move in enumerate(self.moved[:until]):
+            if isinstance(move, Rotations):
+                value = self._rotated(move, index, value, name).to(dtype)
+                continue
             if module == move.source:
                 value = self._multiplied(move, value, module, part).to(dtype)
             if module in move.readers and part == "weight":
                 value = self._divided(move, value, module).to(dtype)
         return value
+
+    def _rotated(self, move: Rotations, index: int, value: Tensor, name: str) -> Tensor:
+        module, _, part = name.rpartition(".")
+        if module not in move.modules:
+            return value
+        is_norm = self.entries[f"{module}.weight"].dtype.is_floating_point and len(self.entries[f"{module}.weight"].shape) == 1
+        kind = "norm" if is_norm else "embedding" if module in self.embeddings else "layer"
+        turned_over = part == "weight" and module in self.transposed
+
+        def before(other: str) -> Tensor | None:
+            if other not in self.entries:
+                return None
+            found = self._transformed(other, value.dtype, index)
+            return found.T if other.rpartition(".")[0] in self.transposed and found.dim() == 2 else found
+
+        found = move.changed(value.T if turned_over else value, name, kind, before)
+        return (found.T if turned_over else found).contiguous()
 
     def _multiplied(self, move: MovedScale, value: Tensor, module: str, part: str) -> Tensor:
         wide, factors_C = value.to(torch.promote_types(value.dtype, torch.float32)), move.factors_C
@@ -106,7 +151,7 @@ class TransformedCheckpoint(Checkpoint):
 
 def read_transforms(
     record: Mapping[str, Any] | None, base: Checkpoint, classes: Mapping[str, Sequence[str]]
-) -> tuple[tuple[MovedScale, ...], list[str]]:
+) -> tuple[tuple[Transform, ...], list[str]]:
     """Read what compression.json says was done to the weights before they were compressed.
 
     Args:
@@ -119,19 +164,25 @@ def read_transforms(
     named = (record or {}).get("transforms", [])
     if not isinstance(named, list):
         return (), ["transforms is no list"]
-    moved: list[MovedScale] = []
+    moved: list[Transform] = []
+    transposed = transposed_modules(classes)
     problems: list[str] = []
     for index, entry in enumerate(named):
         try:
-            move = _read(entry)
-            problems += [f"transforms[{index}]: {text}" for text in _misfits(move, base, transposed_modules(classes))]
+            move = read_rotations(entry) if entry["kind"] == "rotations" else _read(entry)
+            wrong = (
+                misfits(move, base, partial(_sides, base, transposed, embedding_modules(classes)))
+                if isinstance(move, Rotations)
+                else _misfits(move, base, transposed)
+            )
+            problems += [f"transforms[{index}]: {text}" for text in wrong]
             moved.append(move)
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             problems.append(f"transforms[{index}]: cannot be read ({type(error).__name__}: {error})")
     return (() if problems else tuple(moved)), problems
 
 
-def transformed(base: Checkpoint, moved: tuple[MovedScale, ...], classes: Mapping[str, Sequence[str]]) -> Checkpoint:
+def transformed(base: Checkpoint, moved: tuple[Transform, ...], classes: Mapping[str, Sequence[str]]) -> Checkpoint:
     """Return the base as it was compressed.
 
     Args:
@@ -143,7 +194,11 @@ def transformed(base: Checkpoint, moved: tuple[MovedScale, ...], classes: Mappin
     """
     if not moved:
         return base
-    return TransformedCheckpoint(base.folder, base.entries, base.problems, base.num_files, moved, transposed_modules(classes))
+    untied = {head: source for move in moved if isinstance(move, Rotations) for head, source in move.untied.items()}
+    entries = base.entries | {f"{head}.weight": base.entries[f"{source}.weight"] for head, source in untied.items()}
+    return TransformedCheckpoint(
+        base.folder, entries, base.problems, base.num_files, moved, transposed_modules(classes), embedding_modules(classes)
+    )
 
 
 def transposed_modules(classes: Mapping[str, Sequence[str]]) -> frozenset[str]:
@@ -155,6 +210,26 @@ def transposed_modules(classes: Mapping[str, Sequence[str]]) -> frozenset[str]:
         Dotted names.
     """
     return frozenset(name for name, kinds in classes.items() if "Conv1D" in kinds)
+
+
+def embedding_modules(classes: Mapping[str, Sequence[str]]) -> frozenset[str]:
+    """Name the modules that look rows up.
+
+    Args:
+        classes: names of the classes of each module.
+    Returns:
+        Dotted names.
+    """
+    return frozenset(name for name, kinds in classes.items() if "Embedding" in kinds)
+
+
+def _sides(base: Checkpoint, transposed: frozenset[str], embeddings: frozenset[str], name: str) -> tuple[int, int] | None:
+    """How many channels a module gives and takes."""
+    entry = base.entries.get(f"{name}.weight")
+    if entry is None or len(entry.shape) not in (1, 2):
+        return None
+    rows, columns = entry.shape[0], entry.shape[-1]
+    return (columns, columns) if name in embeddings else (columns, rows) if name in transposed else (rows, columns)
 
 
 def _read(entry: Any) -> MovedScale:

@@ -57,7 +57,7 @@ def test_every_tensor_is_that_of_the_moved_base_bit_for_bit(workspace: Workspace
     report, records = judged(workspace, moved)
     assert records["behaviour.transforms"].outcome is Outcome.PASS
     assert {record.name for record in report.records if record.outcome is Outcome.FAIL} == set()
-    assert "4 scales (SmoothQuantModifier)" in records["behaviour.transforms"].summary
+    assert "4 transforms (SmoothQuantModifier)" in records["behaviour.transforms"].summary
     numbers = json.loads((moved / "compression.json").read_text())["transforms"][0]["factors"]
     assert numbers not in render_page(report) and "SmoothQuantModifier" in render_page(report)
 
