@@ -33,6 +33,8 @@ _SENTENCES = {
 
 _TALLY = {Outcome.FAIL: "failed", Outcome.INCONCLUSIVE: "inconclusive", Outcome.PASS: "passed", Outcome.SKIP: "skipped"}
 
+_ENCODED = ("factors", "signs", "values", "diagonal")  # numbers of transforms, many of them
+
 
 def render_page(report: ValidationReport) -> str:
     """Return the whole HTML document.
@@ -76,8 +78,13 @@ def _readable(record: Mapping[str, Any]) -> dict[str, Any]:
     transforms = record.get("transforms")
     if not isinstance(transforms, list):
         return dict(record)
-    shown = [{**entry, "factors": "..."} if isinstance(entry, Mapping) and "factors" in entry else entry for entry in transforms]
-    return {**record, "transforms": shown}
+    return {**record, "transforms": _without_encoded(transforms)}
+
+
+def _without_encoded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: "..." if key in _ENCODED else _without_encoded(one) for key, one in value.items()}
+    return [_without_encoded(one) for one in value] if isinstance(value, list) else value
 
 
 def _tiles(report: ValidationReport) -> list[tuple[str, str, str]]:

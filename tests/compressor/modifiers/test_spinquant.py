@@ -1,0 +1,216 @@
+"""SpinQuant in a run: the model computes what it did, whatever it is saved as; with quantization behind, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from compressor import GPTQModifier, MagnitudePruningModifier, QuantizationModifier, SmoothQuantModifier, SpinQuantModifier, oneshot
+from compressor.errors import CompressorError, NumericsError, RecipeError, TargetError
+from compressor.mappings import turns
+from compressor.model.loading.load import load_model
+from compressor.recipe import load_recipe
+
+SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+IDS = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(0))
+GROUPS = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}}
+
+
+def roughened(model: Any) -> Any:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    return model.eval()
+
+
+def llama(**settings: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return roughened(LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2, **settings)))  # type: ignore[no-any-return]
+
+
+def opt() -> OPTForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return roughened(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=32)))  # type: ignore[no-any-return]
+
+
+def moe() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8}
+    return roughened(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts)))  # type: ignore[no-any-return]
+
+
+MODELS = {"llama": llama, "tied llama": lambda: llama(tie_word_embeddings=True), "opt": opt, "moe": moe}
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(IDS).logits.double()
+    return found
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"rotations": ["r1"]}, {"transform_type": "random-matrix", "randomize": True}, {"transform_block_size": 16, "randomize": True}],
+    ids=["hadamard", "R1", "random", "blocks"],
+)
+def test_the_turned_model_computes_what_it_did_also_in_transformers(make: Any, settings: Any, tmp_path: Path) -> None:
+    model = make()
+    before = logits(model)
+    changed = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "base")
+    oneshot(str(tmp_path / "base"), recipe=SpinQuantModifier(**settings), output_dir=tmp_path / "out", device="cpu")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert difference(before, logits(again)) < 1e-5
+    embedding = next(name for name in changed if "embed_tokens" in name)
+    assert not torch.allclose(again.state_dict()[embedding], changed[embedding])
+
+
+def test_bfloat16_loses_no_more_than_a_rounding_of_every_weight() -> None:
+    model = llama()
+    exact = logits(model)
+    narrow = model.to(torch.bfloat16)
+    rounded = logits(narrow)
+    oneshot(narrow, recipe=SpinQuantModifier())
+    assert difference(exact, logits(narrow)) < 2.5 * difference(exact, rounded)
+
+
+def test_a_conv1d_is_turned_by_its_own_sides() -> None:
+    torch.manual_seed(0)
+    model = roughened(GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32)))
+    before = logits(model)
+    oneshot(model, recipe=SpinQuantModifier(rotations=["R1"]))
+    assert difference(before, logits(model)) < 1e-5
+    with pytest.raises(TargetError, match="R2: no linear layer gives the values of an attention alone"):
+        oneshot(model, recipe=SpinQuantModifier(rotations=["R2"]))
+
+
+def test_channels_that_stand_out_cost_rounding_less_when_they_are_turned() -> None:
+    def outlying() -> LlamaForCausalLM:
+        model = llama()
+        with torch.no_grad():  # two channels of the hidden states are large, as in large models, and layers read them with small weights
+            for name, parameter in model.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    parameter[:2] *= 100
+                elif parameter.dim() == 2 and "embed" not in name:
+                    parameter[:, :2] /= 100
+            model.model.embed_tokens.weight[:, :2] *= 100
+        return model
+
+    exact = logits(outlying())
+    errors = []
+    for recipe in ([], [SpinQuantModifier()]):
+        model = outlying()
+        oneshot(model, recipe=[*recipe, QuantizationModifier(scheme="W8A8", ignore=["lm_head"])], dataset=IDS)
+        errors.append(difference(exact, logits(model)))
+    assert errors[1] < 0.6 * errors[0], errors
+
+
+@pytest.mark.parametrize("quantizer", [QuantizationModifier, GPTQModifier])
+def test_quantization_behind_it_stores_the_turned_weights(quantizer: Any, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    recipe = [SmoothQuantModifier(), SpinQuantModifier(), quantizer(config_groups=GROUPS, ignore=["lm_head"])]
+    result = oneshot(str(tmp_path / "base"), recipe=recipe, dataset=IDS, output_dir=tmp_path / "out", device="cpu")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert difference(logits(result.model), logits(read)) < 1e-5
+    assert [entry["kind"] for entry in result.report.transforms][-1] == "rotations"
+    norms = {name: tensor for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items() if "norm" in name}
+    assert all(bool((tensor == 1).all()) for tensor in norms.values())
+
+
+def test_equal_runs_give_equal_bytes_and_seeds_other_ones(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    recipe = SpinQuantModifier(transform_type="random-hadamard")
+    found = []
+    for number, seed in enumerate((1, 1, 2)):
+        out = tmp_path / str(number)
+        oneshot(str(tmp_path / "base"), recipe=recipe.model_copy(deep=True), seed=seed, output_dir=out, device="cpu")
+        found.append(((out / "model.safetensors").read_bytes(), (out / "compression.json").read_bytes()))
+    assert found[0] == found[1] and found[0][0] != found[2][0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "why"),
+    [
+        ([SpinQuantModifier(transform_block_size=24)], RecipeError, "transform_block_size=24 does not divide the 32 channels"),
+        ([QuantizationModifier(scheme="W8A8", ignore=["lm_head"]), SpinQuantModifier()], RecipeError, "let it stand before those"),
+        (
+            [MagnitudePruningModifier(final_sparsity=0.5, targets=["Linear"]), SpinQuantModifier()],
+            RecipeError,
+            "which a rotation would fill",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_the_model_is_as_it_was(recipe: Any, error: type[CompressorError], why: str) -> None:
+    model = llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(error, match=why):
+        oneshot(model, recipe=recipe)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"rotations": []}, "names none"),
+        ({"rotations": ["R3"]}, "R3 would be computed in every forward"),
+        ({"rotations": ["R5"]}, "rotations"),
+        ({"transform_type": "fourier"}, "transform_type"),
+        ({"transform_block_size": 1}, "transform_block_size"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: Any, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        SpinQuantModifier(**settings)
+
+
+def test_a_norm_behind_the_sum_is_named() -> None:
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**SIZE, num_key_value_heads=2, head_dim=8)).eval()
+    with pytest.raises(TargetError, match=r"R1: model.layers.0.post_attention_layernorm adds .* leave R1 out"):
+        oneshot(model, recipe=SpinQuantModifier())
+
+
+def test_weights_that_compute_something_else_are_noticed_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    monkeypatch.setattr(turns, "_turned_output", lambda module, weight_RK, rotation: rotation.turn(weight_RK.T, back=True).T)
+    with pytest.raises(NumericsError, match=r"outputs are .* off, relative, more than rounding"):
+        oneshot(model, recipe=SpinQuantModifier(transform_type="random-hadamard"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_recipe_of_llm_compressor_is_read_and_written() -> None:
+    text = "quant_stage: {quant_modifiers: {SpinQuantModifier: {rotations: [R1, R2], transform_block_size: 16, transform_type: hadamard}}}"
+    modifier = load_recipe(text).modifiers[0]
+    assert isinstance(modifier, SpinQuantModifier) and modifier.transform_block_size == 16
+    assert load_recipe(load_recipe(text).dump()) == load_recipe(text)
+
+
+def test_a_folder_of_bfloat16_stays_one(tmp_path: Path) -> None:
+    llama().to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    oneshot(str(tmp_path / "base"), recipe=SpinQuantModifier(), output_dir=tmp_path / "out", device="cpu")
+    assert load_model(tmp_path / "out", device="cpu").model.dtype is torch.bfloat16
