@@ -111,6 +111,7 @@ class State:
         originals: replaced modules by dotted name, in the order of replacement.
         swapped: names of the originals that are kept in any case, see `swap_module`.
         parameters: modules that got parameters of their own, names and old parameters, see `own_tensors`.
+        settings: objects of which an attribute changed, its name and its old value, see `set_setting`.
         claims: which modifier will change which module, by dotted name; so that no two change the same.
         touched: names of modules that modifiers change as well, but not for themselves alone.
         settled: names of modules that got parameters of their own and hold what they will hold, unless they are claimed, too.
@@ -137,6 +138,7 @@ class State:
     originals: dict[str, nn.Module] = field(default_factory=dict)
     swapped: set[str] = field(default_factory=set)
     parameters: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
+    settings: list[tuple[object, str, object]] = field(default_factory=list)
     claims: dict[str, str] = field(default_factory=dict)
     touched: set[str] = field(default_factory=set)
     settled: set[str] = field(default_factory=set)
@@ -277,6 +279,17 @@ class State:
                     self.parameters.append((module, key, old))
         self.touch([name])
 
+    def set_setting(self, holder: object, name: str, value: object) -> None:
+        """Give an attribute of the model's config another value. An abort brings the old one back.
+
+        Args:
+            holder: the config. Changes it.
+            name: of the attribute.
+            value: its new value.
+        """
+        self.settings.append((holder, name, getattr(holder, name)))
+        setattr(holder, name, value)
+
     def forget_originals(self, swapped: bool = False) -> None:
         """Forget kept originals.
 
@@ -285,6 +298,7 @@ class State:
         """
         if swapped:
             self.swapped.clear()
+            self.settings.clear()
         self.parameters.clear()
         for name in self.originals.keys() - self.swapped:
             del self.originals[name]
@@ -296,6 +310,8 @@ class State:
         while self.parameters:
             module, key, old = self.parameters.pop()
             module._parameters[key] = old
+        while self.settings:
+            setattr(*self.settings.pop())
         self.swapped.clear()
 
 

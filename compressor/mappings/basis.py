@@ -3,8 +3,8 @@
 What may be turned by an orthogonal matrix without a change of what the model computes is asked of its own forward. A vector is added to the
 output of one module. If every layer is then handed what it was handed before, or that plus a multiple of the same vector, the module writes
 to hidden states, and those layers read them; each is given back its old input, so nothing else can change. Modules that share a reader
-write to one basis: the one that embeddings write to. At last the output of every writer is turned: each reader must be handed its old input
-turned alike, all other layers and the model's output what they were. No operator and no architecture is known by name.
+write to one basis; the one with the most kinds of writers is meant. At last the output of every writer is turned: each reader must be
+handed its old input turned alike, all other layers and the model's output what they were. No operator and no architecture is known by name.
 
 Shapes: D channels of the basis, N tokens.
 """
@@ -72,7 +72,7 @@ class Basis:
 
 
 def find_basis(model: nn.Module, batch: Batch, device: torch.device, *, progress: Progress | None = None) -> Basis:
-    """Find the basis of the hidden states that embeddings begin, and prove that it may be turned.
+    """Find the basis of the hidden states that layers add to, and prove that it may be turned.
 
     Args:
         model: as it was afterwards; in any float dtype.
@@ -162,27 +162,27 @@ class _Search:
     def run(self, progress: Progress) -> _Found:
         """Find writers and readers, and prove that they are all."""
         prober = self._prober
-        embeddings = [name for name, module in prober.modules.items() if isinstance(module, nn.Embedding) and name in prober.widths]
-        if not embeddings:
-            raise TargetError("no embedding is called, which hidden states would begin with")
-        size = prober.widths[embeddings[0]]
         kinds: dict[str, list[str]] = {}
         for name in prober.modules:
-            if prober.widths.get(name) == size:
+            if name in prober.widths:
                 kinds.setdefault(pattern_of(name), []).append(name)
         reads: dict[str, set[str]] = {}
         blocked: dict[str, str] = {}
         with progress.task("find the residual basis", total=len(kinds) + 1) as task:
-            for members in kinds.values():
-                watch = _Shift(prober, members[0], self._ruler(members[0], size))
-                blocked[members[0]] = watch.run()
-                if not blocked[members[0]] and watch.readers:
-                    reads[members[0]] = {pattern_of(name) for name in watch.readers}
+            for first, *_ in kinds.values():
+                ruler_D = self._ruler(first, prober.widths[first])
+                if ruler_D is not None:
+                    watch = _Shift(prober, first, ruler_D)
+                    blocked[first] = watch.run()
+                    if not blocked[first] and watch.readers:
+                        reads[first] = {pattern_of(name) for name in watch.readers}
                 task.advance()
-            first = next((name for name in embeddings if name in reads), None)
-            if first is None:
-                raise TargetError(f"what {embeddings[0]} gives meets {blocked[embeddings[0]]}")
-            found = self._proved(size, {name: kinds[pattern_of(name)] for name in _connected(reads, first)})
+            groups = [_connected(reads, name) for name in reads]
+            groups = [group for group in groups if group[1:] or not self.is_norm(group[0])]  # one norm and its layers: no sum
+            if not groups:
+                raise TargetError(_why_none(prober, blocked))
+            writers = max(groups, key=len)
+            found = self._proved(prober.widths[writers[0]], {name: kinds[pattern_of(name)] for name in writers})
             task.advance()
         return found
 
@@ -194,11 +194,11 @@ class _Search:
         """Say whether a norm takes hidden states that have another mean for others; norms that may not be turned at all are an error."""
         return any(self._keeps_mean(name) for name in norms)
 
-    def _ruler(self, source: str, size: int) -> Tensor:
-        """A vector [D] that stands above what it is added to."""
+    def _ruler(self, source: str, size: int) -> Tensor | None:
+        """A vector [D] that stands above what it is added to; None where no layer has so many inputs."""
         inputs = [x for calls in self._prober.inputs.values() for x in calls if x.shape[-1] == size]
         if not inputs:
-            raise TargetError(f"no layer reads hidden states of {size} channels, which {source} gives")
+            return None
         dtype = inputs[0].dtype
         self._tolerance = _TOLERANCE.get(dtype, _NARROW_TOLERANCE)
         largest_D = torch.stack([x.float().flatten(0, -2).abs().amax(0) for x in inputs]).amax(0)
@@ -219,6 +219,9 @@ class _Search:
         ]
         if uncalled:
             raise TargetError(f"{uncalled[0]}, which this data does not call, may write to the hidden states, too")
+        tied = next((name for name in self._prober.modules if name in writers and self._prober.tied.get(name)), None)
+        if tied is not None:
+            raise TargetError(f"the weight of {tied}, which adds to the hidden states, is tied to {self._prober.tied[tied]}")
         watch = _Turned(self._prober, writers, make_rotation("random-matrix", size), self._tolerance)
         met = watch.run()
         if met:
@@ -296,6 +299,12 @@ def find_values(
             if fit[kind]:
                 found.append((pair, size))
     return tuple(found)
+
+
+def _why_none(prober: Prober, blocked: Mapping[str, str]) -> str:
+    embedding = next((name for name in blocked if isinstance(prober.modules[name], nn.Embedding)), None)
+    first = embedding or next(iter(blocked), None)
+    return "no layer reads what another one gives" if first is None else f"what {first} gives meets {blocked[first] or 'no layer'}"
 
 
 def _connected(reads: Mapping[str, set[str]], first: str) -> list[str]:

@@ -95,6 +95,8 @@ class SpinQuantModifier(Modifier):
             before = _logits(state, batch)
             folds = () if basis is None else basis.norms
             fold_and_turn(state.model, folds, turns, state.own_tensors)
+            if basis is not None and basis.tied:
+                _untie(state)
             self._check_outputs(state, before, _logits(state, batch))
         self._report(state, basis, turns)
 
@@ -166,6 +168,15 @@ class SpinQuantModifier(Modifier):
         state.report.transforms.append(_transform(state.model, type(self).__name__, basis, turns))
         untied = f"; {', '.join(tied)} is no longer tied to {', '.join(tied.values())}" if tied else ""
         state.report.notes.append(f"{self.label}: {' and '.join(self.rotations)} are in the weights of {len(names)} modules{untied}")
+
+
+def _untie(state: State) -> None:
+    """Say in the config what is true of the weights, so that no loader ties them again."""
+    config: Any = getattr(state.model, "config", None)
+    parts = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+    for part in {id(part): part for part in parts}.values():
+        if hasattr(part, "tie_word_embeddings"):
+            state.set_setting(part, "tie_word_embeddings", False)
 
 
 def head_dim(model: nn.Module) -> int | None:

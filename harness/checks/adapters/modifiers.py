@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights
 from compressor.algorithms.pruning.sparsegpt import prune_sparsegpt
 from compressor.algorithms.pruning.wanda import prune_wanda
+from compressor.algorithms.rotations import make_rotation
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.data import CalibrationData
 from compressor.lifecycle import EventType, Session, State
@@ -18,6 +19,7 @@ from compressor.lifecycle.modifier import Modifier
 from compressor.modifiers.transforms.awq import AWQModifier
 from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier
 from compressor.modifiers.transforms.smoothing import LogarithmicEqualizationModifier, SmoothQuantModifier
+from compressor.modifiers.transforms.spinquant import SpinQuantModifier
 from compressor.numerics.observers import weight_qparams
 from compressor.numerics.quantize import dequantize, fake_quantize
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
@@ -89,7 +91,7 @@ def pruners() -> list[Pruner]:
 
 @dataclass(frozen=True)
 class OurTransform:
-    """A modifier that moves scales.
+    """A modifier that moves scales or turns hidden states.
 
     Attributes:
         modifier: its class.
@@ -97,20 +99,22 @@ class OurTransform:
         readers: last parts of the names of layers that read a norm and must come out changed.
         fake_quantize: what a quantizer behind it leaves of a weight, where it searches.
         architectures: of `harness trace-audit`.
+        variant: what tells it from others of its class, for reports.
     """
 
-    modifier: type[ScaleMovingModifier]
+    modifier: type[ScaleMovingModifier | SpinQuantModifier]
     settings: Mapping[str, Any]
     readers: Sequence[str] = (*_QKV, *_MLP)
     fake_quantize: Callable[[Tensor], Tensor] | None = None
     architectures: Sequence[str] = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt_neox")
+    variant: str = ""
     kind: ClassVar[str] = "transform"
     tags: ClassVar[frozenset[str]] = frozenset({"invariant_fp"})
 
     @property
     def name(self) -> str:
         """For reports."""
-        return self.modifier.__name__.removesuffix("Modifier") + ("-norms" if self.settings.get("ignore") else "")
+        return "-".join([self.modifier.__name__.removesuffix("Modifier"), *([self.variant] if self.variant else [])])
 
     def apply(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
         """Change the model in place."""
@@ -119,7 +123,7 @@ class OurTransform:
         state = State(model, data=CalibrationData([{"input_ids": ids} for ids in batches], [None] * len(batches), "", rows, tokens))
         session = Session(state, [modifier])
         session.initialize()
-        scheme = QuantizationScheme(targets=["Linear"], weights=_INT4)
+        scheme = QuantizationScheme(targets=["Linear"], weights=_INT4)  # as a quantizer behind it would have it
         state.schemes.update({name: scheme for name, part in model.named_modules() if isinstance(part, nn.Linear)})
         session.send(EventType.CALIBRATION_START)
         session.send(EventType.CALIBRATION_END)
@@ -130,13 +134,17 @@ class OurTransform:
         return [name for name, _ in model.named_parameters() if name.removesuffix(".weight").rpartition(".")[2] in self.readers]
 
     def rotations(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """None."""
-        del model
-        return {}
+        """The matrix that turns all hidden states, of modifiers that have one."""
+        if not issubclass(self.modifier, SpinQuantModifier):
+            return {}
+        config: Any = model.config
+        kind = str(self.settings.get("transform_type", "hadamard"))
+        size = self.settings.get("transform_block_size") or config.get_text_config().hidden_size
+        return {f"R1, keeps_mean={keeps}": make_rotation(kind, size, keeps_mean=keeps).matrix() for keeps in (False, True)}
 
 
 def transforms() -> list[OurTransform]:
-    """Return our modifiers that move scales.
+    """Return our modifiers that move scales or turn hidden states.
 
     Returns:
         Subjects.
@@ -145,11 +153,20 @@ def transforms() -> list[OurTransform]:
     def int4(weight: Tensor) -> Tensor:
         return fake_quantize(weight, weight_qparams(weight, _INT4), _INT4)
 
+    drawn = {"transform_type": "random-matrix", "randomize": True}
+    all_names = (*_QKV, *_MLP, "c_attn", "c_fc")
+    with_values = ("llama", "mistral", "qwen2", "qwen3", "opt")
+    with_basis = (*with_values, "gemma", "gpt2", "gpt_neox", "phi", "phi3", "falcon", "cohere")
     # Of norms only, so that what a layer reads is all that changes in it, the search can be judged; on other architectures no scaling is
     # best for some layer.
     return [
         OurTransform(SmoothQuantModifier, {"smoothing_strength": 0.8}),
         OurTransform(LogarithmicEqualizationModifier, {}),
-        OurTransform(AWQModifier, {"ignore": ["Linear"]}, _MLP, int4, ("llama", "mistral", "qwen2", "opt", "gpt_neox")),
+        OurTransform(AWQModifier, {"ignore": ["Linear"]}, _MLP, int4, ("llama", "mistral", "qwen2", "opt", "gpt_neox"), "norms"),
         OurTransform(AWQModifier, {}, _MLP, None, ("llama", "mistral", "qwen2", "opt")),
+        OurTransform(SpinQuantModifier, {}, architectures=with_values),
+        OurTransform(SpinQuantModifier, drawn, architectures=with_values, variant="random"),
+        OurTransform(
+            SpinQuantModifier, {"rotations": ["R1"], "transform_block_size": 16}, all_names, architectures=with_basis, variant="R1"
+        ),
     ]
