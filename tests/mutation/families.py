@@ -13,6 +13,7 @@ FAMILIES: Mapping[str, str] = {
     "solvers": "tests.mutation.numerics.family:SOLVERS",
     "pruners": "tests.mutation.numerics.family:PRUNERS",
     "moved-scales": "tests.mutation.numerics.family:MOVED_SCALES",
+    "rotations": "tests.mutation.numerics.family:ROTATIONS",
     "transforms": "tests.mutation.transforms:FAMILY",
     "goldens": "tests.mutation.goldens:FAMILY",
     "checkpoints": "tests.mutation.checkpoints:FAMILY",

@@ -17,6 +17,7 @@ from harness.reporting.verdict import Outcome
 from tests.mutation.numerics.codes import QUANTIZER_MUTANTS
 from tests.mutation.numerics.moved_scales import MOVED_SCALE_MUTANTS
 from tests.mutation.numerics.pruners import PRUNER_MUTANTS
+from tests.mutation.numerics.rotations import ROTATION_MUTANTS
 from tests.mutation.numerics.scales import SCALE_MUTANTS
 from tests.mutation.numerics.solvers import SOLVER_MUTANTS
 from tests.mutation.numerics.storage import LAYER_MUTANTS, OBSERVER_MUTANTS, PACKER_MUTANTS
@@ -45,6 +46,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "layer-fp4-group32-mx-mxfp4-pack-quantized",
     ),
     "transform": ("SmoothQuant", "AWQ-norms", "AWQ"),
+    "rotation": ("SpinQuant-random", "SpinQuant-R1"),
     "solver": (
         "gptq-r_form-int4-group16-actorder",
         "gptq-reference-int4-asym-group16-plain",
@@ -55,38 +57,39 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _subjects(kind: str) -> list[Any]:
+def _subjects(kind: str, names: str) -> list[Any]:
     every: Sequence[Any] = ours.SUBJECTS
     found = [subject for subject in every if subject.kind == kind]
-    wanted = _NAMES.get(kind)
+    wanted = _NAMES.get(names)
     return [subject for subject in found if wanted is None or subject.name in wanted]
 
 
-def killers(kind: str, mutant: Mutant | None) -> Sequence[Killer]:
+def killers(kind: str, names: str, mutant: Mutant | None) -> Sequence[Killer]:
     """Return the checks of a kind, in their order.
 
     Args:
         kind: of the subjects.
+        names: which of them, a key of the table.
         mutant: the bug that will be planted; every one is shown to all checks.
 
     Returns:
         Those who look.
     """
     context = CheckContext(draws=False)  # one for each bug: what was seen of a subject without it says nothing
-    return [Killer(check.name, partial(_look, check.name, kind, context)) for check in find_checks(None, kind)]
+    return [Killer(check.name, partial(_look, check.name, kind, names, context)) for check in find_checks(None, kind)]
 
 
-def _look(name: str, kind: str, context: CheckContext) -> str | None:
+def _look(name: str, kind: str, names: str, context: CheckContext) -> str | None:
     check = find_checks([name], kind)[0]
-    for subject in _subjects(kind):
+    for subject in _subjects(kind, names):
         record = check.run(subject, context)
         if record.outcome is Outcome.FAIL:
             return f"{subject.name}: {record.summary}"
     return None
 
 
-def _family(name: str, kind: str, mutants: Sequence[Mutant]) -> Family:
-    return Family(name, {mutant.name: mutant for mutant in mutants}, partial(killers, kind))
+def _family(name: str, kind: str, mutants: Sequence[Mutant], names: str | None = None) -> Family:
+    return Family(name, {mutant.name: mutant for mutant in mutants}, partial(killers, kind, names or kind))
 
 
 QUANTIZERS = _family("quantizers", "quantizer", (*SCALE_MUTANTS, *QUANTIZER_MUTANTS))
@@ -96,3 +99,4 @@ LAYERS = _family("layers", "layer", LAYER_MUTANTS)
 SOLVERS = _family("solvers", "solver", SOLVER_MUTANTS)
 PRUNERS = _family("pruners", "sparsifier", PRUNER_MUTANTS)
 MOVED_SCALES = _family("moved-scales", "transform", MOVED_SCALE_MUTANTS)
+ROTATIONS = _family("rotations", "transform", ROTATION_MUTANTS, "rotation")

@@ -1,0 +1,58 @@
+"""Planted bugs in rotations: in the matrices, in what is folded and turned, and in what finds who writes and who reads.
+
+The modifier itself compares outputs before and after; that is switched off with each bug, so that the catalogue alone has to see it.
+"""
+
+from __future__ import annotations
+
+from harness.mutants.code_swap import CodeMutant, bug
+from harness.mutants.patches import Edit, Mutant
+
+_TURNS = "compressor.mappings.turns:"
+_BASIS = "compressor.mappings.basis:"
+_MATRIX = "compressor.algorithms.rotations:"
+_SPIN = "compressor.modifiers.transforms.spinquant:"
+_FLOAT = "transform.float_output"
+_EVERY = "transform.every_architecture"
+_GUARD = Edit(_SPIN + "SpinQuantModifier._check_outputs", "if not difference <=", "if difference < 0 and not difference <=")
+
+
+def _bug(name: str, kind: str, wrong: str, killer: str, edit: Edit) -> CodeMutant:
+    return bug(name, kind, wrong, killer, edit, _GUARD)
+
+
+ROTATION_MUTANTS: tuple[Mutant, ...] = (
+    _bug("norm_not_folded", "turns", "the weight of a norm stays where it is and its readers get none", _FLOAT,
+         Edit(_TURNS + "_change_layer", "weight_RK = weight_RK * norm.weight_C", "weight_RK = weight_RK * norm.weight_C.sign()")),
+    _bug("norm_not_neutral", "turns", "readers take the weight of a norm which keeps it", _FLOAT,
+         Edit(_TURNS + "_neutralize", ".fill_(1.0 - norm.pair.offset)", ".mul_(1.0)")),
+    _bug("gemmas_one_folded", "turns", "a norm that multiplies by 1 + weight is set to one as if it did not", _EVERY,
+         Edit(_TURNS + "_neutralize", ".fill_(1.0 - norm.pair.offset)", ".fill_(1.0)")),
+    _bug("readers_not_turned_back", "turns", "writers are turned and their readers are not", _FLOAT,
+         Edit(_TURNS + "_change_layer", "if name in turn.readers:", "if name in turn.writers and name in turn.readers:")),
+    _bug("embedding_forgotten", "turns", "rows of embeddings stay as they were", _FLOAT,
+         Edit(_TURNS + "_turned_output", "rotation.turn(weight_RK) if isinstance", "weight_RK if isinstance")),
+    _bug("writers_bias_forgotten", "turns", "the bias of a layer that writes stays as it was", _EVERY,
+         Edit(_TURNS + "_change_layer", "bias_R = None if bias_R is None else turn.rotation.turn(bias_R)", "bias_R = bias_R")),
+    _bug("norms_bias_lost", "turns", "the bias of a LayerNorm is set to zero and nobody takes it", _EVERY,
+         Edit(_TURNS + "_change_layer", "bias_R = bias_R + weight_RK @ norm.bias_C", "bias_R = bias_R + 0 * (weight_RK @ norm.bias_C)")),
+    _bug("bias_through_the_folded_weight", "turns", "the bias of a norm passes through weights that hold its scale already", _EVERY,
+         Edit(_TURNS + "_change_layer", "weight_RK @ norm.bias_C", "(weight_RK * norm.weight_C) @ norm.bias_C")),
+    _bug("folded_and_rounded", "turns", "a weight is rounded to bfloat16 between folding and turning", _FLOAT,
+         Edit(_TURNS + "_change_layer", "weight_RK = weight_RK * norm.weight_C",
+              "weight_RK = (weight_RK * norm.weight_C).bfloat16().double()")),
+    _bug("layernorm_as_rmsnorm", "basis", "a norm that subtracts the mean gets a rotation that does not keep it", _EVERY,
+         Edit(_BASIS + "_Search.keeps_mean", "return any(", "return 1 < sum(0 for _ in norms) or False and any(")),
+    _bug("no_root_of_the_size", "rotations", "a Hadamard matrix is not divided by the root of its size", _FLOAT,
+         Edit(_MATRIX + "_sylvester", "/ math.sqrt(2)", "/ math.sqrt(1)")),
+    _bug("readers_turned_the_other_way", "turns", "a layer that reads is turned by the transposed matrix", _FLOAT,
+         Edit(_TURNS + "_change_layer", "weight_RK = turn.rotation.turn(weight_RK)",
+              "weight_RK = turn.rotation.turn(weight_RK, back=True)")),
+    _bug("head_stays_tied", "spinquant", "the config goes on to say that head and embedding are tied", "transform.tied_weights",
+         Edit(_SPIN + "_untie", 'state.set_setting(part, "tie_word_embeddings", False)', 'getattr(part, "tie_word_embeddings")')),
+    _bug("heads_of_another_size", "spinquant", "values are turned across two heads at once", _FLOAT,
+         Edit(_SPIN + "SpinQuantModifier._second", "rotation = known.rotation if known else self._rotation(size,",
+              "rotation = known.rotation if known else self._rotation(size * 2,")),
+    _bug("first_rotation_left_out", "spinquant", "R1 is asked for and hidden states are not turned", "transform.not_vacuous",
+         Edit(_SPIN + "SpinQuantModifier.on_calibration_start", '"R1" in self.rotations', '"R1" not in self.rotations')),
+)  # fmt: skip
