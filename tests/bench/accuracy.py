@@ -55,6 +55,7 @@ FORMATS: dict[str, int | str] = {
     "W4A8": 4,
     **{name: name for name in ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16")},
 }
+INT4_GROUP32 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 # Recipes of other modifiers, beside the layers that they leave.
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "SparseGPT 50 %": {"SparseGPTModifier": {"sparsity": 0.5}},
@@ -63,6 +64,19 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "Wanda 2:4": {"WandaPruningModifier": {"sparsity": 0.5, "mask_structure": "2:4"}},
     "SmoothQuant W8A8": {
         "SmoothQuantModifier": {"smoothing_strength": 0.8},
+        "GPTQModifier": {"targets": ["Linear"], "scheme": "W8A8"},
+    },
+    # In random Hadamard matrices: of the others the peer has powers of two only. Groups of 32 divide the columns of all models.
+    "SpinQuant 4 bits, rounded": {
+        "SpinQuantModifier": {"rotations": ["R1", "R2"], "transform_type": "random-hadamard"},
+        "QuantizationModifier": {"config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_GROUP32}}},
+    },
+    "SpinQuant 4 bits": {
+        "SpinQuantModifier": {"rotations": ["R1", "R2"], "transform_type": "random-hadamard"},
+        "GPTQModifier": {"config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_GROUP32}}},
+    },
+    "SpinQuant W8A8": {
+        "SpinQuantModifier": {"rotations": ["R1", "R2"], "transform_type": "random-hadamard"},
         "GPTQModifier": {"targets": ["Linear"], "scheme": "W8A8"},
     },
 }

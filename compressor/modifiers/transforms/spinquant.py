@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from compressor.algorithms.rotations import Rotation, RotationKind, make_rotation
 from compressor.data.collate import Batch, batch_to, call_model
-from compressor.errors import NumericsError, RecipeError, TargetError
-from compressor.lifecycle import Event, Modifier, ModuleRecord, State
+from compressor.errors import CalibrationError, NumericsError, RecipeError, TargetError
+from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.lifecycle.state import StageValue
 from compressor.mappings import find_pairs
@@ -29,8 +29,13 @@ from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.loading.sample_batches import sample_batches
+from compressor.modifiers.own_forwards import calibration_data
+from compressor.modifiers.transforms.learned_rotations import LearnedTurns
+from compressor.modifiers.tuning.base_outputs import BaseOutputs
+from compressor.modifiers.tuning.budget import Budget, Split, tune
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
+from compressor.tracing.footprint import Footprint
 from compressor.tracing.picking import excerpt
 
 RotationName = Literal["R1", "R2", "R3", "R4"]
@@ -47,12 +52,22 @@ class SpinQuantModifier(Modifier):
         transform_type: `hadamard`; `random-hadamard`, with random signs; `random-matrix`, orthogonal, for sizes without a Hadamard matrix.
         randomize: a rotation of its own for the values of each layer.
         transform_block_size: R1 turns runs of so many channels; None: all together.
+        learnable: train the rotations on the calibration data, against what the model predicted, rounded as the modifiers behind will.
+        steps: of the training.
+        batch_size: sequences in a step.
+        lr: angle, about, by which a step turns at its peak.
+        held_out_frac: share of the sequences that only judge; the best state on them is kept, the fixed rotation where none is better.
     """
 
     rotations: list[RotationName] = Field(default=["R1", "R2"])
     transform_type: RotationKind = "hadamard"
     randomize: bool = False
     transform_block_size: int | None = Field(default=None, gt=1)
+    learnable: bool = False
+    steps: int = Field(default=100, gt=0)
+    batch_size: int = Field(default=8, gt=0)
+    lr: float = Field(default=0.02, gt=0, le=1)
+    held_out_frac: float = Field(default=0.125, gt=0, lt=1)
 
     @field_validator("rotations", mode="before")
     @classmethod
@@ -69,6 +84,18 @@ class SpinQuantModifier(Modifier):
         if online:
             raise RecipeError(f"rotations: {', '.join(online)} would be computed in every forward, which is not built here; leave it out")
         return value
+
+    @model_validator(mode="after")
+    def _settings_of_a_training(self) -> Self:
+        given = [name for name in ("steps", "batch_size", "lr", "held_out_frac") if name in self.model_fields_set]
+        if given and not self.learnable:
+            raise RecipeError(f"{given[0]}={getattr(self, given[0])} is for a training; add learnable: true, or leave it out")
+        return self
+
+    @property
+    def calibration_need(self) -> CalibrationNeed:
+        """Data for a training, in forwards of its own; else none."""
+        return "own" if self.learnable else "none"
 
     def on_initialize(self, state: State) -> bool:
         """Refuse what is quantized already."""
@@ -94,11 +121,27 @@ class SpinQuantModifier(Modifier):
             turns = [*self._first(state, basis), *self._second(state, batch)]
             before = _logits(state, batch)
             folds = () if basis is None else basis.norms
+            if self.learnable:
+                turns = self._learned(state, basis, turns)
             fold_and_turn(state.model, folds, turns, state.own_tensors)
             if basis is not None and basis.tied:
                 _untie(state)
             self._check_outputs(state, before, _logits(state, batch))
         self._report(state, basis, turns)
+
+    def forwards_of_training(self, num_samples: int) -> float:
+        """Say what a training costs: a forward of everything, measurements on what is held out, steps of a forward and a backward each.
+
+        Args:
+            num_samples: calibration sequences.
+
+        Returns:
+            Forwards of one sequence; a backward counts as two.
+        """
+        if not self.learnable:
+            return 0.0
+        held_out = min(max(1, round(self.held_out_frac * num_samples)), max(1, num_samples - 1))
+        return num_samples + 9 * held_out + 3 * self.steps * self.batch_size
 
     def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
         """Nothing: the same rotations are made again when a run is resumed."""
@@ -131,12 +174,36 @@ class SpinQuantModifier(Modifier):
             raise TargetError(f"{self.label}: R2: no linear layer gives the values of an attention alone; leave R2 out")
         turns: dict[Any, Turn] = {}
         for number, (pair, size) in enumerate(values):
-            key = number if self.randomize else size
+            key = number if self.randomize or self.learnable else size
             known = turns.get(key)
             rotation = known.rotation if known else self._rotation(size, state.seed + 1 + (number if self.randomize else 0), "R2")
             writers, readers = (known.writers, known.readers) if known else ((), ())
             turns[key] = Turn(rotation, (*writers, pair.source), (*readers, *pair.readers))
         return list(turns.values())
+
+    def _learned(self, state: State, basis: Basis | None, turns: Sequence[Turn]) -> list[Turn]:
+        """Train the rotations; the model is as it was afterwards."""
+        data = calibration_data(state, self.label)
+        if not any(scheme.weights is not None for scheme in state.schemes.values()):
+            raise RecipeError(f"{self.label}: learnable: no modifier behind it quantizes weights, and that is learned from; add one")
+        if data.num_samples < 2:
+            raise CalibrationError(f"{self.label}: {data.num_samples} sequence was given; give at least 2, of which one is held out")
+        with Footprint(state.model):
+            base = BaseOutputs(state.model, data, state.device, self.label)
+            split = Split.of(len(base.sequences), self.held_out_frac, state.seed % 2**62)
+            keeps_mean = basis is not None and basis.keeps_mean
+            moves = LearnedTurns(
+                state.model, () if basis is None else basis.norms, turns, state.schemes, state.device, keeps_mean=keeps_mean
+            )
+            budget = Budget(self.steps, self.batch_size, self.lr, max(1, self.steps // 10), max(4, self.steps // 8), 4, state.seed % 2**62)
+            with state.progress.task("learn rotations", total=self.steps) as task:
+                outcome = tune(moves, base, state.model, split, budget, lambda note: task.advance(1, note=note))
+                task.advance(self.steps - outcome.steps)
+        state.report.notes.append(
+            f"{self.label}: {base.measure} of the rounded model {outcome.before:.6g} -> {outcome.after:.6g} on {len(split.held_out)} "
+            f"held-out sequences (best after step {outcome.best_step} of {outcome.steps}), rotations learned on {len(split.trained)}"
+        )
+        return moves.settled() if outcome.best_step else list(turns)
 
     def _rotation(self, size: int, seed: int, what: str, *, keeps_mean: bool = False) -> Rotation:
         kind = "random-hadamard" if self.randomize and self.transform_type == "hadamard" else self.transform_type
@@ -217,13 +284,15 @@ def _transform(model: nn.Module, modifier: str, basis: Basis | None, turns: Sequ
     def as_stored(given: Sequence[str]) -> list[str]:
         return [stored.get(name, name) for name in given]
 
+    def as_data(turn: Turn) -> dict[str, Any]:
+        assert isinstance(turn.rotation, Rotation)
+        return {"matrix": encoded(turn.rotation), "writers": as_stored(turn.writers), "readers": as_stored(turn.readers)}
+
     return {
         "kind": "rotations",
         "modifier": modifier,
         "folds": [{"norm": as_stored([pair.source])[0], "readers": as_stored(pair.readers), "offset": pair.offset} for pair in folds],
-        "turns": [
-            {"matrix": encoded(turn.rotation), "writers": as_stored(turn.writers), "readers": as_stored(turn.readers)} for turn in turns
-        ],
+        "turns": [as_data(turn) for turn in turns],
         "untied": {} if basis is None else {as_stored([head])[0]: as_stored([source])[0] for head, source in basis.tied.items()},
     }
 

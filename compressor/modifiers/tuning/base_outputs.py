@@ -9,6 +9,7 @@ Shapes: N tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ class BaseOutputs:
             return "states"
         if self._head is not None:
             try:
-                with _ends_at(self._head[1]):
+                with _ends_at(self._model.get_submodule(self._head[0])):
                     call_model(self._model, batch)
             except _Reached as reached:
                 found = self._head[1](reached.hidden)
@@ -206,11 +207,15 @@ def _values(found: Any) -> Sequence[Any]:
 
 
 def _head_of(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The output embedding by name, and as it is now; a compressed one will take its place, and this one keeps its weight."""
+    """The output embedding by name, and a twin that keeps its weight: a compressed one will take its place, or it gets another weight."""
     ask = getattr(model, "get_output_embeddings", None)
     head = ask() if callable(ask) else None
     name = next((name for name, module in model.named_modules() if module is head), None)
-    return None if head is None or name is None else (name, head)
+    if head is None or name is None:
+        return None
+    twin = copy.copy(head)
+    twin._parameters = dict(head._parameters)
+    return name, twin
 
 
 @contextmanager

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
-from compressor.modifiers.tuning.moves import Moves
 
 _BETAS = (0.9, 0.99)  # of Adam; a hundred steps are too few for a memory of a thousand
 
@@ -82,8 +82,24 @@ class Outcome:
     trained_after: float
 
 
+class Movable(Protocol):
+    """What a training moves: scales, or rotations."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return what moves, for an optimizer."""
+
+    def copies(self) -> list[Tensor]:
+        """Return copies of it."""
+
+    def restore(self, copies: list[Tensor]) -> None:
+        """Take it back to copies."""
+
+    def tried(self) -> AbstractContextManager[None]:
+        """Let the model compute with what has moved for the duration; a backward adds to the gradients."""
+
+
 def tune(
-    moves: Moves, base: BaseOutputs, model: nn.Module, split: Split, budget: Budget, tell: Callable[[str], None] = lambda _: None
+    moves: Movable, base: BaseOutputs, model: nn.Module, split: Split, budget: Budget, tell: Callable[[str], None] = lambda _: None
 ) -> Outcome:
     """Move what moves towards the base. Changes the moves, not the model.
 
@@ -123,7 +139,7 @@ def tune(
     return Outcome(before, best, best_step, step, sum(losses[:few]) / few, sum(losses[-few:]) / few)
 
 
-def _held_out(moves: Moves, base: BaseOutputs, split: Split) -> float:
+def _held_out(moves: Movable, base: BaseOutputs, split: Split) -> float:
     with torch.no_grad(), moves.tried():
         return base.error(split.held_out)
 
