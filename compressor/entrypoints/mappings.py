@@ -1,7 +1,8 @@
-"""Which scales may move in a model, before a recipe is written: what `compressor mappings` prints and draws."""
+"""Which scales may move in a model and what may be turned, before a recipe is written: what `compressor mappings` prints and draws."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ import torch
 from torch import nn
 
 from compressor.arguments import check_dtypes_around
+from compressor.data import Batch
+from compressor.errors import TargetError
 from compressor.mappings import Mappings, Refusal, ScalePair, find_pairs
+from compressor.mappings.basis import Basis, find_basis
 from compressor.mappings.pairs import pattern_of
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.sample_batches import sample_batches
@@ -30,6 +34,8 @@ class MappingsReport:
         batches: what ran.
         found: the pairs, and what was refused.
         num_left_out: layers that the model lacks because they repeat others.
+        basis: the hidden states that may be turned; None where there are none.
+        why_no_basis: what is in the way; empty where nothing is.
     """
 
     model_class: str
@@ -37,6 +43,8 @@ class MappingsReport:
     batches: str
     found: Mappings
     num_left_out: int = 0
+    basis: Basis | None = None
+    why_no_basis: str = ""
 
     @property
     def kinds(self) -> dict[str, list[ScalePair]]:
@@ -64,7 +72,8 @@ class MappingsReport:
         """Return plain data for JSON."""
         own = {"model_class": self.model_class, "weights": self.weights, "batches": self.batches, "num_left_out": self.num_left_out}
         pairs, refused = [asdict(pair) for pair in self.found.pairs], [asdict(one) for one in self.found.refused]
-        return {**own, "pairs": pairs, "refused": refused}
+        basis = {"basis": None if self.basis is None else asdict(self.basis), "why_no_basis": self.why_no_basis}
+        return {**own, "pairs": pairs, "refused": refused, **basis}
 
     def lines(self) -> list[str]:
         """Return the report for people, kind by kind."""
@@ -72,7 +81,17 @@ class MappingsReport:
         for kind, pairs in self.kinds.items():
             lines.append(f"{kind} ({len(pairs)}) -> {_readers(pairs[0])}, at {pairs[0].place}{_remarks(pairs[0])}")
         lines += [f"not {kind} ({len(all_)}): meets {all_[0].why}" for kind, all_ in self.refused_kinds.items()]
-        return lines
+        return [*lines, *self._basis_lines()]
+
+    def _basis_lines(self) -> list[str]:
+        if self.basis is None:
+            return [f"hidden states may not be turned: {self.why_no_basis}"]
+        readers = (*(pair.source for pair in self.basis.norms), *self.basis.readers)
+        mean = "; only by what keeps their mean" if self.basis.keeps_mean else ""
+        return [
+            f"hidden states of {self.basis.size} channels may be turned{mean}: written by {_kinds(self.basis.writers)}; "
+            f"read by {_kinds(readers)}, at {self.basis.place}"
+        ]
 
     def picture(self) -> Picture:
         """Return what is drawn: a box for each kind, in the order of the model, with what reads it."""
@@ -80,7 +99,12 @@ class MappingsReport:
             Box(f"{kind} ({len(pairs)})", (f"into {_readers(pairs[0])}", f"{pairs[0].place}{_remarks(pairs[0])}"), "stage")
             for kind, pairs in self.kinds.items()
         ]
+        if self.basis is not None:
+            readers = (*(pair.source for pair in self.basis.norms), *self.basis.readers)
+            turned = (f"written by {_kinds(self.basis.writers)}", f"read by {_kinds(readers)}", self.basis.place)
+            boxes.append(Box(f"hidden states of {self.basis.size} channels may be turned", turned, "stage"))
         refused = [f"{kind}: {all_[0].why}"[:90] for kind, all_ in self.refused_kinds.items()]
+        refused += [f"hidden states: {self.why_no_basis}"[:90]] if self.why_no_basis else []
         return Picture(
             (self.headline, f"weights: {self.weights}"), boxes, Box("may not move", tuple(refused), "ignored") if refused else None
         )
@@ -107,13 +131,25 @@ def find_mappings(model: str | Path | nn.Module, settings: MappingsSettings) -> 
     with unfused_experts(stood.model, hold=True) as experts:
         try:
             found = find_pairs(stood.model, given.batches[0], torch.device("cpu"))
+            basis, why = _basis(stood.model, given.batches[0])
         finally:
             experts.restore()
-    return MappingsReport(type(stood.model).__name__, stood.how, given.how, found, stood.num_left_out)
+    return MappingsReport(type(stood.model).__name__, stood.how, given.how, found, stood.num_left_out, basis, why)
+
+
+def _basis(model: nn.Module, batch: Batch) -> tuple[Basis | None, str]:
+    try:
+        return find_basis(model, batch, torch.device("cpu")), ""
+    except TargetError as error:
+        return None, str(error)
+
+
+def _kinds(names: Sequence[str]) -> str:
+    return shortened(list(dict.fromkeys(pattern_of(name) for name in names)))
 
 
 def _readers(pair: ScalePair) -> str:
-    return shortened(list(dict.fromkeys(pattern_of(name) for name in pair.readers)))
+    return _kinds(pair.readers)
 
 
 def _remarks(pair: ScalePair) -> str:

@@ -23,19 +23,9 @@ from torch.utils._pytree import tree_map_only
 from compressor.algorithms.rotations import Rotation, make_rotation
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TargetError
+from compressor.mappings.alone import close, double, doubled_arguments, input_of, output_of
 from compressor.mappings.pairs import Mappings, ScalePair, pattern_of
-from compressor.mappings.probe import (
-    Blocked,
-    Prober,
-    all_experts,
-    caller,
-    close,
-    double,
-    doubled_arguments,
-    find_pairs,
-    input_of,
-    output_of,
-)
+from compressor.mappings.probe import Blocked, Prober, all_experts, caller, find_pairs
 from compressor.model.evaluation import evaluation_mode
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
@@ -204,7 +194,7 @@ class _Search:
         largest_D = torch.stack([x.float().flatten(0, -2).abs().amax(0) for x in inputs]).amax(0)
         generator = torch.Generator().manual_seed(len(source))
         signs_D = torch.randint(2, (size,), generator=generator) * 2 - 1
-        spread_D = (1 + torch.rand(size, generator=generator)) * signs_D * _SPREAD
+        spread_D = (1 + torch.rand(size, generator=generator, dtype=torch.float32)) * signs_D * _SPREAD
         return (largest_D.clamp_min(float(largest_D.mean()) + 1e-6) * spread_D.to(largest_D.device)).to(dtype)
 
     def _proved(self, size: int, members: Mapping[str, list[str]]) -> _Found:

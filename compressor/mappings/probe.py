@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compressor.data.collate import Batch, batch_to, call_model
 from compressor.errors import TracingError
+from compressor.mappings.alone import close, double, doubled_arguments, input_of, output_of, outputs_of
 from compressor.mappings.pairs import Mappings, Refusal, ScalePair, pattern_of, scale_reader, scale_source
 from compressor.model.evaluation import evaluation_mode
 from compressor.nn import weight_of
@@ -31,14 +32,12 @@ from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.progress import Progress, SilentProgress
 from compressor.tracing.footprint import Footprint
-from compressor.tracing.graph.replay import copy_alone
 from compressor.tracing.picking import excerpt
 
 _LARGEST = {torch.float16: 1}  # exponents of factors, where the dtype has few of its own
 _EXPONENT = 3
 _SUBNORMAL = 2.0**-22  # four steps of float16 below its normal numbers
 _NOT_BY_CHANNEL = "its weight does not scale its output channel by channel"
-_CLOSE = 1e-6  # relative, in float64: norms may compute in float32 whatever they are given
 
 
 def find_pairs(
@@ -272,6 +271,7 @@ class Prober:
         return {name: (before(name), after(name)) for name in self.modules}
 
     def forward(self, hooks: Mapping[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]]) -> list[Tensor]:
+        """Run the model with hooks before and after modules, by name; return the tensors that it gives."""
         with ExitStack() as stack:
             for name, (before, after) in hooks.items():
                 if before is not None:
@@ -383,11 +383,6 @@ def _columns(module: nn.Module) -> int:
     return int(weight.shape[-1])
 
 
-def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    given = args[0] if args else next(iter(kwargs.values()), None)
-    return given if isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 0 else None
-
-
 def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put what `_input` finds first among the positional arguments."""
     if args:
@@ -406,37 +401,6 @@ def tied_modules(model: nn.Module) -> dict[str, str]:
         for name in names if len(names) > 1 else ():
             tied[name.rpartition(".")[0]] = next(other for other in names if other != name)
     return tied
-
-
-def doubled_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def widened(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, widened, arguments)
-    return found
-
-
-def double(module: nn.Module) -> nn.Module:
-    """A copy in float64, alone."""
-    return copy_alone(module).double()
-
-
-def outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    try:
-        return [leaf for leaf in tree_leaves(module(*args, **kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    except (RuntimeError, TypeError, ValueError):  # code that insists on a dtype
-        return []
-
-
-def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    return next(iter(outputs_of(module, args, kwargs)), None)
-
-
-def close(one: Tensor | None, other: Tensor) -> bool:
-    if one is None or one.shape != other.shape:
-        return False
-
-    return float((one - other).abs().max()) <= _CLOSE * float(other.abs().max())
 
 
 def _plain(output: Any) -> Any:

@@ -38,6 +38,34 @@ def test_a_config_alone_gives_lines_a_picture_and_json(folder: Path, tmp_path: P
     assert told == json.loads(to_json(find_mappings(folder).to_dict()))
 
 
+def test_hidden_states_that_may_be_turned_stand_in_all_three(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing = tmp_path / "out.svg"
+    assert main(["mappings", str(folder), "--draw", str(drawing)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("hidden states"))
+    assert line.startswith("hidden states of 16 channels may be turned: written by model.embed_tokens, model.layers.*.self_attn.o_proj, ")
+    assert "read by model.layers.*.input_layernorm, " in line and "modeling_llama.py:" in line
+    assert "hidden states of 16 channels may be turned" in drawing.read_text()
+    assert main(["mappings", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["basis"]["size"] == 16 and len(told["basis"]["norms"]) == 5 and told["why_no_basis"] == ""
+
+
+def test_what_is_in_the_way_of_turning_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import Gemma2Config
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+    }
+    Gemma2Config(**sizes, num_hidden_layers=2, architectures=["Gemma2ForCausalLM"]).save_pretrained(tmp_path / "model")
+    assert main(["mappings", str(tmp_path / "model")]) == 0
+    assert "hidden states may not be turned: model.layers.0.post_attention_layernorm adds" in capsys.readouterr().out
+
+
 def test_class_and_modality(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mappings", str(folder), "--model-class", "LlamaModel", "--modality", "text"]) == 0
     text = capsys.readouterr().out

@@ -1,0 +1,102 @@
+"""One module alone, in float64: what it is called with, what it gives, and how close two answers are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from compressor.tracing.graph.replay import copy_alone
+
+_CLOSE = 1e-6  # relative, in float64: norms may compute in float32 whatever they are given
+
+
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Find what a layer works on among the arguments of a call.
+
+    Args:
+        args: positional ones.
+        kwargs: those by keyword.
+
+    Returns:
+        The first one, if it is a tensor of floats with a dimension.
+    """
+    given = args[0] if args else next(iter(kwargs.values()), None)
+    return given if isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 0 else None
+
+
+def doubled_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with all floats in float64.
+
+    Args:
+        arguments: positional ones and those by keyword.
+
+    Returns:
+        The same, copies.
+    """
+
+    def widened(tensor: Tensor) -> Tensor:
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, widened, arguments)
+    return found
+
+
+def double(module: nn.Module) -> nn.Module:
+    """Copy a module without its hooks.
+
+    Args:
+        module: that has no others inside; not modified.
+
+    Returns:
+        A copy in float64.
+    """
+    return copy_alone(module).double()
+
+
+def outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Call a module.
+
+    Args:
+        module: a copy in float64.
+        args: of the call.
+        kwargs: of the call.
+
+    Returns:
+        All tensors of floats that it gives; none where its code insists on another dtype.
+    """
+    try:
+        return [leaf for leaf in tree_leaves(module(*args, **kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    except (RuntimeError, TypeError, ValueError):
+        return []
+
+
+def output_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Call a module.
+
+    Args:
+        module: a copy in float64.
+        args: of the call.
+        kwargs: of the call.
+
+    Returns:
+        The first tensor of floats that it gives; None where there is none.
+    """
+    return next(iter(outputs_of(module, args, kwargs)), None)
+
+
+def close(one: Tensor | None, other: Tensor) -> bool:
+    """Tell whether two answers are the same but for rounding.
+
+    Args:
+        one: an answer, or None.
+        other: another one.
+
+    Returns:
+        True where no number differs by more than 1e-6 of the largest.
+    """
+    if one is None or one.shape != other.shape:
+        return False
+    return float((one - other).abs().max()) <= _CLOSE * float(other.abs().max())
