@@ -28,12 +28,15 @@ class Rotation:
     """An orthogonal matrix Q [B, B], applied to runs of B channels.
 
     Attributes:
-        factors: orthogonal matrices, whose Kronecker product is U [B, B]; float64.
+        factors: float64 matrices, whose Kronecker product is U sqrt(norm), U [B, B] orthogonal. Those of a Hadamard matrix hold +1 and -1,
+            so that sums of few bits are exact, and so are halves between two of them.
+        norm: B of a Hadamard matrix, else 1.
         signs_B: of +1 and -1, or None. Q = diag(signs) U, or, where it is mirrored, U diag(signs) U^T.
         is_mirrored: see signs_B. With a first column of U that is constant and a first sign of +1, Q keeps the mean of a row.
     """
 
     factors: tuple[Tensor, ...]
+    norm: int = 1
     signs_B: Tensor | None = None
     is_mirrored: bool = False
 
@@ -78,7 +81,7 @@ class Rotation:
                 x_NB = (x_NB.reshape(-1, f) @ factor_FF).reshape(-1, self.size)
             else:
                 x_NB = (factor_FF.T @ x_NB.reshape(-1, f, right)).reshape(-1, self.size)
-        return x_NB
+        return x_NB if self.norm == 1 else x_NB / math.sqrt(self.norm)
 
 
 def make_rotation(kind: str, size: int, *, seed: int = 0, keeps_mean: bool = False) -> Rotation:
@@ -105,7 +108,7 @@ def make_rotation(kind: str, size: int, *, seed: int = 0, keeps_mean: bool = Fal
         signs_B = torch.randint(2, (size,), generator=generator).double() * 2 - 1
         if keeps_mean:
             signs_B[0] = 1.0
-    return Rotation(tuple(factors), signs_B, is_mirrored=keeps_mean)
+    return Rotation(tuple(factors), size, signs_B, is_mirrored=keeps_mean)
 
 
 def has_hadamard(size: int) -> bool:
@@ -114,7 +117,7 @@ def has_hadamard(size: int) -> bool:
 
 
 def _hadamard_factors(size: int) -> list[Tensor]:
-    """Orthogonal factors of a Hadamard matrix, each with a constant first column."""
+    """Factors of a Hadamard matrix, of +1 and -1, each with a first column of +1."""
     order = _core_order(size)
     if order is None:
         raise NumericsError(
@@ -147,7 +150,7 @@ def _is_prime(number: int) -> bool:
 
 
 def _sylvester(doublings: int) -> Tensor:
-    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     return _kronecker([two] * doublings)
 
 
@@ -177,7 +180,7 @@ def _core(order: int) -> Tensor:
     else:
         signs = torch.kron(bordered, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64))
         signs += torch.kron(torch.eye(q + 1, dtype=torch.float64), torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64))
-    return signs * signs[:, :1] / math.sqrt(order)
+    return signs * signs[:, :1]
 
 
 def _random_orthogonal(size: int, generator: torch.Generator, *, keeps_mean: bool) -> Tensor:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
 
 from compressor.algorithms.rotations import Rotation, RotationKind, make_rotation
@@ -69,6 +70,8 @@ class SpinQuantModifier(Modifier):
     lr: float = Field(default=0.02, gt=0, le=1)
     held_out_frac: float = Field(default=0.125, gt=0, lt=1)
 
+    _was_asked: bool = PrivateAttr(default=False)
+
     @field_validator("rotations", mode="before")
     @classmethod
     def _upper(cls, value: Any) -> Any:
@@ -99,6 +102,7 @@ class SpinQuantModifier(Modifier):
 
     def on_initialize(self, state: State) -> bool:
         """Refuse what is quantized already."""
+        self._was_asked = False
         if state.schemes:
             first = next(iter(state.schemes))
             raise RecipeError(f"{self.label}: {first} is quantized by a modifier before it; let it stand before those that quantize")
@@ -115,6 +119,7 @@ class SpinQuantModifier(Modifier):
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Find what may be turned, turn it, and see that the model computes what it did. Changes the model."""
         del event
+        self._was_asked = True
         batch = state.data.batches[0] if state.data is not None else sample_batches(state.model).batches[0]
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             basis = self._basis(state, batch) if "R1" in self.rotations else None
@@ -128,6 +133,13 @@ class SpinQuantModifier(Modifier):
                 _untie(state)
             self._check_outputs(state, before, _logits(state, batch))
         self._report(state, basis, turns)
+
+    def on_finalize(self, state: State) -> bool:
+        """Refuse to finish where nobody asked for it: it does nothing in a training."""
+        del state
+        if not self._was_asked:
+            raise CalibrationError(f"{self.label}: nothing was turned, for that happens in a calibration; run one, or leave it out")
+        return True
 
     def forwards_of_training(self, num_samples: int) -> float:
         """Say what a training costs: a forward of everything, measurements on what is held out, steps of a forward and a backward each.
@@ -309,7 +321,7 @@ def encoded(rotation: Rotation) -> dict[str, Any]:
     """
     size = rotation.size
     if rotation.is_mirrored and rotation.signs_B is not None:
-        plain = encoded(Rotation(rotation.factors))
+        plain = encoded(replace(rotation, signs_B=None, is_mirrored=False))
         return {**plain, "diagonal": _packed(rotation.signs_B)} if "signs" in plain else _values(rotation)
     matrix = rotation.matrix()
     if float((matrix.abs() - size**-0.5).abs().max()) < 1e-9:

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from compressor import GPTQModifier, MagnitudePruningModifier, QuantizationModifier, SmoothQuantModifier, SpinQuantModifier, oneshot
-from compressor.errors import CompressorError, NumericsError, RecipeError, TargetError
+from compressor.errors import CalibrationError, CompressorError, NumericsError, RecipeError, TargetError
+from compressor.lifecycle import Event, Session, State
 from compressor.mappings import turns
 from compressor.model.loading.load import load_model
 from compressor.recipe import load_recipe
@@ -214,3 +215,35 @@ def test_a_folder_of_bfloat16_stays_one(tmp_path: Path) -> None:
     llama().to(torch.bfloat16).save_pretrained(tmp_path / "base")
     oneshot(str(tmp_path / "base"), recipe=SpinQuantModifier(), output_dir=tmp_path / "out", device="cpu")
     assert load_model(tmp_path / "out", device="cpu").model.dtype is torch.bfloat16
+
+
+def test_a_run_without_calibration_does_not_pass_for_a_turned_one() -> None:
+    session = Session(State(model=llama()), [SpinQuantModifier()])
+    session.initialize()
+    with pytest.RaisesGroup(pytest.RaisesExc(CalibrationError, match="nothing was turned")):
+        session.finalize()
+
+
+def test_a_resumed_run_turns_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    whole = GPTQModifier.on_sequential_epoch_end
+    seen: list[int] = []
+
+    def stops(self: GPTQModifier, state: State, event: Event) -> None:
+        seen.append(1)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        whole(self, state, event)
+
+    def run(out: Path, **settings: Any) -> None:
+        recipe = [SpinQuantModifier(transform_type="random-hadamard"), GPTQModifier(config_groups=GROUPS, ignore=["lm_head"])]
+        oneshot(str(tmp_path / "base"), recipe=recipe, dataset=IDS, output_dir=out, device="cpu", **settings)
+
+    run(tmp_path / "straight")
+    monkeypatch.setattr(GPTQModifier, "on_sequential_epoch_end", stops)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped")
+    monkeypatch.setattr(GPTQModifier, "on_sequential_epoch_end", whole)
+    run(tmp_path / "stopped", resume=True)
+    for name in ("model.safetensors", "compression.json"):
+        assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()

@@ -45,7 +45,7 @@ ROTATION_MUTANTS: tuple[Mutant, ...] = (
     _bug("layernorm_as_rmsnorm", "basis", "a norm that subtracts the mean gets a rotation that does not keep it", _EVERY,
          Edit(_BASIS + "_Search.keeps_mean", "return any(", "return 1 < sum(0 for _ in norms) or False and any(")),
     _bug("no_root_of_the_size", "rotations", "a Hadamard matrix is not divided by the root of its size", _FLOAT,
-         Edit(_MATRIX + "_sylvester", "/ math.sqrt(2)", "/ math.sqrt(1)")),
+         Edit(_MATRIX + "make_rotation", "Rotation(tuple(factors), size,", "Rotation(tuple(factors), 1,")),
     _bug("readers_turned_the_other_way", "turns", "a layer that reads is turned by the transposed matrix", _FLOAT,
          Edit(_TURNS + "TurnPlan.tensors", "weight_RK = turn.rotation.turn(weight_RK)",
               "weight_RK = turn.rotation.turn(weight_RK, back=True)")),
