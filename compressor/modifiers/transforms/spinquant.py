@@ -23,7 +23,7 @@ from compressor.errors import CalibrationError, NumericsError, RecipeError, Targ
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.lifecycle.state import StageValue
-from compressor.mappings import find_pairs
+from compressor.mappings import ScalePair, find_pairs
 from compressor.mappings.basis import Basis, find_basis, find_values
 from compressor.mappings.turns import Turn, fold_and_turn, has_biases
 from compressor.model.checkpoints.format import stored_names
@@ -32,6 +32,7 @@ from compressor.model.evaluation import evaluation_mode
 from compressor.model.loading.sample_batches import sample_batches
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
+from compressor.modifiers.transforms.written_roles import check_written, notes_of_written
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
 from compressor.modifiers.tuning.budget import Budget, Split, tune
 from compressor.nn.build import is_quantizable
@@ -53,6 +54,9 @@ class SpinQuantModifier(Modifier):
         transform_type: `hadamard`; `random-hadamard`, with random signs; `random-matrix`, orthogonal, for sizes without a Hadamard matrix.
         randomize: a rotation of its own for the values of each layer.
         transform_block_size: R1 turns runs of so many channels; None: all together.
+        mappings: which modules write and read hidden states, by role, as llm-compressor has it; found on a forward, and held against it.
+        norm_mappings: which layers read which norm; the same.
+        precision: float64, in which all is computed.
         learnable: train the rotations on the calibration data, against what the model predicted, rounded as the modifiers behind will.
         steps: of the training.
         batch_size: sequences in a step.
@@ -64,6 +68,10 @@ class SpinQuantModifier(Modifier):
     transform_type: RotationKind = "hadamard"
     randomize: bool = False
     transform_block_size: int | None = Field(default=None, gt=1)
+    mappings: Any = None
+    norm_mappings: Any = None
+    precision: Any = None
+    transform_config: Any = None
     learnable: bool = False
     steps: int = Field(default=100, gt=0)
     batch_size: int = Field(default=8, gt=0)
@@ -87,6 +95,27 @@ class SpinQuantModifier(Modifier):
         if online:
             raise RecipeError(f"rotations: {', '.join(online)} would be computed in every forward, which is not built here; leave it out")
         return value
+
+    @field_validator("precision", mode="after")
+    @classmethod
+    def _is_float64(cls, value: Any) -> Any:
+        if value is not None and str(value).removeprefix("torch.") != "float64":
+            raise RecipeError(f"precision={value}: weights are turned in float64 and rounded once, to their own dtype; leave it out")
+        return value
+
+    @field_validator("transform_config", mode="after")
+    @classmethod
+    def _not_given(cls, value: Any) -> Any:
+        if value is not None:
+            raise RecipeError("transform_config: rotations of one's own are not built here; give rotations, transform_type and the rest")
+        return value
+
+    @model_validator(mode="after")
+    def _has_mappings(self) -> Self:
+        check_written(self.mappings, self.norm_mappings)
+        if (self.mappings is not None or self.norm_mappings is not None) and "R1" not in self.rotations:
+            raise RecipeError("mappings: they are for R1, which rotations does not name; leave them out")
+        return self
 
     @model_validator(mode="after")
     def _settings_of_a_training(self) -> Self:
@@ -123,7 +152,10 @@ class SpinQuantModifier(Modifier):
         batch = state.data.batches[0] if state.data is not None else sample_batches(state.model).batches[0]
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             basis = self._basis(state, batch) if "R1" in self.rotations else None
-            turns = [*self._first(state, basis), *self._second(state, batch)]
+            values = self._values(state, batch) if "R2" in self.rotations else ()
+            notes = notes_of_written(state.model, basis, values, self.mappings, self.norm_mappings, self.label)
+            state.report.notes += notes
+            turns = [*self._first(state, basis), *self._second(state, values)]
             before = _logits(state, batch)
             folds = () if basis is None else basis.norms
             if self.learnable:
@@ -177,13 +209,14 @@ class SpinQuantModifier(Modifier):
         readers = [*basis.readers, *(name for pair in basis.norms for name in pair.readers)]
         return [Turn(rotation, (*basis.writers, *norms), tuple(readers))]
 
-    def _second(self, state: State, batch: Batch) -> list[Turn]:
-        if "R2" not in self.rotations:
-            return []
+    def _values(self, state: State, batch: Batch) -> tuple[tuple[ScalePair, int], ...]:
         found = find_pairs(state.model, batch, state.device, progress=state.progress)
         values = find_values(state.model, batch, state.device, found.pairs, head_dim(state.model))
         if not values:
             raise TargetError(f"{self.label}: R2: no linear layer gives the values of an attention alone; leave R2 out")
+        return values
+
+    def _second(self, state: State, values: Sequence[tuple[ScalePair, int]]) -> list[Turn]:
         turns: dict[Any, Turn] = {}
         for number, (pair, size) in enumerate(values):
             key = number if self.randomize or self.learnable else size

@@ -181,6 +181,12 @@ def test_what_cannot_be_done_is_refused_and_the_model_is_as_it_was(recipe: Any, 
         ({"rotations": ["R5"]}, "rotations"),
         ({"transform_type": "fourier"}, "transform_type"),
         ({"transform_block_size": 1}, "transform_block_size"),
+        ({"precision": "float32"}, "turned in float64"),
+        ({"transform_config": {"config_groups": {}}}, "transform_config"),
+        ({"mappings": {"attn_x": "lm_head"}}, "'attn_x' is no role; choose from embedding"),
+        ({"mappings": []}, "mappings: .* is none"),
+        ({"norm_mappings": [{"norm": "model.norm"}]}, "norm_mappings: .* is none"),
+        ({"rotations": ["R2"], "norm_mappings": [{"norm": "a", "linears": "b"}]}, "they are for R1"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: Any, why: str) -> None:
@@ -247,3 +253,49 @@ def test_a_resumed_run_turns_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run(tmp_path / "stopped", resume=True)
     for name in ("model.safetensors", "compression.json"):
         assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
+
+
+ROLES: dict[str, Any] = {
+    "embedding": "re:.*embed_tokens$",
+    "attn": "re:.*self_attn$",
+    "attn_q": "re:.*q_proj$",
+    "attn_k": "re:.*k_proj$",
+    "attn_v": "re:.*v_proj$",
+    "attn_o": "re:.*o_proj$",
+    "mlp_in": ["re:.*up_proj$", "re:.*gate_proj$"],
+    "mlp_out": "re:.*down_proj$",
+    "lm_head": "lm_head",
+}
+NORMS = [{"norm": "re:.*input_layernorm$", "linears": ["re:.*q_proj$", "re:.*v_proj$"]}, {"norm": "model.norm", "linears": "lm_head"}]
+
+
+def test_written_roles_are_held_against_a_forward() -> None:
+    model = llama()
+    before = logits(model)
+    notes = oneshot(model, recipe=SpinQuantModifier(mappings={**ROLES, "attn_head_dim": 8}, norm_mappings=NORMS)).report.notes
+    assert difference(before, logits(model)) < 1e-5 and len(notes) == 1
+    fewer = {role: ROLES[role] for role in ("embedding", "attn_o", "attn_q")}
+    model = llama()
+    notes = oneshot(model, recipe=SpinQuantModifier(mappings=fewer)).report.notes
+    assert difference(before, logits(model)) < 1e-5
+    assert "model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj write hidden states, too" in notes[0]
+    assert "read hidden states, too" in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"mappings": {**ROLES, "attn_o": "re:.*v_proj$"}}, "attn_o: .*v_proj.*: no forward shows that it writes hidden states"),
+        ({"mappings": {**ROLES, "mlp_in": "re:.*down_proj$"}}, "mlp_in: .*down_proj.*: no forward shows that it reads hidden states"),
+        ({"mappings": {**ROLES, "lm_head": "re:.*head2$"}}, "matches no module"),
+        ({"mappings": {**ROLES, "attn_head_dim": 16}}, "attn_head_dim=16, but model.layers.0.self_attn.v_proj has heads of 8"),
+        ({"norm_mappings": [{"norm": "model.norm", "linears": ["re:.*q_proj$"]}]}, "no forward shows that it reads model.norm"),
+        ({"norm_mappings": [{"norm": "lm_head", "linears": ["lm_head"]}]}, "no forward shows that it is a norm of hidden states"),
+    ],
+)
+def test_a_role_that_no_forward_shows_is_an_error(settings: Any, why: str) -> None:
+    model = llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(TargetError, match=why):
+        oneshot(model, recipe=SpinQuantModifier(**settings))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
