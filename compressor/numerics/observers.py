@@ -303,7 +303,7 @@ def _search_range(
     best_error_n = torch.full_like(unit_n, torch.inf, dtype=torch.float64)
     stale_n = torch.zeros_like(unit_n, dtype=torch.int32)
     for candidate in range(int(settings.maxshrink * settings.grid)):
-        shrink = 1 - candidate / settings.grid
+        shrink = settings.expand * (1 - candidate / settings.grid)
         tried_min_n, tried_max_n = min_n * shrink, max_n * shrink
         qparams = calculate_qparams(tried_min_n, tried_max_n, args, global_scale).map(lambda part: part.unsqueeze(-1))
         error_n = _sum_errors(groups_nS, qparams, unit_n, flat_args, settings.norm, weights_nS)

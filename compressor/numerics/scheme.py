@@ -29,30 +29,44 @@ OBSERVER_KINDS: dict[str, ObserverKind] = {
     "mse": "mse",
     "memoryless_mse": "mse",
     "imatrix_mse": "imatrix",
+    "nvfp4_expanded_mse": "mse",
+    "fouroversix": "mse",
+    "nvfp4_expanded_imatrix": "imatrix",
 }
 
 
-_IMATRIX = {"maxshrink": 0.95, "grid": 20, "norm": 3.0, "patience": 5}
+# Wider ranges than the weights fill, from 1.8 times down to 0.8: the steps of 4-bit floats are not even, so that a group may fit better
+# below the largest value ("four over six").
+_EXPANDED = {"expand": 1.8, "maxshrink": 1 - 0.8 / 1.8, "grid": 200}
+# What a name in a recipe stands for, as llm-compressor has it, apart from its own settings.
+_SETTINGS: dict[str, dict[str, float]] = {
+    "imatrix_mse": {"maxshrink": 0.95, "grid": 20, "norm": 3.0, "patience": 5},
+    "nvfp4_expanded_mse": _EXPANDED,
+    "fouroversix": _EXPANDED,
+    "nvfp4_expanded_imatrix": _EXPANDED,
+}
 
 # Beyond these a search would not end, or every error would be infinite.
-_LARGEST = {"grid": 10_000.0, "norm": 16.0}
+_LARGEST = {"grid": 10_000.0, "norm": 16.0, "expand": 4.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class MSESettings:
-    """Settings of the MSE observer, which tries the full range times 1, 1 - 1/grid, 1 - 2/grid ... and keeps the one with the least error.
+    """Settings of the MSE observer, which tries the full range times `expand`, that times 1 - 1/grid, 1 - 2/grid ..., and keeps the best.
 
     Attributes:
         maxshrink: the largest share of the range that may be cut off, in (0, 1].
         grid: candidates per unit of shrinkage; maxshrink * grid candidates are tried.
         norm: exponent of the absolute error, > 0; 2 gives the mean squared error.
         patience: a group stops after this many candidates in a row without gain; None searches the whole grid.
+        expand: how much wider than the full range the first candidate is, >= 1.
     """
 
     maxshrink: float = 0.20
     grid: float = 100.0
     norm: float = 2.4
     patience: int | None = None
+    expand: float = 1.0
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> MSESettings:
@@ -84,6 +98,8 @@ class MSESettings:
                 f"observer_kwargs: maxshrink={settings.maxshrink} with grid={settings.grid} leaves nothing to search; "
                 "maxshrink must be at most 1 and maxshrink * grid at least 1"
             )
+        if settings.expand < 1:
+            raise SchemeError(f"observer_kwargs: expand={settings.expand} would narrow the range; give at least 1, and maxshrink for less")
         return settings
 
 
@@ -194,8 +210,8 @@ class QuantizationArgs(BaseModel):
 
     @property
     def mse_settings(self) -> MSESettings:
-        """The settings for an observer that searches; those of "imatrix" are by default llm-compressor's."""
-        return MSESettings.from_kwargs({**(_IMATRIX if self.observer_kind == "imatrix" else {}), **self.observer_kwargs})
+        """The settings for an observer that searches: those that its name stands for, where none are given."""
+        return MSESettings.from_kwargs({**_SETTINGS.get(self.observer or "", {}), **self.observer_kwargs})
 
     @field_validator("num_bits", "group_size", mode="before")
     @classmethod
@@ -306,6 +322,12 @@ class QuantizationArgs(BaseModel):
             raise SchemeError(f"dynamic=True is not supported with strategy={self.strategy!r}; use 'token', 'group' or 'tensor'")
         if self.dynamic == "local" and not self.has_global_scale:
             raise SchemeError(f"dynamic='local' needs strategy='tensor_group', not {self.strategy!r}; give dynamic=True")
+        return self
+
+    @model_validator(mode="after")
+    def _check_expanded(self) -> QuantizationArgs:
+        if _SETTINGS.get(self.observer or "") is _EXPANDED and not (self.type == "float" and self.num_bits == 4):
+            raise SchemeError(f"observer: {self.observer} is for floats of 4 bits, whose steps are not even; use 'mse' or 'imatrix_mse'")
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compressor.errors import NumericsError, SchemeError
-from compressor.numerics import MinMaxObserver, MSEObserver, QuantizationArgs, fake_quantize, make_observer, weight_qparams
+from compressor.numerics import (
+    MinMaxObserver,
+    MSEObserver,
+    QuantizationArgs,
+    calculate_global_scale,
+    fake_quantize,
+    make_observer,
+    weight_qparams,
+)
 
 STATIC = [
     QuantizationArgs(type="float", observer="static_minmax"),
@@ -190,3 +198,41 @@ def test_only_static_activations_are_observed(args):
 def test_weights_that_cannot_be_quantized_are_refused(weight, args, message):
     with pytest.raises(SchemeError, match=message):
         weight_qparams(weight, args)
+
+
+@pytest.mark.parametrize("name", ["nvfp4_expanded_mse", "fouroversix"])
+def test_a_range_wider_than_the_weights_is_found_where_it_fits_better(name):
+    """Largest values of 4, not of 6: there the steps of fp4 are half as wide, next to them."""
+    args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    global_scale = calculate_global_scale(*weight.aminmax())
+
+    def losses(observer):
+        own = args.model_copy(update={"observer": observer})
+        qparams = weight_qparams(weight, own, global_scale=global_scale)
+        error = (fake_quantize(weight, qparams, own) - weight).double().abs().pow(2.4).reshape(8, 4, 16).sum(-1)
+        return error, qparams.scale.float()
+
+    (plain, narrow), (expanded, wide) = losses("mse"), losses(name)
+    assert (expanded <= plain * (1 + 1e-9)).all() and float(expanded.sum()) < 0.9 * float(plain.sum())
+    assert bool((wide > 1.2 * narrow).any())
+    full = losses("minmax")[1]  # the oracle: every candidate, one group at a time
+    for row, group in ((0, 0), (3, 2), (7, 3)):
+        values = weight[row, 16 * group : 16 * group + 16]
+        found = []
+        for candidate in range(111):
+            share = 1.8 * (1 - candidate / 200)
+            scale = (full[row, group].double() * share).to(torch.float8_e4m3fn).float()
+            step = scale / global_scale.float().flatten()[0]
+            grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
+            codes = (values.abs()[:, None] / step - grid).abs().argmin(1)
+            found.append(float(((grid[codes] * step) - values.abs()).double().abs().pow(2.4).sum()))
+        assert float(expanded[row, group]) <= min(found) * 1.02
+
+
+def test_a_wider_range_is_for_formats_whose_steps_are_uneven():
+    for observer in ("nvfp4_expanded_mse", "nvfp4_expanded_imatrix", "fouroversix"):
+        with pytest.raises(ValueError, match=f"{observer} is for floats of 4 bits"):
+            QuantizationArgs(num_bits=4, group_size=32, observer=observer)
+    with pytest.raises(ValueError, match=r"expand=0\.5 would narrow"):
+        QuantizationArgs(num_bits=4, group_size=32, observer="mse", observer_kwargs={"expand": 0.5})
