@@ -279,9 +279,8 @@ class SpinQuantModifier(Modifier):
         tied = {} if basis is None else basis.tied
         state.report.transforms.append(_transform(state.model, type(self).__name__, basis, turns))
         untied = f"; {', '.join(tied)} is no longer tied to {', '.join(tied.values())}" if tied else ""
-        state.report.notes.append(
-            f"{self.label}: {' and '.join(self.rotations)} {'are' if self.rotations[1:] else 'is'} in the weights of {len(names)} modules{untied}"
-        )
+        what = f"{' and '.join(self.rotations)} {'are' if self.rotations[1:] else 'is'}"
+        state.report.notes.append(f"{self.label}: {what} in the weights of {len(names)} modules{untied}")
 
 
 def _untie(state: State) -> None:
