@@ -290,6 +290,23 @@ def test_scales_are_searched_unless_the_classical_solver_is_asked_for() -> None:
     assert not torch.equal(searched.q.state_dict()["weight_scale"], observed.q.state_dict()["weight_scale"])
 
 
+def test_ranges_of_4_bit_floats_are_searched_unless_an_observer_is_named() -> None:
+    scales = {}
+    for way, settings in {
+        "searched": {},
+        "spelled": {"weight_observer": "nvfp4_expanded_imatrix"},
+        "named": {"weight_observer": "minmax"},
+        "off": {"scale_search": False},
+    }.items():
+        model = Block(width=128)
+        calibrate(model, GPTQModifier(targets=["Linear"], scheme="NVFP4A16", **settings), batches(width=128))
+        scales[way] = model.q.state_dict()["weight_scale"].float()
+    assert torch.equal(scales["named"], scales["off"])
+    assert not torch.equal(scales["searched"], scales["off"])
+    near = (scales["searched"] - scales["spelled"]).abs() / scales["spelled"]
+    assert near.mean() < 0.1  # a sixth of the ranges, the same choice up to their distance
+
+
 def test_static_inputs_get_the_range_of_the_data() -> None:
     model, data = Block(width=128), batches(width=128)
     calibrate(model, QuantizationModifier(scheme="FP8"), data)

@@ -81,7 +81,7 @@ SCALE_MUTANTS: tuple[Mutant, ...] = (
         Edit(_OBSERVERS + "_search_range", "better_n = error_n < best_error_n",
              "better_n = (error_n > best_error_n) | best_error_n.isinf()")),
     bug("search_never_shrinks", "scales", "the search tries the full range again and again", "quantizer.search_pays",
-        Edit(_OBSERVERS + "_search_range", "shrink = 1 - candidate / settings.grid", "shrink = 1")),
+        Edit(_OBSERVERS + "_search_range", "shrink = settings.expand * (1 - candidate / settings.grid)", "shrink = 1")),
     bug("search_for_all_groups", "scales", "a group takes a shrunken range when the sum over all groups gains", "quantizer.local",
         Edit(_OBSERVERS + "_search_range", "better_n = error_n < best_error_n",
              "better_n = (error_n.sum() < best_error_n.sum()) & (error_n < torch.inf)")),
