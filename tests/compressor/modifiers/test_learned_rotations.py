@@ -106,7 +106,8 @@ def test_the_rounded_model_comes_closer_on_what_no_step_has_seen(make: Any) -> N
         sharp(base)
     expected = base(MANY[:4]).logits.detach()
     errors = []
-    for settings in ({}, TRAINED):
+    closer: dict[str, Any] = TRAINED | {"lr": 0.01, "steps": 64}  # holds whatever instructions the CPU has
+    for settings in ({}, closer):
         model = make() if make is opt else sharp(make())
         recipe = [
             SpinQuantModifier(rotations=["R1"], **settings),
