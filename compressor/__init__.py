@@ -27,6 +27,7 @@ _PUBLIC = {
     "ConstantPruningModifier": "compressor.modifiers.pruning.magnitude",
     "MagnitudePruningModifier": "compressor.modifiers.pruning.magnitude",
     "SpinQuantModifier": "compressor.modifiers.transforms.spinquant",
+    "REAPPruningModifier": "compressor.modifiers.pruning.reap",
     "SparseGPTModifier": "compressor.modifiers.pruning.sparsegpt",
     "WandaPruningModifier": "compressor.modifiers.pruning.wanda",
     "AWQModifier": "compressor.modifiers.transforms.awq",

@@ -134,9 +134,14 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
             unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
             Session(state, parsed.modifiers) as session,
         ):
+            first = any(modifier.reshapes for modifier in parsed.modifiers)
+            if first:  # else what the recipe says is held against the model before any data is read
+                state.data = _read(settings, loaded.model, tokenizer or loaded.tokenizer)
             untouched = _initialize(session, experts, settings.calibrate_all_experts, place)
             sequential = replace(sequential, targets=expert_targets(loaded.model, state.claims, chosen, sequential.targets))
-            data = state.data = None if chosen == "data_free" else _read(settings, loaded.model, tokenizer or loaded.tokenizer)
+            if chosen != "data_free" and not first:
+                state.data = _read(settings, loaded.model, tokenizer or loaded.tokenizer)
+            data = state.data
             if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
             clock.lap("data")

@@ -62,6 +62,8 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     calibration: ClassVar[CalibrationNeed] = "none"
+    # True where `on_initialize` takes modules out of the model; it then finds the data in the state, and stands first in a recipe.
+    reshapes: ClassVar[bool] = False
     # What the modifier does differently on purpose, for `harness.verify`; nothing here reads it.
     contract_tags: ClassVar[Collection[str]] = frozenset()
 

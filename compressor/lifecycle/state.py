@@ -110,7 +110,7 @@ class State:
         keep_originals: keep replaced modules, so that an abort can put them back.
         originals: replaced modules by dotted name, in the order of replacement.
         swapped: names of the originals that are kept in any case, see `swap_module`.
-        parameters: modules that got parameters of their own, names and old parameters, see `own_tensors`.
+        tensors: tables of modules that got tensors of their own, names and old tensors, see `own_tensors` and `put_tensor`.
         settings: objects of which an attribute changed, its name and its old value, see `set_setting`.
         claims: which modifier will change which module, by dotted name; so that no two change the same.
         touched: names of modules that modifiers change as well, but not for themselves alone.
@@ -137,7 +137,7 @@ class State:
     keep_originals: bool = False
     originals: dict[str, nn.Module] = field(default_factory=dict)
     swapped: set[str] = field(default_factory=set)
-    parameters: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
+    tensors: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
     settings: list[tuple[object, str, object]] = field(default_factory=list)
     claims: dict[str, str] = field(default_factory=dict)
     touched: set[str] = field(default_factory=set)
@@ -215,11 +215,13 @@ class State:
         """
         report = self.report
         claims, modules, fallbacks, notes = dict(self.claims), dict(report.modules), list(report.fallbacks), list(report.notes)
+        transforms = list(report.transforms)
         schemes = dict(self.schemes)
         touched, sparse, phases = set(self.touched), set(self.sparse), {key: list(held) for key, held in self.phases.items()}
 
         def bring_back() -> None:
             self.claims, report.modules, report.fallbacks, report.notes = claims, modules, fallbacks, notes
+            report.transforms = transforms
             self.touched, self.sparse, self.phases, self.schemes = touched, sparse, phases, schemes
 
         return bring_back
@@ -276,14 +278,30 @@ class State:
             if old is not None:
                 module._parameters[key] = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
                 if self.keep_originals:
-                    self.parameters.append((module, key, old))
+                    self.tensors.append((module._parameters, key, old))
         self.touch([name])
 
-    def set_setting(self, holder: object, name: str, value: object) -> None:
-        """Give an attribute of the model's config another value. An abort brings the old one back.
+    def put_tensor(self, name: str, key: str, new: torch.Tensor) -> None:
+        """Give a module another parameter or buffer, maybe of another shape. An abort brings the old one back.
 
         Args:
-            holder: the config. Changes it.
+            name: dotted name of the module. Changes it.
+            key: of the tensor.
+            new: its values.
+        """
+        module = self.model.get_submodule(name)
+        table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+        old = table[key]
+        table[key] = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        self.touch([name])
+        if self.keep_originals:
+            self.tensors.append((table, key, old))
+
+    def set_setting(self, holder: object, name: str, value: object) -> None:
+        """Give an attribute of the model's config, or of a module, another value. An abort brings the old one back.
+
+        Args:
+            holder: whose attribute it is. Changes it.
             name: of the attribute.
             value: its new value.
         """
@@ -299,7 +317,7 @@ class State:
         if swapped:
             self.swapped.clear()
             self.settings.clear()
-        self.parameters.clear()
+        self.tensors.clear()
         for name in self.originals.keys() - self.swapped:
             del self.originals[name]
 
@@ -307,9 +325,9 @@ class State:
         """Put every kept original back, the latest first, and forget them. Changes the model."""
         for name in reversed(tuple(self.originals)):
             _set_module(self.model, name, self.originals.pop(name))
-        while self.parameters:
-            module, key, old = self.parameters.pop()
-            module._parameters[key] = old
+        while self.tensors:
+            table, key, old = self.tensors.pop()
+            table[key] = old
         while self.settings:
             setattr(*self.settings.pop())
         self.swapped.clear()

@@ -64,7 +64,7 @@ def class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> 
 
     if not isinstance(model, PreTrainedModel) or unpacked_at_once(schemes, model):
         return []
-    twin = _twin(model)
+    twin = class_twin(model)
     if twin is None:
         return []
     there = dict(twin.named_modules())
@@ -96,7 +96,7 @@ def check_class_builds(model: nn.Module) -> None:
     Raises:
         ModelError: names the weights that differ.
     """
-    twin = _twin(model)
+    twin = class_twin(model)
     if twin is None:
         return
     experts = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, UnfusedExperts))
@@ -121,7 +121,7 @@ def module_notes(model: nn.Module) -> list[str]:
         A sentence that names modules of another class, plain settings with another value and replaced forwards, or none: also of what is
         no model of transformers, or cannot be built from its config.
     """
-    twin = _twin(model)
+    twin = class_twin(model)
     if twin is None:
         return []
     own = dict(model.named_modules())
@@ -156,7 +156,7 @@ def buffer_notes(model: nn.Module) -> list[str]:
     Returns:
         A sentence, or none: also of what is no model of transformers, or cannot be built from its config.
     """
-    twin = _twin(model, in_own_dtype=True)
+    twin = class_twin(model, in_own_dtype=True)
     if twin is None:
         return []
     own, built = _unsaved(model), _unsaved(twin)
@@ -179,8 +179,17 @@ def _unsaved(model: nn.Module) -> dict[str, torch.dtype]:
     }
 
 
-def _twin(model: nn.Module, *, in_own_dtype: bool = False) -> Any:
-    """A model of the same class and config without bytes, loaded in the model's dtype if asked for; None where there is no such."""
+def class_twin(model: nn.Module, settings: Mapping[tuple[str, ...], Any] | None = None, *, in_own_dtype: bool = False) -> Any:
+    """Make a model of the same class and config without bytes.
+
+    Args:
+        model: not changed.
+        settings: names of attributes, from the config to what gets another value, to that value.
+        in_own_dtype: as if it were loaded in the model's dtype.
+
+    Returns:
+        It, on the meta device; None of what is no model of transformers, or cannot be built from such a config.
+    """
     from transformers import PreTrainedModel
 
     from compressor.model.loading.load import quiet_transformers
@@ -190,6 +199,11 @@ def _twin(model: nn.Module, *, in_own_dtype: bool = False) -> Any:
     try:
         with quiet_transformers(), torch.device("meta"):
             config = copy.deepcopy(model.config)
+            for (*path, name), value in (settings or {}).items():
+                holder = config
+                for step in path:
+                    holder = getattr(holder, step)
+                setattr(holder, name, value)
             return type(model)._from_config(config, dtype=model.dtype) if in_own_dtype else type(model)(config)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, ImportError):
         return None

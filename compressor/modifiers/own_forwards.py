@@ -83,6 +83,26 @@ def show_inputs(state: State, watchers: Iterable[tuple[str, Callable[[Tensor], N
     Raises:
         CalibrationError: the run has no data.
     """
+
+    def watched(stack: ExitStack) -> None:
+        for name, watch in watchers:
+            module = state.model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(_hook(state, name, watch), with_kwargs=True).remove)
+
+    run_batches(state, watched, title)
+
+
+def run_batches(state: State, watch: Callable[[ExitStack], None], title: str) -> None:
+    """Run all batches under hooks of the caller. The model is the same afterwards.
+
+    Args:
+        state: of the run, with data; it says of each batch what is padding.
+        watch: registers the hooks, and what removes them.
+        title: of the bar.
+
+    Raises:
+        CalibrationError: the run has no data.
+    """
     data = calibration_data(state, title)
     with ExitStack() as stack:
         stack.enter_context(without_modifier_hooks(state.model))
@@ -90,9 +110,7 @@ def show_inputs(state: State, watchers: Iterable[tuple[str, Callable[[Tensor], N
         stack.enter_context(Footprint(state.model))
         task = stack.enter_context(state.progress.task(title, total=len(data.batches)))
         stack.enter_context(torch.no_grad())
-        for name, watch in watchers:
-            module = state.model.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(_hook(state, name, watch), with_kwargs=True).remove)
+        watch(stack)
         for index, batch in enumerate(data.batches):
             with _masked(state, index):
                 call_model(state.model, batch_to(batch, state.device))

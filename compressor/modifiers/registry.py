@@ -32,6 +32,7 @@ MODIFIERS: Mapping[str, str] = MappingProxyType(
         "QuantizationModifier": "compressor.modifiers.quantization:QuantizationModifier",
         "ScaleTuningModifier": "compressor.modifiers.scale_tuning:ScaleTuningModifier",
         "SmoothQuantModifier": "compressor.modifiers.transforms.smoothing:SmoothQuantModifier",
+        "REAPPruningModifier": "compressor.modifiers.pruning.reap:REAPPruningModifier",
         "SparseGPTModifier": "compressor.modifiers.pruning.sparsegpt:SparseGPTModifier",
         "SpinQuantModifier": "compressor.modifiers.transforms.spinquant:SpinQuantModifier",
         "WandaPruningModifier": "compressor.modifiers.pruning.wanda:WandaPruningModifier",

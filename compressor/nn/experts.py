@@ -10,7 +10,7 @@ Shapes: N tokens, K experts per token, C columns (in_features).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,7 +117,7 @@ class Expert(nn.Module):
         token_rows: what the expert is working on; None when it works on all tokens, or rests.
     """
 
-    def __init__(self, projections: Mapping[str, nn.Linear], layer: UnfusedExperts) -> None:
+    def __init__(self, projections: Mapping[str, nn.Module], layer: UnfusedExperts) -> None:
         """Take the projections under their names, and know the layer without owning it."""
         super().__init__()
         self.token_rows: TokenRows | None = None
@@ -196,6 +196,27 @@ class UnfusedExperts(nn.Module):
         for name, child in fused.named_children():
             self.add_module(name, child)
         self.train(fused.training)
+
+    def selection(self, chosen: Sequence[int]) -> UnfusedExperts:
+        """Make a layer of some of these experts, or of all in another order. It holds the same parameters.
+
+        Args:
+            chosen: numbers of the experts, in their new order.
+
+        Returns:
+            The layer; what it says of their number is for the caller to set.
+        """
+        new = UnfusedExperts.__new__(UnfusedExperts)
+        nn.Module.__init__(new)
+        new.__dict__.update({key: value for key, value in vars(self).items() if key not in _MODULE_STATE})
+        own = list(self.experts())
+        for place, index in enumerate(chosen):
+            new.add_module(str(place), Expert(dict(own[index].named_children()), new))
+        for name, child in self.named_children():
+            if not isinstance(child, Expert):
+                new.add_module(name, child)
+        new.train(self.training)
+        return new
 
     def experts(self) -> Iterator[Expert]:
         """Yield the experts in their order."""

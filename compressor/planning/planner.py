@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import resource
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
@@ -88,6 +89,12 @@ class _Training(Protocol):
         """How many forwards of one sequence its training costs; a backward counts as two."""
 
 
+@runtime_checkable
+class _Reshaping(Protocol):
+    def reshape(self, state: State) -> None:
+        """Take out the modules that would go."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """The resolved recipe: modules that change, linear layers that stay and why, and the cost.
@@ -161,13 +168,28 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
             speed = measure_speed(run_device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             keeps_float = run_device.type == "cpu" or isinstance(model, nn.Module)
             setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed)
-            made = _made(skeleton, parsed, chosen, settings, setting)
-            modes = {
-                mode: _made(skeleton, other, chosen, settings, setting).estimate for mode, other in _other_modes(parsed, settings).items()
-            }
+            with _reshaped(skeleton, parsed.modifiers):
+                made = _made(skeleton, parsed, chosen, settings, setting)
+                modes = {
+                    mode: _made(skeleton, other, chosen, settings, setting).estimate
+                    for mode, other in _other_modes(parsed, settings).items()
+                }
         finally:
             experts.restore()
     return replace(made, modes=modes)
+
+
+@contextmanager
+def _reshaped(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> Iterator[None]:
+    """Take out what modifiers take out of the model, and put it back."""
+    state = State(skeleton, keep_originals=True)
+    try:
+        for modifier in modifiers:
+            if isinstance(modifier, _Reshaping):
+                modifier.reshape(state)
+        yield
+    finally:
+        state.restore_originals()
 
 
 def _other_modes(parsed: Recipe, settings: PlanSettings) -> dict[str, Recipe]:
@@ -265,7 +287,7 @@ def _estimate(
     made = sum(target.number("bytes_after") for target in targets)
     saved = sum(target.number("bytes_before") for target in targets) - made
     return Estimate(
-        checkpoint_bytes=setting.model_bytes - saved,
+        checkpoint_bytes=bytes_of(skeleton) - saved,
         journal_bytes=made if pipeline == "sequential" else 0,
         offload_bytes=timeline.offload_bytes,
         model_bytes=setting.model_bytes,

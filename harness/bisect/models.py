@@ -23,7 +23,7 @@ from compressor.nn.experts import UnfusedExperts
 from compressor.nn.kv_cache import kv_args
 from harness.validation.format.container import read_checkpoint
 from harness.validation.format.record import read_record
-from harness.validation.format.transforms import read_transforms, transformed
+from harness.validation.format.transforms import config_settings, read_transforms, transformed
 from harness.validation.loading import load_with_tensors, module_classes
 
 
@@ -91,7 +91,7 @@ def _with_moved_scales(model: nn.Module, base: Path, compressed: Path) -> nn.Mod
     if not moved:
         return model
     tensors = transformed(files, moved, classes)
-    return load_with_tensors(model, {name: tensors.tensor(name) for name in tensors.entries})
+    return load_with_tensors(model, {name: tensors.tensor(name) for name in tensors.entries}, config_settings(moved))
 
 
 def _give_dtype(model: nn.Module, dtype: torch.dtype) -> None:

@@ -70,12 +70,33 @@ def _from_pretrained(folder: Path, dequantize: bool) -> tuple[torch.nn.Module, M
     return model, info
 
 
-def load_with_tensors(like: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+def with_settings(config: Any, settings: Mapping[tuple[str, ...], Any]) -> Any:
+    """Give settings of a config other values.
+
+    Args:
+        config: of transformers; changed.
+        settings: names of attributes from the config to a setting, to its value.
+    Returns:
+        The config.
+    """
+    for (*path, name), value in settings.items():
+        holder = config
+        for step in path:
+            holder = getattr(holder, step)
+        getattr(holder, name)  # one that is not there is no setting
+        setattr(holder, name, value)
+    return config
+
+
+def load_with_tensors(
+    like: torch.nn.Module, tensors: Mapping[str, torch.Tensor], settings: Mapping[tuple[str, ...], Any] | None = None
+) -> torch.nn.Module:
     """Load a model of the same class and config with other tensors.
 
     Args:
         like: a model of transformers.
         tensors: by the names of its files; all of them. Where two differ that the config ties, they are not tied.
+        settings: of the config that have other values, as for `with_settings`.
     Returns:
         The model in float32, in eval mode, on the CPU.
     Raises:
@@ -83,7 +104,7 @@ def load_with_tensors(like: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
     """
     loader: Any = type(like)
     with _quiet(), torch.no_grad():
-        options = {"config": _config_for(like, tensors), "dtype": torch.float32, "output_loading_info": True}
+        options = {"config": with_settings(_config_for(like, tensors), settings or {}), "dtype": torch.float32, "output_loading_info": True}
         model, info = loader.from_pretrained(None, state_dict=dict(tensors), **options)
     problems = [f"{kind}: {_shown(item)}" for kind, items in sorted(info.items()) for item in sorted(items, key=str)]
     if problems:

@@ -9,7 +9,7 @@ from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.behaviour.scoring import TokenBatch
 from harness.validation.format.record import RECORD_FILE
-from harness.validation.format.transforms import TransformedCheckpoint
+from harness.validation.format.transforms import TransformedCheckpoint, config_settings
 from harness.validation.loading import LOADER_ERRORS, first_line, load_with_tensors
 from harness.validation.subject import Subject
 
@@ -33,11 +33,14 @@ def check_transforms(subject: Subject, base: nn.Module, batch: TokenBatch) -> Ch
     if subject.unreadable:
         return TRANSFORMS.record(Outcome.FAIL, f"{RECORD_FILE}: {subject.unreadable[0]}", findings=list(subject.unreadable))
     if not isinstance(subject.base, TransformedCheckpoint):
-        return TRANSFORMS.skipped(f"{RECORD_FILE} names none")
-    modifiers = sorted({move.modifier for move in subject.moved})
-    evidence = {"transforms": len(subject.moved), "modifiers": modifiers}
+        return TRANSFORMS.skipped(f"{RECORD_FILE} names none" if not subject.moved else "experts were taken out, and nothing moved")
+    moves, source, settings = subject.base.moved, subject.base.source, config_settings(subject.moved)
+    modifiers = sorted({move.modifier for move in moves})
+    evidence = {"transforms": len(moves), "modifiers": modifiers}
     try:
-        changed = load_with_tensors(base, {name: subject.base.exact(name) for name in subject.base.entries})
+        changed = load_with_tensors(base, {name: subject.base.exact(name) for name in subject.base.entries}, settings)
+        if settings:  # experts are gone, which is judged as a whole, by what it predicts
+            base = load_with_tensors(base, {name: source.tensor(name) for name in source.entries}, settings)
     except LOADER_ERRORS as error:
         return TRANSFORMS.record(
             Outcome.FAIL, f"the base with scales and rotations moved does not load: {first_line(error)}", evidence=evidence
@@ -47,6 +50,6 @@ def check_transforms(subject: Subject, base: nn.Module, batch: TokenBatch) -> Ch
         expected, found = (model.to("cpu", torch.float32)(input_ids=ids, use_cache=False).logits.double() for model in (base, changed))
     difference = float((found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
     evidence["relative difference"] = difference
-    scales = f"{len(subject.moved)} transforms ({', '.join(modifiers)})"
+    scales = f"{len(moves)} transforms ({', '.join(modifiers)})"
     said = f"{scales}: logits of {ids.shape[1]} tokens differ by {difference:.1e} relative, at most {_MOST:g}"
     return TRANSFORMS.record(Outcome.PASS if difference <= _MOST else Outcome.FAIL, said, evidence=evidence)

@@ -15,8 +15,8 @@ from harness.reporting.verdict import Outcome
 from harness.validation.format.container import Checkpoint
 from harness.validation.format.decoder import expected_parts
 from harness.validation.format.record import read_record
-from harness.validation.format.transforms import TransformedCheckpoint
-from harness.validation.loading import LOADER_ERRORS, first_line
+from harness.validation.format.transforms import TransformedCheckpoint, config_settings
+from harness.validation.loading import LOADER_ERRORS, first_line, with_settings
 from harness.validation.subject import Subject
 
 CONFIG = Claim("files.config", "config.json describes the base's model; only quantization_config is new")
@@ -74,19 +74,21 @@ def check_config(subject: Subject) -> CheckRecord:
     if subject.config is None:
         return CONFIG.record(Outcome.FAIL, subject.problems[0])
     differing = _differing_keys(_as_recorded(subject, subject.base_config), subject.config)
-    if not differing:
+    if not differing and not config_settings(subject.moved):
         return CONFIG.record(Outcome.PASS, "equal, apart from quantization_config")
     try:
-        differing = _differing_keys(_as_recorded(subject, _normalized(subject.base.folder)), _normalized(subject.compressed.folder))
+        said = _normalized(subject.base.folder, config_settings(subject.moved))
+        differing = _differing_keys(_as_recorded(subject, said), _normalized(subject.compressed.folder, {}))
     except LOADER_ERRORS as error:
         return CONFIG.record(Outcome.FAIL, f"transformers cannot read it: {first_line(error)}", findings=differing)
     return CONFIG.found(differing, "equal in meaning; spelled by another version of transformers", noun="differing key")
 
 
-def _normalized(folder: Path) -> dict[str, Any]:
+def _normalized(folder: Path, settings: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    config: dict[str, Any] = json.loads(AutoConfig.from_pretrained(folder, local_files_only=True).to_json_string(use_diff=False))
+    read = with_settings(AutoConfig.from_pretrained(folder, local_files_only=True), settings)
+    config: dict[str, Any] = json.loads(read.to_json_string(use_diff=False))
     return {key: _meaning(value, config.get("dtype")) for key, value in config.items()}
 
 

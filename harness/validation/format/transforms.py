@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 
 from harness.validation.format.container import Checkpoint, TensorEntry
+from harness.validation.format.experts import PrunedExperts, read_experts, with_fewer_experts
+from harness.validation.format.experts import misfits as misfits_of_experts
 from harness.validation.format.rotations import Rotations, misfits, read_rotations
 
 _LARGEST = 2.0**40  # of a factor, either way: far beyond what leaves a model alive
@@ -59,14 +62,16 @@ class MovedScale:
         return heads.repeat_interleave(self.repeats, dim=0).flatten()
 
 
-Transform = MovedScale | Rotations
+Transform = MovedScale | Rotations | PrunedExperts
+Move = MovedScale | Rotations  # what leaves the base's function as it is
 
 
 @dataclass
 class TransformedCheckpoint(Checkpoint):
     """A base whose tensors come out as the transforms make them."""
 
-    moved: tuple[Transform, ...] = ()
+    moved: tuple[Move, ...] = ()
+    source: Checkpoint = field(default_factory=lambda: Checkpoint(Path()))
     transposed: frozenset[str] = field(default_factory=frozenset)
     embeddings: frozenset[str] = field(default_factory=frozenset)
 
@@ -85,14 +90,14 @@ class TransformedCheckpoint(Checkpoint):
         """Heads that got a weight of their own, each with the embedding whose weight it had."""
         return {head: source for move in self.moved if isinstance(move, Rotations) for head, source in move.untied.items()}
 
-    def _tensors_of(self, moved: Iterable[Transform]) -> frozenset[str]:
+    def _tensors_of(self, moved: Iterable[Move]) -> frozenset[str]:
         modules = {name for move in moved for name in move.modules}
         return frozenset(f"{name}.{part}" for name in modules for part in ("weight", "bias")) & self.entries.keys()
 
     def raw(self, name: str) -> np.ndarray:
         """Return the bytes of one tensor, transformed."""
         if name not in self.names:
-            return super().raw(name)
+            return self.source.raw(name)
         return self.tensor(name).contiguous().view(-1).view(torch.uint8).numpy()
 
     def tensor(self, name: str) -> Tensor:
@@ -107,7 +112,7 @@ class TransformedCheckpoint(Checkpoint):
     def _transformed(self, name: str, dtype: torch.dtype, until: int | None = None) -> Tensor:
         """A tensor after so many of the transforms; all for None."""
         entry = self.entries[name]
-        value = torch.from_numpy(super().raw(name)).view(entry.dtype).reshape(entry.shape).to(dtype)
+        value = torch.from_numpy(self.source.raw(name)).view(entry.dtype).reshape(entry.shape).to(dtype)
         module, _, part = name.rpartition(".")
         for index, move in enumerate(self.moved[:until]):
             if isinstance(move, Rotations):
@@ -165,21 +170,40 @@ def read_transforms(
     if not isinstance(named, list):
         return (), ["transforms is no list"]
     moved: list[Transform] = []
-    transposed = transposed_modules(classes)
     problems: list[str] = []
     for index, entry in enumerate(named):
         try:
-            move = read_rotations(entry) if entry["kind"] == "rotations" else _read(entry)
-            wrong = (
-                misfits(move, base, partial(_sides, base, transposed, embedding_modules(classes)))
-                if isinstance(move, Rotations)
-                else _misfits(move, base, transposed)
-            )
+            move = _READERS.get(entry["kind"], _read)(entry)
+            if isinstance(move, PrunedExperts) and index:
+                raise ValueError("experts are taken out before anything else, and once")
+            wrong = list(_wrong(move, base, classes))
             problems += [f"transforms[{index}]: {text}" for text in wrong]
+            if isinstance(move, PrunedExperts) and not wrong:
+                base = with_fewer_experts(base, move)
             moved.append(move)
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             problems.append(f"transforms[{index}]: cannot be read ({type(error).__name__}: {error})")
     return (() if problems else tuple(moved)), problems
+
+
+def _wrong(move: Transform, base: Checkpoint, classes: Mapping[str, Sequence[str]]) -> Iterable[str]:
+    transposed = transposed_modules(classes)
+    if isinstance(move, PrunedExperts):
+        return misfits_of_experts(move, base)
+    if isinstance(move, Rotations):
+        return misfits(move, base, partial(_sides, base, transposed, embedding_modules(classes)))
+    return _misfits(move, base, transposed)
+
+
+def config_settings(moved: Iterable[Transform]) -> dict[tuple[str, ...], int]:
+    """Say what the config of a compressed model says otherwise than the base's, as compression.json has it.
+
+    Args:
+        moved: of `read_transforms`.
+    Returns:
+        Names of attributes from the config to a setting, to its value.
+    """
+    return {path: value for move in moved if isinstance(move, PrunedExperts) for path, value in move.settings.items()}
 
 
 def transformed(base: Checkpoint, moved: tuple[Transform, ...], classes: Mapping[str, Sequence[str]]) -> Checkpoint:
@@ -192,12 +216,16 @@ def transformed(base: Checkpoint, moved: tuple[Transform, ...], classes: Mapping
     Returns:
         The base itself where nothing was moved.
     """
-    if not moved:
+    for pruned in moved:
+        if isinstance(pruned, PrunedExperts):
+            base = with_fewer_experts(base, pruned)
+    moves = tuple(move for move in moved if not isinstance(move, PrunedExperts))
+    if not moves:
         return base
-    untied = {head: source for move in moved if isinstance(move, Rotations) for head, source in move.untied.items()}
+    untied = {head: source for move in moves if isinstance(move, Rotations) for head, source in move.untied.items()}
     entries = base.entries | {f"{head}.weight": base.entries[f"{source}.weight"] for head, source in untied.items()}
     return TransformedCheckpoint(
-        base.folder, entries, base.problems, base.num_files, moved, transposed_modules(classes), embedding_modules(classes)
+        base.folder, entries, base.problems, base.num_files, moves, base, transposed_modules(classes), embedding_modules(classes)
     )
 
 
@@ -266,3 +294,6 @@ def _side(entry: TensorEntry, *, is_source: bool, transposed: bool) -> int:
     if len(entry.shape) not in (1, 2):
         return -1
     return entry.shape[0 if is_source != transposed else -1]
+
+
+_READERS: Mapping[str, Callable[[Any], Transform]] = {"rotations": read_rotations, "experts": read_experts}

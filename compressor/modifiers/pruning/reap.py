@@ -1,0 +1,210 @@
+"""REAPPruningModifier: experts that add least to what is sent to them go; the arithmetic is in `compressor.algorithms.pruning.reap`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, PrivateAttr, field_validator
+from torch import Tensor, nn
+
+from compressor.algorithms.pruning.reap import ExpertSaliency, kept_experts, lost_share
+from compressor.atomic import check_output_file, write_whole
+from compressor.errors import CalibrationError, RecipeError, TargetError
+from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
+from compressor.lifecycle.state import StageValue
+from compressor.model.checkpoints.format import stored_keys
+from compressor.model.targets import check_patterns, matches
+from compressor.modifiers.own_forwards import calibration_data, run_batches
+from compressor.modifiers.pruning.expert_count import (
+    ExpertCount,
+    choose_experts,
+    count_experts,
+    expert_layers,
+    experts_seen,
+    num_groups,
+    try_routing,
+)
+from compressor.nn.experts import UnfusedExperts
+
+
+class REAPPruningModifier(Modifier):
+    """Take out, in every layer of a mixture, the experts that add least to the tokens that are sent to them (REAP, arXiv 2510.13999).
+
+    The result is an ordinary, smaller model. It happens when the run is initialized, in forwards of its own, so that every modifier behind
+    it sees the smaller model.
+
+    Attributes:
+        sparsity: share of the experts of each layer that go; rounded down to whole experts, of each group of the router alike.
+        ignore: patterns of layers of experts that are not to be pruned: all or none, for a config has one number for all.
+        report_path: a JSON file that gets the numbers of the experts that stay, by layer.
+    """
+
+    calibration: ClassVar[CalibrationNeed] = "own"
+    reshapes: ClassVar[bool] = True
+
+    sparsity: float = Field(gt=0, lt=1)
+    ignore: list[str] = Field(default_factory=list)
+    report_path: str | None = None
+
+    _kept: dict[str, list[int]] = PrivateAttr(default_factory=dict)
+
+    @field_validator("ignore", mode="before")
+    @classmethod
+    def _patterns(cls, value: Any) -> Any:
+        patterns = [] if value is None else [value] if isinstance(value, str) else value
+        check_patterns(patterns, required=False)
+        return patterns
+
+    @field_validator("report_path", mode="after")
+    @classmethod
+    def _is_json(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_output_file(Path(value), ".json")
+        return value
+
+    def on_initialize(self, state: State) -> bool:
+        """Measure the experts, and leave those that stay. Changes the model."""
+        others = [*state.claims, *state.touched]
+        if others:
+            raise RecipeError(f"{self.label}: {others[0]} is changed by a modifier before it; let it stand first in the recipe")
+        data = calibration_data(state, self.label)
+        count, groups = self._count(state.model), 1
+        for batch in data.batches[:1]:
+            groups = num_groups(state.model, count, batch, state.device, state.seed)
+        count = self._in_groups(state.model, count, groups)
+        saliencies = self._saliencies(state, count)
+        values = {layer: saliency.value(layer) for layer, saliency in saliencies.items()}
+        dropped = count.num_experts - count.fewer
+        self._kept = {layer: kept_experts(value_E, dropped, groups) for layer, value_E in values.items()}
+        choose_experts(state, count, self._kept)
+        try_routing(state.model, count, data.batches[0], state.device)
+        self._report(state, count, saliencies, values)
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Let the memory of the experts go that are gone. Changes the model."""
+        del event
+        if state.keep_originals:
+            return
+        for layer in self._kept:
+            for parameter in state.model.get_submodule(layer).parameters():
+                parameter.data = parameter.data.clone()  # they were parts of one tensor
+
+    def on_finalize(self, state: State) -> bool:
+        """Write the report."""
+        del state
+        if self.report_path is not None:
+            write_whole(Path(self.report_path), (json.dumps(self._kept, indent=2) + "\n").encode())
+        return True
+
+    def reshape(self, state: State) -> None:
+        """Take as many experts out of a model without values as would go; which, nobody knows yet. Changes the model."""
+        count = self._count(state.model)
+        choose_experts(state, count, {layer: range(count.fewer) for layer in count.layers})
+
+    def forwards_of_training(self, num_samples: int) -> float:
+        """Say what it costs beside the stages.
+
+        Args:
+            num_samples: calibration sequences.
+
+        Returns:
+            Forwards of one sequence: one pass over the data.
+        """
+        return float(num_samples)
+
+    def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
+        """Nothing: the same experts go again when a run is resumed."""
+        del modules
+        return {}
+
+    def _count(self, model: nn.Module) -> ExpertCount:
+        layers = expert_layers(model)
+        if not layers:
+            raise TargetError(f"{self.label}: the model has no layer of experts that can be taken apart; leave it out")
+        ignored = [name for name in layers if any(matches(name, model.get_submodule(name), pattern) for pattern in self.ignore)]
+        if ignored:
+            what = "all layers of experts" if len(ignored) == len(layers) else f"{ignored[0]}, and its config has one number for all layers"
+            raise TargetError(f"{self.label}: ignore names {what}; leave it out, or the modifier")
+        number = max(layers.values())
+        dropped = int(number * self.sparsity)
+        if dropped == 0:
+            raise RecipeError(f"{self.label}: sparsity={self.sparsity} of {number} experts is none; give {1 / number:.3g} at least")
+        return count_experts(model, number - dropped)
+
+    def _in_groups(self, model: nn.Module, count: ExpertCount, groups: int) -> ExpertCount:
+        """Take as many from each group of the router."""
+        if groups == 1:
+            return count
+        size = count.num_experts // groups
+        dropped = groups * int(size * self.sparsity)
+        if dropped == 0:
+            raise RecipeError(
+                f"{self.label}: sparsity={self.sparsity} of {size} experts in each of {groups} groups is none; give {1 / size:.3g} at least"
+            )
+        return count_experts(model, count.num_experts - dropped)
+
+    def _saliencies(self, state: State, count: ExpertCount) -> dict[str, ExpertSaliency]:
+        found = {layer: ExpertSaliency(count.num_experts) for layer in count.layers}
+
+        def watch(stack: ExitStack) -> None:
+            for layer, saliency in found.items():
+                stack.enter_context(experts_seen(state.model, layer, _real(state, layer, saliency)))
+
+        run_batches(state, watch, type(self).__name__)
+        unseen = [layer for layer, saliency in found.items() if not int(saliency.num_tokens_E.sum())]
+        if unseen:
+            raise CalibrationError(f"{self.label}: no token reached the experts of {unseen[0]}; give data that exercises them")
+        return found
+
+    def _report(self, state: State, count: ExpertCount, saliencies: Mapping[str, ExpertSaliency], values: Mapping[str, Tensor]) -> None:
+        name = type(self).__name__
+        for layer, kept in self._kept.items():
+            lost, tokens_E = lost_share(values[layer], kept), saliencies[layer].num_tokens_E
+            unreached = int((tokens_E == 0).sum())
+            details = {"experts": len(kept), "experts_before": count.num_experts, "experts_without_tokens": unreached}
+            scheme = f"{len(kept)} of {count.num_experts} experts"
+            state.report.modules[layer] = ModuleRecord(layer, name, scheme, lost, int(tokens_E.sum()), details)
+        state.report.transforms.append(_transform(state.model, name, count, self._kept))
+        state.report.notes.append(
+            f"{self.label}: {count.fewer} of {count.num_experts} experts stay in each of {len(count.layers)} layers "
+            f"({'.'.join(count.path)} in the config)"
+        )
+
+
+def _real(state: State, layer: str, saliency: ExpertSaliency) -> Any:
+    def take(expert: int, rows_N: Tensor, num_rows: int, weights_N: Tensor, outputs_NC: Tensor) -> None:
+        if state.token_mask is not None:
+            if num_rows != state.token_mask.numel():
+                raise CalibrationError(
+                    f"{layer}: was handed {num_rows} rows for a padded batch of {state.token_mask.numel()} tokens; use batch_size=1, which "
+                    "needs no padding, and no loss_mask"
+                )
+            real_N = state.token_mask.flatten().to(rows_N.device)[rows_N]
+            weights_N, outputs_NC = weights_N[real_N], outputs_NC[real_N]
+        saliency.add(expert, weights_N, outputs_NC)
+
+    return take
+
+
+def _transform(model: nn.Module, modifier: str, count: ExpertCount, kept: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """What a reader of compression.json needs to do the same to the base; names are those of its files."""
+    inside = {layer: _a_tensor(model, layer) for layer in count.layers}
+    stored = stored_keys(model, [*inside.values(), *count.tensors])
+    routers = {layer: {stored[name]: axis for name, (owner, axis) in count.tensors.items() if owner == layer} for layer in count.layers}
+
+    def prefix(layer: str) -> str:
+        return stored[inside[layer]].rsplit(".", 3)[0]
+
+    layers = [{"experts": prefix(layer), "kept": list(kept[layer]), "tensors": routers[layer]} for layer in count.layers]
+    return {"kind": "experts", "modifier": modifier, "setting": list(count.path), "num_experts": count.num_experts, "layers": layers}
+
+
+def _a_tensor(model: nn.Module, layer: str) -> str:
+    experts = model.get_submodule(layer)
+    assert isinstance(experts, UnfusedExperts)
+    return f"{layer}.0.{experts.layout.down}.weight"
