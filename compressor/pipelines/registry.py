@@ -78,7 +78,14 @@ def run_pipeline(
         data_free.run(session, progress=progress)
     elif data is None:
         raise DatasetError(f"pipeline: {name} was chosen without calibration data; give a dataset")
-    elif name == "basic":
+    elif name == "basic" or not any(_looks_at_stages(modifier) for modifier in session.modifiers):
+        if name != "basic":
+            session.state.report.notes.append("no modifier looks at layers one after another, so they were not run so")
         basic.run(session, data, progress=progress, journal=journal)
     else:
         sequential.run(session, data, progress=progress, settings=settings, journal=journal)
+
+
+def _looks_at_stages(modifier: Modifier) -> bool:
+    acts = type(modifier).on_sequential_epoch_end is not Modifier.on_sequential_epoch_end
+    return acts or modifier.calibration_need not in ("none", "own")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
-from harness.checks.adapters.modifiers import pruners, transforms
+from harness.checks.adapters.modifiers import OurExpertPruner, pruners, transforms
 from harness.checks.adapters.ours import OurFp4Packer, OurLayer, OurObserver, OurPacker, OurQuantizer, OurSolver
 
 _ARGS: tuple[QuantizationArgs, ...] = (
@@ -80,4 +80,4 @@ LAYERS: Sequence[OurLayer] = (
     OurLayer(preset_scheme("MXFP4")),
     OurLayer(preset_scheme("MXFP8")),
 )
-SUBJECTS: Sequence[object] = (*PACKERS, *OBSERVERS, *QUANTIZERS, *LAYERS, *SOLVERS, *pruners(), *transforms())
+SUBJECTS: Sequence[object] = (*PACKERS, *OBSERVERS, *QUANTIZERS, *LAYERS, *SOLVERS, *pruners(), *transforms(), OurExpertPruner())

@@ -21,12 +21,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+
+from harness.checks.plain_functions import InPlaceTransform as InPlaceTransform
+from harness.checks.plain_functions import Pruner as Pruner
 
 
 @dataclass(frozen=True)
@@ -395,36 +397,38 @@ class Sparsifier(Protocol):
         """Return the pruned weight [R, C]; the Hessian of its input is 2 * mean(x x^T), [C, C]. Changes neither."""
 
 
-@dataclass
-class Pruner:
-    """A function from weight and Hessian to a pruned weight, as a subject of the catalogue.
+@runtime_checkable
+class ExpertPruner(Protocol):
+    """Takes experts out of every layer of a mixture.
+
+    Meets models of transformers in float32, on the CPU, and batches with padding on the right. Afterwards the model's `save_pretrained`
+    writes a checkpoint that its class loads.
 
     Attributes:
-        function: takes [R, C] and [C, C], gives [R, C].
-        sparsity: see Sparsifier.
-        pattern: see Sparsifier.
-        scope: see Sparsifier.
-        second_order: see Sparsifier.
-        quantize: see Sparsifier.
+        kind: "expert_pruner".
+        name: for reports.
+        tags: what it promises: router_weighted.
+        sparsity: share of the experts of each layer that go, rounded down.
+        architectures: names of `harness trace-audit` that it claims to know.
     """
 
-    function: Callable[[Tensor, Tensor], Tensor]
-    sparsity: float = 0.5
-    pattern: tuple[int, int] | None = None
-    scope: str = "row"
-    second_order: bool = False
-    quantize: Callable[[Tensor], Tensor] | None = None
-    kind: ClassVar[str] = "sparsifier"
-    tags: ClassVar[frozenset[str]] = frozenset()
+    kind: str
+    name: str
+    tags: frozenset[str]
+    sparsity: float
+    architectures: Sequence[str]
 
-    @property
-    def name(self) -> str:
-        """See Sparsifier."""
-        return getattr(self.function, "__name__", type(self.function).__name__)
+    def prune(self, model: nn.Module, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
+        """Change a model in place; return the numbers of the experts that stay, by layer.
 
-    def prune(self, weight: Tensor, hessian: Tensor) -> Tensor:
-        """See Sparsifier."""
-        return self.function(weight, hessian)
+        Args:
+            model: of transformers.
+            input_ids: batches [B, T].
+            masks: of each batch the places of its tokens, bool [B, T]; None for all.
+
+        Returns:
+            In the order of the layers.
+        """
 
 
 # What a transform has to offer (SmoothQuant, AWQ, rotations, folded norms): any callable that changes a float model in place will do.
@@ -456,43 +460,3 @@ class Transform(Protocol):
 
     def rotations(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the orthogonal matrices [n, n] that it uses on this model, by name; none where it does not rotate."""
-
-
-@dataclass
-class InPlaceTransform:
-    """A function that changes a model in place, as a subject of the catalogue.
-
-    Attributes:
-        function: takes the model and batches of token ids [B, T].
-        changed: patterns of parameter names that must come out changed, such as `*.q_proj.weight`.
-        architectures: see Transform.
-        fake_quantize: see Transform.
-        matrices: orthogonal matrices that it uses, by name.
-        tags: see Transform.
-    """
-
-    function: Callable[[nn.Module, Sequence[Tensor]], None]
-    changed: Sequence[str]
-    architectures: Sequence[str] = ("llama",)
-    fake_quantize: Callable[[Tensor], Tensor] | None = None
-    matrices: Mapping[str, Tensor] = field(default_factory=dict)
-    tags: frozenset[str] = frozenset({"invariant_fp"})
-    kind: ClassVar[str] = "transform"
-
-    @property
-    def name(self) -> str:
-        """See Transform."""
-        return getattr(self.function, "__name__", type(self.function).__name__)
-
-    def apply(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
-        """See Transform."""
-        self.function(model, batches)
-
-    def targets(self, model: nn.Module) -> Sequence[str]:
-        """See Transform."""
-        return [name for name, _ in model.named_parameters() if any(fnmatchcase(name, pattern) for pattern in self.changed)]
-
-    def rotations(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """See Transform."""
-        del model
-        return self.matrices

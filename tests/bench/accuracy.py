@@ -62,6 +62,9 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "SparseGPT 2:4": {"SparseGPTModifier": {"sparsity": 0.5, "mask_structure": "2:4"}},
     "Wanda 50 %": {"WandaPruningModifier": {"sparsity": 0.5}},
     "Wanda 2:4": {"WandaPruningModifier": {"sparsity": 0.5, "mask_structure": "2:4"}},
+    # Of models without experts there is nothing to prune.
+    "REAP 25 %": {"REAPPruningModifier": {"sparsity": 0.25}},
+    "REAP 50 %": {"REAPPruningModifier": {"sparsity": 0.5}},
     "SmoothQuant W8A8": {
         "SmoothQuantModifier": {"smoothing_strength": 0.8},
         "GPTQModifier": {"targets": ["Linear"], "scheme": "W8A8"},
@@ -111,10 +114,13 @@ def recipe_of(model: Judged, form: str, settings: Mapping[str, Any]) -> dict[str
     if form in RECIPES:
         found = {name: dict(own) for name, own in RECIPES[form].items()}
         solver = next(reversed(found))
-        # Of targets that are linear layers themselves the peer's pruning ignores none.
-        found[solver] |= (
-            {"targets": [model.layer], **settings} if "sparsity" in found[solver] else {"ignore": list(model.ignore), **settings}
-        )
+        if solver == "REAPPruningModifier":
+            scope: dict[str, Any] = {}
+        elif "sparsity" in found[solver]:  # of targets that are linear layers themselves the peer's pruning ignores none
+            scope = {"targets": [model.layer]}
+        else:
+            scope = {"ignore": list(model.ignore)}
+        found[solver] |= {**scope, **settings}
         return {"quant_stage": {"quant_modifiers": found}}
     own = dict(settings)
     tuning = own.pop("tuning", None)

@@ -14,6 +14,7 @@ FAMILIES: Mapping[str, str] = {
     "pruners": "tests.mutation.numerics.family:PRUNERS",
     "moved-scales": "tests.mutation.numerics.family:MOVED_SCALES",
     "rotations": "tests.mutation.numerics.family:ROTATIONS",
+    "experts": "tests.mutation.numerics.family:EXPERTS",
     "transforms": "tests.mutation.transforms:FAMILY",
     "goldens": "tests.mutation.goldens:FAMILY",
     "checkpoints": "tests.mutation.checkpoints:FAMILY",

@@ -179,8 +179,9 @@ def choose_experts(state: State, count: ExpertCount, kept: Mapping[str, Sequence
         state.touch(f"{layer}.{name}" for name, _ in fewer.named_modules() if name)
     for name, (layer, axis) in count.tensors.items():
         module, _, key = name.rpartition(".")
-        held = state.model.get_parameter(name) if key in state.model.get_submodule(module)._parameters else state.model.get_buffer(name)
-        state.put_tensor(module, key, held.detach().index_select(axis, torch.tensor(list(kept[layer]), device=held.device)))
+        held = _tensors(state.model)[name].detach()
+        places = torch.tensor(list(kept[layer]), dtype=torch.int64, device=held.device)
+        state.put_tensor(module, key, held.index_select(axis, places))
     if number == count.num_experts:
         return
     for (name, key), value in count.numbers.items():

@@ -126,6 +126,9 @@ class REAPPruningModifier(Modifier):
         layers = expert_layers(model)
         if not layers:
             raise TargetError(f"{self.label}: the model has no layer of experts that can be taken apart; leave it out")
+        for pattern in self.ignore:
+            if not any(matches(name, model.get_submodule(name), pattern) for name in layers):
+                raise TargetError(f"{self.label}: ignore {pattern!r} matches no layer of experts, such as {next(iter(layers))}; remove it")
         ignored = [name for name in layers if any(matches(name, model.get_submodule(name), pattern) for pattern in self.ignore)]
         if ignored:
             what = "all layers of experts" if len(ignored) == len(layers) else f"{ignored[0]}, and its config has one number for all layers"

@@ -1,4 +1,4 @@
-"""Our pruning algorithms and the modifiers that move scales, as subjects of the catalogue."""
+"""Our pruning algorithms, and the modifiers that move scales, turn hidden states or take experts out, as subjects of the catalogue."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from compressor.algorithms.pruning.wanda import prune_wanda
 from compressor.algorithms.rotations import make_rotation
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.data import CalibrationData
+from compressor.data.collate import Batch
 from compressor.lifecycle import EventType, Session, State
 from compressor.lifecycle.modifier import Modifier
+from compressor.model.experts.unfuse import unfused_experts
+from compressor.model.saving import attach_save
+from compressor.modifiers.pruning.reap import REAPPruningModifier
 from compressor.modifiers.transforms.awq import AWQModifier
 from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier
 from compressor.modifiers.transforms.smoothing import LogarithmicEqualizationModifier, SmoothQuantModifier
@@ -170,3 +174,39 @@ def transforms() -> list[OurTransform]:
             SpinQuantModifier, {"rotations": ["R1"], "transform_block_size": 16}, all_names, architectures=with_basis, variant="R1"
         ),
     ]
+
+
+@dataclass(frozen=True)
+class OurExpertPruner:
+    """REAPPruningModifier.
+
+    Attributes:
+        sparsity: its setting.
+        architectures: of `harness trace-audit`.
+    """
+
+    sparsity: float = 0.5
+    architectures: Sequence[str] = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "glm4_moe", "granitemoe", "ernie4_5_moe")
+    kind: ClassVar[str] = "expert_pruner"
+    tags: ClassVar[frozenset[str]] = frozenset({"router_weighted"})
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return f"REAP-{self.sparsity:g}"
+
+    def prune(self, model: nn.Module, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
+        """Change the model in place; return the numbers of the experts that stay, by layer."""
+        batches: list[Batch] = [
+            {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask.long()}
+            for ids, mask in zip(input_ids, masks, strict=True)
+        ]
+        rows, tokens = sum(len(ids) for ids in input_ids), sum(ids.numel() for ids in input_ids)
+        state = State(model, data=CalibrationData(batches, list(masks), "", rows, tokens))
+        with unfused_experts(model, hold=True), Session(state, [REAPPruningModifier(sparsity=self.sparsity)]) as session:
+            session.initialize()
+            session.send(EventType.CALIBRATION_START)
+            session.send(EventType.CALIBRATION_END)
+            session.finalize()
+        attach_save(model, None)
+        return [layer["kept"] for layer in state.report.transforms[0]["layers"]]

@@ -15,6 +15,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "layer": "Layer",
         "sparsifier": "Sparsifier",
         "transform": "Transform",
+        "expert_pruner": "ExpertPruner",
         "calibration": "Calibration",
         "artifact": "Artifact",
     }

@@ -56,6 +56,8 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "data_free": "needs no calibration data",
         "idempotent": "applied to its own result it changes nothing",
         "invariant_fp": "the float output stays what it was",
+        # pruners of experts
+        "router_weighted": "those experts go whose mean of router weight times size of output is least, in the model as it was",
     }
 )
 
@@ -71,6 +73,7 @@ MODULES: tuple[str, ...] = (
     "harness.checks.suites.invariances",
     "harness.checks.suites.sparsifier",
     "harness.checks.suites.transform",
+    "harness.checks.suites.experts",
     "harness.checks.suites.calibration",
     "harness.checks.suites.artifact",
 )

@@ -28,7 +28,7 @@ _MAY_CHANGE: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("layer", "expected_input"): ("attribute", "tensor"),
 }
 # These run models or are run in other processes: what they change is looked at by checks of their own.
-_UNWATCHED = frozenset({"calibration", "artifact"})
+_UNWATCHED = frozenset({"calibration", "artifact", "expert_pruner"})
 _MAKES_MODULES = frozenset({"build", "apply"})
 
 

@@ -13,9 +13,9 @@ from harness.mutants.family import find_family, listed_families
 from harness.mutants.hunt import fate_of
 from harness.mutants.patches import Edit
 
-NUMERIC = ("quantizers", "packers", "observers", "layers", "solvers", "pruners", "moved-scales", "rotations")
+NUMERIC = ("quantizers", "packers", "observers", "layers", "solvers", "pruners", "moved-scales", "rotations", "experts")
 ALL = {f"{name}-{mutant}": (name, mutant) for name in NUMERIC for mutant in find_family(name).mutants}
-SLOW = ("pruners", "moved-scales", "rotations")  # whole models, and many weights
+SLOW = ("pruners", "moved-scales", "rotations", "experts")  # whole models, and many weights
 
 
 @pytest.mark.parametrize("label", [pytest.param(one, marks=[pytest.mark.nightly] if ALL[one][0] in SLOW else []) for one in ALL])

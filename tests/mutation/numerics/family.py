@@ -15,6 +15,7 @@ from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Mutant
 from harness.reporting.verdict import Outcome
 from tests.mutation.numerics.codes import QUANTIZER_MUTANTS
+from tests.mutation.numerics.experts import EXPERT_MUTANTS
 from tests.mutation.numerics.moved_scales import MOVED_SCALE_MUTANTS
 from tests.mutation.numerics.pruners import PRUNER_MUTANTS
 from tests.mutation.numerics.rotations import ROTATION_MUTANTS
@@ -100,3 +101,4 @@ SOLVERS = _family("solvers", "solver", SOLVER_MUTANTS)
 PRUNERS = _family("pruners", "sparsifier", PRUNER_MUTANTS)
 MOVED_SCALES = _family("moved-scales", "transform", MOVED_SCALE_MUTANTS)
 ROTATIONS = _family("rotations", "transform", ROTATION_MUTANTS, "rotation")
+EXPERTS = _family("experts", "expert_pruner", EXPERT_MUTANTS)

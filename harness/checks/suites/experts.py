@@ -1,0 +1,228 @@
+"""Checks of who takes experts out of a mixture. The model before is the oracle, in float64, through the forward of its own class."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
+from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, reloaded, token_ids, truly
+from harness.checks.protocols import ExpertPruner
+from harness.checks.suites.transform import refuse_vacuous
+
+_EPS = 64 * torch.finfo(torch.float32).eps
+_UNDECIDED = 1e-4  # relative distance of two scores that rounding may exchange
+_FAR = -1e4  # a bias with which no router chooses an expert
+_BIASES = ("bias", "e_score_correction_bias")
+
+
+def _layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Fused experts, by what they hold."""
+    return [(name, module) for name, module in model.named_modules() if getattr(module._parameters.get("down_proj"), "ndim", 0) == 3]
+
+
+def _router(model: nn.Module, name: str, number: int) -> dict[str, Tensor]:
+    """Tensors beside the experts of a layer with a place for each of them, by dotted name; views with these places first."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    found = {**dict(parent.named_parameters()), **dict(parent.named_buffers())}
+    inside = f"{name.rpartition('.')[2]}."
+    beside = {key: value.detach() for key, value in found.items() if not key.startswith(inside)}
+    return {key: value.movedim(value.shape.index(number), 0) for key, value in beside.items() if number in value.shape}
+
+
+def _prune(subject: ExpertPruner, model: nn.Module, ids: Sequence[Tensor], masks: Sequence[Tensor] | None = None) -> list[list[int]]:
+    kept = subject.prune(model, ids, masks or [None] * len(ids))
+    return [list(map(int, one)) for one in kept]
+
+
+@register(
+    None,
+    "criterion",
+    "The experts that go are those whose mean of router weight times size of output is least, computed in float64",
+    kind="expert_pruner",
+    needs=("router_weighted",),
+)
+def criterion(subject: ExpertPruner, context: CheckContext) -> str:
+    """Score each expert through the forward of the fused class."""
+    judged = 0
+    for seed, architecture in _models(subject, context):
+        model = build(architecture, seed=seed)
+        ids = token_ids(model, seed=seed, rows=4, length=24)
+        scores = _scores(model, ids)
+        kept = _prune(subject, model, ids)
+        if len(kept) != len(scores):
+            raise CheckFailed(f"{architecture}: {len(kept)} layers of experts are told, and the model has {len(scores)}")
+        for (layer, scores_E), own in zip(scores.items(), kept, strict=True):
+            dropped = int(len(scores_E) * subject.sparsity)
+            order = scores_E.argsort()
+            low, high = float(scores_E[order[dropped - 1]]), float(scores_E[order[dropped]])
+            if high - low <= _UNDECIDED * high:
+                continue
+            judged += 1
+            wanted = sorted(map(int, order[dropped:]))
+            if own != wanted:
+                raise CheckFailed(f"{architecture}: of {layer} the experts {own} stay, where {wanted} matter most")
+    if not judged:
+        raise NothingToCheckError("no layer was decided")
+    return f"{judged} layers of {len(subject.architectures)} architectures"
+
+
+def _models(subject: ExpertPruner, context: CheckContext) -> list[tuple[int, str]]:
+    """Seeds and architectures: what one model cannot tell apart another may."""
+    return [(context.seed + more, architecture) for more in range(3) for architecture in subject.architectures]
+
+
+def _scores(model: nn.Module, ids: Sequence[Tensor]) -> dict[str, Tensor]:
+    wide: Any = in_dtype(model, torch.float64)
+    wide.config._experts_implementation = "eager"  # the products of others take no float64
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    busy = False
+
+    def look(name: str, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
+        nonlocal busy
+        if busy:
+            return
+        busy = True
+        hidden, index, weights = args
+        number = module.get_parameter("down_proj").shape[0]
+        for expert in range(number):
+            alone = module(hidden, torch.full((len(hidden), 1), expert), weights.new_ones(len(hidden), 1))
+            sizes = alone.double().norm(dim=-1, keepdim=True)
+            hits = index == expert
+            sums.setdefault(name, torch.zeros(number, dtype=torch.float64))[expert] += float((weights.double() * sizes * hits).sum())
+            counts.setdefault(name, torch.zeros(number, dtype=torch.float64))[expert] += float(hits.sum())
+        busy = False
+
+    with ExitStack() as stack, truly(torch.float64), torch.no_grad():
+        for name, module in _layers(wide):
+            hook = module.register_forward_pre_hook(lambda own, args, name=name: look(name, own, args))
+            stack.callback(hook.remove)
+        for batch in ids:
+            logits(wide, batch)
+    return {name: total / counts[name].clamp(min=1) for name, total in sums.items()}
+
+
+@register(
+    None,
+    "unused_experts",
+    "Experts that no router chooses go, and the output stays what it was",
+    kind="expert_pruner",
+)
+def unused_experts(subject: ExpertPruner, context: CheckContext) -> str:
+    """Keep the routers of some experts off by a bias, in models whose routers have one and weigh the chosen alone."""
+    seen = []
+    for architecture in subject.architectures:
+        model = build(architecture, seed=context.seed)
+        unused = _put_off(model, subject.sparsity, context.seed)
+        if not unused:
+            continue
+        ids = token_ids(model, seed=context.seed, rows=4, length=24)
+        before = logits(model, ids[0])
+        refuse_vacuous(before, _EPS)
+        kept = _prune(subject, model, ids)
+        gone = [[number for number in range(total) if number not in own] for (own, (total, _)) in zip(kept, unused, strict=True)]
+        for own, (_, wanted) in zip(gone, unused, strict=True):
+            if own != wanted:
+                raise CheckFailed(f"{architecture}: the experts {own} go, where no token was ever sent to {wanted}")
+        _same(architecture, "without experts that no router chooses", logits(model, ids[0]), before)
+        seen.append(architecture)
+    if not seen:
+        raise NothingToCheckError("no architecture of the subject has routers with a bias")
+    return f"{', '.join(seen)}"
+
+
+def _put_off(model: nn.Module, sparsity: float, seed: int) -> list[tuple[int, list[int]]]:
+    """Keep routers from as many experts as will go; of each layer how many it has, and who they are. Nothing where a router has no bias."""
+    found = []
+    generator = torch.Generator().manual_seed(seed)
+    for name, module in _layers(model):
+        number = module.down_proj.shape[0]
+        biases = [value for key, value in _router(model, name, number).items() if key.rpartition(".")[2] in _BIASES]
+        if not biases:
+            return []
+        gone = sorted(map(int, torch.randperm(number, generator=generator)[: int(number * sparsity)]))
+        with torch.no_grad():
+            biases[0][gone] = _FAR  # a view of the router's
+        found.append((number, gone))
+    return found
+
+
+def _same(architecture: str, what: str, found: Tensor, expected: Tensor) -> None:
+    error = float((found - expected).norm() / expected.norm())
+    if not error <= _EPS:
+        raise CheckFailed(f"{architecture}: {what} the output is {error:.2g} off, relative, where {_EPS:.2g} are allowed")
+
+
+@register(
+    None,
+    "smaller_model",
+    "What is saved and loaded again is a model of its class with fewer experts, and computes the same",
+    kind="expert_pruner",
+)
+def smaller_model(subject: ExpertPruner, context: CheckContext) -> str:
+    """Load it with the loader of its own class, which builds it from its config."""
+    for architecture in subject.architectures:
+        model = build(architecture, seed=context.seed)
+        numbers = [module.down_proj.shape[0] for _, module in _layers(model)]
+        ids = token_ids(model, seed=context.seed)
+        kept = _prune(subject, model, ids)
+        loaded = reloaded(model)
+        left = [module.down_proj.shape[0] for _, module in _layers(loaded)]
+        wanted = [number - int(number * subject.sparsity) for number in numbers]
+        if left != wanted or [len(one) for one in kept] != wanted:
+            raise CheckFailed(
+                f"{architecture}: layers of {left} experts are loaded, and {[len(one) for one in kept]} told; {wanted} should stay"
+            )
+        refuse_vacuous(logits(model, ids[0]), _EPS)
+        _same(architecture, "loaded again,", logits(loaded, ids[0]), logits(model, ids[0]))
+    return f"{len(subject.architectures)} architectures: {', '.join(subject.architectures)}"
+
+
+@register(None, "any_order", "Experts in another order give the same choice and the same output", kind="expert_pruner")
+def any_order(subject: ExpertPruner, context: CheckContext) -> str:
+    """Exchange the experts of each layer, and the rows of its router with them."""
+    for architecture in subject.architectures:
+        model = build(architecture, seed=context.seed)
+        other, orders = copy.deepcopy(model), []
+        generator = torch.Generator().manual_seed(context.seed + 1)
+        for name, module in _layers(other):
+            order = torch.randperm(module.down_proj.shape[0], generator=generator)
+            orders.append([int(place) for place in order])
+            tensors = [*module.parameters(recurse=False), *_router(other, name, len(order)).values()]
+            for tensor in tensors:
+                with torch.no_grad():
+                    tensor.copy_(tensor[order].clone())
+        ids = token_ids(model, seed=context.seed, rows=4, length=24)
+        _same(architecture, "with experts in another order", logits(other, ids[0]), logits(model, ids[0]))
+        kept, found = _prune(subject, model, ids), _prune(subject, other, ids)
+        back = [sorted(order[place] for place in own) for order, own in zip(orders, found, strict=True)]
+        if back != kept:
+            raise CheckFailed(f"{architecture}: the experts {kept} stay, and in another order {back}")
+        _same(architecture, "pruned in another order", logits(other, ids[0]), logits(model, ids[0]))
+    return f"{len(subject.architectures)} architectures"
+
+
+@register(None, "padding", "Padding decides nothing", kind="expert_pruner")
+def padding(subject: ExpertPruner, context: CheckContext) -> str:
+    """Append three times as many tokens of one kind to each row, and mask them."""
+    told = 0
+    for seed, architecture in _models(subject, context):
+        model = build(architecture, seed=seed)
+        ids = token_ids(model, seed=seed, rows=4, length=24)
+        padded = [torch.cat([batch, batch[:1, :1].expand(len(batch), 3 * batch.shape[1])], dim=1) for batch in ids]
+        masks = [torch.arange(batch.shape[1]).expand(batch.shape) < 24 for batch in padded]
+        plain, masked, full = (
+            _prune(subject, copy.deepcopy(model), given, seen) for given, seen in ((ids, None), (padded, masks), (padded, None))
+        )
+        if masked != plain:
+            raise CheckFailed(f"{architecture}: the experts {plain} stay, and with padding {masked}")
+        told += full != plain
+    if not told:
+        raise NothingToCheckError("tokens in the place of padding would decide nothing either")
+    return f"{3 * len(subject.architectures)} models, of which {told} would choose otherwise if padding counted"

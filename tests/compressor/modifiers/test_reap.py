@@ -1,0 +1,242 @@
+"""REAP in a run: a smaller model that its class loads, with other modifiers behind it, undone where a run fails, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from compressor import (
+    GPTQModifier,
+    QuantizationModifier,
+    REAPPruningModifier,
+    SmoothQuantModifier,
+    WandaPruningModifier,
+    load_compressed,
+    oneshot,
+    plan,
+)
+from compressor.errors import CompressorError, ModelError, RecipeError, SchemeError, TargetError
+from compressor.lifecycle import Modifier, Session, State
+from compressor.model.experts.unfuse import unfused_experts
+from compressor.modifiers.pruning import expert_count
+
+SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+IDS = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(0))
+GROUPS = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}}
+
+
+def drawn(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dim() <= 2 and "inv_freq" not in name:
+            tensor.data = tensor.data + 0.05 * torch.randn(tensor.shape, generator=generator)
+    return model.eval()
+
+
+def qwen3_moe(**more: Any) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32, "head_dim": 8}
+    return drawn(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts, **more)))  # type: ignore[no-any-return]
+
+
+def mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    return drawn(MixtralForCausalLM(MixtralConfig(**SIZE, intermediate_size=32, num_local_experts=6)))  # type: ignore[no-any-return]
+
+
+def gpt_oss() -> GptOssForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 32, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}
+    return drawn(GptOssForCausalLM(GptOssConfig(**SIZE, **sizes)))  # type: ignore[no-any-return]
+
+
+def deepseek_v3(**more: Any) -> DeepseekV3ForCausalLM:
+    torch.manual_seed(0)
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 12, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = {**SIZE, **latent, **experts, "intermediate_size": 32, "first_k_dense_replace": 1, "num_key_value_heads": 4, **more}
+    return drawn(DeepseekV3ForCausalLM(DeepseekV3Config(**config)))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], Any]] = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3}
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(IDS).logits
+    return found
+
+
+def num_experts(model: nn.Module) -> set[int]:
+    return {module.down_proj.shape[0] for module in model.modules() if getattr(getattr(module, "down_proj", None), "ndim", 0) == 3}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_the_class_loads_a_smaller_model_that_computes_the_same(make: Callable[[], Any], tmp_path: Path) -> None:
+    model = make()
+    (before,) = num_experts(model)
+    recipe = REAPPruningModifier(sparsity=0.5, report_path=str(tmp_path / "kept.json"))
+    result = oneshot(model, recipe=recipe, dataset=IDS, output_dir=tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert num_experts(loaded) == {before // 2}
+    assert torch.equal(logits(loaded), logits(result.model))
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert {len(set(one)) for one in kept.values()} == {before // 2}
+    assert sorted(kept) == sorted(result.report.modules) and "experts stay" in result.report.notes[0]
+    lost = [record.error for record in result.report.modules.values()]
+    assert all(0 < one < 0.5 for one in lost)  # those that go matter less than those that stay
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_other_modifiers_see_the_smaller_model(make: Callable[[], Any], tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path / "base")
+    recipe = [
+        REAPPruningModifier(sparsity=0.34),
+        SmoothQuantModifier(),
+        GPTQModifier(config_groups=GROUPS, ignore=["lm_head"]),
+    ]
+    said = plan(tmp_path / "base", recipe=[one.model_copy() for one in recipe], num_calibration_samples=8, max_seq_length=12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that transformers does not load quantized experts of gpt_oss
+        result = oneshot(tmp_path / "base", recipe=recipe, dataset=IDS, output_dir=tmp_path / "out")
+    own = load_compressed(tmp_path / "out")
+    assert torch.equal(logits(own), logits(result.model))
+    numbers = {int(name.split(".experts.")[1].split(".")[0]) for name in result.report.modules if ".experts." in name}
+    (before,) = num_experts(make())
+    left = before - (before // 3 if make is not deepseek_v3 else 4)
+    assert numbers == set(range(left))
+    assert {module.name for module in said.modules} == {name for name, one in result.report.modules.items() if "int4" in one.scheme}
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        stored = sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118 (no mapping)
+    assert said.estimate.checkpoint_bytes == pytest.approx(stored, rel=0.02)
+
+
+def test_groups_of_a_router_lose_as_many_experts_each() -> None:
+    result = oneshot(deepseek_v3(), recipe=REAPPruningModifier(sparsity=0.5), dataset=IDS)
+    (layer,) = result.report.transforms[0]["layers"]
+    assert [sum(place < 6 for place in layer["kept"]), sum(place >= 6 for place in layer["kept"])] == [3, 3]
+    assert result.model.config.n_routed_experts == 6
+
+
+def test_a_run_that_fails_leaves_the_model_as_it_was() -> None:
+    model = qwen3_moe()
+    before, state = logits(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 7}
+    wrong = QuantizationModifier(config_groups={"g": {"targets": ["Linear"], "weights": weights}})
+    with pytest.raises(SchemeError, match="group_size=7"):
+        oneshot(model, recipe=[REAPPruningModifier(sparsity=0.5), wrong], dataset=IDS)
+    assert model.config.num_experts == 6 and model.model.layers[0].mlp.gate.num_experts == 6
+    assert torch.equal(logits(model), before)
+    after = model.state_dict()
+    assert state.keys() == after.keys() and all(torch.equal(tensor, state[name]) for name, tensor in after.items())
+
+
+def test_experts_whose_order_matters_are_refused() -> None:
+    model = qwen3_moe()
+    gates = torch.linspace(0.5, 2.0, 6)  # a place for each expert that no config builds
+    model.model.layers[1].mlp.gate.register_forward_hook(lambda module, args, output: (output[0], output[1] * gates[output[2]], output[2]))
+    before = logits(model)
+    with pytest.raises(ModelError, match=r"in another order its layers give something else .*layers\.1"):
+        oneshot(model, recipe=REAPPruningModifier(sparsity=0.5), dataset=IDS)
+    assert torch.equal(logits(model), before)
+
+
+def test_the_proof_leaves_the_model_as_it_was() -> None:
+    model = deepseek_v3()
+    with unfused_experts(model, hold=True):
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        count = expert_count.count_experts(model, 6)
+        assert expert_count.num_groups(model, count, {"input_ids": IDS}, torch.device("cpu"), 0) == 2
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert count.path == ("n_routed_experts",) or model.config.n_routed_experts == 12
+        assert set(count.tensors) == {f"model.layers.1.mlp.gate.{one}" for one in ("weight", "e_score_correction_bias")}
+
+
+def test_a_later_modifier_may_not_stand_before_it() -> None:
+    recipe = [QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"]), REAPPruningModifier(sparsity=0.5)]
+    with pytest.raises(RecipeError, match="let it stand first in the recipe"):
+        oneshot(qwen3_moe(), recipe=recipe, dataset=IDS)
+
+
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZE, intermediate_size=32)).eval()
+
+
+def jamba() -> JambaForCausalLM:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "expert_layer_offset": 1, "attn_layer_offset": 0, "attn_layer_period": 2}
+    return JambaForCausalLM(JambaConfig(**SIZE, **experts, intermediate_size=32, use_mamba_kernels=False, use_cache=False)).eval()
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[CompressorError], str]] = {
+    "no experts": (llama, {"sparsity": 0.5}, TargetError, "no layer of experts"),
+    "none would go": (qwen3_moe, {"sparsity": 0.1}, RecipeError, "sparsity=0.1 of 6 experts is none; give 0.167"),
+    "none of a group would go": (deepseek_v3, {"sparsity": 0.1}, RecipeError, "6 experts in each of 2 groups is none; give 0.167"),
+    "fewer than are chosen": (qwen3_moe, {"sparsity": 0.9}, ModelError, "cannot choose among 1 of 6 experts"),
+    "one layer ignored": (qwen3_moe, {"sparsity": 0.5, "ignore": "re:.*layers.1.*"}, TargetError, "one number for all layers"),
+    "a layer that is not there": (qwen3_moe, {"sparsity": 0.5, "ignore": ["re:.*nothing"]}, TargetError, "matches no layer of experts"),
+    "all ignored": (qwen3_moe, {"sparsity": 0.5, "ignore": ["re:.*experts"]}, TargetError, "ignore names all layers"),
+    "a class that has no layer of one expert": (jamba, {"sparsity": 0.5}, ModelError, "no setting of its config makes a model with 1 of 2"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_done_is_refused(what: str) -> None:
+    make, settings, error, said = REFUSED[what]
+    model = make()
+    before = logits(model)
+    with pytest.raises(error, match=said):
+        oneshot(model, recipe=REAPPruningModifier(**settings), dataset=IDS)
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "'sparsity' is required"),
+        ({"sparsity": 1}, "less than 1"),
+        ({"sparsity": 0.5, "report_path": "kept.txt"}, "json"),
+        ({"sparsity": 0.5, "report_path": "nowhere/kept.json"}, "no folder"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        REAPPruningModifier(**settings)
+
+
+def test_a_training_cannot_run_it() -> None:
+    model = qwen3_moe()
+    session = Session(State(model), [REAPPruningModifier(sparsity=0.5)])
+    with pytest.raises(CompressorError, match="no calibration data"), unfused_experts(model, hold=True):
+        session.initialize()
+
+
+@pytest.mark.parametrize("modifier", [REAPPruningModifier(sparsity=0.5), WandaPruningModifier(sparsity=0.5, ignore=["lm_head"])])
+def test_nothing_flows_layer_by_layer_where_nobody_looks(modifier: Modifier) -> None:
+    alone = oneshot(qwen3_moe(), recipe=modifier.model_copy(), dataset=IDS)
+    asked = oneshot(qwen3_moe(), recipe=modifier.model_copy(), dataset=IDS, pipeline="sequential", passes="one")
+    assert torch.equal(logits(alone.model), logits(asked.model))
+    assert [note for note in asked.report.notes if note not in alone.report.notes] == [
+        "no modifier looks at layers one after another, so they were not run so"
+    ]
