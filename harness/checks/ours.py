@@ -80,4 +80,14 @@ LAYERS: Sequence[OurLayer] = (
     OurLayer(preset_scheme("MXFP4")),
     OurLayer(preset_scheme("MXFP8")),
 )
-SUBJECTS: Sequence[object] = (*PACKERS, *OBSERVERS, *QUANTIZERS, *LAYERS, *SOLVERS, *pruners(), *transforms(), OurExpertPruner())
+SUBJECTS: Sequence[object] = (
+    *PACKERS,
+    *OBSERVERS,
+    *QUANTIZERS,
+    *LAYERS,
+    *SOLVERS,
+    *pruners(),
+    *transforms(),
+    OurExpertPruner(0.25),
+    OurExpertPruner(refit=False),
+)

@@ -15,6 +15,7 @@ from typing import Any
 
 from compressor.errors import ModelError
 from harness.validation.format.container import Checkpoint, read_checkpoint
+from harness.validation.format.experts import PrunedExperts
 from harness.validation.format.record import read_record
 from harness.validation.format.scheme import ConfigGroup, read_config_groups
 from harness.validation.format.transforms import Transform, read_transforms, transformed
@@ -96,15 +97,16 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
     classes = module_classes(base_dir)
     record = read_record(compressed_dir)
     moved, unreadable = read_transforms(record, base, classes)
+    shown = transformed(base, moved, classes)
     subject = Subject(
-        transformed(base, moved, classes),
+        shown,
         read_checkpoint(compressed_dir),
         base_config,
         config,
         problems=(problem,) if problem else (),
         trained=trained,
         moved=moved,
-        pruned=_pruned(record or {}),
+        pruned=_pruned(record or {}) | {name.removesuffix(".weight"): True for name in _refitted(moved, shown)},
         unreadable=tuple(unreadable),
     )
     return _with_modules(subject, classes)
@@ -131,6 +133,12 @@ def _pruned(record: Mapping[str, Any]) -> dict[str, bool]:
     }
     shares = {name: own.get("sparsity") for name, own in details.items()}
     return {name: details[name].get("kept") == "moved" for name, share in shares.items() if isinstance(share, int | float) and share > 0}
+
+
+def _refitted(moved: Sequence[Transform], base: Checkpoint) -> list[str]:
+    """Weights of experts that were moved to make good for others that are gone."""
+    layers = [layer for move in moved if isinstance(move, PrunedExperts) for layer in move.layers]
+    return [name for name in base.entries if any(layer.was_moved(name) for layer in layers)]
 
 
 def _with_modules(subject: Subject, classes: Mapping[str, Sequence[str]]) -> Subject:

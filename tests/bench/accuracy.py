@@ -95,6 +95,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "propagated, no search": ({"target": "propagated", "scale_search": False}, {}),
     "propagated, two passes": ({"target": "propagated"}, {"passes": "two"}),
     "tuned": ({"tuning": {}}, {}),
+    "without refit": ({"refit": False}, {}),
     "learned rounding": ({"modifier": "AutoRoundModifier"}, {}),
     "learned rounding, tuned": ({"modifier": "AutoRoundModifier", "iters": 100, "tuning": {}}, {}),
 }

@@ -416,7 +416,7 @@ def test_a_mistake_is_named_with_its_line_and_what_to_do(mistake: str) -> None:
         load_recipe(text)
     assert message in str(caught.value)
     assert ";" in str(caught.value)
-    assert len(str(caught.value)) < 400
+    assert len(str(caught.value)) < 440
 
 
 def test_a_mistake_inside_a_python_set_is_named_as_far_as_it_has_a_place() -> None:

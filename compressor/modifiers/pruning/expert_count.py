@@ -287,7 +287,7 @@ def experts_seen(model: nn.Module, layer: str, take: Any) -> Iterator[None]:
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
-        routing.update(_routing(args, kwargs))
+        routing.update(routing_of(args, kwargs))
 
     def show(index: int) -> Any:
         def hook(module: Any, args: Any, output: Tensor) -> None:
@@ -305,8 +305,16 @@ def experts_seen(model: nn.Module, layer: str, take: Any) -> Iterator[None]:
         yield
 
 
-def _routing(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a layer of experts was handed, by name."""
+def routing_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Say what a layer of experts was handed, by name.
+
+    Args:
+        args: positional arguments of the call.
+        kwargs: named ones.
+
+    Returns:
+        hidden_states, top_k_index, top_k_weights.
+    """
     return {**dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False)), **kwargs}
 
 
@@ -327,7 +335,7 @@ def try_routing(model: nn.Module, count: ExpertCount, batch: Batch, device: torc
     def look(layer: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             del module
-            routing = _routing(args, kwargs)
+            routing = routing_of(args, kwargs)
             if int(routing["top_k_index"].max()) >= count.fewer or not bool(torch.isfinite(routing["top_k_weights"]).all()):
                 stray.append(layer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from compressor.algorithms.pruning.reap import ExpertSaliency, kept_experts, los
 from compressor.atomic import check_output_file, write_whole
 from compressor.errors import CalibrationError, RecipeError, TargetError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
-from compressor.lifecycle.state import StageValue
+from compressor.lifecycle.state import Detail, StageValue
 from compressor.model.checkpoints.format import stored_keys
 from compressor.model.targets import check_patterns, matches
 from compressor.modifiers.own_forwards import calibration_data, run_batches
@@ -28,6 +28,7 @@ from compressor.modifiers.pruning.expert_count import (
     num_groups,
     try_routing,
 )
+from compressor.modifiers.pruning.expert_refit import SeenLayer, blocks_of, kept_frac, layer_seen, refit_layer
 from compressor.nn.experts import UnfusedExperts
 
 
@@ -40,6 +41,7 @@ class REAPPruningModifier(Modifier):
     Attributes:
         sparsity: share of the experts of each layer that go; rounded down to whole experts, of each group of the router alike.
         ignore: patterns of layers of experts that are not to be pruned: all or none, for a config has one number for all.
+        refit: move the last projections of the experts that stay so that each layer gives what all experts gave, by least squares.
         report_path: a JSON file that gets the numbers of the experts that stay, by layer.
     """
 
@@ -48,6 +50,7 @@ class REAPPruningModifier(Modifier):
 
     sparsity: float = Field(gt=0, lt=1)
     ignore: list[str] = Field(default_factory=list)
+    refit: bool = True
     report_path: str | None = None
 
     _kept: dict[str, list[int]] = PrivateAttr(default_factory=dict)
@@ -76,13 +79,15 @@ class REAPPruningModifier(Modifier):
         for batch in data.batches[:1]:
             groups = num_groups(state.model, count, batch, state.device, state.seed)
         count = self._in_groups(state.model, count, groups)
-        saliencies = self._saliencies(state, count)
+        seen = {layer: SeenLayer(block) for layer, block in blocks_of(count).items()} if self.refit else {}
+        saliencies = self._saliencies(state, count, seen)
         values = {layer: saliency.value(layer) for layer, saliency in saliencies.items()}
         dropped = count.num_experts - count.fewer
         self._kept = {layer: kept_experts(value_E, dropped, groups) for layer, value_E in values.items()}
         choose_experts(state, count, self._kept)
         try_routing(state.model, count, data.batches[0], state.device)
-        self._report(state, count, saliencies, values)
+        errors = self._refitted(state, seen)
+        self._report(state, count, saliencies, values, errors)
         return True
 
     def on_calibration_start(self, state: State, event: Event) -> None:
@@ -151,12 +156,15 @@ class REAPPruningModifier(Modifier):
             )
         return count_experts(model, count.num_experts - dropped)
 
-    def _saliencies(self, state: State, count: ExpertCount) -> dict[str, ExpertSaliency]:
+    def _saliencies(self, state: State, count: ExpertCount, seen: Mapping[str, SeenLayer]) -> dict[str, ExpertSaliency]:
         found = {layer: ExpertSaliency(count.num_experts) for layer in count.layers}
+        frac = kept_frac(state.model, count, calibration_data(state, self.label).num_tokens)
 
         def watch(stack: ExitStack) -> None:
             for layer, saliency in found.items():
                 stack.enter_context(experts_seen(state.model, layer, _real(state, layer, saliency)))
+            for layer, kept in seen.items():
+                stack.enter_context(layer_seen(state, layer, kept, frac))
 
         run_batches(state, watch, type(self).__name__)
         unseen = [layer for layer, saliency in found.items() if not int(saliency.num_tokens_E.sum())]
@@ -164,15 +172,43 @@ class REAPPruningModifier(Modifier):
             raise CalibrationError(f"{self.label}: no token reached the experts of {unseen[0]}; give data that exercises them")
         return found
 
-    def _report(self, state: State, count: ExpertCount, saliencies: Mapping[str, ExpertSaliency], values: Mapping[str, Tensor]) -> None:
+    def _refitted(self, state: State, seen: Mapping[str, SeenLayer]) -> dict[str, tuple[float, float]]:
+        """Move what stays; return the relative error of each layer on held-out tokens, before and after."""
+        for layer in seen:
+            if getattr(state.model.get_submodule(layer), "has_post_expert_norm", False):
+                raise TargetError(f"{self.label}: experts of {layer} end with a norm, so that they cannot be refitted; set refit: false")
+        errors = {}
+        with state.progress.task("refit experts", total=len(seen)) as task:
+            for layer, one in seen.items():
+                errors[layer] = refit_layer(state, layer, one)
+                task.advance()
+        if errors:
+            before, after = (sum(error[place] for error in errors.values()) / len(errors) for place in (0, 1))
+            state.report.notes.append(
+                f"{self.label}: the experts that stay were refitted in {sum(one > other for one, other in errors.values())} of "
+                f"{len(errors)} layers; relative error of their outputs on held-out tokens {before:.3g} -> {after:.3g}"
+            )
+        return errors
+
+    def _report(
+        self,
+        state: State,
+        count: ExpertCount,
+        saliencies: Mapping[str, ExpertSaliency],
+        values: Mapping[str, Tensor],
+        errors: Mapping[str, tuple[float, float]],
+    ) -> None:
         name = type(self).__name__
+        refitted = {layer for layer, (before, after) in errors.items() if after < before}
         for layer, kept in self._kept.items():
             lost, tokens_E = lost_share(values[layer], kept), saliencies[layer].num_tokens_E
             unreached = int((tokens_E == 0).sum())
-            details = {"experts": len(kept), "experts_before": count.num_experts, "experts_without_tokens": unreached}
+            details: dict[str, Detail] = {"experts": len(kept), "experts_before": count.num_experts, "experts_without_tokens": unreached}
+            if layer in errors:
+                details |= dict(zip(("error_before_refit", "error_after_refit"), errors[layer], strict=True))
             scheme = f"{len(kept)} of {count.num_experts} experts"
             state.report.modules[layer] = ModuleRecord(layer, name, scheme, lost, int(tokens_E.sum()), details)
-        state.report.transforms.append(_transform(state.model, name, count, self._kept))
+        state.report.transforms.append(_transform(state.model, name, count, self._kept, refitted))
         state.report.notes.append(
             f"{self.label}: {count.fewer} of {count.num_experts} experts stay in each of {len(count.layers)} layers "
             f"({'.'.join(count.path)} in the config)"
@@ -194,7 +230,9 @@ def _real(state: State, layer: str, saliency: ExpertSaliency) -> Any:
     return take
 
 
-def _transform(model: nn.Module, modifier: str, count: ExpertCount, kept: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+def _transform(
+    model: nn.Module, modifier: str, count: ExpertCount, kept: Mapping[str, Sequence[int]], refitted: Collection[str]
+) -> dict[str, Any]:
     """What a reader of compression.json needs to do the same to the base; names are those of its files."""
     inside = {layer: _a_tensor(model, layer) for layer in count.layers}
     stored = stored_keys(model, [*inside.values(), *count.tensors])
@@ -203,7 +241,13 @@ def _transform(model: nn.Module, modifier: str, count: ExpertCount, kept: Mappin
     def prefix(layer: str) -> str:
         return stored[inside[layer]].rsplit(".", 3)[0]
 
-    layers = [{"experts": prefix(layer), "kept": list(kept[layer]), "tensors": routers[layer]} for layer in count.layers]
+    def moved(layer: str) -> list[str]:
+        """The last projection as files have it, one by one and fused."""
+        return sorted({stored[inside[layer]].split(".")[-2], "down_proj"}) if layer in refitted else []
+
+    layers = [
+        {"experts": prefix(layer), "kept": list(kept[layer]), "tensors": routers[layer], "refit": moved(layer)} for layer in count.layers
+    ]
     return {"kind": "experts", "modifier": modifier, "setting": list(count.path), "num_experts": count.num_experts, "layers": layers}
 
 

@@ -182,18 +182,24 @@ class OurExpertPruner:
 
     Attributes:
         sparsity: its setting.
+        refit: the same.
         architectures: of `harness trace-audit`.
     """
 
     sparsity: float = 0.5
+    refit: bool = True
     architectures: Sequence[str] = ("mixtral", "qwen3_moe", "gpt_oss", "olmoe", "glm4_moe", "granitemoe", "ernie4_5_moe")
     kind: ClassVar[str] = "expert_pruner"
-    tags: ClassVar[frozenset[str]] = frozenset({"router_weighted"})
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """What it promises."""
+        return frozenset({"router_weighted", "refits"} if self.refit else {"router_weighted"})
 
     @property
     def name(self) -> str:
         """For reports."""
-        return f"REAP-{self.sparsity:g}"
+        return f"REAP-{self.sparsity:g}" + ("" if self.refit else "-unmoved")
 
     def prune(self, model: nn.Module, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
         """Change the model in place; return the numbers of the experts that stay, by layer."""
@@ -203,7 +209,7 @@ class OurExpertPruner:
         ]
         rows, tokens = sum(len(ids) for ids in input_ids), sum(ids.numel() for ids in input_ids)
         state = State(model, data=CalibrationData(batches, list(masks), "", rows, tokens))
-        with unfused_experts(model, hold=True), Session(state, [REAPPruningModifier(sparsity=self.sparsity)]) as session:
+        with unfused_experts(model, hold=True), Session(state, [REAPPruningModifier(sparsity=self.sparsity, refit=self.refit)]) as session:
             session.initialize()
             session.send(EventType.CALIBRATION_START)
             session.send(EventType.CALIBRATION_END)

@@ -57,6 +57,7 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "idempotent": "applied to its own result it changes nothing",
         "invariant_fp": "the float output stays what it was",
         # pruners of experts
+        "refits": "experts that stay are moved so that the layer gives what it gave",
         "router_weighted": "those experts go whose mean of router weight times size of output is least, in the model as it was",
     }
 )

@@ -21,11 +21,19 @@ class KeptExperts:
         prefix: dotted name of the layer, as in the base's files.
         kept: numbers of the experts, in their new order.
         tensors: further tensors with a place for each expert, and the axis of those places.
+        refit: last parts of the names of projections that were moved to make good for those that went, one by one or fused.
     """
 
     prefix: str
     kept: tuple[int, ...]
     tensors: Mapping[str, int]
+    refit: frozenset[str] = frozenset()
+
+    def was_moved(self, name: str) -> bool:
+        """Say whether a weight may have other values than the base's."""
+        numbered = _numbered(self.prefix, name)
+        part = numbered[2] if numbered else name.removeprefix(f"{self.prefix}.") if name.startswith(f"{self.prefix}.") else ""
+        return part.removesuffix(".weight") in self.refit and (numbered is None or part.endswith(".weight"))
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,10 @@ def read_experts(entry: Mapping[str, Any]) -> PrunedExperts:
     """
     layers = tuple(
         KeptExperts(
-            str(one["experts"]), tuple(int(place) for place in one["kept"]), {str(name): int(axis) for name, axis in one["tensors"].items()}
+            str(one["experts"]),
+            tuple(int(place) for place in one["kept"]),
+            {str(name): int(axis) for name, axis in one["tensors"].items()},
+            frozenset(str(name) for name in one["refit"]),
         )
         for one in entry["layers"]
     )

@@ -303,15 +303,15 @@ def _has_moved_as_said(subject: Subject, name: str, step: float | None) -> bool:
 
 def _is_pruned_as_said(subject: Subject, name: str) -> bool:
     """Say whether a weight is the base's but for zeros, or may be another because the record says that kept ones were changed."""
-    module, _, part = name.rpartition(".")
-    if part != "weight" or module not in subject.pruned:
+    module = name.removesuffix(".weight")  # fused experts have a name without it
+    if module not in subject.pruned:
         return False
     base, found = subject.base.tensor(name), subject.compressed.tensor(name)
     return subject.pruned[module] or bool(((found == 0) | (found == base)).all())
 
 
 def _pruned_weights(subject: Subject) -> set[str]:
-    return {f"{name}.weight" for name in subject.pruned}
+    return {f"{name}.weight" if f"{name}.weight" in subject.base.entries else name for name in subject.pruned}
 
 
 def _of_moved(subject: Subject, moved: Collection[str]) -> str:

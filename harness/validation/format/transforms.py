@@ -97,8 +97,15 @@ class TransformedCheckpoint(Checkpoint):
     def raw(self, name: str) -> np.ndarray:
         """Return the bytes of one tensor, transformed."""
         if name not in self.names:
-            return self.source.raw(name)
+            return self._raw(name)
         return self.tensor(name).contiguous().view(-1).view(torch.uint8).numpy()
+
+    def _raw(self, name: str) -> np.ndarray:
+        """The bytes before any transform; a head that was tied has those of the embedding."""
+        if name in self.source.entries:
+            return self.source.raw(name)
+        module, _, part = name.rpartition(".")
+        return self.source.raw(f"{self.untied[module]}.{part}")
 
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, transformed; rounded to its dtype after each factor, as the compressor does."""
@@ -112,7 +119,7 @@ class TransformedCheckpoint(Checkpoint):
     def _transformed(self, name: str, dtype: torch.dtype, until: int | None = None) -> Tensor:
         """A tensor after so many of the transforms; all for None."""
         entry = self.entries[name]
-        value = torch.from_numpy(self.source.raw(name)).view(entry.dtype).reshape(entry.shape).to(dtype)
+        value = torch.from_numpy(self._raw(name)).view(entry.dtype).reshape(entry.shape).to(dtype)
         module, _, part = name.rpartition(".")
         for index, move in enumerate(self.moved[:until]):
             if isinstance(move, Rotations):

@@ -37,6 +37,7 @@ from compressor import (
     oneshot,
     plan,
 )
+from compressor.algorithms.pruning.refit import SentTokens, refit
 from compressor.errors import CompressorError, ModelError, RecipeError, SchemeError, TargetError
 from compressor.lifecycle import Modifier, Session, State
 from compressor.model.experts.unfuse import unfused_experts
@@ -104,7 +105,9 @@ def test_the_class_loads_a_smaller_model_that_computes_the_same(make: Callable[[
     assert torch.equal(logits(loaded), logits(result.model))
     kept = json.loads((tmp_path / "kept.json").read_text())
     assert {len(set(one)) for one in kept.values()} == {before // 2}
-    assert sorted(kept) == sorted(result.report.modules) and "experts stay" in result.report.notes[0]
+    assert sorted(kept) == sorted(result.report.modules) and any(
+        "3 of 6 experts stay" in note or "6 of 12" in note for note in result.report.notes
+    )
     lost = [record.error for record in result.report.modules.values()]
     assert all(0 < one < 0.5 for one in lost)  # those that go matter less than those that stay
 
@@ -240,3 +243,51 @@ def test_nothing_flows_layer_by_layer_where_nobody_looks(modifier: Modifier) -> 
     assert [note for note in asked.report.notes if note not in alone.report.notes] == [
         "no modifier looks at layers one after another, so they were not run so"
     ]
+
+
+def test_experts_that_stay_make_good_for_those_that_went_where_held_out_tokens_say_so() -> None:
+    ids = torch.randint(64, (64, 24), generator=torch.Generator().manual_seed(0))
+    models = [oneshot(qwen3_moe(), recipe=REAPPruningModifier(sparsity=0.34, refit=refit), dataset=ids) for refit in (True, False)]
+    moved, plain = ({name: tensor for name, tensor in one.model.state_dict().items()} for one in models)
+    changed = {name for name in plain if not torch.equal(plain[name], moved[name])}
+    better = {
+        layer
+        for layer, record in models[0].report.modules.items()
+        if record.details["error_after_refit"] < record.details["error_before_refit"]  # type: ignore[operator]
+    }
+    assert better and all(name.rpartition(".experts.")[0] + ".experts" in better and "down_proj" in name for name in changed)
+    assert {layer["experts"] for layer in models[0].report.transforms[0]["layers"] if layer["refit"]} == better
+    assert not any(layer["refit"] for layer in models[1].report.transforms[0]["layers"])
+
+
+def test_refitting_is_least_squares() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn_of(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+    sent = [SentTokens(torch.arange(0, 300), drawn_of(300, 6)), SentTokens(torch.arange(100, 400), drawn_of(300, 6))]
+    sent.append(SentTokens(torch.arange(0), drawn_of(0, 6)))
+    weights, wanted = [drawn_of(5, 6) for _ in sent], drawn_of(400, 5)
+    given = torch.zeros_like(wanted)
+    for tokens, weight in zip(sent, weights, strict=True):
+        given[tokens.rows_n] += tokens.inputs_nD @ weight.T
+    missing = wanted - given
+    new = refit(sent, weights, missing, 0.0, 60)
+    design = torch.zeros(400, 12, dtype=torch.float64)
+    design[:300, :6], design[100:, 6:] = sent[0].inputs_nD.double(), sent[1].inputs_nD.double()
+    best = torch.linalg.lstsq(design, wanted.double()).solution
+    assert torch.allclose(torch.cat(new[:2], dim=1).T.double(), best, atol=1e-4)
+    assert torch.equal(new[2], weights[2])  # of whom nothing is known
+    assert torch.allclose(missing.double(), wanted.double() - design @ best, atol=1e-4)
+
+
+def test_blocks_that_are_handed_more_than_hidden_states_are_not_refitted_in_silence() -> None:
+    model = qwen3_moe()
+    layer = model.model.layers[0]
+    plain = layer.mlp.forward
+    layer.mlp.forward = lambda hidden, positions=None: plain(hidden)
+    layer.mlp.register_forward_pre_hook(lambda module, args: (args[0], args[0]))
+    with pytest.raises(ModelError, match="handed more than hidden states, so that experts cannot be refitted; set refit: false"):
+        oneshot(model, recipe=REAPPruningModifier(sparsity=0.5), dataset=IDS)
+    assert oneshot(model, recipe=REAPPruningModifier(sparsity=0.5, refit=False), dataset=IDS).report.transforms

@@ -84,6 +84,12 @@ ACCOUNTS: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str, str]] = {
     "another setting": (lambda one: one[0].update(setting=["nothing"]), "files.config", "nothing"),
     "no setting": (lambda one: one[0].update(setting=[]), "behaviour.transforms", "cannot be read"),
     "no list": (lambda one: one[0].update(layers=3), "behaviour.transforms", "cannot be read"),
+    "more was moved": (
+        lambda one: [layer.update(refit=[]) for layer in one[0]["layers"]],
+        "files.tensors",
+        "down_proj",
+    ),
+    "no word of what was moved": (lambda one: one[0]["layers"][0].pop("refit"), "behaviour.transforms", "cannot be read"),
     "a second time": (lambda one: one.append(one[0]), "behaviour.transforms", "before anything else"),
     "no account": (lambda one: one.clear(), "files.config", "num"),
 }
@@ -99,7 +105,7 @@ def test_a_wrong_account_of_experts_is_found(what: str, pruned: tuple[Path, Path
 def test_a_damaged_expert_is_found(pruned: tuple[Path, Path], tmp_path: Path) -> None:
     folder = edited(pruned[1], tmp_path / "edited", lambda one: None)
     tensors = load_file(folder / "model.safetensors")
-    name = next(key for key in tensors if "experts" in key and "down_proj" in key and "bias" not in key)
+    name = next(key for key in tensors if "experts" in key and ("gate" in key or "up_proj" in key) and "bias" not in key)
     tensors[name].view(-1)[5] *= 1.01
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     record = judged(pruned[0], folder)["files.tensors"]

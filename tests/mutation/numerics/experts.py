@@ -10,10 +10,13 @@ from harness.mutants.code_swap import CodeMutant, bug
 from harness.mutants.patches import Edit, Mutant
 
 _MEASURE = "compressor.algorithms.pruning.reap:"
+_REFIT = "compressor.algorithms.pruning.refit:"
+_FIT = "compressor.modifiers.pruning.expert_refit:"
 _COUNT = "compressor.modifiers.pruning.expert_count:"
 _REAP = "compressor.modifiers.pruning.reap:"
 _CRITERION = "expert_pruner.criterion"
 _UNUSED = "expert_pruner.unused_experts"
+_REFITTED = "expert_pruner.refitted"
 _SMALLER = "expert_pruner.smaller_model"
 _GUARDS = (
     Edit(_COUNT + "num_groups", "if off[layer] <= _MOST:", "if off[layer] <= 1e30:"),
@@ -50,4 +53,12 @@ EXPERT_MUTANTS: tuple[Mutant, ...] = (
               "count.holder(state.model.config)")),
     _bug("padding_counts", "saliency", "tokens that are padding count like any other", "expert_pruner.padding",
          Edit(_REAP + "_real", "weights_N, outputs_NC = weights_N[real_N], outputs_NC[real_N]", "real_N = real_N")),
+    _bug("steps_the_wrong_way", "refit", "weights move away from what is missing", _REFITTED,
+         Edit(_REFIT + "refit", "moved[place] += step_CD", "moved[place] -= step_CD")),
+    _bug("what_is_missing_is_not_updated", "refit", "every expert makes good for all that is missing, one after another", _REFITTED,
+         Edit(_REFIT + "refit", "missing_NC[tokens.rows_n] -= tokens.inputs_nD @ step_CD.T", "missing_NC.mul_(1)")),
+    _bug("unweighted_inputs", "refit", "experts are fitted as if the router gave each all of it", _REFITTED,
+         Edit(_FIT + "_sent", "inner[index] * routing", "inner[index] + 0 * routing")),
+    _bug("fitted_to_other_tokens", "refit", "an expert is fitted to what is missing of the first tokens", _REFITTED,
+         Edit(_REFIT + "refit", "@ missing_NC[tokens.rows_n]", "@ missing_NC[: len(tokens.rows_n)]")),
 )  # fmt: skip
