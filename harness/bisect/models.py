@@ -22,9 +22,10 @@ from compressor.nn import QuantizedLayer
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.kv_cache import kv_args
 from harness.validation.format.container import read_checkpoint
+from harness.validation.format.fused import fused_again, with_single_experts
 from harness.validation.format.record import read_record
 from harness.validation.format.transforms import config_settings, read_transforms, transformed
-from harness.validation.loading import load_with_tensors, module_classes
+from harness.validation.loading import fused_layouts, load_with_tensors, module_classes
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,15 @@ def load_pair(base: str | Path, compressed: str | Path, *, device: str = "auto")
 def _with_moved_scales(model: nn.Module, base: Path, compressed: Path) -> nn.Module:
     """Move the scales in the base that were moved before compression: else no module of one could stand in for that of the other."""
     classes, files = module_classes(base), read_checkpoint(base, finished=False)
+    files = with_single_experts(files, read_checkpoint(compressed), fused_layouts(base))
     moved, problems = read_transforms(read_record(compressed), files, classes)
     if problems:
         raise ModelError(f"{compressed}: compression.json: {problems[0]}; see what harness validate says of it")
     if not moved:
         return model
     tensors = transformed(files, moved, classes)
-    return load_with_tensors(model, {name: tensors.tensor(name) for name in tensors.entries}, config_settings(moved))
+    made = fused_again({name: tensors.tensor(name) for name in tensors.entries}, tensors)
+    return load_with_tensors(model, made, config_settings(moved))
 
 
 def _give_dtype(model: nn.Module, dtype: torch.dtype) -> None:

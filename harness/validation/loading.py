@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from compressor.errors import ModelError
 from compressor.model.loading.load import quiet_transformers
+from harness.validation.format.fused import FusedLayout
 
 LOADER_ERRORS = (
     *(ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, OSError, RuntimeError, ArithmeticError),
@@ -200,6 +201,24 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def fused_layouts(model_dir: Path) -> dict[str, FusedLayout]:
+    """Return how the layers of experts of a model keep their weights, as their classes say.
+
+    Args:
+        model_dir: folder with config.json.
+    Returns:
+        By dotted name; of classes that do not say so nothing is known.
+    Raises:
+        ModelError: transformers does not know the architecture.
+    """
+    flags = ("is_transposed", "is_concatenated")
+    return {
+        name: FusedLayout(*(bool(getattr(module, flag)) for flag in flags))
+        for name, module in _empty_model(model_dir).named_modules()
+        if all(hasattr(module, flag) for flag in flags)
+    }
+
+
 def module_classes(model_dir: Path) -> dict[str, tuple[str, ...]]:
     """Return the class names of every module of a model, from its config alone.
 
@@ -210,6 +229,11 @@ def module_classes(model_dir: Path) -> dict[str, tuple[str, ...]]:
     Raises:
         ModelError: transformers does not know the architecture.
     """
+    model = _empty_model(model_dir)
+    return {name: tuple(cls.__name__ for cls in type(module).__mro__) for name, module in model.named_modules()}
+
+
+def _empty_model(model_dir: Path) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -218,4 +242,4 @@ def module_classes(model_dir: Path) -> dict[str, tuple[str, ...]]:
             model = AutoModelForCausalLM.from_config(config)
     except LOADER_ERRORS as error:
         raise ModelError(f"{model_dir}: transformers cannot build a causal language model from its config: {first_line(error)}") from error
-    return {name: tuple(cls.__name__ for cls in type(module).__mro__) for name, module in model.named_modules()}
+    return model

@@ -16,10 +16,11 @@ from typing import Any
 from compressor.errors import ModelError
 from harness.validation.format.container import Checkpoint, read_checkpoint
 from harness.validation.format.experts import PrunedExperts
+from harness.validation.format.fused import with_single_experts
 from harness.validation.format.record import read_record
 from harness.validation.format.scheme import ConfigGroup, read_config_groups
 from harness.validation.format.transforms import Transform, read_transforms, transformed
-from harness.validation.loading import module_classes
+from harness.validation.loading import fused_layouts, module_classes
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,13 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
     config, problem = _read_config(compressed_dir)
     classes = module_classes(base_dir)
     record = read_record(compressed_dir)
+    compressed = read_checkpoint(compressed_dir)
+    base = with_single_experts(base, compressed, fused_layouts(base_dir))
     moved, unreadable = read_transforms(record, base, classes)
     shown = transformed(base, moved, classes)
     subject = Subject(
         shown,
-        read_checkpoint(compressed_dir),
+        compressed,
         base_config,
         config,
         problems=(problem,) if problem else (),

@@ -34,18 +34,21 @@ PEER = "peer"
 
 @dataclass(frozen=True)
 class Judged:
-    """A model, the sizes of groups that its weights take, and the class of its layers."""
+    """A model, the sizes of groups that its weights take, the class of its layers, and formats in which transformers does not load it."""
 
     folder: Path
     group_sizes: Mapping[int, int]
     layer: str
     ignore: tuple[str, ...] = ("lm_head",)
+    only_ours: tuple[str, ...] = ()
 
 
 MODELS = {
     "reference": Judged(GOLDEN / "reference", {4: 128, 3: 64}, "LlamaDecoderLayer"),
     "opt": Judged(GOLDEN / "judges" / "opt", {4: 32, 3: 32}, "OPTDecoderLayer"),
-    "qwen3_moe": Judged(GOLDEN / "judges" / "qwen3_moe", {4: 32, 3: 32}, "Qwen3MoeDecoderLayer", ("lm_head", "re:.*mlp.gate$")),
+    "qwen3_moe": Judged(
+        GOLDEN / "judges" / "qwen3_moe", {4: 32, 3: 32}, "Qwen3MoeDecoderLayer", ("lm_head", "re:.*mlp.gate$"), ("NVFP4", "NVFP4A16")
+    ),
 }
 
 # Symmetric integers of so many bits in groups, or a preset that both know.
@@ -183,7 +186,9 @@ def judge(name: str, form: str, way: str, args: argparse.Namespace) -> dict[str,
     job = {key: str(path.resolve()) for key, path in paths.items()}
     job |= {"num_samples": plan.num_samples, "seq_len": plan.seq_len, "device": plan.device, "options": options}
     run, _ = run_job(plan, "peer" if way == PEER else "ours", "compress", job, work)
-    compared = {"base": job["model"], "model": job["output_dir"], "heldout": str(plan.heldout.resolve()), "device": plan.device}
+    reader = "ours" if form in model.only_ours else "transformers"
+    compared = {"base": job["model"], "model": job["output_dir"], "heldout": str(plan.heldout.resolve())}
+    compared |= {"device": plan.device, "reader": reader}
     found, _ = run_job(plan, "divergence", "divergence", compared, work)
     result = {**found, "seconds": run["seconds"]["total"], "megabytes": run["rss_over_start_bytes"] / 1e6, "versions": run["versions"]}
     kept.write_text(json.dumps(result), encoding="utf-8")

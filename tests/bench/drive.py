@@ -105,10 +105,10 @@ def score(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def divergence(settings: dict[str, Any]) -> dict[str, Any]:
-    """Measure how far the predictions of a model are from those of its base, with transformers alone.
+    """Measure how far the predictions of a model are from those of its base, with transformers alone where it loads both as they are.
 
     Args:
-        settings: model, base, heldout, device.
+        settings: model, base, heldout, device, and `reader`: "ours" for experts that transformers does not unpack.
     Returns:
         `kl`: KL(base || model) and `losses`: cross entropy of the next token, in nats per token, one number a sequence each.
     """
@@ -116,7 +116,13 @@ def divergence(settings: dict[str, Any]) -> dict[str, Any]:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    base, model = (AutoModelForCausalLM.from_pretrained(settings[name]).to(settings["device"]).eval() for name in ("base", "model"))
+    from compressor import load_compressed
+
+    base = AutoModelForCausalLM.from_pretrained(settings["base"]).to(settings["device"]).eval()
+    if settings["reader"] == "ours":
+        model: Any = load_compressed(settings["model"], device=settings["device"]).eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(settings["model"]).to(settings["device"]).eval()
     found: dict[str, list[float]] = {"kl": [], "losses": []}
     with torch.no_grad():
         for ids in load_file(settings["heldout"])["input_ids"].long().split(8):

@@ -311,6 +311,8 @@ def _difference(name: str, fused: nn.Module, apart: UnfusedExperts) -> float | N
     expected, got = fused(*arguments), apart(*arguments)
     if torch.equal(expected, got):
         return 0.0
+    if not bool(torch.isfinite(expected).all()):
+        raise ModelError(f"{name}: its experts give NaN or infinity on ordinary inputs; repair the weights")
     scale = max(float(expected.abs().max()), torch.finfo(torch.float32).tiny)
     difference = float((expected.float() - got.float()).abs().max()) / scale
     if not difference <= _ROUNDINGS * torch.finfo(weight.dtype).eps:

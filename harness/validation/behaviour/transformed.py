@@ -8,6 +8,7 @@ from torch import nn
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.behaviour.scoring import TokenBatch
+from harness.validation.format.fused import fused_again
 from harness.validation.format.record import RECORD_FILE
 from harness.validation.format.transforms import TransformedCheckpoint, config_settings
 from harness.validation.loading import LOADER_ERRORS, first_line, load_with_tensors
@@ -38,9 +39,11 @@ def check_transforms(subject: Subject, base: nn.Module, batch: TokenBatch) -> Ch
     modifiers = sorted({move.modifier for move in moves})
     evidence = {"transforms": len(moves), "modifiers": modifiers}
     try:
-        changed = load_with_tensors(base, {name: subject.base.exact(name) for name in subject.base.entries}, settings)
+        changed = load_with_tensors(
+            base, fused_again({name: subject.base.exact(name) for name in subject.base.entries}, subject.base), settings
+        )
         if settings:  # experts are gone, which is judged as a whole, by what it predicts
-            base = load_with_tensors(base, {name: source.tensor(name) for name in source.entries}, settings)
+            base = load_with_tensors(base, fused_again({name: source.tensor(name) for name in source.entries}, source), settings)
     except LOADER_ERRORS as error:
         return TRANSFORMS.record(
             Outcome.FAIL, f"the base with scales and rotations moved does not load: {first_line(error)}", evidence=evidence

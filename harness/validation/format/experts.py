@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,18 +72,15 @@ class _Part:
 class FewerExperts(Checkpoint):
     """A base of which some experts are gone; `entries` have the shapes of what is left, and the places of the files."""
 
-    whole: Mapping[str, TensorEntry] = field(default_factory=dict)
+    source: Checkpoint = field(default_factory=lambda: Checkpoint(Path()))
     taken: Mapping[str, _Part] = field(default_factory=dict)
 
     def raw(self, name: str) -> np.ndarray:
         """Return the bytes of what is left of one tensor."""
         part = self.taken[name]
-        found = super().raw(name)
         if part.axis is None:
-            return found
-        entry = self.whole[part.name]
-        value = torch.from_numpy(found).view(entry.dtype).reshape(entry.shape)
-        left = value.index_select(part.axis, torch.tensor(part.places))
+            return self.source.raw(part.name)
+        left = self.source.tensor(part.name).index_select(part.axis, torch.tensor(part.places))
         return left.contiguous().view(-1).view(torch.uint8).numpy()
 
 
@@ -160,7 +158,7 @@ def with_fewer_experts(base: Checkpoint, pruned: PrunedExperts) -> FewerExperts:
         else:
             parts[name] = _Part(name, 0, layer.kept)
     entries = {name: _entry(base.entries[part.name], part) for name, part in parts.items()}
-    return FewerExperts(base.folder, entries, base.problems, base.num_files, base.entries, parts)
+    return FewerExperts(base.folder, entries, base.problems, base.num_files, base, parts)
 
 
 def _entry(entry: TensorEntry, part: _Part) -> TensorEntry:

@@ -291,3 +291,10 @@ def test_blocks_that_are_handed_more_than_hidden_states_are_not_refitted_in_sile
     with pytest.raises(ModelError, match="handed more than hidden states, so that experts cannot be refitted; set refit: false"):
         oneshot(model, recipe=REAPPruningModifier(sparsity=0.5), dataset=IDS)
     assert oneshot(model, recipe=REAPPruningModifier(sparsity=0.5, refit=False), dataset=IDS).report.transforms
+
+
+def test_experts_that_hold_nan_are_named() -> None:
+    model = qwen3_moe()
+    model.model.layers[1].mlp.experts.down_proj.data[2, 0, 0] = float("nan")
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.experts: its experts give NaN or infinity"):
+        oneshot(model, recipe=REAPPruningModifier(sparsity=0.5), dataset=IDS)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from compressor import oneshot
 from harness.reporting.verdict import Outcome
 from harness.validation.behaviour.acceptance import check_loads
 from harness.validation.format.files import check_tensors
+from harness.validation.format.fused import fused_again
 from harness.validation.inspection import inspect_modules
+from harness.validation.loading import load_with_our_reader
 from harness.validation.subject import read_subject
 
 W4 = {"config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 8}}}}
@@ -74,3 +78,56 @@ def test_experts_that_were_left_alone_are_expected_as_in_the_base(mixtral: Path,
     subject = read_subject(mixtral, out)
     assert sorted(name.rpartition(".")[2] for name in subject.modules) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert check_tensors(subject).outcome is Outcome.PASS
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random gpt-oss of one layer, whose files hold experts fused, transposed and gate beside up; and the same in 4 bits, one by one."""
+    folder = tmp_path_factory.mktemp("fused")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_local_experts": 4, "head_dim": 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GptOssForCausalLM(GptOssConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(folder / "base")
+    return folder / "base", _compressed(folder / "base", folder / "out", **W4)
+
+
+def test_experts_that_the_base_holds_fused_are_compared_one_by_one(gpt_oss: tuple[Path, Path]) -> None:
+    subject = read_subject(*gpt_oss)
+    assert sum(".experts." in name for name in subject.modules) == 12
+    assert check_tensors(subject).outcome is Outcome.PASS
+    model = load_with_our_reader(gpt_oss[1]).model
+    found = [module for module in inspect_modules(subject, model) if ".experts." in module.name]
+    assert len(found) == 12 and all(module.num_different == 0 and module.sqnr_db is not None and module.sqnr_db > 15 for module in found)
+    with safe_open(gpt_oss[0] / "model.safetensors", framework="pt") as file:
+        whole = file.get_tensor("model.layers.0.mlp.experts.gate_up_proj")
+        bias = file.get_tensor("model.layers.0.mlp.experts.gate_up_proj_bias")
+    assert torch.equal(subject.base.tensor("model.layers.0.mlp.experts.2.up_proj.weight"), whole[2, :, 1::2].T)
+    assert torch.equal(subject.base.tensor("model.layers.0.mlp.experts.3.gate_proj.bias"), bias[3, 0::2])
+
+
+@pytest.mark.parametrize("what", ["two experts exchanged", "gate for up", "a bias"])
+def test_experts_in_the_place_of_others_are_found(what: str, gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:
+    base, out = gpt_oss
+    shutil.copytree(out, tmp_path / "out")
+    tensors = load_file(out / "model.safetensors")
+    layer = "model.layers.0.mlp.experts"
+    pairs = {"two experts exchanged": ("1.up_proj.", "2.up_proj."), "gate for up": ("1.up_proj.", "1.gate_proj."), "a bias": ("", "")}
+    for name in [name for name in tensors if name.startswith(f"{layer}.{pairs[what][0]}")] if what != "a bias" else []:
+        other = name.replace(*pairs[what])
+        tensors[name], tensors[other] = tensors[other].clone(), tensors[name].clone()
+    if what == "a bias":
+        tensors[f"{layer}.1.down_proj.bias"][3] += 0.01
+    save_file(tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    subject = read_subject(base, tmp_path / "out")
+    worst = min(module.sqnr_db or 0.0 for module in inspect_modules(subject, None))
+    assert check_tensors(subject).outcome is Outcome.FAIL if what == "a bias" else worst < 3
+
+
+def test_fused_experts_come_back_as_they_were(gpt_oss: tuple[Path, Path]) -> None:
+    subject = read_subject(*gpt_oss)
+    made = fused_again({name: subject.base.tensor(name) for name in subject.base.entries}, subject.base)
+    files = load_file(gpt_oss[0] / "model.safetensors")
+    assert made.keys() == files.keys() and all(torch.equal(made[name], files[name]) for name in files)
