@@ -41,7 +41,6 @@ class ExpertCount:
         tensors: dotted names of the other tensors with a place for each expert (routers), to the layer and the axis.
         numbers: modules and attributes that follow it, to the value of each for fewer experts.
         fewer: that number of experts.
-        num_groups: into which routers divide the experts, neighbours together.
     """
 
     layers: tuple[str, ...]
@@ -50,7 +49,6 @@ class ExpertCount:
     tensors: Mapping[str, tuple[str, int]]
     numbers: Mapping[tuple[str, str], int]
     fewer: int
-    num_groups: int = 1
 
     def holder(self, config: Any) -> Any:
         """Return the part of a config that has the setting."""
@@ -79,7 +77,7 @@ def count_experts(model: nn.Module, fewer: int) -> ExpertCount:
         fewer: a smaller number of experts.
 
     Returns:
-        What was found, in one group; nothing is proved yet.
+        What was found; nothing is proved yet.
 
     Raises:
         ModelError: layers differ in their number, or no setting of the config makes a model with fewer.
@@ -209,7 +207,7 @@ def num_groups(model: nn.Module, count: ExpertCount, batch: Batch, device: torch
     with without_modifier_hooks(model), evaluation_mode(model), torch.no_grad():
         expected = _outputs(model, count, part)
         worst: dict[int, str] = {}
-        for groups in _possible_groups(model.config, count):
+        for groups in possible_groups(model.config, count):
             state = State(model, keep_originals=True)
             generator = torch.Generator().manual_seed(seed % 2**63)
             orders = {layer: _order(count.num_experts, groups, generator) for layer in count.layers}
@@ -229,7 +227,16 @@ def num_groups(model: nn.Module, count: ExpertCount, batch: Batch, device: torch
     )
 
 
-def _possible_groups(config: Any, count: ExpertCount) -> list[int]:
+def possible_groups(config: Any, count: ExpertCount) -> list[int]:
+    """List into how many groups the routers may divide the experts, as settings named after groups have it.
+
+    Args:
+        config: of the model.
+        count: of it.
+
+    Returns:
+        Rising numbers, 1 the first.
+    """
     own = vars(count.holder(config))
     named = {value for name, value in own.items() if _GROUPS.search(name) and type(value) is int and 1 < value < count.num_experts}
     return [1, *sorted(value for value in named if count.num_experts % value == 0)]

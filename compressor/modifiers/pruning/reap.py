@@ -26,6 +26,7 @@ from compressor.modifiers.pruning.expert_count import (
     expert_layers,
     experts_seen,
     num_groups,
+    possible_groups,
     try_routing,
 )
 from compressor.modifiers.pruning.expert_refit import SeenLayer, blocks_of, kept_frac, layer_seen, refit_layer
@@ -75,11 +76,10 @@ class REAPPruningModifier(Modifier):
         if others:
             raise RecipeError(f"{self.label}: {others[0]} is changed by a modifier before it; let it stand first in the recipe")
         data = calibration_data(state, self.label)
-        count, groups = self._count(state.model), 1
-        for batch in data.batches[:1]:
-            groups = num_groups(state.model, count, batch, state.device, state.seed)
+        count = self._count(state.model)
+        groups = num_groups(state.model, count, data.batches[0], state.device, state.seed)
         count = self._in_groups(state.model, count, groups)
-        seen = {layer: SeenLayer(block) for layer, block in blocks_of(count).items()} if self.refit else {}
+        seen = self._to_refit(state.model, count)
         saliencies = self._saliencies(state, count, seen)
         values = {layer: saliency.value(layer) for layer, saliency in saliencies.items()}
         dropped = count.num_experts - count.fewer
@@ -109,6 +109,9 @@ class REAPPruningModifier(Modifier):
     def reshape(self, state: State) -> None:
         """Take as many experts out of a model without values as would go; which, nobody knows yet. Changes the model."""
         count = self._count(state.model)
+        groups = possible_groups(state.model.config, count)  # which of them the routers have shows on a forward; rather too large a model
+        dropped = [number for one in groups if (number := self._num_dropped(count.num_experts, one))]
+        count = count_experts(state.model, count.num_experts - min(dropped))
         choose_experts(state, count, {layer: range(count.fewer) for layer in count.layers})
 
     def forwards_of_training(self, num_samples: int) -> float:
@@ -139,17 +142,29 @@ class REAPPruningModifier(Modifier):
             what = "all layers of experts" if len(ignored) == len(layers) else f"{ignored[0]}, and its config has one number for all layers"
             raise TargetError(f"{self.label}: ignore names {what}; leave it out, or the modifier")
         number = max(layers.values())
-        dropped = int(number * self.sparsity)
+        dropped = self._num_dropped(number, 1)
         if dropped == 0:
             raise RecipeError(f"{self.label}: sparsity={self.sparsity} of {number} experts is none; give {1 / number:.3g} at least")
         return count_experts(model, number - dropped)
+
+    def _num_dropped(self, number: int, groups: int) -> int:
+        return groups * int(number // groups * self.sparsity)
+
+    def _to_refit(self, model: nn.Module, count: ExpertCount) -> dict[str, SeenLayer]:
+        """The layers whose experts are refitted; refuses those that cannot be."""
+        if not self.refit:
+            return {}
+        for layer in count.layers:
+            if getattr(model.get_submodule(layer), "has_post_expert_norm", False):
+                raise TargetError(f"{self.label}: experts of {layer} end with a norm, so that they cannot be refitted; set refit: false")
+        return {layer: SeenLayer(block) for layer, block in blocks_of(count).items()}
 
     def _in_groups(self, model: nn.Module, count: ExpertCount, groups: int) -> ExpertCount:
         """Take as many from each group of the router."""
         if groups == 1:
             return count
         size = count.num_experts // groups
-        dropped = groups * int(size * self.sparsity)
+        dropped = self._num_dropped(count.num_experts, groups)
         if dropped == 0:
             raise RecipeError(
                 f"{self.label}: sparsity={self.sparsity} of {size} experts in each of {groups} groups is none; give {1 / size:.3g} at least"
@@ -174,9 +189,6 @@ class REAPPruningModifier(Modifier):
 
     def _refitted(self, state: State, seen: Mapping[str, SeenLayer]) -> dict[str, tuple[float, float]]:
         """Move what stays; return the relative error of each layer on held-out tokens, before and after."""
-        for layer in seen:
-            if getattr(state.model.get_submodule(layer), "has_post_expert_norm", False):
-                raise TargetError(f"{self.label}: experts of {layer} end with a norm, so that they cannot be refitted; set refit: false")
         errors = {}
         with state.progress.task("refit experts", total=len(seen)) as task:
             for layer, one in seen.items():

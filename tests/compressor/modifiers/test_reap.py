@@ -143,6 +143,12 @@ def test_groups_of_a_router_lose_as_many_experts_each() -> None:
     assert result.model.config.n_routed_experts == 6
 
 
+def test_a_plan_takes_as_many_from_each_group() -> None:
+    said = plan(deepseek_v3(), recipe=[REAPPruningModifier(sparsity=0.25), QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"])])
+    numbers = {int(module.name.split(".experts.")[1].split(".")[0]) for module in said.modules if ".experts." in module.name}
+    assert numbers == set(range(10))  # a quarter of six is one, of each of two groups
+
+
 def test_a_run_that_fails_leaves_the_model_as_it_was() -> None:
     model = qwen3_moe()
     before, state = logits(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
