@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from compressor.settings.llmcompressor import NAMES
+
 _PUBLIC = {
     "oneshot": "compressor.entrypoints.oneshot",
     "train": "compressor.training_run",
@@ -48,6 +50,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name in NAMES:
+        raise ImportError(f"compressor: {name} of llm-compressor has no place here; {NAMES[name]}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'compressor' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

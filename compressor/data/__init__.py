@@ -7,6 +7,7 @@ from compressor.data.collate import Batch, batch_to, call_model
 from compressor.data.datasets import CalibrationData, load_dataset_source
 from compressor.data.encode import check_vocabulary, max_positions
 from compressor.data.rows import input_columns
+from compressor.data.source import open_source
 
 __all__ = [
     "Batch",
@@ -20,4 +21,5 @@ __all__ = [
     "load_blocks",
     "load_dataset_source",
     "max_positions",
+    "open_source",
 ]

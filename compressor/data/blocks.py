@@ -17,12 +17,11 @@ from torch.utils.data import DataLoader
 
 from compressor.data.collate import Batch, hash_rows
 from compressor.data.datasets import chosen_length
-from compressor.data.encode import Tokens, encode_row
+from compressor.data.encode import NO_LIMIT, Tokens, encode_row
 from compressor.data.rows import Row, check_columns, read_rows
 from compressor.errors import DatasetError
 
 IGNORED = -100  # the label of a token that is no target, as cross_entropy knows it
-_NO_LIMIT = 2**31 - 1  # of a single sample; blocks are cut later
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def load_blocks(
 def _encoded(source: Any, tokenizer: Any, text_column: str, inputs: Collection[str]) -> Iterator[Tokens]:
     for row in read_rows(source, text_column=text_column, shuffle_seed=None, inputs=inputs):
         check_columns(row, inputs, "remove the column (a loss_mask says which tokens are learnt)")
-        tokens = _ended(row, encode_row(row, tokenizer, _NO_LIMIT), tokenizer)
+        tokens = _ended(row, encode_row(row, tokenizer, NO_LIMIT), tokenizer)
         if len(tokens.ids):
             yield tokens
 

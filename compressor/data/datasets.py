@@ -7,16 +7,17 @@ aside, whose tensors are hashed as they come).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, take_token_mask
-from compressor.data.encode import Tokens, encode_row
-from compressor.data.rows import TEXT_COLUMN, check_columns, read_rows
+from compressor.data.encode import NO_LIMIT, Tokens, encode_row
+from compressor.data.rows import TEXT_COLUMN, Row, check_columns, read_rows
 from compressor.errors import DatasetError
 
 DEFAULT_MAX_SEQ_LENGTH = 2048
@@ -56,6 +57,7 @@ def load_dataset_source(
     seed: int = 0,
     max_positions: int | None = None,
     inputs: Collection[str] = (),
+    concatenate: bool = False,
 ) -> CalibrationData:
     """Read calibration data.
 
@@ -73,6 +75,8 @@ def load_dataset_source(
         seed: for `shuffle`.
         max_positions: tokens that the model takes; None where there is no limit.
         inputs: further inputs of the model (`input_columns`); rows that hold one are refused, for they are fed as token ids alone.
+        concatenate: join the samples and cut them into sequences of `max_seq_length` tokens, of which `num_calibration_samples` are
+            taken; what is left at the end and fills none is left out.
 
     Returns:
         At least one batch.
@@ -88,12 +92,14 @@ def load_dataset_source(
             raise DatasetError("dataset: a DataLoader decides its own order; set shuffle in the loader, not here")
         if text_column != TEXT_COLUMN:
             raise DatasetError(f"text_column: {text_column!r} was given, but a DataLoader gives batches as they are; leave it out")
+        if concatenate:
+            raise DatasetError("concatenate_data: a DataLoader gives batches as they are; join the samples in it, or leave this out")
         return _from_loader(source, num_calibration_samples, length if max_seq_length is not None else max_positions)
     rows: list[Tokens] = []
     num_dropped = 0
-    for row in read_rows(source, text_column=text_column, shuffle_seed=seed if shuffle else None, inputs=inputs):
-        check_columns(row, inputs)
-        tokens = encode_row(row, tokenizer, length)
+    read = read_rows(source, text_column=text_column, shuffle_seed=seed if shuffle else None, inputs=inputs)
+    encoded = (_checked(row, tokenizer, NO_LIMIT if concatenate else length, inputs) for row in read)
+    for tokens in _joined(encoded, length) if concatenate else encoded:
         if tokens.num_counted:
             rows.append(tokens)
         else:
@@ -102,12 +108,31 @@ def load_dataset_source(
             break
     if not rows:
         found = f"all {num_dropped} samples are empty or masked out" if num_dropped else "there is no sample in it"
+        found = f"all samples together do not fill {length} tokens" if concatenate and not num_dropped else found
         raise DatasetError(f"{_label(source)}: {found}; give texts or token ids")
     pad_id = getattr(tokenizer, "pad_token_id", None)
     ids, counted = [row.ids for row in rows], [row.counted for row in rows]
     batches, masks = collate(ids, batch_size, pad_id if isinstance(pad_id, int) else 0, counted)
     num_tokens = sum(row.num_counted for row in rows)
     return CalibrationData(batches, masks, hash_rows(ids, counted), len(rows), num_tokens, num_dropped)
+
+
+def _checked(row: Row, tokenizer: Any, length: int, inputs: Collection[str]) -> Tokens:
+    check_columns(row, inputs)
+    return encode_row(row, tokenizer, length)
+
+
+def _joined(rows: Iterable[Tokens], length: int) -> Iterator[Tokens]:
+    """Cut the tokens of all rows, one after another, into sequences of one length."""
+    ids, counted = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
+    for row in rows:
+        ids = torch.cat([ids, row.ids])
+        counted = torch.cat([counted, torch.ones_like(row.ids, dtype=torch.bool) if row.counted is None else row.counted])
+        whole = len(ids) // length * length
+        for start in range(0, whole, length):
+            part = counted[start : start + length]
+            yield Tokens(ids[start : start + length], None if bool(part.all()) else part)
+        ids, counted = ids[whole:], counted[whole:]
 
 
 def _from_loader(loader: Iterable[Any], num_samples: int, longest: int | None) -> CalibrationData:

@@ -16,6 +16,8 @@ from compressor.data.collate import Batch, check_mask, check_strided
 from compressor.data.rows import MASKS, Row
 from compressor.errors import DatasetError
 
+NO_LIMIT = 2**31 - 1  # of a single sample, where samples are joined and cut later
+
 
 class Tokens(NamedTuple):
     """The tokens of one sample, int64 [T], and which of them statistics may count, bool [T]; None where all count."""

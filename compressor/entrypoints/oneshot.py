@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compressor.arguments import check_dtypes_around
-from compressor.data import CalibrationData, check_vocabulary, input_columns, load_dataset_source, max_positions
+from compressor.data import CalibrationData, check_vocabulary, input_columns, load_dataset_source, max_positions, open_source
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.base import Content, check_unclaimed, contents
@@ -30,7 +30,7 @@ from compressor.model.disk_room import check_room
 from compressor.model.experts.format import reader_notes
 from compressor.model.experts.stages import expert_targets
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
-from compressor.model.loading.load import LoadedModel, load_model, resolve_device, resolve_tokenizer
+from compressor.model.loading.load import LoadedModel, load_model, resolve_device, resolve_processor, resolve_tokenizer, untie
 from compressor.model.saving import attach_save, save_compressed
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.nn import QuantizedLayer
@@ -39,8 +39,9 @@ from compressor.pipelines.journal import RunPlace, base_hashes, check_places, mo
 from compressor.progress import Progress, RichProgress, SilentProgress
 from compressor.random_state import random_numbers_kept
 from compressor.recipe import Recipe, load_recipe
+from compressor.settings.llmcompressor import translated
 from compressor.settings.options import from_settings
-from compressor.settings.verbs import OneshotSettings
+from compressor.settings.verbs import DataSettings, OneshotSettings
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class OneshotResult:
         )
 
 
-@from_settings(OneshotSettings)
+@from_settings(OneshotSettings, translated)
 def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> OneshotResult:
     """Compress a model in one pass over calibration data.
 
@@ -111,8 +112,8 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     sequential = SequentialSettings.of(settings)
     source = None if isinstance(model, nn.Module) else model
     place = check_places(settings.output_dir, settings.run_dir, resume=settings.resume, source=source)
-    parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot", mode=settings.mode)
-    tokenizer = resolve_tokenizer(settings.tokenizer, settings.trust_remote_code_model)
+    parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot", mode=settings.mode, stage=settings.stage)
+    words = _words(settings)
     chosen = _choose(parsed, settings, sequential)
     loaded = load_model(
         model,
@@ -120,12 +121,18 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
         device=resolve_device(settings.device),
         trust_remote_code=settings.trust_remote_code_model,
         model_class=settings.model_class,
+        config_folder=settings.config_name,
     )
     base = base_hashes(loaded.source_dir)
-    identity = model_identity(loaded, base, tokenizer)  # before anything is done to it
+    identity = model_identity(loaded, base, words.saved)  # before anything is done to it
+    untied = () if settings.tie_word_embeddings else untie(loaded)
     clock.lap("load")
     state = State(
-        loaded.model, _run_device(loaded, settings.device), settings.seed, Report(notes=[*loaded.notes]), keep_originals=loaded.from_memory
+        loaded.model,
+        _run_device(loaded, settings.device),
+        settings.seed,
+        Report(notes=[*loaded.notes, *untied]),
+        keep_originals=loaded.from_memory,
     )
     state.progress = bars
     with ExitStack() as held:
@@ -136,28 +143,63 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
         ):
             first = any(modifier.reshapes for modifier in parsed.modifiers)
             if first:  # else what the recipe says is held against the model before any data is read
-                state.data = _read(settings, loaded.model, tokenizer or loaded.tokenizer)
+                state.data = _read(settings, loaded.model, words.reader or loaded.tokenizer)
             untouched = _initialize(session, experts, settings.calibrate_all_experts, place)
             sequential = replace(sequential, targets=expert_targets(loaded.model, state.claims, chosen, sequential.targets))
             if chosen != "data_free" and not first:
-                state.data = _read(settings, loaded.model, tokenizer or loaded.tokenizer)
+                state.data = _read(settings, loaded.model, words.reader or loaded.tokenizer)
             data = state.data
             if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
             clock.lap("data")
-            own = {name: getattr(settings, name) for name in ("dtype", "model_class", "calibrate_all_experts")}
+            own = {name: getattr(settings, name) for name in ("dtype", "model_class", "calibrate_all_experts")} | _rare(settings)
             choices = {"pipeline": chosen, **own}
             run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, sequential, state.device)
             journal = held.enter_context(place.open(run, session.modifiers))
             run_pipeline(chosen, session, data, progress=bars, settings=sequential, journal=journal)
             session.finalize()
+            _note_few_tokens(state, settings.min_tokens_per_module)
             _check_changes(state, parsed, untouched)
         clock.lap("compress")
         record = run_record(parsed.dump(), base, data, state.report, choices, state.seed, run)
-        folder = None if settings.output_dir is None else _save(loaded, tokenizer, settings.output_dir, record, journal.token)
+        folder = None if settings.output_dir is None else _save(loaded, words.saved, settings.output_dir, record, journal.token)
         clock.lap("save")
         journal.finish()
-    return _result(loaded, tokenizer, state.report, record, folder, clock.seconds, journal.summary)
+    return _result(loaded, words.saved, state.report, record, folder, clock.seconds, journal.summary)
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What the user gave for texts: who reads them, and what is saved beside the weights; None where the model's folder has it."""
+
+    reader: Any
+    saved: Any
+
+
+def _words(settings: OneshotSettings) -> _Words:
+    """Take tokenizer and processor as objects or by their folders; a processor has a tokenizer, or is one."""
+    tokenizer = resolve_tokenizer(settings.tokenizer, settings.trust_remote_code_model)
+    processor = resolve_processor(settings.processor, settings.trust_remote_code_model)
+    return _Words(tokenizer or getattr(processor, "tokenizer", processor), processor or tokenizer)
+
+
+def _rare(settings: OneshotSettings) -> dict[str, Any]:
+    """What decides the result and is seldom given."""
+    named = {"config_name": settings.config_name and str(settings.config_name), "tie_word_embeddings": settings.tie_word_embeddings}
+    return {name: value for name, value in named.items() if value != OneshotSettings.model_fields[name].default}
+
+
+def _note_few_tokens(state: State, share: float | None) -> None:
+    """Note modules that too few tokens reached."""
+    if share is None or state.data is None:
+        return
+    if not 0 < share <= 1:
+        raise DatasetError(f"min_tokens_per_module: {share} is no share of the tokens; give more than 0 and at most 1")
+    least = share * state.data.num_tokens
+    few = {name: one.num_tokens for name, one in state.report.modules.items() if one.num_tokens is not None and one.num_tokens < least}
+    if few:
+        shown = ", ".join(f"{name} ({few[name]})" for name in sorted(few, key=lambda name: (few[name], name))[:5])
+        state.report.notes.append(f"{len(few)} modules were reached by fewer than {share:.3g} of all tokens, {least:,.0f}: {shown}")
 
 
 def _result(
@@ -265,7 +307,10 @@ def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: d
 
 
 # What says how a dataset is read.
-_READING = ("num_calibration_samples", "max_seq_length", "batch_size", "text_column", "shuffle_calibration_samples")
+_READING = (
+    *("num_calibration_samples", "max_seq_length", "batch_size", "text_column", "shuffle_calibration_samples", "concatenate_data"),
+    *("min_tokens_per_module", *DataSettings.model_fields),
+)
 
 
 def _refuse_reading(settings: OneshotSettings) -> None:
@@ -277,17 +322,22 @@ def _refuse_reading(settings: OneshotSettings) -> None:
 
 
 def _read(settings: OneshotSettings, model: nn.Module, tokenizer: Any) -> CalibrationData:
+    shuffle = settings.shuffle_calibration_samples
+    chosen = DataSettings.of(settings)
+    source = open_source(settings.dataset, chosen, batch_size=settings.batch_size, shuffle_seed=settings.seed if shuffle else None)
+    collated = settings.data_collator is not None
     data = load_dataset_source(
-        settings.dataset,
+        source,
         tokenizer=tokenizer,
         num_calibration_samples=settings.num_calibration_samples,
         max_seq_length=settings.max_seq_length,
-        batch_size=settings.batch_size,
+        batch_size=None if collated else settings.batch_size,
         text_column=settings.text_column,
-        shuffle=settings.shuffle_calibration_samples,
+        shuffle=shuffle and not collated,
         seed=settings.seed,
         max_positions=max_positions(model),
         inputs=input_columns(model),
+        concatenate=settings.concatenate_data,
     )
     check_vocabulary(data, model)
     return data

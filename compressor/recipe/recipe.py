@@ -18,6 +18,7 @@ from compressor.modifiers.registry import modifier_name
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.recipe.build import DEFAULT_STAGE, Builder, Stage, escape, named_values
 from compressor.recipe.source import RecipeDumper, read_document
+from compressor.spelling import suggest
 
 _FILLED_IN = {"index", "group"}
 _EMBEDDING = "Embedding"
@@ -58,6 +59,7 @@ def load_recipe(
     args: Mapping[str, Any] | Sequence[str] | None = None,
     run_type: str | None = None,
     mode: str | None = None,
+    stage: str | None = None,
 ) -> Recipe:
     """Read a recipe, strictly: what means nothing is an error that names the line and the nearest valid name.
 
@@ -67,6 +69,7 @@ def load_recipe(
         args: values for `${name}` in the recipe, in place of the recipe's own `args`: a mapping, or texts `name=value`.
         run_type: `oneshot` or `train`: for which run; a recipe that says it is for the other is refused.
         mode: `fast`, `default` or `best`, in place of what the recipe says, for all modifiers that have modes.
+        stage: name of the stage to take, with or without its `_stage`; by default all.
 
     Returns:
         The recipe.
@@ -79,11 +82,12 @@ def load_recipe(
         >>> recipe.modifiers[0].group
         'quant'
     """
-    recipe = _followed(_in_mode(_read(source, named_values(args)), mode, _modifier_objects(source) is not None))
-    for stage in recipe.stages:
-        if run_type is not None and stage.run_type not in (None, run_type):
+    read = _of_stage(_read(source, named_values(args)), stage)
+    recipe = _followed(_in_mode(read, mode, _modifier_objects(source) is not None))
+    for one in recipe.stages:
+        if run_type is not None and one.run_type not in (None, run_type):
             raise RecipeError(
-                f"recipe: the stage {stage.name} has run_type={stage.run_type}, and this is {run_type}; run it by {stage.run_type}, "
+                f"recipe: the stage {one.name} has run_type={one.run_type}, and this is {run_type}; run it by {one.run_type}, "
                 "or leave run_type out"
             )
     return recipe
@@ -104,6 +108,20 @@ def _read(source: Any, args: Mapping[str, Any]) -> Recipe:
     assert objects is not None
     recipe = _lent(Recipe((Stage(DEFAULT_STAGE, _filled_in(objects)),)), {})
     return Recipe(recipe.stages, recipe.dump())
+
+
+def _of_stage(recipe: Recipe, stage: str | None) -> Recipe:
+    """Leave out all other stages; modifiers are numbered anew."""
+    if stage is None:
+        return recipe
+    names = [one.name for one in recipe.stages]
+    kept = tuple(one for one in recipe.stages if one.name in (stage, stage.removesuffix("_stage")))
+    if not kept:
+        raise RecipeError(f"stage: the recipe has none that is called {stage!r}; {suggest(stage, names)}")
+    made = Recipe(kept)
+    for position, modifier in enumerate(made.modifiers):
+        modifier.index = position
+    return Recipe(kept, made.dump())
 
 
 def _in_mode(recipe: Recipe, mode: str | None, holds_objects: bool) -> Recipe:

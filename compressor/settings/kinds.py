@@ -126,7 +126,7 @@ Tokenizer = Annotated[
     Any,
     Kind(
         lambda value: _path(value) or (callable(value) and hasattr(value, "save_pretrained")),
-        "a tokenizer of transformers, or the path of its folder",
+        "a tokenizer or processor of transformers, or the path of its folder",
     ),
 ]
 RecipeArgs = Annotated[
@@ -135,3 +135,4 @@ RecipeArgs = Annotated[
 ProgressLike = Annotated[
     Any, Kind(lambda value: isinstance(value, bool) or hasattr(value, "task"), "True, False, or an object with a method task()")
 ]
+RowFunction = Annotated[Any, Kind(lambda value: callable(value) or _text(value), "a function, or the text path/to/file.py:function")]

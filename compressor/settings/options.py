@@ -253,11 +253,14 @@ M = TypeVar("M")
 R = TypeVar("R")
 
 
-def from_settings(settings: Callable[P, S]) -> Callable[[Callable[[M, S], R]], Callable[Concatenate[M, P], R]]:
+def from_settings(
+    settings: Callable[P, S], translate: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> Callable[[Callable[[M, S], R]], Callable[Concatenate[M, P], R]]:
     """Make `function(model, settings)` take the fields of the settings as keyword arguments: signature, defaults, docstring and checks.
 
     Args:
         settings: a class of settings.
+        translate: from the keyword arguments as given to those of the fields.
 
     Returns:
         The decorator.
@@ -271,7 +274,7 @@ def from_settings(settings: Callable[P, S]) -> Callable[[Callable[[M, S], R]], C
             check_kind("model", model, MODEL)
             if args:
                 raise UserInputError(f"{function.__name__}: {len(args) + 1} arguments without a name were given; name all but the model")
-            return function(model, made(**given))
+            return function(model, made(**translate(given)))
 
         model, _ = inspect.signature(function).parameters.values()
         keywords = [

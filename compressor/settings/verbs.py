@@ -23,6 +23,7 @@ from compressor.settings.kinds import (
     PathLike,
     ProgressLike,
     RecipeArgs,
+    RowFunction,
     SomeTexts,
     Text,
     Texts,
@@ -113,7 +114,28 @@ class PlanSettings(RecipeSettings, TracingSettings, PassSettings, LoadSettings):
     """Dtype to load in; `auto` keeps the checkpoint's own, and a model in memory keeps its own."""
 
 
-class OneshotSettings(PlanSettings, RecordSettings):
+class DataSettings(Settings):
+    """Which part of a dataset is read, and what is done to its rows before they become tokens."""
+
+    split: Annotated[Text | None, Option(metavar="S")] = None
+    """Split of a dataset that has several, or a part of one: `train`, `train[:512]`, `train[:5%]`."""
+    dataset_config_name: Annotated[Text | None, Option(metavar="NAME")] = None
+    """Configuration of a dataset that `datasets.load_dataset` loads by its name or folder."""
+    streaming: Annotated[Flag, Option()] = False
+    """Read such a dataset as it arrives, without a copy on the disk."""
+    raw_kwargs: Mapping[str, Any] | None = None
+    """Further arguments of `datasets.load_dataset`."""
+    preprocessing_func: Annotated[RowFunction | None, Option(metavar="FILE:FUNCTION")] = None
+    """Function from a row (a dict) to a row, such as one that applies a chat template; or `path/to/file.py:function`."""
+    remove_columns: Annotated[Texts, Option("--remove-column", metavar="NAME", repeats=True)] = ()
+    """Column that is not looked at, such as one that the model would take as an input."""
+    use_loss_mask: Annotated[Flag, Option("--no-loss-mask", negates=True, help="count tokens that a `loss_mask` takes out, too")] = True
+    """False counts tokens that a column `loss_mask` takes out of the statistics, too."""
+    data_collator: RowFunction | None = None
+    """Function from a list of rows to a batch (a dict of tensors), which the model gets as it is: images, audio, masks."""
+
+
+class OneshotSettings(PlanSettings, RecordSettings, DataSettings):
     """The choices of one run of `oneshot`."""
 
     dataset: Annotated[Any, Option(metavar="D")] = None
@@ -128,6 +150,18 @@ class OneshotSettings(PlanSettings, RecordSettings):
     """Go on where an earlier run with the same arguments stopped; the result is bitwise that of a run that never stopped."""
     tokenizer: Tokenizer | None = None
     """For texts, or the path of its folder; by default the one in the model's folder."""
+    processor: Tokenizer | None = None
+    """What is saved beside the weights, and its tokenizer for texts: a processor of transformers, or the path of its folder."""
+    config_name: Annotated[PathLike | None, Option(metavar="DIR")] = None
+    """Folder with the config.json to load the model by, in place of its own."""
+    tie_word_embeddings: Annotated[Flag, Option("--untie-word-embeddings", negates=True, help="give the head weights of its own")] = True
+    """False gives an output layer that shares the weights of the embeddings weights of its own before anything is compressed."""
+    stage: Annotated[Text | None, Option(metavar="NAME")] = None
+    """Stage of the recipe to run; by default all."""
+    concatenate_data: Annotated[Flag, Option()] = False
+    """Join the samples and cut them into sequences of `max_seq_length` tokens."""
+    min_tokens_per_module: Annotated[Number | None, Option(metavar="SHARE", read=float)] = None
+    """Note modules that fewer than this share of all tokens reached, such as experts."""
     text_column: Annotated[Text, Option(metavar="NAME")] = "text"
     """Column of the dataset that holds the text."""
     shuffle_calibration_samples: Annotated[Flag, Option("--shuffle")] = False

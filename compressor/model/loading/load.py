@@ -108,6 +108,7 @@ def load_model(
     device: str | torch.device = "auto",
     trust_remote_code: bool = False,
     model_class: str | type | None = None,
+    config_folder: str | Path | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, or take a model that is in memory as it is.
 
@@ -117,6 +118,7 @@ def load_model(
         device: "auto" (the first GPU, else the CPU) or a device of torch.
         trust_remote_code: run Python files of the folder, where its config asks for them.
         model_class: class of transformers, or its name; None for AutoModelForCausalLM.
+        config_folder: folder of another config.json to load by; None for the model's own.
 
     Returns:
         The model, its tokenizer if the folder has one, and the folder.
@@ -127,17 +129,19 @@ def load_model(
     """
     if isinstance(source, nn.Module):
         check_in_memory(source, dtype=dtype, model_class=model_class)
+        if config_folder is not None:
+            raise ModelError(f"config_name: {str(config_folder)!r} was given for a model in memory, which has its config; leave it out")
         return LoadedModel(source, tokenizer=None, source_dir=None, from_memory=True)
     folder = Path(source)
     torch_device, torch_dtype = resolve_device(device), resolve_dtype(dtype)
-    config = read_config(folder)
+    config = read_config(folder if config_folder is None else Path(config_folder))
     check_not_quantized(config, str(folder))
     check_weight_files(folder)
     if (folder / _GENERATION_FILE).exists():
         read_json(folder / _GENERATION_FILE)  # transformers would put its defaults in the place of one that it cannot read
     loader = resolve_class(model_class)
     with quiet_transformers():
-        model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code)
+        model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code, config_folder)
         _check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
         tokenizer = load_tokenizer(folder, trust_remote_code)
     if torch_dtype == torch.float16:
@@ -281,10 +285,18 @@ def resolve_class(model_class: str | type | None) -> Any:
     return found
 
 
-def _load_weights(folder: Path, loader: Any, dtype: str | torch.dtype, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _load_weights(
+    folder: Path, loader: Any, dtype: str | torch.dtype, trust_remote_code: bool, config_folder: str | Path | None
+) -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import AutoConfig
+
     try:
+        config = None
+        if config_folder is not None:
+            config = AutoConfig.from_pretrained(config_folder, local_files_only=True, trust_remote_code=trust_remote_code)
         model, info = loader.from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
@@ -364,6 +376,60 @@ def resolve_tokenizer(tokenizer: Any, trust_remote_code: bool = False) -> Any:
     if found is None:
         raise ModelError(f"tokenizer: {folder} holds none; give a folder with tokenizer.json")
     return found
+
+
+def resolve_processor(processor: Any, trust_remote_code: bool = False) -> Any:
+    """Take a processor as a user gives it.
+
+    Args:
+        processor: an object, a tokenizer among them, the path of its folder, or None.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
+
+    Returns:
+        The processor; None for None.
+
+    Raises:
+        ModelError: the folder is missing or holds none.
+    """
+    if not isinstance(processor, str | Path):
+        return processor
+    from transformers import AutoProcessor
+
+    folder = Path(processor)
+    if not is_dir(folder):
+        raise ModelError(f"processor: {str(processor)!r} is not a folder; give one with preprocessor_config.json (nothing is downloaded)")
+    try:
+        with quiet_transformers():
+            return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"processor: {folder} holds none that can be loaded ({one_line(error)}); give a folder with one") from error
+
+
+def untie(loaded: LoadedModel) -> tuple[str, ...]:
+    """Give an output layer that shares the weights of the embeddings weights of its own. Changes the model and its config.
+
+    Args:
+        loaded: from a folder.
+
+    Returns:
+        A note for the report; none where nothing was tied.
+
+    Raises:
+        ModelError: the model came from memory, where others may hold on to the tie.
+    """
+    if loaded.from_memory:
+        raise ModelError("tie_word_embeddings: False was given for a model in memory; untie it first, or give the folder")
+    model: Any = loaded.model
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not table.weight:
+        return ()
+    head.weight = nn.Parameter(table.weight.detach().clone(), requires_grad=table.weight.requires_grad)
+    for part in {id(one): one for one in (model.config, model.config.get_text_config())}.values():
+        part.tie_word_embeddings = False
+    model.all_tied_weights_keys = {
+        name: tied for name, tied in model.all_tied_weights_keys.items() if model.get_submodule(name.rpartition(".")[0]) is not head
+    }
+    return ("the output layer has weights of its own now (tie_word_embeddings)",)
 
 
 def remedy(error: BaseException) -> str:

@@ -1,0 +1,194 @@
+"""From what a user names as data to what rows are read from: datasets by name or folder, splits, functions on rows, collators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from compressor.errors import DatasetError
+from compressor.object_reference import resolve
+from compressor.settings.verbs import DataSettings
+from compressor.spelling import suggest
+
+_READ_HERE = (".jsonl", ".txt", ".parquet", ".safetensors")
+# Builders of `datasets` for what is not read here, or has to be read whole for a function on rows.
+_BUILDERS = {".json": "json", ".csv": "csv", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+_SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` leaves
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+
+
+def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, shuffle_seed: int | None) -> Any:
+    """Find what rows are read from.
+
+    Args:
+        source: anything that `load_dataset_source` takes; a mapping of splits; a .json or .csv file; the folder of a dataset; or its name
+            (`owner/name`) on the Hugging Face hub.
+        settings: which part of it, and what is done to its rows.
+        batch_size: of a collator; None for one.
+        shuffle_seed: for the order of rows before a collator; None keeps it.
+
+    Returns:
+        What `load_dataset_source` takes; a DataLoader where there is a collator.
+
+    Raises:
+        DatasetError: there is no such dataset or split, or settings were given that have no use for this source.
+    """
+    if isinstance(source, DataLoader):
+        _refuse(settings, "a DataLoader gives batches as they are")
+        return source
+    functions = _functions(settings)
+    if isinstance(source, str | Path):
+        source = _opened(source, settings, needs_rows=bool(functions) or settings.data_collator is not None)
+    rows = _chosen_split(source, settings.split)
+    if functions:
+        rows = _mapped(rows, functions)
+    if settings.data_collator is None:
+        return rows
+    collate = _function("data_collator", settings.data_collator)
+    generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
+    return DataLoader(rows, batch_size or 1, shuffle=shuffle_seed is not None, generator=generator, collate_fn=collate)
+
+
+def _refuse(settings: DataSettings, why: str) -> None:
+    for name, field in DataSettings.model_fields.items():
+        if getattr(settings, name) != field.default:
+            raise DatasetError(f"{name}: {_short(getattr(settings, name))} was given, but {why}; leave it out")
+
+
+def _short(value: Any) -> str:
+    return repr(value if isinstance(value, str) else getattr(value, "__name__", value))[:60]
+
+
+def _functions(settings: DataSettings) -> list[Callable[[Mapping[str, Any]], Mapping[str, Any]]]:
+    """What is done to each row, in order."""
+    dropped = {*settings.remove_columns, *(() if settings.use_loss_mask else ("loss_mask",))}
+    made: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = []
+    if settings.preprocessing_func is not None:
+        made.append(_function("preprocessing_func", settings.preprocessing_func))
+    if dropped:
+        made.append(lambda row: {name: value for name, value in row.items() if name not in dropped})
+    return made
+
+
+def _function(name: str, given: Any) -> Callable[..., Any]:
+    found = resolve(given, "function", where=f"{name}: {given}", error=DatasetError, files=True).value if isinstance(given, str) else given
+    if not callable(found):
+        raise DatasetError(f"{name}: {given!r} is no function; name one")
+    return found
+
+
+@dataclass(frozen=True)
+class _MappedRows(Dataset[Any]):
+    """Rows after the functions of a user, made as they are read."""
+
+    rows: Any
+    functions: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]]
+    column_names = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return _applied(self.rows[index], self.functions, index)
+
+
+@dataclass(frozen=True)
+class _MappedStream:
+    """The same of a dataset without a length."""
+
+    rows: Any
+    functions: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]]
+    column_names = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return (_applied(row, self.functions, index) for index, row in enumerate(self.rows))
+
+
+def _mapped(rows: Any, functions: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]]) -> Any:
+    is_rows = hasattr(rows, "column_names") or (isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows))
+    if not is_rows:
+        raise DatasetError(
+            "preprocessing_func, remove_columns, use_loss_mask: they were given for data without columns that are named; leave them out"
+        )
+    return _MappedRows(rows, functions) if hasattr(rows, "__len__") else _MappedStream(rows, functions)
+
+
+def _applied(row: Any, functions: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]], index: int) -> Any:
+    for function in functions:
+        made = function(row)
+        if not isinstance(made, Mapping):
+            raise DatasetError(f"dataset row {index}: preprocessing_func gave a {type(made).__name__}; give back a dict of columns")
+        row = made
+    return row
+
+
+def _chosen_split(source: Any, split: str | None) -> Any:
+    """The rows of a split, or of a part of one (`train[:5%]`)."""
+    columns = getattr(source, "column_names", None)
+    if not isinstance(columns, Mapping) and not isinstance(source, Mapping):
+        if split is not None:
+            raise DatasetError(f"split: {split!r} was given, but this data has no splits; take that part of it first, or leave it out")
+        return source
+    names = list(source)
+    if split is None:
+        if len(names) != 1:
+            raise DatasetError(f"dataset: it has the splits {', '.join(map(str, names))}; name one (split=)")
+        return source[names[0]]
+    name = split.partition("[")[0]
+    if name not in names:
+        raise DatasetError(f"split: the dataset has none that is called {name!r}; {suggest(name, map(str, names))}")
+    if name == split:
+        return source[name]
+    from datasets import ReadInstruction
+
+    rows = source[name]
+    if not hasattr(rows, "__len__"):
+        raise DatasetError(f"split: {split!r} cuts a stream, whose length is not known; use num_calibration_samples")
+    try:
+        (part,) = ReadInstruction.from_spec(split).to_absolute({name: len(rows)})
+    except (ValueError, AssertionError) as error:
+        raise DatasetError(f"split: {split!r} is no part of a split ({error}); write it like train[:512] or train[:5%]") from error
+    chosen = range(part.from_ or 0, len(rows) if part.to is None else part.to)
+    return rows.select(chosen) if hasattr(rows, "select") else [rows[index] for index in chosen]
+
+
+def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> Any:
+    """A dataset that has to be loaded by `datasets`; other paths as they are, to be read line by line."""
+    path, suffix = Path(source), Path(source).suffix.lower()
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError:  # a name that no disk takes
+        return source
+    special = needs_rows or settings.streaming or settings.raw_kwargs or settings.split or settings.dataset_config_name
+    if is_file and suffix in _BUILDERS and (special or suffix not in _READ_HERE):
+        return _loaded(_BUILDERS[suffix], settings, str(source), data_files=str(path))
+    if is_folder and any((path / name).is_file() for name in _SAVED):
+        from datasets import load_from_disk
+
+        return load_from_disk(str(path))
+    is_name = isinstance(source, str) and not is_file and not is_folder and _HUB_NAME.match(source) and suffix not in _BUILDERS
+    if is_folder or is_name:
+        return _loaded(str(source), settings, str(source))
+    return source
+
+
+def _loaded(what: str, settings: DataSettings, label: str, **files: Any) -> Any:
+    """`datasets.load_dataset`, its errors in one line."""
+    try:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
+    except ImportError as error:
+        raise DatasetError(f"{label}: reading it needs the package datasets; pip install 'compressor-harness[data]'") from error
+    try:
+        return load_dataset(what, settings.dataset_config_name, streaming=settings.streaming, **files, **(settings.raw_kwargs or {}))
+    except (DatasetsError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DatasetError(
+            f"{label}: no dataset can be loaded from there ({reason}); check the name, the network and the token, or give a file"
+        ) from error

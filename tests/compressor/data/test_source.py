@@ -1,0 +1,160 @@
+"""Datasets by folder and file, splits, functions on rows, collators, joined samples: what the model gets, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from compressor.data import load_dataset_source, open_source
+from compressor.errors import DatasetError
+from compressor.settings.verbs import DataSettings
+
+ROWS = [{"input_ids": [10 * n + 1, 10 * n + 2, 10 * n + 3], "label": n, "loss_mask": [0, 1, 1]} for n in range(6)]
+
+
+def ids_of(
+    source: Any, *, num_calibration_samples: int = 512, concatenate: bool = False, length: int | None = None, **settings: Any
+) -> list[list[int]]:
+    opened = open_source(source, DataSettings(**settings), batch_size=None, shuffle_seed=None)
+    data = load_dataset_source(
+        opened, num_calibration_samples=num_calibration_samples, concatenate=concatenate, max_seq_length=length, batch_size=None
+    )
+    return [row.tolist() for batch in data.batches if isinstance(batch, dict) for row in batch["input_ids"]]
+
+
+PLAIN = [row["input_ids"] for row in ROWS]
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet", "folder", "saved", "saved_dict", "dict", "mapping"])
+def test_the_same_rows_from_every_source(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    made = datasets.Dataset.from_list(ROWS)
+    source: Any = tmp_path / f"d.{kind}"
+    split = None
+    if kind == "json":
+        source.write_text(json.dumps(ROWS))
+    elif kind == "jsonl":
+        source.write_text("\n".join(map(json.dumps, ROWS)))
+    elif kind == "parquet":
+        made.to_parquet(source)
+    elif kind == "folder":
+        source.mkdir()
+        made.to_parquet(source / "train.parquet")
+    elif kind == "saved":
+        made.save_to_disk(source)
+    elif kind == "saved_dict":
+        datasets.DatasetDict({"train": made, "test": made.select([0])}).save_to_disk(source)
+        split = "train"
+    elif kind == "dict":
+        source, split = datasets.DatasetDict({"test": made.select([0]), "train": made}), "train"
+    else:
+        source = {"train": made}
+    assert ids_of(source, split=split) == PLAIN
+
+
+def test_csv_has_columns_that_are_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "d.csv"
+    path.write_text('words,label\n"1 2 3",0\n"4 5",1\n')
+    found = ids_of(path, preprocessing_func=lambda row: {"input_ids": [int(word) for word in row["words"].split()]})
+    assert found == [[1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(("split", "taken"), [("train[:2]", slice(0, 2)), ("train[50%:]", slice(3, 6)), ("train[1:-1]", slice(1, 5))])
+def test_a_part_of_a_split(split: str, taken: slice) -> None:
+    made = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])})
+    assert ids_of(made, split=split) == PLAIN[taken]
+    assert ids_of({"train": ROWS, "test": ROWS[:1]}, split=split) == PLAIN[taken]
+
+
+def test_splits_that_cannot_be_taken_are_refused() -> None:
+    rows = datasets.Dataset.from_list(ROWS)
+    both = datasets.DatasetDict({"train": rows, "test": rows})
+    for source, split, words in (
+        (both, None, "it has the splits train, test; name one"),
+        (both, "tain", "none that is called 'tain'; did you mean 'train'"),
+        (both, "train[2", "no part of a split"),
+        (rows, "train", "this data has no splits"),
+        (both.with_format("torch") and {"train": rows.to_iterable_dataset()}, "train[:2]", "cuts a stream"),
+    ):
+        with pytest.raises(DatasetError, match=words.replace("[", r"\[")):
+            ids_of(source, split=split)
+
+
+def test_functions_on_rows_come_before_columns_are_removed() -> None:
+    def swapped(row: Any) -> Any:
+        return {"input_ids": row["input_ids"][::-1], "token_type_ids": [1, 1, 1]}
+
+    assert ids_of(ROWS, preprocessing_func=swapped, remove_columns=["token_type_ids"]) == [row[::-1] for row in PLAIN]
+    assert ids_of(datasets.Dataset.from_list(ROWS).to_iterable_dataset(), preprocessing_func=swapped) == [row[::-1] for row in PLAIN]
+    with pytest.raises(DatasetError, match="dataset row 0: preprocessing_func gave a list"):
+        ids_of(ROWS, preprocessing_func=lambda row: row["input_ids"])
+    with pytest.raises(DatasetError, match="without columns that are named"):
+        ids_of([[1, 2, 3]], remove_columns=["label"])
+
+
+def test_a_function_may_be_named_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "rows_for_a_test.py").write_text("def first(row):\n    return {'input_ids': row['input_ids'][:1]}\n\nNUMBER = 3\n")
+    assert ids_of(ROWS, preprocessing_func=f"{tmp_path}/rows_for_a_test.py:first") == [row[:1] for row in PLAIN]
+    with pytest.raises(DatasetError, match="no 'frist'; did you mean 'first'"):
+        ids_of(ROWS, preprocessing_func=f"{tmp_path}/rows_for_a_test.py:frist")
+    with pytest.raises(DatasetError, match="is no function"):
+        ids_of(ROWS, preprocessing_func=f"{tmp_path}/rows_for_a_test.py:NUMBER")
+
+
+@pytest.mark.parametrize(("use", "num_tokens"), [(True, 12), (False, 18)])
+def test_a_loss_mask_may_be_left_unread(use: bool, num_tokens: int) -> None:
+    opened = open_source(ROWS, DataSettings(use_loss_mask=use), batch_size=None, shuffle_seed=None)
+    assert load_dataset_source(opened).num_tokens == num_tokens
+
+
+def test_a_collator_makes_the_batches_that_the_model_gets() -> None:
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        return {"pixels": torch.tensor([row["label"] for row in rows], dtype=torch.float32)[:, None]}
+
+    def labels(seed: int | None, size: int | None) -> list[list[float]]:
+        loader = open_source(ROWS, DataSettings(data_collator=collate), batch_size=size, shuffle_seed=seed)
+        assert isinstance(loader, DataLoader)
+        return [batch["pixels"].flatten().tolist() for batch in load_dataset_source(loader).batches if isinstance(batch, dict)]
+
+    assert labels(None, None) == [[0.0], [1.0], [2.0], [3.0], [4.0], [5.0]]
+    assert labels(None, 4) == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0]]
+    drawn = labels(5, 6)
+    assert drawn == labels(5, 6) != labels(None, 6) and sorted(drawn[0]) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_settings_without_a_use_are_refused_for_a_loader() -> None:
+    loader = DataLoader(ROWS)  # type: ignore[arg-type]
+    for name, value in {"split": "train", "preprocessing_func": print, "remove_columns": ["label"], "use_loss_mask": False}.items():
+        with pytest.raises(DatasetError, match=f"{name}: .* a DataLoader gives batches as they are; leave it out"):
+            open_source(loader, DataSettings(**{name: value}), batch_size=None, shuffle_seed=None)
+    with pytest.raises(DatasetError, match="concatenate_data: a DataLoader"):
+        load_dataset_source(loader, concatenate=True)
+
+
+@pytest.mark.parametrize("rows", [[[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]], [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]], [[n] for n in range(1, 11)]])
+def test_joined_samples_are_cut_into_one_length(rows: list[list[int]]) -> None:
+    assert ids_of(rows, concatenate=True, length=4) == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert ids_of(rows, concatenate=True, length=4, num_calibration_samples=1) == [[1, 2, 3, 4]]
+    assert ids_of(rows, concatenate=True, length=10) == [list(range(1, 11))]
+    with pytest.raises(DatasetError, match="all samples together do not fill 11 tokens"):
+        ids_of(rows, concatenate=True, length=11)
+
+
+def test_what_a_mask_takes_out_stays_out_when_samples_are_joined() -> None:
+    data = load_dataset_source(ROWS[:2], concatenate=True, max_seq_length=6)
+    assert data.num_tokens == 4 and data.token_masks[0] is not None and data.token_masks[0].tolist() == [[False, True, True] * 2]
+
+
+def test_a_name_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for source in (str(tmp_path / "empty"), "nobody/has-this-dataset"):
+        with pytest.raises(DatasetError, match="no dataset can be loaded from there") as caught:
+            ids_of(source)
+        assert "\n" not in str(caught.value) and str(caught.value).startswith(source)
