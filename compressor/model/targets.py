@@ -2,13 +2,15 @@
 
 The patterns are those of compressed-tensors, so that recipes and checkpoints carry over: a class name (`Linear`, base classes count), an
 exact dotted name, or `re:` and a regular expression that must match from the start of the dotted name. A pattern that matches nothing is
-always a mistake worth stopping for: a typo in `ignore` quantizes a layer that had to stay as it was.
+a mistake worth stopping for: a typo in `ignore` quantizes a layer that had to stay as it was. Only a `re:` in `ignore` may match nothing,
+since published recipes name parts of other models there; that is noted. A pattern that names no
+module may name parameters (`re:.*q_proj.weight`), and `__ALL_PRUNABLE__` names linear layers and convolutions.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -16,6 +18,7 @@ from compressor.errors import TargetError
 from compressor.spelling import nearest
 
 _REGEX_PREFIX = "re:"
+_CLASSES = {"__ALL_PRUNABLE__": ("Linear", "_ConvNd")}  # words of llm-compressor for classes
 
 
 def resolve_targets(model: nn.Module, targets: Sequence[str], ignore: Sequence[str] = ()) -> dict[str, nn.Module]:
@@ -30,16 +33,80 @@ def resolve_targets(model: nn.Module, targets: Sequence[str], ignore: Sequence[s
         Dotted name to module, in the order of the model; a module that the model holds under several names comes once, under its first.
 
     Raises:
-        TargetError: a pattern matches no module or is no regular expression (all of them are named, with the nearest names), or every
-            matched module is ignored, or `ignore` names a module whose parts are targets and stay so.
+        TargetError: a pattern matches no module (other than a `re:` in `ignore`) or is no regular expression (all of them are named,
+            with the nearest names), or every matched module is ignored, or `ignore` names a module whose parts are targets and stay so.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> list(resolve_targets(model, ["Linear"], ignore=["re:2"]))
         ['0']
     """
-    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    named = _named(model)
+    return _resolved(model, named, _match_all(named, _as_list(targets)), ignore)
+
+
+def resolve_layers(
+    model: nn.Module, targets: Sequence[str], ignore: Sequence[str], fits: Callable[[nn.Module], bool]
+) -> dict[str, nn.Module]:
+    """Find the layers that `targets` mean: of what a pattern matches those that fit, or, where none does, those below what it matches.
+
+    Args:
+        model: searched in the order of `named_modules`; the root itself is never a target.
+        targets: patterns of layers, or of modules that hold them.
+        ignore: patterns of modules that are left out.
+        fits: whether a module is a layer of the wanted kind.
+
+    Returns:
+        Dotted name to module, as `resolve_targets` gives them; modules that do not fit where a pattern leads to nothing that does.
+
+    Raises:
+        TargetError: as `resolve_targets` raises it.
+    """
+    named = _named(model)
     wanted = _match_all(named, _as_list(targets))
+    return _resolved(model, named, {pattern: _layers(modules, fits) for pattern, modules in wanted.items()}, ignore)
+
+
+def loose_patterns(model: nn.Module, targets: Sequence[str], ignore: Sequence[str], fits: Callable[[nn.Module], bool]) -> list[str]:
+    """Say what patterns matched that mean something else than whole lists of layers.
+
+    Args:
+        model: as for `resolve_layers`.
+        targets: patterns of layers, or of modules that hold them.
+        ignore: patterns of modules that are left out.
+        fits: whether a module is a layer of the wanted kind.
+
+    Returns:
+        A sentence each: targets that match modules which hold layers, and `re:` in `ignore` that match nothing.
+    """
+    named = _named(model)
+    said = []
+    for pattern, modules in _match_all(named, _as_list(targets)).items():
+        others = [module for module in modules if not fits(module)]
+        if others:
+            kinds = ", ".join(sorted({type(module).__name__ for module in others})[:3])
+            number = len(_ids({pattern: _layers(modules, fits)}))
+            said.append(f"targets {pattern!r} mean {number} layers, and match {len(others)} modules that are none ({kinds})")
+    for pattern, modules in _match_all(named, _as_list(ignore)).items():
+        if not modules:
+            said.append(f"ignore {pattern!r} {_explain(pattern, named)}")
+    return said
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+
+
+def _layers(modules: list[nn.Module], fits: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """Those that fit, else those below that fit, else all."""
+    own = [module for module in modules if fits(module)]
+    below = own or [part for module in modules for part in module.modules() if fits(part)]
+    return below or modules
+
+
+def _resolved(
+    model: nn.Module, named: list[tuple[str, nn.Module]], wanted: dict[str, list[nn.Module]], ignore: Sequence[str]
+) -> dict[str, nn.Module]:
     left_out = _match_all(named, _as_list(ignore))
     _check_all_match({"targets": wanted, "ignore": left_out}, named)
     wanted_ids, left_out_ids = _ids(wanted), _ids(left_out)
@@ -87,7 +154,7 @@ def matches(name: str, module: nn.Module, pattern: str) -> bool:
     """
     if pattern.startswith(_REGEX_PREFIX):
         return re.match(pattern.removeprefix(_REGEX_PREFIX), name) is not None
-    return pattern == name or pattern in _class_names(module)
+    return pattern == name or not set(_CLASSES.get(pattern, (pattern,))).isdisjoint(_class_names(module))
 
 
 def check_patterns(patterns: Sequence[str], *, required: bool) -> None:
@@ -120,8 +187,20 @@ def _class_names(module: nn.Module) -> list[str]:
 
 
 def _match_all(named: list[tuple[str, nn.Module]], patterns: list[str]) -> dict[str, list[nn.Module]]:
-    """Modules per pattern; a pattern that is no regular expression matches none."""
-    return {pattern: [m for name, m in named if _regex_fault(pattern) is None and matches(name, m, pattern)] for pattern in patterns}
+    """Modules per pattern: by their own names, else by those of their parameters; a pattern that is no regular expression matches none."""
+    found = {}
+    for pattern in patterns:
+        sound = _regex_fault(pattern) is None
+        own = [module for name, module in named if sound and matches(name, module, pattern)]
+        found[pattern] = own or [module for name, module in named if sound and _matches_parameter(name, module, pattern)]
+    return found
+
+
+def _matches_parameter(name: str, module: nn.Module, pattern: str) -> bool:
+    if pattern.startswith(_REGEX_PREFIX):
+        expression = pattern.removeprefix(_REGEX_PREFIX)
+        return any(re.match(expression, f"{name}.{parameter}") for parameter in module._parameters)
+    return any(pattern == f"{name}.{parameter}" for parameter in module._parameters)
 
 
 def _regex_fault(pattern: str) -> str | None:
@@ -147,7 +226,7 @@ def _check_all_match(fields: dict[str, dict[str, list[nn.Module]]], named: list[
         f"{field} {pattern!r} {_explain(pattern, named)}"
         for field, matched in fields.items()
         for pattern, modules in matched.items()
-        if not modules
+        if not modules and not (field == "ignore" and pattern.startswith(_REGEX_PREFIX) and _regex_fault(pattern) is None)
     ]
     if faults:
         raise TargetError(f"model: {'; '.join(faults)}; correct or remove {'it' if len(faults) == 1 else 'them'}")

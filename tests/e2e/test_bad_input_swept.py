@@ -225,7 +225,7 @@ COMMANDS: dict[str, Given] = {
     "no sample": Given("whole number", {"num-calibration-samples": "0"}, code=2),
     "an engine that does not exist": Given("invalid choice", {"engine": "x"}, code=2),
     "everything is ignored": Given("leaves none", recipe=quantize(ignore=["re:.*"])),
-    "targets that are no layers": Given("no linear layers", recipe=quantize(targets=["re:.*self_attn$"])),
+    "targets that are no layers": Given("no linear layers", recipe=quantize(targets=["re:.*layernorm$"])),
     "two modifiers for one layer": Given(
         "belong to",
         recipe=json.dumps({"q_stage": {"q_modifiers": [{"GPTQModifier": {"scheme": "W8A8"}}, {"GPTQModifier": {"scheme": "W4A16"}}]}}),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from compressor.algorithms.pruning.magnitude import num_zeros
 from compressor.errors import LifecycleError, TargetError
 from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, PlannedModule, State
-from compressor.model.targets import check_patterns, resolve_targets
+from compressor.model.targets import check_patterns, loose_patterns, resolve_layers
 from compressor.nn import QuantizedLayer
 from compressor.nn.quantized_linear import is_conv1d
 
@@ -65,6 +65,8 @@ class PruningModifier(Modifier):
     def on_initialize(self, state: State) -> bool:
         """Find the weights; nothing is changed yet."""
         self._modules = self.prunable(state.model)
+        loose = loose_patterns(state.model, self.targets, self.ignore, _has_rows)
+        state.report.notes += [f"{self.label}: {said}" for said in loose]
         self.hold_weights(state)
         state.touch(self._modules)
         state.sparse.update(self._modules)
@@ -125,8 +127,8 @@ class PruningModifier(Modifier):
         seen: set[int] = set()
         resolved = self.targeted(model)
         for name, module in resolved.items():
-            weight = dict(module.named_parameters(recurse=False)).get("weight")
-            if weight is None or weight.dim() < 2 or not weight.is_floating_point():
+            weight = module._parameters.get("weight")
+            if weight is None or not _has_rows(module):
                 raise TargetError(
                     f"{name}: {type(module).__name__} has no float weight of two dimensions or more to prune; add it to ignore"
                 )
@@ -145,7 +147,7 @@ class PruningModifier(Modifier):
         Returns:
             Dotted name to module, in the order of the model.
         """
-        return resolve_targets(model, self.targets, self.ignore)
+        return resolve_layers(model, self.targets, self.ignore, _has_rows)
 
     def plan(self, model: nn.Module) -> list[PlannedModule]:
         """List what each targeted module would get.
@@ -244,6 +246,11 @@ class PruningModifier(Modifier):
         elif self.phase is not None and known.modifier == type(self).__name__:  # at another time, else it would have been refused
             known = dataclasses.replace(known, scheme=f"{known.scheme}, {self.scheme_label()}")
         state.report.modules[name] = dataclasses.replace(known, details={**known.details, "sparsity": sparsity})
+
+
+def _has_rows(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() >= 2 and weight.is_floating_point()
 
 
 def _check_ties(model: nn.Module, pruned: Collection[str], targets: Collection[nn.Module], weights: Collection[int]) -> None:

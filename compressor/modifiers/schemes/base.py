@@ -83,6 +83,7 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
         """Resolve targets against the model; all that cannot work is an error here, before any data is read."""
         self._attention = self.kv_targets(state.model)
         self._schemes = self.resolve(state.model)
+        state.report.notes += self.pattern_notes(state.model)
         state.claim([*self._schemes, *self._attention], self.label)
         state.schemes.update(self._schemes)
         self._pending = {name: state.model.get_submodule(name) for name in self._schemes}

@@ -18,7 +18,7 @@ from compressor.errors import SchemeError, TargetError
 from compressor.lifecycle import PlannedModule
 from compressor.model.experts.unfuse import check_no_unknown_experts
 from compressor.model.folder import some
-from compressor.model.targets import check_patterns, matches, resolve_targets
+from compressor.model.targets import check_patterns, loose_patterns, matches, resolve_layers
 from compressor.modifiers.schemes.kv_cache import KVCacheTargets
 from compressor.nn import check_fit, is_quantizable, weight_of
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
@@ -320,7 +320,7 @@ class SchemeTargets(KVCacheTargets):
         modules: dict[str, nn.Module] = {}
         for scheme in self.target_schemes():
             check_no_unknown_experts(model, scheme.targets, self.ignore)
-            for name, module in resolve_targets(model, scheme.targets, self.ignore).items():
+            for name, module in resolve_layers(model, scheme.targets, self.ignore, self._is_layer).items():
                 if name in found and found[name] != scheme:
                     raise SchemeError(f"{name}: two schemes of {type(self).__name__} claim it; make their targets disjoint")
                 found[name], modules[name] = scheme, module
@@ -333,6 +333,21 @@ class SchemeTargets(KVCacheTargets):
         _check_ties(model, modules)
         order = {name: index for index, (name, _) in enumerate(model.named_modules())}
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+    def pattern_notes(self, model: nn.Module) -> list[str]:
+        """Say which patterns of the recipe match something else than layers, or nothing.
+
+        Args:
+            model: on any device; not modified.
+
+        Returns:
+            A sentence each.
+        """
+        targets = [target for scheme in self.target_schemes() for target in scheme.targets]
+        return [f"{type(self).__name__}: {said}" for said in loose_patterns(model, targets, self.ignore, self._is_layer)]
+
+    def _is_layer(self, module: nn.Module) -> bool:
+        return _is_kind(module, embeddings=self.takes_embeddings)
 
     def plan(self, model: nn.Module) -> list[PlannedModule]:
         """List what each linear layer of the model would get, or why it stays as it is.
@@ -382,11 +397,12 @@ def scheme_label(args: QuantizationArgs) -> str:
     return label if args.symmetric else label + " asymmetric"
 
 
-def _check_kinds(modules: dict[str, nn.Module], modifier: str, *, embeddings: bool) -> None:
-    def fits(module: nn.Module) -> bool:
-        return is_quantizable(module) and (embeddings or not isinstance(module, nn.Embedding))
+def _is_kind(module: nn.Module, *, embeddings: bool) -> bool:
+    return is_quantizable(module) and (embeddings or not isinstance(module, nn.Embedding))
 
-    others = {name: type(module).__name__ for name, module in modules.items() if not fits(module)}
+
+def _check_kinds(modules: dict[str, nn.Module], modifier: str, *, embeddings: bool) -> None:
+    others = {name: type(module).__name__ for name, module in modules.items() if not _is_kind(module, embeddings=embeddings)}
     if others:
         listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
         raise TargetError(f"{modifier}: targets that are no linear layers: {listed}; name linear layers or add these to ignore")

@@ -329,3 +329,26 @@ def test_the_command_line_has_them_too(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(words) == 0, capsys.readouterr().err
     loaded = compressor.load_compressed(out)
     assert not loaded.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("pattern", ["re:.*mlp$", "model.layers.0.mlp", "LlamaMLP", "re:.*mlp.*", "re:.*_proj.weight"])
+def test_loose_patterns_give_the_checkpoint_that_exact_ones_give(tmp_path: Path, pattern: str) -> None:
+    folder = _llama(tmp_path / "m")
+    exact = ["re:.*_proj$"] if pattern.endswith("weight") else ["re:.*mlp[.].*_proj$"]
+    made = oneshot(
+        folder, recipe=QuantizationModifier(scheme="W8A16", targets=[pattern], ignore=["re:.*vision"]), output_dir=tmp_path / "a"
+    )
+    oneshot(folder, recipe=QuantizationModifier(scheme="W8A16", targets=exact), output_dir=tmp_path / "b")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert "QuantizationModifier: ignore 're:.*vision' matches no module" in made.report.notes
+    assert any(f"targets {pattern!r} mean 3 layers" in note for note in made.report.notes) == (pattern != "re:.*_proj.weight")
+
+
+def test_a_container_is_pruned_by_its_layers(tmp_path: Path) -> None:
+    folder = _llama(tmp_path / "m")
+    recipe = {"prune_modifiers": {"SparseGPTModifier": {"sparsity": 0.5, "targets": ["re:.*mlp$"], "ignore": ["re:.*vision"]}}}
+    result = oneshot(folder, recipe=recipe, dataset=[list(range(64))] * 4)
+    zeros = {name: float((module.weight == 0).float().mean()) for name, module in result.model.named_modules() if name.endswith("_proj")}
+    assert {name for name, share in zeros.items() if share > 0.4} == {name for name in zeros if ".mlp." in name}
+    assert any("ignore 're:.*vision' matches no module" in note for note in result.report.notes)
