@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor.cli import mappings, trace, train
+from compressor.cli import inspect, mappings, trace, train
 from compressor.console import Parser, with_output
 from compressor.errors import AlreadyDoneError, CompressorError
 from compressor.json_text import to_json
@@ -194,6 +194,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
 VERBS: dict[str, Verb] = {
     "oneshot": Verb("Compress a model with a recipe and calibration data, and save the checkpoint.", _oneshot_arguments, _run_oneshot),
     "plan": Verb("Say what each module would get, with estimates of memory and time; run nothing.", _plan_arguments, _run_plan),
+    "inspect": Verb(inspect.HELP, inspect.add_arguments, inspect.run),
     "mappings": Verb(mappings.HELP, mappings.add_arguments, mappings.run),
     "trace": Verb(trace.HELP, trace.add_arguments, trace.run),
     "train": Verb(train.HELP, train.add_arguments, train.run),

@@ -1,0 +1,198 @@
+"""What a checkpoint is: formats by module, bytes, zeros, and what its record says about how it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from compressor.model.checkpoints.load import load_compressed
+from compressor.model.folder import check_weight_files, read_config, read_json, weight_files
+from compressor.modifiers.schemes.targets import scheme_label
+from compressor.nn import QuantizedLayer
+from compressor.numerics import QuantizationScheme
+
+_RECORD = "compression.json"
+_WIDTH = 80
+FLOAT = "not quantized"
+
+
+@dataclass(frozen=True)
+class InspectedModule:
+    """A layer, or a tensor that belongs to none.
+
+    Attributes:
+        name: of the layer in the model, or of the tensor in the files.
+        format: of weights and inputs, such as `int4 group 128`; the dtype of a tensor.
+        num_weights: how many.
+        num_bytes: as they are stored, scales included.
+        zeros: share of the weights that are zero.
+        error: relative error of the layer's output or weight in calibration, as the record says; None where it says none.
+    """
+
+    name: str
+    format: str
+    num_weights: int
+    num_bytes: int
+    zeros: float
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint is.
+
+    Attributes:
+        folder: of the checkpoint.
+        architecture: class of transformers, as config.json says.
+        storage: format of compressed-tensors; None where nothing is quantized.
+        kv_cache: format of keys and values; None where they stay as they are.
+        num_bytes: of all weight files.
+        quantized: layers, in the order of the model.
+        tensors: all others, by name.
+        record: what compression.json says; None where there is none.
+    """
+
+    folder: str
+    architecture: str
+    storage: str | None
+    kv_cache: str | None
+    num_bytes: int
+    quantized: tuple[InspectedModule, ...]
+    tensors: tuple[InspectedModule, ...]
+    record: dict[str, Any] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON, the digests of the record left out."""
+        record = None if self.record is None else {key: value for key, value in self.record.items() if key != "tensors"}
+        return {**asdict(self), "record": record}
+
+    def lines(self, modules: bool = False) -> list[str]:
+        """Say it in lines of at most 80 columns, names of modules aside.
+
+        Args:
+            modules: a line for each layer as well.
+
+        Returns:
+            The lines.
+        """
+        stored = self.storage or FLOAT
+        said = [f"{self.architecture}, {stored}, {_mb(self.num_bytes)}"]
+        if self.kv_cache is not None:
+            said.append(f"keys and values: {self.kv_cache}")
+        said += ["", f"{'format':<40} {'count':>6} {'weights':>13} {'size':>10} {'zeros':>7}"]
+        for name, members in _by_format((*self.quantized, *self.tensors)).items():
+            said.append(_row(name, str(len(members)), _joined(members)))
+        if modules:
+            said += ["", *(f"{_row(one.format, '', one)}  {one.name}" for one in (*self.quantized, *self.tensors))]
+        return [*said, "", *self._record_lines()]
+
+    def _record_lines(self) -> list[str]:
+        if self.record is None:
+            return [f"no {_RECORD}: it was not written here, or its record was lost"]
+        versions = ", ".join(f"{name} {version}" for name, version in self.record.get("versions", {}).items())
+        data = self.record.get("data") or {}
+        read = f"{data['num_samples']:,} samples, {data['num_tokens']:,} tokens" if "num_tokens" in data else "no data"
+        said = [f"made with {versions}", f"calibrated with {read}; seed {self.record.get('seed')}"]
+        fallbacks = self.record.get("fallbacks", [])
+        said.append(f"fallbacks: {len(fallbacks)}")
+        said += [f"  {one['module']}: {one['detail']}" for one in fallbacks]
+        said += [f"note: {note}" for note in self.record.get("notes", [])]
+        said = [part for line in said for part in wrap(line, _WIDTH, subsequent_indent="  ", break_long_words=False)]
+        return [*said, "recipe:", *(f"  {line}" for line in str(self.record.get("recipe", "")).splitlines())]
+
+
+def inspect_checkpoint(folder: str | Path) -> Inspection:
+    """Read what a checkpoint is. A compressed one is loaded into main memory, as it is stored.
+
+    Args:
+        folder: of a checkpoint with config.json and safetensors files, compressed or not.
+
+    Returns:
+        What it is.
+
+    Raises:
+        ModelError: the folder holds no checkpoint that can be read.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    check_weight_files(folder)
+    found = config.get("quantization_config") or {}
+    record = read_json(folder / _RECORD) if (folder / _RECORD).is_file() else None
+    quantized: tuple[InspectedModule, ...] = ()
+    if found:
+        errors = {name: one.get("error") for name, one in ((record or {}).get("modules") or {}).items()}
+        model = load_compressed(folder, device="cpu")
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+        quantized = tuple(_layer(name, layer, errors.get(name)) for name, layer in layers.items())
+    kv = found.get("kv_cache_scheme")
+    return Inspection(
+        folder=str(folder),
+        architecture=str(next(iter(config.get("architectures") or []), config.get("model_type", "a model"))),
+        storage=found.get("format"),
+        kv_cache=None if kv is None else f"{kv.get('type')}{kv.get('num_bits')} {kv.get('strategy')}",
+        num_bytes=sum((folder / name).stat().st_size for name in weight_files(folder)),
+        quantized=quantized,
+        tensors=tuple(_float_tensors(folder, {one.name for one in quantized})),
+        record=record,
+    )
+
+
+def _layer(name: str, layer: QuantizedLayer, error: float | None) -> InspectedModule:
+    weight = layer.dequantized_weight()
+    stored = sum(buffer.numel() * buffer.element_size() for buffer in layer.state_dict().values())
+    return InspectedModule(name, _label(layer.scheme), weight.numel(), stored, _zeros(weight), error)
+
+
+def _label(scheme: QuantizationScheme) -> str:
+    assert scheme.weights is not None
+    inputs = scheme.input_activations
+    weights = scheme_label(scheme.weights)
+    if inputs is None:
+        return weights
+    return f"{weights}, inputs {scheme_label(inputs)}{' dynamic' if inputs.dynamic is True else ''}"
+
+
+def _float_tensors(folder: Path, layers: set[str]) -> Iterable[InspectedModule]:
+    """Tensors of the files that belong to no quantized layer, one at a time."""
+    for file_name in weight_files(folder):
+        with safe_open(folder / file_name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                if not _belongs(key, layers):
+                    tensor = file.get_tensor(key)
+                    size = tensor.numel() * tensor.element_size()
+                    yield InspectedModule(key, str(tensor.dtype).removeprefix("torch."), tensor.numel(), size, _zeros(tensor))
+
+
+def _belongs(key: str, layers: set[str]) -> bool:
+    return key.rpartition(".")[0] in layers
+
+
+def _zeros(tensor: Tensor) -> float:
+    return float((tensor == 0).float().mean()) if tensor.numel() else 0.0
+
+
+def _by_format(modules: Iterable[InspectedModule]) -> Mapping[str, list[InspectedModule]]:
+    found: dict[str, list[InspectedModule]] = {}
+    for module in modules:
+        found.setdefault(module.format, []).append(module)
+    return found
+
+
+def _joined(modules: list[InspectedModule]) -> InspectedModule:
+    weights = sum(one.num_weights for one in modules)
+    zeros = sum(one.zeros * one.num_weights for one in modules) / max(weights, 1)
+    return InspectedModule("", "", weights, sum(one.num_bytes for one in modules), zeros)
+
+
+def _row(label: str, count: str, module: InspectedModule) -> str:
+    return f"{label:<40} {count:>6} {module.num_weights:>13,} {_mb(module.num_bytes):>10} {module.zeros:>7.1%}"
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.2f} MB"

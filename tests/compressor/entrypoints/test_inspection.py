@@ -1,0 +1,78 @@
+"""`compressor inspect` says what lies in a folder: formats, bytes, zeros, record; of quantized, pruned, plain and foreign checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from compressor import oneshot
+from compressor.cli.main import main
+from compressor.entrypoints.inspection import inspect_checkpoint
+from compressor.errors import ModelError
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_formats_bytes_and_record_of_a_quantized_checkpoint(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    groups = {
+        "a": {"targets": ["re:.*self_attn"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}},
+        "b": {
+            "targets": ["re:.*mlp"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+        },
+    }
+    oneshot(base, recipe={"q_modifiers": {"QuantizationModifier": {"config_groups": groups}}}, output_dir=out)
+    found = inspect_checkpoint(out)
+    formats = {module.name.rpartition(".")[2]: module.format for module in found.quantized}
+    assert formats["q_proj"] == "int4 group 64" and formats["up_proj"] == "int8 channel, inputs int8 token dynamic"
+    assert len(found.quantized) == 7 and found.record is not None and found.storage is not None
+    one = next(module for module in found.quantized if module.name.endswith("up_proj"))
+    assert one.num_weights == 128 * 256 and one.num_bytes == 128 * 256 + 4 * 256
+    header = 8 + int.from_bytes((out / "model.safetensors").read_bytes()[:8], "little")
+    assert sum(module.num_bytes for module in (*found.quantized, *found.tensors)) == found.num_bytes - header
+    assert main(["inspect", str(out), "--modules"]) == 0
+    shown = capsys.readouterr().out
+    assert "int4 group 64" in shown and "model.layers.0.mlp.up_proj" in shown and "fallbacks: 0" in shown
+    assert main(["inspect", str(out), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["quantized"]) == 7 and "tensors" not in data["record"] and data["architecture"] == "LlamaForCausalLM"
+    assert main(["inspect", str(out)]) == 0
+    shown = capsys.readouterr().out.partition("recipe:")[0]
+    assert all(len(line) <= 80 for line in shown.splitlines()), shown
+
+
+def test_zeros_are_counted_through_quantization_and_without_it(base: Path, tmp_path: Path) -> None:
+    prune = {"SparseGPTModifier": {"targets": ["re:.*up_proj"], "sparsity": 0.5}}
+    quantize = {"QuantizationModifier": {"targets": ["re:.*up_proj"], "scheme": "W8A16"}}
+    data = [list(range(64))] * 4
+    oneshot(base, recipe={"p_modifiers": prune}, dataset=data, output_dir=tmp_path / "pruned")
+    oneshot(base, recipe={"p_modifiers": prune, "q_modifiers": quantize}, dataset=data, output_dir=tmp_path / "both")
+    pruned, both = inspect_checkpoint(tmp_path / "pruned"), inspect_checkpoint(tmp_path / "both")
+    zeros = {module.name: module.zeros for module in pruned.tensors}
+    assert zeros["model.layers.0.mlp.up_proj.weight"] == pytest.approx(0.5, abs=0.01) and pruned.quantized == () and pruned.storage is None
+    assert zeros["model.layers.0.mlp.down_proj.weight"] == 0
+    assert both.quantized[0].zeros >= 0.49
+
+
+def test_a_plain_folder_and_none_at_all(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspect_checkpoint(base)
+    assert found.record is None and found.quantized == () and any("no compression.json" in line for line in found.lines())
+    plain = LlamaForCausalLM.from_pretrained(base)
+    assert sum(module.num_weights for module in found.tensors) == sum(parameter.numel() for parameter in plain.parameters())
+    capsys.readouterr()
+    with pytest.raises(ModelError, match="is not a folder"):
+        inspect_checkpoint(tmp_path / "nowhere")
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 1
+    assert capsys.readouterr().err.startswith("compressor inspect: error: ")
