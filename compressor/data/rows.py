@@ -92,9 +92,7 @@ def _read_file(path: Path, text_column: str, seed: int | None, inputs: Collectio
     readers = {".jsonl": _jsonl_rows, ".txt": _txt_rows, ".parquet": parquet_rows, ".safetensors": _safetensors_rows}
     suffix = path.suffix.lower()
     if (found := _refusal(path)) is not None:
-        raise DatasetError(
-            f"{str(path)[:200]}: {found}; check the path (names of the Hugging Face hub are not downloaded, load them first)"
-        )
+        raise DatasetError(f"{str(path)[:200]}: {found}; check the path (a dataset of the Hugging Face hub is named owner/name)")
     if suffix not in readers:
         raise DatasetError(f"{path}: the extension {path.suffix!r} is unknown; give a file that ends in one of {', '.join(readers)}")
     return readers[suffix](path, text_column, seed)

@@ -132,7 +132,7 @@ def _chosen_split(source: Any, split: str | None) -> Any:
     """The rows of a split, or of a part of one (`train[:5%]`)."""
     columns = getattr(source, "column_names", None)
     if not isinstance(columns, Mapping) and not isinstance(source, Mapping):
-        if split is not None:
+        if split is not None and (not isinstance(source, str | Path) or _is_there(Path(source))):
             raise DatasetError(f"split: {split!r} was given, but this data has no splits; take that part of it first, or leave it out")
         return source
     names = list(source)
@@ -161,10 +161,9 @@ def _chosen_split(source: Any, split: str | None) -> Any:
 def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> Any:
     """A dataset that has to be loaded by `datasets`; other paths as they are, to be read line by line."""
     path, suffix = Path(source), Path(source).suffix.lower()
-    try:
-        is_file, is_folder = path.is_file(), path.is_dir()
-    except OSError:  # a name that no disk takes
-        return source
+    if not _is_there(path) and source in _BUILDERS.values() and "data_files" in (settings.raw_kwargs or {}):
+        return _loaded(str(source), settings, str(source))
+    is_file, is_folder = (_is_there(path) and test() for test in (path.is_file, path.is_dir))
     special = needs_rows or settings.streaming or settings.raw_kwargs or settings.split or settings.dataset_config_name
     if is_file and suffix in _BUILDERS and (special or suffix not in _READ_HERE):
         return _loaded(_BUILDERS[suffix], settings, str(source), data_files=str(path))
@@ -176,6 +175,13 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> 
     if is_folder or is_name:
         return _loaded(str(source), settings, str(source))
     return source
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that no disk takes
+        return False
 
 
 def _loaded(what: str, settings: DataSettings, label: str, **files: Any) -> Any:

@@ -158,3 +158,15 @@ def test_a_name_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> Non
         with pytest.raises(DatasetError, match="no dataset can be loaded from there") as caught:
             ids_of(source)
         assert "\n" not in str(caught.value) and str(caught.value).startswith(source)
+
+
+def test_a_file_that_is_not_there_is_told_though_a_split_was_named(tmp_path: Path) -> None:
+    for source in ("ultrachat_200k", str(tmp_path / "nowhere.jsonl")):
+        with pytest.raises(DatasetError, match=r"no such file; check the path \(a dataset of the Hugging Face hub is named owner/name\)"):
+            ids_of(source, split="train[:3]")
+
+
+def test_a_kind_of_files_may_stand_for_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "d.txt").write_text("\n".join(json.dumps(row) for row in ROWS))
+    assert ids_of("json", split="train[1:]", raw_kwargs={"data_files": str(tmp_path / "d.txt")}) == PLAIN[1:]
