@@ -163,7 +163,8 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> 
     path, suffix = Path(source), Path(source).suffix.lower()
     if not _is_there(path) and source in _BUILDERS.values() and "data_files" in (settings.raw_kwargs or {}):
         return _loaded(str(source), settings, str(source))
-    is_file, is_folder = (_is_there(path) and test() for test in (path.is_file, path.is_dir))
+    is_file = _is_there(path) and path.is_file()
+    is_folder = _is_there(path) and path.is_dir() and suffix not in (*_BUILDERS, *_READ_HERE)
     special = needs_rows or settings.streaming or settings.raw_kwargs or settings.split or settings.dataset_config_name
     if is_file and suffix in _BUILDERS and (special or suffix not in _READ_HERE):
         return _loaded(_BUILDERS[suffix], settings, str(source), data_files=str(path))

@@ -76,7 +76,9 @@ KEYWORDS: tuple[Keyword, ...] = (
     Keyword("quantization_aware_calibration", "it has no effect there either", (True, None)),
     Keyword("splits", "it is `split`", (None,), _split),
     Keyword("remove_columns", "a text or a list of texts", (None,), _as_list),
-    Keyword("num_calibration_samples", "None takes all", (), lambda value: {"num_calibration_samples": value or sys.maxsize}),
+    Keyword(
+        "num_calibration_samples", "None takes all", (), lambda value: {"num_calibration_samples": sys.maxsize if value is None else value}
+    ),
     Keyword("batch_size", "None chooses by length", (), _renamed("batch_size")),
     Keyword("data_collator", "rows of different lengths are padded, and padding counts in no statistic", ("padding", None), _collator),
     Keyword("pad_to_max_length", "padding counts in no statistic, so none is added", (False, None)),

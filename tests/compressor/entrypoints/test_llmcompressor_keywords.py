@@ -83,6 +83,7 @@ MEANT: list[tuple[str, Any, dict[str, Any]]] = [
     ("remove_columns", "label", {"remove_columns": ["label"]}),
     ("num_calibration_samples", None, {"num_calibration_samples": sys.maxsize}),
     ("num_calibration_samples", 7, {"num_calibration_samples": 7}),
+    ("num_calibration_samples", 0, {"num_calibration_samples": 0}),
     ("batch_size", None, {"batch_size": None}),
     ("data_collator", "padding", {}),
     ("data_collator", dict, {"data_collator": dict}),
