@@ -136,3 +136,6 @@ ProgressLike = Annotated[
     Any, Kind(lambda value: isinstance(value, bool) or hasattr(value, "task"), "True, False, or an object with a method task()")
 ]
 RowFunction = Annotated[Any, Kind(lambda value: callable(value) or _text(value), "a function, or the text path/to/file.py:function")]
+NamedValues = Annotated[
+    Mapping[str, Any], Kind(lambda value: isinstance(value, Mapping) and all(map(_text, value)), "a mapping of names to values")
+]

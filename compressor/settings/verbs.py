@@ -18,6 +18,7 @@ from compressor.settings.kinds import (
     Flag,
     Memory,
     ModelClass,
+    NamedValues,
     Number,
     Numbers,
     PathLike,
@@ -123,7 +124,7 @@ class DataSettings(Settings):
     """Configuration of a dataset that `datasets.load_dataset` loads by its name or folder."""
     streaming: Annotated[Flag, Option()] = False
     """Read such a dataset as it arrives, without a copy on the disk."""
-    raw_kwargs: Mapping[str, Any] | None = None
+    raw_kwargs: NamedValues | None = None
     """Further arguments of `datasets.load_dataset`."""
     preprocessing_func: Annotated[RowFunction | None, Option(metavar="FILE:FUNCTION")] = None
     """Function from a row (a dict) to a row, such as one that applies a chat template; or `path/to/file.py:function`."""

@@ -315,7 +315,7 @@ def test_a_name_may_be_any_that_the_disk_takes(
 
 KINDS: dict[str, tuple[Any, ...]] = {
     "model": (5, None, [], {}, b"x", object()),
-    "num_calibration_samples": (1.5, "x", None, True, float("nan")),
+    "num_calibration_samples": (1.5, "x", True, float("nan")),
     "max_seq_length": (1.5, "x", True),
     "batch_size": (1.5, "x", True),
     "text_column": (5, None, ""),
@@ -335,6 +335,19 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "output_dir": (5, "", True),
     "run_dir": (5, ""),
     "resume": ("x", None),
+    "split": (5, ""),
+    "stage": (5, ""),
+    "dataset_config_name": (5, ""),
+    "streaming": ("x", None),
+    "raw_kwargs": (5, ["a"], {5: 1}),
+    "preprocessing_func": (5, ""),
+    "remove_columns": (5, [5]),
+    "use_loss_mask": ("x", None),
+    "processor": (5, object()),
+    "config_name": (5, ""),
+    "tie_word_embeddings": ("x", None),
+    "concatenate_data": ("x", None),
+    "min_tokens_per_module": ("x", True),
 }
 
 
