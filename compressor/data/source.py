@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from compressor.spelling import suggest
 _READ_HERE = (".jsonl", ".txt", ".parquet", ".safetensors")
 # Builders of `datasets` for what is not read here, or has to be read whole for a function on rows.
 _BUILDERS = {".json": "json", ".csv": "csv", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+_LOADING = ("dataset_config_name", "streaming", "raw_kwargs")
+_COLUMNS = {"input_ids", "text", "messages"}  # of a mapping that is one batch, and no mapping of splits
 _SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` leaves
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 
@@ -43,9 +45,12 @@ def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, 
         _refuse(settings, "a DataLoader gives batches as they are")
         return source
     functions = _functions(settings)
+    opened = source
     if isinstance(source, str | Path):
-        source = _opened(source, settings, needs_rows=bool(functions) or settings.data_collator is not None)
-    rows = _chosen_split(source, settings.split)
+        opened = _opened(source, settings, needs_rows=bool(functions) or settings.data_collator is not None)
+    if opened is source and not (isinstance(source, str | Path) and not _is_there(Path(source))):
+        _refuse(settings, "this data is not loaded by datasets.load_dataset", _LOADING)
+    rows = _chosen_split(opened, settings.split)
     if functions:
         rows = _mapped(rows, functions)
     if settings.data_collator is None:
@@ -55,9 +60,9 @@ def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, 
     return DataLoader(rows, batch_size or 1, shuffle=shuffle_seed is not None, generator=generator, collate_fn=collate)
 
 
-def _refuse(settings: DataSettings, why: str) -> None:
-    for name, field in DataSettings.model_fields.items():
-        if getattr(settings, name) != field.default:
+def _refuse(settings: DataSettings, why: str, names: Iterable[str] = tuple(DataSettings.model_fields)) -> None:
+    for name in names:
+        if getattr(settings, name) != DataSettings.model_fields[name].default:
             raise DatasetError(f"{name}: {_short(getattr(settings, name))} was given, but {why}; leave it out")
 
 
@@ -131,7 +136,7 @@ def _applied(row: Any, functions: list[Callable[[Mapping[str, Any]], Mapping[str
 def _chosen_split(source: Any, split: str | None) -> Any:
     """The rows of a split, or of a part of one (`train[:5%]`)."""
     columns = getattr(source, "column_names", None)
-    if not isinstance(columns, Mapping) and not isinstance(source, Mapping):
+    if not isinstance(columns, Mapping) and (not isinstance(source, Mapping) or not _COLUMNS.isdisjoint(source)):
         if split is not None and (not isinstance(source, str | Path) or _is_there(Path(source))):
             raise DatasetError(f"split: {split!r} was given, but this data has no splits; take that part of it first, or leave it out")
         return source
@@ -171,6 +176,7 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> 
     if is_folder and any((path / name).is_file() for name in _SAVED):
         from datasets import load_from_disk
 
+        _refuse(settings, "this folder holds one dataset as save_to_disk wrote it", _LOADING)
         return load_from_disk(str(path))
     is_name = isinstance(source, str) and not is_file and not is_folder and _HUB_NAME.match(source) and suffix not in _BUILDERS
     if is_folder or is_name:

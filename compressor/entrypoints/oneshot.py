@@ -6,6 +6,7 @@ been checked; a run that stops for any reason leaves no hook on the model and no
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from collections.abc import Mapping
@@ -185,7 +186,9 @@ def _words(settings: OneshotSettings) -> _Words:
 
 def _rare(settings: OneshotSettings) -> dict[str, Any]:
     """What decides the result and is seldom given."""
-    named = {"config_name": settings.config_name and str(settings.config_name), "tie_word_embeddings": settings.tie_word_embeddings}
+    config = settings.config_name and Path(settings.config_name) / "config.json"
+    digest = hashlib.sha256(config.read_bytes()).hexdigest() if config else None
+    named = {"config_name": digest, "tie_word_embeddings": settings.tie_word_embeddings}
     return {name: value for name, value in named.items() if value != OneshotSettings.model_fields[name].default}
 
 
@@ -193,8 +196,6 @@ def _note_few_tokens(state: State, share: float | None) -> None:
     """Note modules that too few tokens reached."""
     if share is None or state.data is None:
         return
-    if not 0 < share <= 1:
-        raise DatasetError(f"min_tokens_per_module: {share} is no share of the tokens; give more than 0 and at most 1")
     least = share * state.data.num_tokens
     few = {name: one.num_tokens for name, one in state.report.modules.items() if one.num_tokens is not None and one.num_tokens < least}
     if few:
@@ -232,6 +233,9 @@ def _choose(recipe: Recipe, settings: OneshotSettings, sequential: SequentialSet
     dataset = settings.dataset
     if isinstance(dataset, DataLoader) and settings.batch_size is not None:
         raise DatasetError(f"batch_size: {settings.batch_size} was given, but a DataLoader has its own; set it there, or leave it out")
+    share = settings.min_tokens_per_module
+    if share is not None and not 0 < share <= 1:
+        raise DatasetError(f"min_tokens_per_module: {share} is no share of the tokens; give more than 0 and at most 1")
     for modifier in recipe.modifiers:
         if modifier.flags != Flags():
             raise RecipeError(f"{modifier.label}: it was used in an earlier run, and remembers it; make a new one")

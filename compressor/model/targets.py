@@ -3,8 +3,8 @@
 The patterns are those of compressed-tensors, so that recipes and checkpoints carry over: a class name (`Linear`, base classes count), an
 exact dotted name, or `re:` and a regular expression that must match from the start of the dotted name. A pattern that matches nothing is
 a mistake worth stopping for: a typo in `ignore` quantizes a layer that had to stay as it was. Only a `re:` in `ignore` may match nothing,
-since published recipes name parts of other models there; that is noted. A pattern that names no
-module may name parameters (`re:.*q_proj.weight`), and `__ALL_PRUNABLE__` names linear layers and convolutions.
+since published recipes name parts of other models there; that is noted. A pattern that names no module may name parameters (`re:.*q_proj.weight`), and
+`__ALL_PRUNABLE__` names linear layers and convolutions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def resolve_layers(
     """
     named = _named(model)
     wanted = _match_all(named, _as_list(targets))
-    return _resolved(model, named, {pattern: _layers(modules, fits) for pattern, modules in wanted.items()}, ignore)
+    return _resolved(model, named, {pattern: _layers(pattern, modules, fits) for pattern, modules in wanted.items()}, ignore)
 
 
 def loose_patterns(model: nn.Module, targets: Sequence[str], ignore: Sequence[str], fits: Callable[[nn.Module], bool]) -> list[str]:
@@ -85,7 +85,7 @@ def loose_patterns(model: nn.Module, targets: Sequence[str], ignore: Sequence[st
         others = [module for module in modules if not fits(module)]
         if others:
             kinds = ", ".join(sorted({type(module).__name__ for module in others})[:3])
-            number = len(_ids({pattern: _layers(modules, fits)}))
+            number = len(_ids({pattern: _layers(pattern, modules, fits)}))
             said.append(f"targets {pattern!r} mean {number} layers, and match {len(others)} modules that are none ({kinds})")
     for pattern, modules in _match_all(named, _as_list(ignore)).items():
         if not modules:
@@ -97,11 +97,12 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
 
 
-def _layers(modules: list[nn.Module], fits: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """Those that fit, else those below that fit, else all."""
+def _layers(pattern: str, modules: list[nn.Module], fits: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """What fits, where none does what fits below, else all; of names and classes others stay, for whoever refuses them."""
     own = [module for module in modules if fits(module)]
-    below = own or [part for module in modules for part in module.modules() if fits(part)]
-    return below or modules
+    if own:
+        return own if pattern.startswith(_REGEX_PREFIX) else modules
+    return [part for module in modules for part in module.modules() if fits(part)] or modules
 
 
 def _resolved(

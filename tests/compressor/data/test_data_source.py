@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
 from compressor.data import load_dataset_source, open_source
@@ -170,3 +171,18 @@ def test_a_kind_of_files_may_stand_for_the_dataset(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "d.txt").write_text("\n".join(json.dumps(row) for row in ROWS))
     assert ids_of("json", split="train[1:]", raw_kwargs={"data_files": str(tmp_path / "d.txt")}) == PLAIN[1:]
+
+
+@pytest.mark.parametrize(("name", "value"), [("streaming", True), ("dataset_config_name", "main"), ("raw_kwargs", {"revision": "x"})])
+def test_what_says_how_to_load_is_refused_where_nothing_is_loaded(name: str, value: Any, tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    save_file({"input_ids": torch.tensor(PLAIN)}, tmp_path / "d.safetensors")
+    for source in (ROWS, datasets.Dataset.from_list(ROWS), {"train": ROWS}, tmp_path / "saved", tmp_path / "d.safetensors"):
+        with pytest.raises(DatasetError, match=f"^{name}: .* was given, but this "):
+            ids_of(source, **{name: value})
+
+
+def test_a_batch_is_no_mapping_of_splits() -> None:
+    for batch in ({"input_ids": torch.tensor(PLAIN)}, {"input_ids": PLAIN, "attention_mask": PLAIN}):
+        with pytest.raises(DatasetError, match="a dict is no source of calibration data"):
+            ids_of(batch)

@@ -161,3 +161,12 @@ def test_a_name_of_a_module_goes_before_those_of_parameters():
 def test_all_that_can_be_pruned_are_linear_layers_and_convolutions():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.Embedding(3, 2), nn.Conv1d(2, 2, 1))
     assert list(resolve_targets(model, ["__ALL_PRUNABLE__"])) == ["0", "2", "4"]
+
+
+def test_a_class_of_which_some_are_no_layers_keeps_them_to_be_refused():
+    class Odd(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), Odd(2, 2))
+    assert list(resolve_layers(model, ["Linear"], [], lambda module: type(module) is nn.Linear)) == ["0", "1"]
+    assert list(resolve_layers(model, ["re:[01]"], [], lambda module: type(module) is nn.Linear)) == ["0"]
