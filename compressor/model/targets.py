@@ -3,8 +3,8 @@
 The patterns are those of compressed-tensors, so that recipes and checkpoints carry over: a class name (`Linear`, base classes count), an
 exact dotted name, or `re:` and a regular expression that must match from the start of the dotted name. A pattern that matches nothing is
 a mistake worth stopping for: a typo in `ignore` quantizes a layer that had to stay as it was. Only a `re:` in `ignore` may match nothing,
-since published recipes name parts of other models there; that is noted. A pattern that names no module may name parameters (`re:.*q_proj.weight`), and
-`__ALL_PRUNABLE__` names linear layers and convolutions.
+since published recipes name parts of other models there; that is noted. A pattern that names no module may name parameters
+(`re:.*q_proj.weight`), and `__ALL_PRUNABLE__` names linear layers and convolutions.
 """
 
 from __future__ import annotations
