@@ -134,7 +134,7 @@ CHANGES: dict[str, tuple[Callable[[Unfinished], dict[str, Any]], str]] = {
     "engine": (lambda run: {"engine": "suspend"}, r"settings\.engine was 'auto' and is 'suspend'"),
     "dtype": (lambda run: {"dtype": "float32"}, r"settings\.dtype was 'auto' and is 'float32'"),
     "ties": (lambda run: {"tie_word_embeddings": False}, r"settings\.tie_word_embeddings was not given and is False"),
-    "config": (lambda run: {"config_name": run.model}, r"settings\.config_name was not given and is '[0-9a-f]{64}'"),
+    "config of another folder": (lambda run: {"config_name": run.model}, r"settings\.config_name was not given and is [0-9a-f]{12}"),
     "class": (lambda run: {"model_class": "LlamaForCausalLM"}, r"settings\.model_class was not given and is 'LlamaForCausalLM'"),
 }
 
