@@ -10,7 +10,7 @@ from compressor.data import Batch, CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session
 from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask, watched_modules
 from compressor.pipelines.journal import NullJournal, StageJournal
-from compressor.pipelines.out_of_memory import memory_explained
+from compressor.pipelines.memory import memory_explained
 from compressor.pipelines.padding import check_padding
 from compressor.pipelines.still_called import calls_of, check_still_called, compressed_names
 from compressor.progress import Progress

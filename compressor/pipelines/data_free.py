@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compressor.lifecycle import EventType, Session
-from compressor.pipelines.out_of_memory import memory_explained
+from compressor.pipelines.memory import memory_explained
 from compressor.progress import Progress
 
 

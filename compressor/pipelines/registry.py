@@ -9,8 +9,8 @@ from compressor.data import CalibrationData
 from compressor.errors import DatasetError, RecipeError
 from compressor.lifecycle import CalibrationNeed, Modifier, Session
 from compressor.pipelines import basic, data_free, sequential
-from compressor.pipelines.host_memory import return_large_blocks
 from compressor.pipelines.journal import StageJournal
+from compressor.pipelines.memory import return_large_blocks
 from compressor.pipelines.settings import SequentialSettings
 from compressor.progress import Progress
 

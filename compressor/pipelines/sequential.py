@@ -18,8 +18,8 @@ from compressor.errors import CalibrationError, TracingError
 from compressor.lifecycle import EventType, Session, State
 from compressor.pipelines.calibration_mode import calibration_mode, note_kept, note_proof, set_token_mask, watched_modules
 from compressor.pipelines.journal import NullJournal, StageJournal
-from compressor.pipelines.offload.open_store import open_store
-from compressor.pipelines.out_of_memory import memory_explained
+from compressor.pipelines.memory import memory_explained
+from compressor.pipelines.offload.activation_store import open_store
 from compressor.pipelines.padding import check_padding
 from compressor.pipelines.passes import cut_at_inputs
 from compressor.pipelines.settings import SequentialSettings

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 from compressor.errors import TargetError, TracingError
-from compressor.pipelines.offload.open_store import check_offload_dir, parse_bytes
+from compressor.pipelines.memory import parse_bytes
+from compressor.pipelines.offload.activation_store import check_offload_dir
 from compressor.settings.verbs import OneshotSettings, Passes
 from compressor.tracing.plan import check_tracing_options
 from compressor.tracing.targets.records import Engine, Verify

@@ -32,7 +32,7 @@ from compressor.nn.experts import UnfusedExperts
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import SequentialSettings, choose_pipeline
 from compressor.pipelines.calibration_mode import calibration_mode
-from compressor.pipelines.offload.open_store import parse_bytes
+from compressor.pipelines.memory import parse_bytes
 from compressor.pipelines.passes import cut_at_inputs
 from compressor.planning.estimate import Estimate, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.pipelines.offload.activation_store import ActivationStore
-from compressor.pipelines.offload.open_store import free_bytes, open_store
+from compressor.pipelines.memory import free_bytes
+from compressor.pipelines.offload.activation_store import ActivationStore, open_store
 
 pytestmark = pytest.mark.gpu
 SIZE = 4 * 256 * 256

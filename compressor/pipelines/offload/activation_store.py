@@ -7,6 +7,7 @@ sample then gets a copy of its own, so that none sees what another writes.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,11 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from compressor.errors import OutputError, UserInputError
+from compressor.pipelines.memory import free_bytes, parse_bytes
 from compressor.pipelines.offload.block_pool import SMALL_BYTES, Block, BlockPool, Coming, Place
 from compressor.pipelines.offload.tensor_skeleton import put_together, take_apart
 
+# Shares of what is free when calibration starts: the rest is for statistics, solvers and the forwards themselves.
+HOST_SHARE, DEVICE_SHARE = 0.75, 0.4
 _MARKS = 256  # bytes of a storage by which candidates for equality are found before all bytes are compared
 _MAX_CANDIDATES = 8
 
@@ -252,3 +257,56 @@ def _tensor(view: _View | Tensor, blocks: list[Tensor]) -> Tensor:
         torch._C._set_neg(tensor, True)
     tensor.__dict__.update(view.attributes)
     return tensor
+
+
+# From the memory that a user grants to activations to the store that keeps within it.
+
+
+def check_offload_dir(folder: str | Path) -> None:
+    """Refuse a folder before anything runs that could not be written later.
+
+    Args:
+        folder: for activations.
+
+    Raises:
+        OutputError: it is missing or not writable.
+    """
+    if not Path(folder).is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"offload_dir: {folder} is no folder that can be written; make it, or name another")
+
+
+def open_store(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    activation_memory: int | str | None = None,
+    activation_device_memory: int | str | None = None,
+    offload_dir: str | Path | None = None,
+) -> ActivationStore:
+    """Make the store for one run.
+
+    Args:
+        model: its configurations are kept by reference wherever activations hold one.
+        device: that computes.
+        activation_memory: bytes of main memory; None takes three quarters of what is free.
+        activation_device_memory: bytes of GPU memory; None takes two fifths of what is free. There is none to grant on a CPU.
+        offload_dir: folder for what fits in neither; None makes that an error.
+
+    Returns:
+        An empty store; close it.
+
+    Raises:
+        UserInputError: a size that is none, GPU memory without a GPU, or a folder that cannot be written.
+    """
+    cpu = torch.device("cpu")
+    host = int(HOST_SHARE * free_bytes(cpu)) if activation_memory is None else parse_bytes(activation_memory, "activation_memory")
+    if device.type != "cuda" and activation_device_memory is not None:
+        raise UserInputError(
+            f"activation_device_memory: {activation_device_memory!r} was given, but the run is on {device}; use activation_memory"
+        )
+    on_device = 0
+    if device.type == "cuda":
+        granted = activation_device_memory
+        on_device = int(DEVICE_SHARE * free_bytes(device)) if granted is None else parse_bytes(granted, "activation_device_memory")
+    configs = {id(module.__dict__["config"]) for module in model.modules() if "config" in module.__dict__}
+    return ActivationStore(device, on_device, host, offload_dir, by_reference=lambda value: id(value) in configs)

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from compressor.errors import OutputError, TargetError, UserInputError
-from compressor.pipelines import SequentialSettings
-from compressor.pipelines.offload import open_store as offload
-from compressor.pipelines.offload.open_store import free_bytes, open_store, parse_bytes
+from compressor.pipelines import SequentialSettings, memory
+from compressor.pipelines.memory import free_bytes, parse_bytes
+from compressor.pipelines.offload import activation_store
+from compressor.pipelines.offload.activation_store import open_store
 
 CPU = torch.device("cpu")
 
@@ -51,10 +52,10 @@ def test_free_memory_obeys_the_limit_of_the_control_group(tmp_path: Path, monkey
     assert 0 < free_bytes(CPU) < 1 << 50
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
-    assert offload._control_group_bytes(tmp_path) == 3000
+    assert memory._control_group_bytes(tmp_path) == 3000
     (tmp_path / "memory.max").write_text("max\n")
-    assert offload._control_group_bytes(tmp_path) > 1 << 60
-    monkeypatch.setattr(offload, "_control_group_bytes", lambda: 3000)
+    assert memory._control_group_bytes(tmp_path) > 1 << 60
+    monkeypatch.setattr(memory, "_control_group_bytes", lambda: 3000)
     assert free_bytes(CPU) == 3000
 
 
@@ -62,13 +63,13 @@ def test_free_memory_obeys_the_limit_of_the_address_space(tmp_path: Path, monkey
     (tmp_path / "statm").write_text("10 5 1 1 0 1 0\n")
     page = os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (30 * page, resource.RLIM_INFINITY))
-    assert offload._address_space_bytes(tmp_path / "statm") == 20 * page
+    assert memory._address_space_bytes(tmp_path / "statm") == 20 * page
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert offload._address_space_bytes(tmp_path / "statm") > 1 << 60
+    assert memory._address_space_bytes(tmp_path / "statm") > 1 << 60
 
 
 def test_by_default_three_quarters_of_free_memory_are_granted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(activation_store, "free_bytes", lambda device: 100_000)
     with open_store(nn.Linear(2, 2), CPU) as store:
         store.put(0, {"x": torch.zeros(75_000, dtype=torch.uint8)})
         with pytest.raises(RuntimeError, match="75,000 bytes of main memory"):

@@ -14,7 +14,7 @@ from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import CalibrationError, OutOfMemoryError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, Session, State
 from compressor.pipelines import SequentialSettings, run_pipeline
-from compressor.pipelines.out_of_memory import memory_explained
+from compressor.pipelines.memory import memory_explained
 from compressor.progress import SilentProgress
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 24}

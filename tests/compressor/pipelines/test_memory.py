@@ -10,13 +10,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor import GPTQModifier, oneshot
-from compressor.pipelines.host_memory import return_large_blocks
+from compressor.pipelines.memory import return_large_blocks
 from compressor.pipelines.offload.activation_store import ActivationStore
 
 # Blocks of 2 MB, each with a small one behind it that lives on: without a fixed size the heap keeps them all.
 _CHURN = """
 import sys, torch
-from compressor.pipelines.host_memory import return_large_blocks
+from compressor.pipelines.memory import return_large_blocks
 if sys.argv[1] == "fixed":
     assert return_large_blocks()
 torch.empty(16 << 20, dtype=torch.uint8).fill_(1)  # freed, and from now on glibc takes blocks up to 16 MB from the heap

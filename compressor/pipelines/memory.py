@@ -1,0 +1,177 @@
+"""Memory of a calibration: sizes as people write them, what is free, what goes back at once, and what to say when it runs out."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import nn
+
+from compressor.errors import CompressorError, OutOfMemoryError, UserInputError
+from compressor.tracing.targets.out_of_memory import is_out_of_memory
+
+_MAX_BYTES = 2**63
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_bytes(size: int | str, name: str) -> int:
+    """Read a size in bytes.
+
+    Args:
+        size: a number of bytes, or text such as `4GB`, `512 MiB`, `1.5e9`.
+        name: of the setting, for errors only.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        UserInputError: it is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:E[0-9]+)?)\s*([KMGT]I?)?B?\s*", str(size).upper())
+    if match is None:
+        raise UserInputError(f"{name}: {size!r} is no size in bytes; write a number, or one with a unit, such as 4GB or 512MiB")
+    found = float(match[1]) * _UNITS[match[2] or ""]
+    if found >= _MAX_BYTES:
+        raise UserInputError(f"{name}: {size!r} is more than any machine has; write a size such as 4GB or 512MiB")
+    return int(found)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that could be used now.
+
+    Args:
+        device: a GPU, or the CPU for main memory.
+
+    Returns:
+        Bytes: on a GPU what the driver and torch's allocator have left; in main memory what is available to this process, within the limits
+        of its control group and of its address space.
+    """
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
+    return min(_available_bytes(), _control_group_bytes(), _address_space_bytes())
+
+
+def _available_bytes() -> int:
+    """Memory that the system would give without swapping; where it does not say, all there is."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+        return 1024 * int(lines["MemAvailable"].split()[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _control_group_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """What a container may still take (cgroup version 2); a very large number where there is no limit."""
+    limit, used = root / "memory.max", root / "memory.current"
+    if not limit.exists() or not used.exists():
+        return 1 << 62
+    text = limit.read_text(encoding="ascii").strip()
+    return 1 << 62 if text == "max" else max(0, int(text) - int(used.read_text(encoding="ascii")))
+
+
+def _address_space_bytes(status: Path = Path("/proc/self/statm")) -> int:
+    """What `ulimit -v` leaves; a very large number where there is no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or not status.exists():
+        return 1 << 62
+    return max(0, limit - int(status.read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+# The allocator of glibc raises the size from which on it maps blocks of their own each time such a block is freed, up to 32 MB.
+# Activations then come from the heap, which cannot shrink beneath a block that lives on. Naming the size stops that; it was a third of a
+# run's memory.
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_BLOCK_BYTES = 1 << 20
+_CHOSEN_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
+def return_large_blocks() -> bool:
+    """Have blocks of 1 MB and more mapped by themselves, for the rest of the process.
+
+    Returns:
+        Whether that was done: not where the user has set up the allocator, nor with an allocator that has no such setting.
+    """
+    if any(os.environ.get(name) for name in _CHOSEN_BY_USER):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _BLOCK_BYTES))
+
+
+# When memory runs out: in which stage, at what, what the stage holds, and what can be done about it.
+
+Work = Literal["traced", "calibrated", "compressed", "propagated"]
+
+_SHOWN_MODULES = 3
+_SMALLER_FORWARDS = "take smaller batches (batch_size=1) or shorter sequences (max_seq_length)"
+_SMALLER_STAGES = 'take smaller stages (sequential_targets=["Linear"])'
+_FEWER_ACTIVATIONS = "let activations go to disk (activation_memory and offload_dir)"
+_REMEDIES: Mapping[Work, tuple[str, ...]] = MappingProxyType(
+    {
+        "traced": (_SMALLER_FORWARDS, 'leave the proof out (verify="off")'),
+        "calibrated": (_SMALLER_FORWARDS, _SMALLER_STAGES, _FEWER_ACTIVATIONS),
+        "compressed": (_SMALLER_STAGES, _FEWER_ACTIVATIONS, "leave the search for scales out (scale_search: false)"),
+        "propagated": (_SMALLER_FORWARDS, _FEWER_ACTIVATIONS),
+    }
+)
+
+
+@contextmanager
+def memory_explained(model: nn.Module, stage: str, work: Work, names: Collection[str]) -> Iterator[None]:
+    """Say more than an allocator can when memory runs out inside.
+
+    Args:
+        model: whose stage it is.
+        stage: name of the stage, for the error.
+        work: what is being done to it.
+        names: dotted names of the modules in it.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        OutOfMemoryError: memory ran out.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, CompressorError) or not is_out_of_memory(error):
+            raise
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        raise OutOfMemoryError(
+            f"{stage}: memory ran out while it was {work} ({_said(error)}; {free_bytes(device) / 1e6:,.0f} MB are free on {device}); "
+            f"{_contents(model, names)}; {', or '.join(_REMEDIES[work])}; compressor plan shows what each stage needs"
+        ) from error
+
+
+def _said(error: BaseException) -> str:
+    """The allocator's own words about the size that it was asked for."""
+    text = " ".join(str(error).split())
+    asked = re.search(r"Tried to allocate [\d.]+ \w+|you tried to allocate \d+ bytes|allocate \d+ bytes", text, re.IGNORECASE)
+    return asked[0] if asked else text[:120] or type(error).__name__
+
+
+def _contents(model: nn.Module, names: Collection[str]) -> str:
+    """The largest modules of a stage."""
+    wanted = set(names)
+    sizes = {
+        name: sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+        for name, module in model.named_modules()
+        if name in wanted
+    }
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:_SHOWN_MODULES]
+    shown = ", ".join(f"{name} ({_shape(model.get_submodule(name))}{sizes[name] / 1e6:,.1f} MB)" for name in largest if sizes[name])
+    return f"its modules hold {sum(sizes.values()) / 1e6:,.1f} MB, the largest are {shown}" if shown else "its modules hold no tensors"
+
+
+def _shape(module: nn.Module) -> str:
+    weight = getattr(module, "weight", None)
+    return "x".join(str(side) for side in weight.shape) + " " if isinstance(weight, torch.Tensor) else ""
