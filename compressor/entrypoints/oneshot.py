@@ -29,7 +29,6 @@ from compressor.model.checkpoints.save import MAX_SHARD_BYTES, save_checkpoint
 from compressor.model.class_readers import buffer_notes, check_readable, class_notes, module_notes
 from compressor.model.disk_room import check_room
 from compressor.model.experts.format import reader_notes
-from compressor.model.experts.stages import expert_targets
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device, resolve_processor, resolve_tokenizer, untie
 from compressor.model.saving import attach_save, save_compressed
@@ -37,6 +36,7 @@ from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.nn import QuantizedLayer
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record
+from compressor.pipelines.stage_targets import expert_targets
 from compressor.progress import Progress, RichProgress, SilentProgress
 from compressor.random_state import random_numbers_kept
 from compressor.recipe import Recipe, load_recipe

@@ -9,10 +9,9 @@ import torch
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session
 from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask, watched_modules
+from compressor.pipelines.forward_checks import calls_of, check_padding, check_still_called, compressed_names
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained
-from compressor.pipelines.padding import check_padding
-from compressor.pipelines.still_called import calls_of, check_still_called, compressed_names
 from compressor.progress import Progress
 from compressor.tracing.footprint import all_that_may_change
 from compressor.tracing.graph.nodes import Unrepeatable

@@ -17,13 +17,12 @@ from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, TracingError
 from compressor.lifecycle import EventType, Session, State
 from compressor.pipelines.calibration_mode import calibration_mode, note_kept, note_proof, set_token_mask, watched_modules
+from compressor.pipelines.forward_checks import calls_of, check_padding, check_still_called, compressed_names
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained
 from compressor.pipelines.offload.activation_store import open_store
-from compressor.pipelines.padding import check_padding
-from compressor.pipelines.passes import cut_at_inputs
 from compressor.pipelines.settings import SequentialSettings
-from compressor.pipelines.still_called import calls_of, check_still_called, compressed_names
+from compressor.pipelines.stage_targets import cut_at_inputs
 from compressor.progress import Progress, Task
 from compressor.tracing import Engine, Partition, Plan, Run, RunningStage, ValueStore, Watched, module_names, partition, trace
 

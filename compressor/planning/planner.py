@@ -23,7 +23,6 @@ from compressor.arguments import check_dtypes_around
 from compressor.data.datasets import chosen_length
 from compressor.data.encode import max_positions
 from compressor.lifecycle import BaseStream, Modifier, PlannedModule, State
-from compressor.model.experts.stages import expert_targets
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.load import check_in_memory, resolve_device, resolve_dtype
 from compressor.model.loading.stand_in import load_skeleton
@@ -33,7 +32,7 @@ from compressor.numerics import QuantizationScheme
 from compressor.pipelines import SequentialSettings, choose_pipeline
 from compressor.pipelines.calibration_mode import calibration_mode
 from compressor.pipelines.memory import parse_bytes
-from compressor.pipelines.passes import cut_at_inputs
+from compressor.pipelines.stage_targets import cut_at_inputs, expert_targets
 from compressor.planning.estimate import Estimate, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.stages import Setting, lay_out

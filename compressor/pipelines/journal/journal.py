@@ -18,8 +18,7 @@ from compressor.atomic import reason
 from compressor.errors import CheckpointError, LifecycleError, ResumeError
 from compressor.lifecycle import FinishedStage, Session
 from compressor.pipelines.journal.fingerprint import file_hashes
-from compressor.pipelines.journal.lines import Lines
-from compressor.pipelines.journal.run_folder import RunFolder
+from compressor.pipelines.journal.run_folder import Lines, RunFolder
 from compressor.pipelines.journal.stage_files import (
     Before,
     add_report,

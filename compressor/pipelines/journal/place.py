@@ -15,8 +15,8 @@ from compressor.lifecycle import Modifier
 from compressor.model.checkpoints.audit import check_written
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes, digest, file_hashes
 from compressor.pipelines.journal.journal import Journal, NullJournal, StageJournal
-from compressor.pipelines.journal.lines import Lines
 from compressor.pipelines.journal.run_folder import (
+    Lines,
     RunFolder,
     check_names,
     check_run_dir,

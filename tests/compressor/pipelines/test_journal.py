@@ -23,9 +23,8 @@ from compressor.lifecycle import Event, EventType, FinishedStage, Modifier, Modu
 from compressor.pipelines import run_pipeline
 from compressor.pipelines.journal import Journal, NullJournal, check_places
 from compressor.pipelines.journal.fingerprint import changes
-from compressor.pipelines.journal.lines import Lines
 from compressor.pipelines.journal.place import open_journal
-from compressor.pipelines.journal.run_folder import RunFolder
+from compressor.pipelines.journal.run_folder import Lines, RunFolder
 from compressor.pipelines.journal.stage_files import add_report, report_since
 from compressor.progress import SilentProgress
 from compressor.random_state import RandomState
