@@ -19,9 +19,9 @@ from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import GraphPlanner, Variant
 from compressor.tracing.graph.program import Program
 from compressor.tracing.graph.run import GraphRun
-from compressor.tracing.host_reads import catching
 from compressor.tracing.picking import excerpt, facts_of, other_content, pick, unproved
 from compressor.tracing.proof import Comparison, Difference, OtherNumbers, Seen
+from compressor.tracing.reads import catching
 from compressor.tracing.targets.call_order import plain_forwards
 from compressor.tracing.targets.partition import module_names, taken_apart
 from compressor.tracing.targets.records import Guard, Stage, Verify

@@ -25,7 +25,7 @@ from compressor.tracing.graph.program import Program, Segment, build_program, si
 from compressor.tracing.graph.recorder import Recorder
 from compressor.tracing.graph.replay import run_nodes, run_program
 from compressor.tracing.graph.torch_patches import GIVEN, LeafFunction, function_around, noting_values, recording, resolve_leaf
-from compressor.tracing.host_reads import HostReads
+from compressor.tracing.reads import HostReads
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import taken_apart
 from compressor.tracing.targets.records import Leaf

@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from compressor.data.layouts import has_memory
-from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.encoder import Binder, Encoder, Numbers
 from compressor.tracing.graph.nested_values import (
     call_form,
@@ -27,6 +26,7 @@ from compressor.tracing.graph.nested_values import (
 )
 from compressor.tracing.graph.nodes import GraphBuilder, SwallowedTarget, current_frames, current_place, set_attribute, set_buffer
 from compressor.tracing.graph.shared_objects import SharedObjects, Surroundings, modules_around
+from compressor.tracing.reads import ForeignWeights
 from compressor.tracing.symbolic import is_symbolic, plain
 
 

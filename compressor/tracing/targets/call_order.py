@@ -20,11 +20,10 @@ from compressor.data.layouts import kind_of
 from compressor.errors import CompressorError, TracingError
 from compressor.random_state import foreign_random
 from compressor.tracing.footprint import Footprint, Stirred
-from compressor.tracing.foreign_weights import ForeignWeights
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import without_traces
-from compressor.tracing.host_reads import HostReads
 from compressor.tracing.proof import OtherNumbers, Seen, observe
+from compressor.tracing.reads import ForeignWeights, HostReads
 from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
