@@ -11,7 +11,7 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -163,22 +163,79 @@ def test_heavy_libraries_are_imported_only_when_needed(repo_root: Path, code: st
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-def _imports(nodes: list[ast.stmt]) -> Iterator[str]:
-    """What a module names as it is loaded, and what it names for the type checker alone."""
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-            yield node.module
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.If):
-            yield from _imports([*node.body, *node.orelse])
+def _import_graph(paths: Iterable[Path], root: Path) -> dict[str, set[str]]:
+    """What each module imports, whether as it is loaded, for the type checker alone or in a function; a package is its `__init__`."""
+    modules = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    graph = {}
+    for name, path in modules.items():
+        wanted = {target for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for target in _imported(node, modules)}
+        graph[name] = wanted & modules.keys() - {name}
+    return graph
 
 
-def test_no_file_needs_itself(repo_root: Path) -> None:
-    files = {
-        ".".join(path.relative_to(repo_root).with_suffix("").parts): path for path in _sources(repo_root) if path.name != "__init__.py"
-    }
-    graph = {name: {*_imports(ast.parse(path.read_text(encoding="utf-8")).body)} & files.keys() for name, path in files.items()}
+def _imported(node: ast.AST, modules: Collection[str]) -> list[str]:
+    if isinstance(node, ast.ImportFrom) and node.module:
+        longer = [f"{node.module}.{alias.name}" for alias in node.names]
+        return [name if name in modules else node.module for name in longer]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def test_no_module_needs_itself(repo_root: Path) -> None:
+    graph = _import_graph(_sources(repo_root), repo_root)
     assert len(graph) > 300 and sum(map(len, graph.values())) > 1000
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises an error that names the circle
+
+
+@pytest.mark.parametrize("back", ["import package.a", "def f():\n    from package.a import A", "from package import a", "import package"])
+def test_a_circle_is_found_wherever_it_closes(back: str, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    for name, text in {"__init__": "from package.a import A", "a": "from package.b import B", "b": back}.items():
+        (tmp_path / "package" / f"{name}.py").write_text(text)
+    graph = _import_graph(tmp_path.rglob("*.py"), tmp_path)
+    with pytest.raises(graphlib.CycleError):
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+def _narrows(test: ast.expr) -> bool:
+    """Whether an assertion tells the type checker what a value is, and nothing about what it holds."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return all(map(_narrows, test.values))
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return isinstance(test.operand, ast.Call) and _narrows(test.operand)
+    if isinstance(test, ast.Compare):
+        return [type(operator) for operator in test.ops] == [ast.IsNot] and ast.unparse(test.comparators[0]) == "None"
+    return isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"
+
+
+def _odd_statements(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) and not _narrows(node.test):
+            yield node.lineno, "assert guards data, which python -O would let through; raise an error that says what to do"
+        if isinstance(node, ast.ClassDef):
+            hidden = [inner for one in node.body if isinstance(one, ast.If) for inner in one.body]
+            if any(isinstance(one, ast.AnnAssign) for one in hidden):
+                yield node.lineno, f"{node.name} declares attributes of its host; hand them to its methods"
+
+
+def test_no_assertion_guards_data_and_no_mixin_declares_its_host(repo_root: Path) -> None:
+    found = [
+        f"{path.relative_to(repo_root)}:{line}: {why}"
+        for path in _sources(repo_root)
+        for line, why in _odd_statements(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_odd"),
+    [
+        ("assert x is not None and isinstance(y, int)", False),
+        ("assert len(x) == 2", True),
+        ("assert x is not None or y", True),
+        ("assert x.dtype is not torch.int8", True),
+        ("class Mixin:\n    if TYPE_CHECKING:\n        host: int", True),
+        ("class Own:\n    own: int = 0", False),
+    ],
+)
+def test_odd_statements_are_found(text: str, is_odd: bool) -> None:
+    assert bool([*_odd_statements(ast.parse(text))]) is is_odd

@@ -81,7 +81,7 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
 
     def on_initialize(self, state: State) -> bool:
         """Resolve targets against the model; all that cannot work is an error here, before any data is read."""
-        self._attention = self.kv_targets(state.model)
+        self._attention = self.kv_targets(state.model, self.ignore)
         self._schemes = self.resolve(state.model)
         state.report.notes += self.pattern_notes(state.model)
         state.claim([*self._schemes, *self._attention], self.label)

@@ -7,8 +7,8 @@ once, so that no layer is calibrated behind a quantized cache and another in fro
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, PrivateAttr, field_validator
@@ -31,9 +31,6 @@ class KVCacheTargets(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    if TYPE_CHECKING:
-        ignore: list[str]
-
     kv_cache_scheme: QuantizationArgs | None = None
 
     _kv_observers: dict[str, dict[str, Observer]] = PrivateAttr(default_factory=dict)
@@ -50,11 +47,12 @@ class KVCacheTargets(BaseModel):
         """Whether the scales of keys and values must be calibrated."""
         return self.kv_cache_scheme is not None and not self.kv_cache_scheme.dynamic
 
-    def kv_targets(self, model: nn.Module) -> dict[str, nn.Module]:
+    def kv_targets(self, model: nn.Module, ignore: Sequence[str]) -> dict[str, nn.Module]:
         """Find the attention modules whose keys and values are to be quantized.
 
         Args:
             model: not modified.
+            ignore: patterns of the recipe, which may leave out weights only.
 
         Returns:
             Dotted name to module; empty without a kv_cache_scheme.
@@ -75,7 +73,7 @@ class KVCacheTargets(BaseModel):
         taken = next((name for name, module in found.items() if kv_args(module) is not None), None)
         if taken is not None:
             raise TargetError(f"{where}: keys and values of {taken} are quantized already; leave it out")
-        for pattern in self.ignore:
+        for pattern in ignore:
             meant = {name for name, module in model.named_modules() if matches(name, module, pattern)}
             if meant and meant <= found.keys():
                 raise TargetError(

@@ -358,7 +358,7 @@ class SchemeTargets(KVCacheTargets):
         Returns:
             One entry per linear layer, in the order of the model.
         """
-        self.kv_targets(model)
+        self.kv_targets(model, self.ignore)
         schemes = self.resolve(model)
         shown = {name: module for name, module in model.named_modules() if name in schemes or isinstance(module, nn.Linear)}
         return [self._planned(name, module, schemes.get(name)) for name, module in shown.items()]

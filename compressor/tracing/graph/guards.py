@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from compressor.tracing.graph.nested_values import DATA_SIZED
-from compressor.tracing.graph.nodes import Constant, Place, guard
+from compressor.tracing.graph.nodes import Constant, Place
 from compressor.tracing.graph.program import Program
 from compressor.tracing.graph.replay import needed_for
 from compressor.tracing.targets.records import Guard
@@ -396,7 +396,6 @@ def describe_guard(node: fx.Node, segment: int, variant: int, wording: Wording) 
     Returns:
         The record; None for one that holds for every batch that can take the program.
     """
-    assert node.target is guard
     place: Place = node.meta["place"]
     is_value = node.meta["guard"] == "value" and not _is_length_of_result(node.args[0])
     text = wording.claim(node.args[0], node.args[1]) if is_value else ""
