@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.replay.kernels.timing import Ratio, interleave, median_interval, ratios
-from tests.bench.turns import UNGUARDED, Turns, timed_guards
+from tests.bench.interleaved_runs import UNGUARDED, Turns, timed_guards
 
 if TYPE_CHECKING:
     import torch

@@ -63,7 +63,7 @@ def record(
         with recording(recorder, leaves, values):
             output = _run(model, given)
             with recorder.builder.opaque():
-                recorder.surroundings.check()
+                recorder.side_effects.check()
                 recorder.weights.check()
                 encoded = recorder.encoder.encode(output)
             reassigned = {f"{recorder.builder.names.get(id(module), '?')}.{name}".lstrip(".") for module, name in values.noted()}

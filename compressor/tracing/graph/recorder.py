@@ -25,7 +25,7 @@ from compressor.tracing.graph.nested_values import (
     writes_by_name,
 )
 from compressor.tracing.graph.nodes import GraphBuilder, SwallowedTarget, current_frames, current_place, set_attribute, set_buffer
-from compressor.tracing.graph.shared_objects import SharedObjects, Surroundings, modules_around
+from compressor.tracing.graph.shared_objects import SharedObjects, SideEffects, modules_around
 from compressor.tracing.reads import ForeignWeights
 from compressor.tracing.symbolic import is_symbolic, plain
 
@@ -39,7 +39,7 @@ class Recorder(TorchFunctionMode):
         binder: gives nodes to results.
         calls: every module call inside a node: module name, target or "" around it, number of nodes before it.
         busy: code of the functions that called a target; none of them can become a leaf.
-        surroundings: what the forward does besides calling torch and modules.
+        side_effects: what the forward does besides calling torch and modules.
         weights: whether it uses weights outside of their targets.
         reads: is shown every torch call.
     """
@@ -59,7 +59,7 @@ class Recorder(TorchFunctionMode):
         self._taken_apart = modules_around(model, self.targets)
         self._owner: str | None = None
         self._leaf = ""
-        self.surroundings = Surroundings(model)
+        self.side_effects = SideEffects(model)
         self.weights = ForeignWeights(model, targets, pauses=False)
         self.reads: Callable[..., None] = lambda *call: None
 
@@ -132,7 +132,7 @@ class Recorder(TorchFunctionMode):
         try:
             return function(*args, **kwargs)
         except Exception as error:  # goes on as it is
-            self.surroundings.caught = f"{current_place()}: {type(error).__name__} ({error}) was raised and caught"
+            self.side_effects.caught = f"{current_place()}: {type(error).__name__} ({error}) was raised and caught"
             raise
         finally:
             self._owner = outer
@@ -201,7 +201,7 @@ class Recorder(TorchFunctionMode):
             self.weights.look(None, args, kwargs)
             plain_args, plain_kwargs = plain_tree(args), plain_tree(kwargs)
             self._objects.before((args, kwargs), (plain_args, plain_kwargs))
-            context = self.surroundings.context(self.builder, self.encoder)
+            context = self.side_effects.context(self.builder, self.encoder)
             encoded = self.encoder.encode(args, sizes=True), self.encoder.encode(kwargs, sizes=True)
             before = self.versions((plain_args, plain_kwargs))
             output = self._run(run, plain_args, plain_kwargs, owner)

@@ -211,7 +211,7 @@ def _differences(known: dict[Any, tuple[Any, Any]], now: dict[Any, Any]) -> list
 _UNSET = object()
 
 
-class Surroundings:
+class SideEffects:
     """How things stood when a forward began, to be compared with how it leaves them.
 
     Attributes:
