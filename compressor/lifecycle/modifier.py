@@ -189,6 +189,7 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
             done = self._checked_bool("on_initialize", self.on_initialize(state))
             if done:
                 self._lifecycle_flags = self._lifecycle_flags._replace(initialized=True)
+                # Due at the very beginning: it starts ahead of the first batch, not within it.
                 if self.should_start(0.0):
                     self.on_start(state, Event(EventType.BATCH_START))
                     self._lifecycle_flags = self._lifecycle_flags._replace(started=True)
@@ -342,6 +343,7 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
             raise LifecycleError(
                 f"{self.label}: {method}() was called while the modifier is {stands}; initialize it once, send events, finalize it once"
             )
+        # Set for the duration, so that a callback which calls back is told so instead of corrupting the flags.
         self._running_method = method
         try:
             yield

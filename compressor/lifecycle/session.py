@@ -73,6 +73,7 @@ class Session:
         with self._exclusive(Call.INITIALIZE):
             keep, flags = self.state.keep_originals, [modifier.flags for modifier in self.modifiers]
             bring_back = self.state.remember()
+            # Whatever the run chose: a modifier that fails must not leave what those before it have replaced.
             self.state.keep_originals = True
             try:
                 for modifier in self.modifiers:
@@ -105,6 +106,7 @@ class Session:
             )
         with self._exclusive(event_type):
             _check_payload(event_type, loss, modules)
+            # The batch that ends counts for those who hear of it, and for the session once all of them have.
             step = self._step + (event_type is EventType.BATCH_END)
             event = Event(event_type, self._index_at(step), step, loss, tuple(modules))
             flags = [modifier.flags for modifier in self.modifiers]
@@ -204,6 +206,7 @@ class Session:
     @contextmanager
     def _exclusive(self, moment: Moment) -> Iterator[None]:
         """Hold the session for one call that FOLLOWS allows; a call from inside a callback or from another thread is refused."""
+        # Not waited for: a callback that drives its own session would wait for itself.
         if not self._busy.acquire(blocking=False):
             raise LifecycleError(f"session: {_spell(moment)} came while another call was running; callbacks must not drive their session")
         try:

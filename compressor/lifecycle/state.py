@@ -247,6 +247,7 @@ class State:
         _set_module(self.model, name, new)
         self.touch([name])
         if self.keep_originals:
+            # The first is the model's own; what is replaced later is a modifier's work.
             self.originals.setdefault(name, old)
 
     def swap_module(self, name: str, new: nn.Module) -> None:
@@ -323,6 +324,7 @@ class State:
 
     def restore_originals(self) -> None:
         """Put every kept original back, the latest first, and forget them. Changes the model."""
+        # Latest first: an inner module may have been replaced before the one around it.
         for name in reversed(tuple(self.originals)):
             _set_module(self.model, name, self.originals.pop(name))
         while self.tensors:

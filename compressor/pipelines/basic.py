@@ -31,6 +31,7 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
     state, journal = session.state, journal or NullJournal()
     session.send(EventType.CALIBRATION_START)
     names = tuple(name for name, _ in state.model.named_modules())
+    # To the journal the whole model is one stage, so a run whose checkpoint could not be saved is resumed like any other.
     is_finished = journal.open_stage(session, 0, "", names, 1)
     if not is_finished:
         with memory_explained(state.model, "the model", "calibrated", names):
@@ -56,6 +57,7 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
             stirred, kept = changed_by_forwards(state.model, watched, [batch_to(batch, state.device) for batch in data.batches[:2]])
             check_padding(state, data, watched)
         note_kept(state, kept)
+        # Nobody would look: modifiers of need `own` run forwards themselves.
         if all(modifier.calibration_need in ("none", "own") for modifier in session.modifiers):
             return called
         stirred.add(all_that_may_change(state.model, watched))  # later batches may change what the first one leaves alone

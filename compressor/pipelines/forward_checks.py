@@ -55,6 +55,7 @@ def check_padding(state: State, data: CalibrationData, watched: Collection[str])
     batch, real = max(padded, key=lambda one: int(one[1].logical_not().sum()))
     batch, real = {name: tensor.to(state.device) for name, tensor in batch.items()}, real.to(state.device)
     ids = batch["input_ids"]
+    # Other tokens that the model surely knows: the neighbours', and where these are equal, another of the batch.
     others = ids.roll(1, -1).where(ids.roll(1, -1) != ids, ids[real].min())
     others = others.where(others != ids, ids[real].max())
     if bool((others == ids).all()):
@@ -207,6 +208,7 @@ def check_still_called(session: Session, data: CalibrationData, before: set[str]
         CalibrationError: a layer is called no more, though its owner is; or the compressed model raises an error.
     """
     model = session.state.model
+    # What no forward has called before says nothing when none calls it now.
     owners = {name: _owner(model, name) for name in compressed_names(session.state) if name in before}
     if not owners:
         return

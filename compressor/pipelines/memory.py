@@ -143,6 +143,7 @@ def memory_explained(model: nn.Module, stage: str, work: Work, names: Collection
     try:
         yield
     except (MemoryError, RuntimeError) as error:
+        # An error of ours says what is wrong already; everything else that is no lack of memory is none of this.
         if isinstance(error, CompressorError) or not is_out_of_memory(error):
             raise
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

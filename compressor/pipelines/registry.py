@@ -73,6 +73,7 @@ def run_pipeline(
     choose_pipeline((), name)
     settings = settings or SequentialSettings()
     settings.refuse_without_use(name)
+    # Activations and the layers of a large model come and go in blocks; what is freed must not stay in the heap.
     return_large_blocks()
     if name == "data_free":
         data_free.run(session, progress=progress)

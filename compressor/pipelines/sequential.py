@@ -61,6 +61,7 @@ def run(
     settings, journal = settings or SequentialSettings(), journal or NullJournal()
     partition(state.model, settings.targets)  # a wrong pattern is refused before anything happens
     session.send(EventType.CALIBRATION_START)
+    # An earlier run has finished the stages of all watched modules: what it left is enough, and no forward runs.
     if journal.needs_no_data(watched_modules(session)):
         cut, uncalled, called = partition(state.model, settings.targets), journal.restore_all(session), set[str]()
     else:
@@ -89,11 +90,13 @@ def _run_stages(
         num_batches = len(data.batches)
         beside = _beside(session, plan, settings, runs_once)
         state.has_base_stream = beside is not None
+        # A sample enters once and passes each stage twice, to calibrate and to propagate; a twin of it enters once and passes each once.
         total = num_batches * (1 + 2 * len(plan.stages) + (0 if beside is None else 1 + len(plan.stages)))
         with progress.task("calibrate", total=total) as task:
             bar = _Bar(task, total, journal.summary)
 
             def on_sample(index: int) -> None:
+                # Twins of samples, on the uncompressed model, are numbered behind all samples and share their masks.
                 set_token_mask(state, data, index % num_batches)
                 state.base_stream = index >= num_batches
                 bar.advance()
@@ -110,11 +113,13 @@ def _run_stages(
                     beside=beside,
                 ) as running,
             ):
+                # What planning knows is refused before the first stage; what only the run shows, below.
                 _check_called(session, plan.uncalled, settings.targets)
                 _check_rewritten(state, plan, settings.propagate_error)
                 early: tuple[str, ...] = ()
                 with _outside_calls(state, cut) as outside:
                     for stage in running:
+                        # What was called before the last stage: layers behind it have seen it uncompressed.
                         early = tuple(outside)
                         _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(plan.stages))
             _check_called(session, running.uncalled, settings.targets)
@@ -185,9 +190,11 @@ def _run_stage(
     session: Session, run: Run, stage: RunningStage, bar: _Bar, propagate_error: bool, journal: StageJournal, num_stages: int
 ) -> None:
     names, model = stage.module_names, session.state.model
+    # When nobody watches a later module, one sample goes on: it alone shows calls that would come too late.
     is_last = not _watched_elsewhere(session, names)
     is_finished = journal.open_stage(session, stage.index, stage.name, names, num_stages)
     if is_finished:
+        # The hooks in here stay blind: what they would learn lies in the journal, compressed already.
         stage.skip_calibration()
         bar.skip(stage.num_samples, f"forwards through {stage.name}")
     else:
@@ -196,7 +203,9 @@ def _run_stage(
     if not propagate_error:
         with memory_explained(model, stage.name, "propagated", names):
             stage.propagate(only_first=is_last)
+        # Compressed is what was loaded, not what the model's own forward has made of it on the way.
         run.give_back(_changed_by_modifiers(session.state, names))
+    # The last sample to run may have been a twin.
     session.state.base_stream = False
     with memory_explained(model, stage.name, "compressed", names):
         if is_finished:
@@ -210,8 +219,10 @@ def _run_stage(
         with memory_explained(model, stage.name, "propagated", names), ExitStack() as weights:
             for name in stage.module_names:
                 module = model.get_submodule(name)
+                # Once for all samples: a layer of packed codes would dequantize its weight in each forward.
                 if isinstance(module, Materializable):
                     weights.enter_context(module.materialize())
+            # Asked again, because a modifier may have hooked other modules while it compressed these.
             stage.propagate(only_first=is_last and not _watched_elsewhere(session, names))
 
 
@@ -305,4 +316,5 @@ class _Bar:
         self._task.advance(0, note=self._prefix + text)
 
     def finish(self) -> None:
+        # Samples that were ended early have skipped steps that were counted.
         self._task.advance(self._left)

@@ -144,6 +144,7 @@ def run_fingerprint(
         "seed": seed,
         "settings": {**choices, **sequential},
         "versions": {**versions(), **packages},
+        # A run that went on elsewhere would mix two orders of summation; a finished result does not tell it, see `digest`.
         "machine": machine(device),
     }
     return dict(json.loads(json.dumps(content)))  # as it will be read back

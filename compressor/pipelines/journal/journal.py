@@ -181,6 +181,7 @@ class Journal:
         """Read every stage file, and the random states behind the last stage."""
         for entry in self._done:
             self._restore(session, entry)
+        # Whatever draws random numbers afterwards draws those that it would have drawn.
         read_tensors(self._folder.stage_file(None), ()).random.restore()
         return tuple(self._end["uncalled"]) if self._end else ()
 
@@ -209,6 +210,7 @@ class Journal:
         before, modules = self._before, tuple(self._stage["modules"])
         if before is None:
             raise LifecycleError(f"{self.path}: no stage is open that could be finished; call open_stage first")
+        # A stage is finished once; the next one must be opened first.
         self._before = None
         path = self._folder.stage_file(self._stage["index"])
         memories = [modifier.stage_memory(modules) or {} for modifier in session.modifiers]
@@ -221,6 +223,7 @@ class Journal:
             "report": report_since(session.state.report, before.report),
             "memories": [{key: value for key, value in memory.items() if not isinstance(value, Tensor)} for memory in memories],
         }
+        # The file before its line: a file without a line is done again, a line without a file would be an error.
         self._append(entry)
         self._done.append(entry)
 
@@ -275,6 +278,7 @@ class Journal:
         for number, (modifier, memory) in enumerate(zip(session.modifiers, entry["memories"], strict=True)):
             kept = {**memory, **tensors.memories.get(number, {})}
             modifier.skip_stage(session.state, FinishedStage(entry["modules"], kept, tensors.modules))
+        # After the modifiers, which put their layers in place: these tensors include what lies in them.
         copy_tensors(session.state.model, tensors.modules)
         add_report(session.state.report, entry["report"])
         tensors.random.restore()

@@ -135,6 +135,7 @@ def _check_stages(folder: RunFolder, found: Lines) -> None:
             raise ResumeError(f"{file}: cannot be read ({error.strerror}); {remedy}") from error
         if sha256 != entry["sha256"]:
             raise ResumeError(f"{file}: is not what was written (sha256 {sha256[:12]}, not {entry['sha256'][:12]}); {remedy}")
+    # One file more may be there: a kill between a stage's file and its line.
     expected = {folder.stage_file(entry.get("index")) for entry in entries} | {folder.stage_file(len(entries))}
     orphans = sorted(set(folder.path.glob("stage-*.safetensors")) - expected)
     if orphans:

@@ -132,6 +132,7 @@ def copy_tensors(model: nn.Module, modules: Mapping[str, Mapping[str, Tensor]]) 
                     "remove the run folder to start over"
                 )
             with torch.no_grad():
+                # Bytes and not values, for NaN is not equal to itself; and no write without need, for writes are watched.
                 if not torch.equal(own.cpu().view(torch.uint8).flatten(), stored.view(torch.uint8).flatten()):
                     own.copy_(stored)
 

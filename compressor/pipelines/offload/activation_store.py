@@ -80,6 +80,7 @@ class ActivationStore:
         self._by_marks: dict[tuple[torch.device, int, bytes], list[Block]] = {}
         self._marks_of: dict[int, tuple[torch.device, int, bytes]] = {}
         self._coming: dict[int, Future[list[Coming]]] = {}
+        # One thread: samples come back one by one, in the order in which they will be asked for.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="activations")
 
     @property
@@ -116,6 +117,7 @@ class ActivationStore:
         views = [_view(tensor, storages) for tensor in tensors]
         del tensors
         found = {number: self._find_equal(data) for number, data in storages.values()}
+        # Counted before this sample's earlier values are dropped, which may hold the very same block.
         for block in found.values():
             if block is not None:
                 block.refs += 1
@@ -183,6 +185,7 @@ class ActivationStore:
 
     def _lend(self, data: Tensor, block: Block) -> Tensor:
         """Give out the bytes of a block, or a copy where others hold it, too."""
+        # Bytes from elsewhere were copied on the way, so whoever gets them may write to them.
         if data is not block.data:
             return data
         if block.refs > 1 or block.num_bytes <= SMALL_BYTES:

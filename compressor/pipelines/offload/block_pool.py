@@ -72,6 +72,7 @@ class ScratchFile:
         offset = self._take_place(len(view))
         at = 0
         try:
+            # The system may take less than it is given.
             while at < len(view):
                 at += os.pwrite(self._file.fileno(), view[at:], offset + at)
         except OSError as error:

@@ -120,6 +120,7 @@ class Encoder:
 
     def _encode_leaf(self, value: Any) -> Any:
         if is_symbolic(value):
+            # Its node stands in another graph, and the number is that of another sample.
             if value.source.graph is not self._builder.graph:
                 raise self._builder.refuse('a size or number of an earlier forward is used; it was kept somewhere; use engine="suspend"')
             return value.source
@@ -129,6 +130,7 @@ class Encoder:
             return self._encode_tensor(value)
         if id(value) in self.objects:
             return self.objects[id(value)][0]
+        # Without a tensor inside, or part of the model, it is the same for all batches.
         if isinstance(value, nn.Module) or self.owns(value) or find_tensor(value, self.owns) is None:
             return self.constant(value)
         return self._encode_composite(value)
@@ -175,6 +177,7 @@ class Encoder:
 
     def _state_node(self, tensor: Tensor) -> fx.Node | None:
         """Find a tensor among parameters, buffers and whatever else stands on modules at the moment."""
+        # A tensor of the model as the forward found it, if it still stands in its place; else wherever it stands now.
         held, name = self._state.get(id(tensor), (None, ""))
         module, _, own = name.rpartition(".")
         model = self._builder.model

@@ -114,6 +114,7 @@ class _GraphComparison(Comparison):
 
     def error(self, difference: Difference) -> TracingError:
         program, _, sample = self._cases[difference.sample]
+        # The call that ran last; the result of the forward belongs to none.
         node = self.run.node if difference.seen.name is not None else None
         node = node or program.segments[-1].graph.output_node()
         source = _argument(node, difference.path) or node
@@ -178,6 +179,7 @@ class GraphEngine:
         self.widened = ""
         self.kept: set[str] = set()
         self._model, self._verify, self._device = model, verify, device
+        # Planning may start over: what was proved of a program goes with it.
         self._proved: WeakKeyDictionary[Variant, dict[Any, set[Any]]] = WeakKeyDictionary()
 
     def choose(self, batches: Sequence[Batch]) -> list[Variant]:
@@ -198,6 +200,7 @@ class GraphEngine:
         _refuse_other_results(list(dict.fromkeys(chosen)))
         self.widened = self._blind_spot(chosen) if self._verify == "first" else ""
         few, others = self._to_prove(chosen, batches)
+        # Excerpts are quick and show what a graph has frozen; where they fail or are no proof, whole batches decide.
         if self.widened or not self._verify_excerpts(chosen, batches, few):
             self.verify(chosen, batches, few)
         if self.widened and few:

@@ -226,6 +226,7 @@ class GraphPlanner:
                 return chosen
 
     def _choose(self, batch: Batch) -> Variant | None:
+        # By shapes where all guards depend on shapes alone, else by content as well.
         key = (signature_of(batch), shapes(batch))
         known = self._chosen.get(key) or self._chosen.get((key, content_digest(batch)))
         if known is not None:
@@ -240,6 +241,7 @@ class GraphPlanner:
                 failed.append((failure, variant))
             else:
                 return self._remember(key, batch, variant)
+        # A function made one node serves both batches; another program costs a recording, a proof and memory.
         if any(self._absorb(failed_guard, tried) for failed_guard, tried in failed):
             return None
         if len(self.variants) >= self._max_variants:
@@ -263,6 +265,7 @@ class GraphPlanner:
         inputs = named_inputs(copy_batch(batch))
         try:
             with self.returning(), without_traces():
+                # Sizes behind a target show only when all of it runs; once for each set of shapes is enough.
                 if variant.guards.late_shapes and not (variant.guards.late_by_shape and shapes(batch) in variant.sizes):
                     self.num_forwards += 1
                     run_program(variant.program, inputs, self._model)
@@ -309,6 +312,7 @@ class GraphPlanner:
             if self._add_leaf(refusal.frames, set(), f"absorbed {refusal}"):
                 return None
             raise
+        # The first program decides which targets share a stage; all others are cut by the same groups.
         if self._per_stage != 1 and not self.variants:
             order = program.by_input if self._per_stage == "input" else _in_order(program.targets, self._per_stage)
             self.groups = _numbered(order, self._targets)

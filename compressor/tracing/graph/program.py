@@ -193,6 +193,7 @@ def build_program(recorder: Recorder, output: Any, signature: Any, groups: Mappi
     flat = recorder.builder.graph
     order = {node: number for number, node in enumerate(flat.nodes)}
     flat.output(output)
+    # Backwards, so that what only such a node needed goes as well.
     for node in reversed(list(flat.nodes)):
         if node.meta.get("size") and not node.users:
             flat.erase_node(node)
@@ -246,6 +247,7 @@ class _Cutter:
         live = self._live_into(index)
         own = [node for node in self._flat.nodes if self._segment[node] == index]
         needed = {used for node in own for used in node.all_input_nodes}
+        # The first segment has the placeholders of the batch among its own nodes.
         if index > 0:
             copies = {node: graph.placeholder(node.name) for node in live if node in needed}
 
@@ -285,6 +287,7 @@ def _copy_node(graph: fx.Graph, node: fx.Node, copied: Any) -> fx.Node:
         made = graph.create_node(node.op, node.target, fx.map_arg(node.args, copied), fx.map_arg(node.kwargs, copied), name=node.name)
     made.meta = dict(node.meta)
     place = node.meta.get("place")
+    # torch.fx prints this above the node: the line of the model that it comes from.
     if place is not None:
         line = linecache.getline(place.file, place.line).strip()
         made.meta["stack_trace"] = f'File "{place.file}", line {place.line}, in {place.function}\n  {line}\n'

@@ -56,6 +56,7 @@ class Recorder(TorchFunctionMode):
         self.calls: list[tuple[str, str | None, int]] = []
         self.busy: set[Any] = set()
         self.targets = {id(module): name for name, module in targets.items()}
+        # Their code is recorded call by call, since targets are called in the midst of it.
         self._taken_apart = modules_around(model, self.targets)
         self._owner: str | None = None
         self._leaf = ""
@@ -71,6 +72,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a torch call of the code between targets; run every other one as it is."""
         kwargs = kwargs or {}
+        # Inside of nodes, too: a layer may use the weight of another one, or read a value off its data.
         if not self.builder.inside or self._owner is not None:
             self.weights.inside = self._owner
             self.weights.look(func, args, kwargs)
@@ -92,6 +94,7 @@ class Recorder(TorchFunctionMode):
             op, target, node_args, node_kwargs = call_form(func, *encoded)
             node = self.builder.emit(op, target, node_args, node_kwargs, writes=wrote, effect=by_name)
             bound = self.binder.bind(node, output)
+        # What int(tensor) returns must be an int to Python itself; a guard holds it to this value.
         return plain_tree(self._pin_all(bound)) if pins_result(func) else bound
 
     def _pin_all(self, value: Any) -> Any:
@@ -205,6 +208,7 @@ class Recorder(TorchFunctionMode):
             encoded = self.encoder.encode(args, sizes=True), self.encoder.encode(kwargs, sizes=True)
             before = self.versions((plain_args, plain_kwargs))
             output = self._run(run, plain_args, plain_kwargs, owner)
+            # A container that the call has changed is an object of the run only now, and the node must refer to it.
             if self._objects.found_shared():
                 encoded = self.encoder.encode(args, sizes=True), self.encoder.encode(kwargs, sizes=True)
             node = emit(*encoded, self.note_writes(before))

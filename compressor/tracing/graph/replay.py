@@ -65,6 +65,7 @@ def run_segment(
                 env[node] = run_node(node, env, model, call, ambient)
             if node in ends:
                 break
+            # As early as Python would let go of it, so that no more is in memory than in a plain forward.
             for dead in last_uses.get(node, ()):
                 env.pop(dead, None)
     return result
@@ -221,6 +222,7 @@ def run_node(node: fx.Node, env: dict[fx.Node, Any], model: nn.Module, call: Cal
     try:
         if state is None:
             return _dispatch(node, args, kwargs, model, call)
+        # The forward had switched autocast, gradients or a kernel around this call.
         state.restore()
         try:
             return _dispatch(node, args, kwargs, model, call)
@@ -278,6 +280,7 @@ def _resolve(value: Any, env: dict[fx.Node, Any]) -> Any:
 def _last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
+        # What nobody uses dies where it is made.
         last[node] = node
         for used in node.all_input_nodes:
             last[used] = node

@@ -172,6 +172,7 @@ class GraphRun:
 
     def __enter__(self) -> Self:
         """Patch nn.Module, so that what samples set on modules is kept apart."""
+        # What hooks keep on the modules that they hang on, or below, are statistics of all samples and not values of one.
         hooked = {below for name in self._watched() for below in self.model.get_submodule(name).modules()}
         others = [module for module in self.model.modules() if module not in hooked]
         self._is_open = True
@@ -210,9 +211,11 @@ class GraphRun:
 
     def _stages(self) -> Iterator[GraphStage]:
         self._check_watched()
+        # The same for all samples, so that none depends on how many come before it.
         start = RandomState.current(foreign=False)
         for sample, batch in enumerate(self._batches):
             assert batch is not None
+            # From here on the sample has a copy; the batch may go where nobody else holds it.
             self._batches[sample] = None
             self._random[sample], self._views[sample] = start, {}
             self._on_sample(sample)
@@ -428,6 +431,7 @@ class GraphStage:
         A target without watched modules is not called, but by twins.
         """
         run, watched = self._run, set(self._run._watched())
+        # Nobody looks, so the calls would only cost time; twins run on, for they have one pass only.
         if watched.isdisjoint(self.module_names):
             self._run_twins()
             return

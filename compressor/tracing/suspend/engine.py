@@ -193,6 +193,7 @@ class SuspendedRun:
             CalibrationError: a watched module is known to be called after the stage of the target that it lies in.
         """
         check_outside(self._trails, self._rank, self._watched())
+        # They start from where all samples start, whatever has been drawn by then.
         if self._replays is not None:
             self._replays.begin()
         with self._traces.forwards(), self._foreign_random_watched():
@@ -200,6 +201,7 @@ class SuspendedRun:
                 self._advance(sample)
         index = 0
         while waiting := [sample for sample in self._samples if sample.at is not None]:
+            # The earliest in the merged order, so that no other sample still comes to a stage that is over.
             name = min((str(sample.at) for sample in waiting), key=self._rank.__getitem__)
             yield Stage(self, index, name, [sample for sample in waiting if sample.at == name])
             if name not in self._router.closed:

@@ -259,6 +259,7 @@ class CallRouter:
 
     def _call_target(self, sample: Sample, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Wait at a target; call it for calibration as often as asked, then for real. Runs inside the sample."""
+        # Each pause that asks for calibration calls the target on copies; the one that does not ends the wait.
         while not sample.pause(target):
             with _inside(sample, target):
                 self._trial_call(sample, target, args, kwargs)

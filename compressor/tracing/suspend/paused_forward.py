@@ -64,6 +64,7 @@ class Sample(greenlet):
         self.hush = ExitStack()
         self.stray: str | None = None
         self.output: Any = None
+        # Context variables that a forward sets are its own, as in a thread.
         self.gr_context = contextvars.copy_context()
         self._model, self._device, self._values = model, device, values
         self._batch: Batch | None = batch
@@ -112,6 +113,7 @@ class Sample(greenlet):
         Raises:
             GreenletExit: when the forward is ended afterwards.
         """
+        # Past `except Exception` in the model, which would take it for a failure of its own.
         self.parent.throw(error)
         raise GreenletExit
 
@@ -127,6 +129,7 @@ class Sample(greenlet):
         """Exchange what belongs to the thread for what belongs to this forward."""
         outside, is_inference = TorchState.current(foreign=self._foreign), torch.is_inference_mode_enabled()
         self.parent = getcurrent()
+        # Inference mode is a stack of the thread: a forward that paused inside of it finds it again.
         if self._outer_inference is not None:
             _exit_inference_mode(self._outer_inference)
             self._outer_inference = None
