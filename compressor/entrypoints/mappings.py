@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressor.arguments import check_dtypes_around
 from compressor.data import Batch
 from compressor.errors import TargetError
 from compressor.mappings import Mappings, Refusal, ScalePair, find_pairs
 from compressor.mappings.basis import Basis, find_basis
 from compressor.mappings.pairs import pattern_of
+from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.sample_batches import sample_batches
 from compressor.model.loading.stand_in import stand_in

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from compressor.arguments import check_dtypes_around
 from compressor.data import CalibrationData, check_vocabulary, input_columns, load_dataset_source, max_positions, open_source
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
@@ -28,6 +27,7 @@ from compressor.model.checkpoints.audit import check_values
 from compressor.model.checkpoints.save import MAX_SHARD_BYTES, save_checkpoint
 from compressor.model.class_readers import buffer_notes, check_readable, class_notes, module_notes
 from compressor.model.disk_room import check_room
+from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.format import reader_notes
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device, resolve_processor, resolve_tokenizer, untie

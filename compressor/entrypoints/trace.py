@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compressor.arguments import check_dtypes_around
 from compressor.data import load_dataset_source
 from compressor.errors import DatasetError, ModelError, TargetError, TracingError
 from compressor.lifecycle import State
+from compressor.model.evaluation import check_dtypes_around
 from compressor.model.folder import one_line
 from compressor.model.loading.load import load_tokenizer
 from compressor.model.loading.sample_batches import MODALITIES, Modality, SampleBatches, describe_batch, reads, sample_batches

@@ -10,8 +10,8 @@ from torch import nn
 
 from compressor.errors import CheckpointError
 from compressor.nn import weight_of
+from compressor.numerics.packing import quantized_weight_bytes
 from compressor.numerics.scheme import QuantizationScheme
-from compressor.numerics.sizes import quantized_weight_bytes
 
 
 def check_room(model: nn.Module, schemes: Mapping[str, QuantizationScheme], output_dir: Path | None, run_dir: Path | None) -> None:

@@ -14,7 +14,7 @@ from compressor.errors import SchemeError
 from compressor.nn.layer import QuantizedLayer
 from compressor.nn.quantized_linear import QuantizedLinear
 from compressor.nn.storage import PackedWeight
-from compressor.numerics.sizes import WORD_BITS
+from compressor.numerics.packing import WORD_BITS
 
 # Last parts of names of layers that are cut along their columns.
 ROW_PARALLEL = frozenset({"o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "c_proj", "fc2", "w2", "wo"})

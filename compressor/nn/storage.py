@@ -14,9 +14,8 @@ from torch import Tensor
 
 from compressor.nn.layer import BufferSpecs, QuantizedLayer
 from compressor.numerics.formats import decode_mx_scale, encode_mx_scale
-from compressor.numerics.packing import pack_fp4, pack_int32, unpack_fp4, unpack_int32
+from compressor.numerics.packing import WORD_BITS, pack_fp4, pack_int32, scale_shape, unpack_fp4, unpack_int32
 from compressor.numerics.qparams import QParams
-from compressor.numerics.sizes import WORD_BITS, scale_shape
 
 
 class PackedWeight(QuantizedLayer):

@@ -5,20 +5,19 @@ formats.py     the codes of a format: ranges, rounding, saturation, scales that 
 qparams.py     range -> scale and zero point
 quantize.py    real values -> codes -> real values
 observers.py   tensors -> range
-packing.py     codes -> int32 words and bytes
-products.py    codes times codes, summed exactly                                      sizes.py    bytes of a format
+packing.py     codes -> int32 words and bytes, and how many
+products.py    codes times codes, summed exactly
 """
 
 from __future__ import annotations
 
 from compressor.numerics.formats import decode_mx_scale, encode_mx_scale, mx_scale
 from compressor.numerics.observers import MinMaxObserver, MSEObserver, Observer, make_observer, weight_qparams
-from compressor.numerics.packing import pack_fp4, pack_int32, unpack_fp4, unpack_int32
+from compressor.numerics.packing import pack_fp4, pack_int32, quantized_weight_bytes, scale_shape, unpack_fp4, unpack_int32
 from compressor.numerics.products import ProductPath, code_product, product_path, run_width, scaled_product
 from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams, check_qparams, range_qparams
 from compressor.numerics.quantize import check_groups, dequantize, dynamic_qparams, fake_quantize, inside_range, quantize
 from compressor.numerics.scheme import PRESETS, QuantizationArgs, QuantizationScheme, preset_scheme
-from compressor.numerics.sizes import quantized_weight_bytes, scale_shape
 
 __all__ = [
     "PRESETS",

@@ -1,4 +1,4 @@
-"""Codes of fewer than 8 bits, packed densely into int32 words: the "pack-quantized" format of compressed-tensors 0.20.
+"""Codes of fewer than 8 bits, packed densely into int32 words ("pack-quantized" of compressed-tensors 0.20); and bytes by format.
 
 Code i of a row, made unsigned by adding 2^(b-1), takes the bits [i * b, (i + 1) * b) of the row, counted from the least significant bit of
 the first word. Nothing is padded between codes, so that for 3, 5, 6 and 7 bits some straddle two words; a row ends with zero bits up to a
@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from compressor.errors import NumericsError, SchemeError
 from compressor.numerics.formats import FP4_VALUES
+from compressor.numerics.scheme import QuantizationArgs
 
-_WORD = 32
+WORD_BITS = 32
 
 
 def pack_int32(codes: Tensor, num_bits: int, dim: int = 1) -> Tensor:
@@ -44,18 +45,18 @@ def pack_int32(codes: Tensor, num_bits: int, dim: int = 1) -> Tensor:
         lowest, highest = (int(bound) for bound in torch.aminmax(codes))
         if lowest < -offset or highest >= offset:
             raise NumericsError(f"codes from {lowest} to {highest} do not fit into num_bits={num_bits}; quantize for this width")
-    num_words = math.ceil(codes.shape[-1] * num_bits / _WORD)
+    num_words = math.ceil(codes.shape[-1] * num_bits / WORD_BITS)
     per_repeat, words_per_repeat = _repeat(num_bits)
     # uint8 addition wraps, which is just what 8 bits need: -128 + 128 = 0.
     unsigned = functional.pad(codes.contiguous().view(torch.uint8) + offset, (0, -codes.shape[-1] % per_repeat))
     unsigned = unsigned.reshape(*unsigned.shape[:-1], unsigned.shape[-1] // per_repeat, per_repeat)
     words = torch.zeros(*unsigned.shape[:-1], words_per_repeat, dtype=torch.int32, device=codes.device)
     for i in range(per_repeat):
-        word, shift = divmod(i * num_bits, _WORD)
+        word, shift = divmod(i * num_bits, WORD_BITS)
         code = unsigned[..., i].to(torch.int32)
         words[..., word] |= code << shift
-        if shift + num_bits > _WORD:
-            words[..., word + 1] |= code >> (_WORD - shift)
+        if shift + num_bits > WORD_BITS:
+            words[..., word + 1] |= code >> (WORD_BITS - shift)
     return words.flatten(-2)[..., :num_words].contiguous()
 
 
@@ -79,7 +80,7 @@ def unpack_int32(packed: Tensor, num_bits: int, shape: Sequence[int] | Tensor, d
     if dim == 0:
         sizes[-2:] = sizes[:-3:-1]
         return unpack_int32(packed.transpose(-1, -2), num_bits, sizes).transpose(-1, -2).contiguous()
-    num_words = math.ceil(sizes[-1] * num_bits / _WORD)
+    num_words = math.ceil(sizes[-1] * num_bits / WORD_BITS)
     if list(packed.shape) != [*sizes[:-1], num_words]:
         raise SchemeError(
             f"packed words {tuple(packed.shape)} do not hold codes {tuple(sizes)} of num_bits={num_bits}; check the shape and the bits"
@@ -89,19 +90,19 @@ def unpack_int32(packed: Tensor, num_bits: int, shape: Sequence[int] | Tensor, d
     words = words.reshape(*words.shape[:-1], words.shape[-1] // words_per_repeat, words_per_repeat)
     codes = torch.empty(*words.shape[:-1], per_repeat, dtype=torch.int8, device=packed.device)
     for i in range(per_repeat):
-        word, shift = divmod(i * num_bits, _WORD)
-        code = (words[..., word] >> shift) & ((1 << min(num_bits, _WORD - shift)) - 1)
-        num_high = shift + num_bits - _WORD
+        word, shift = divmod(i * num_bits, WORD_BITS)
+        code = (words[..., word] >> shift) & ((1 << min(num_bits, WORD_BITS - shift)) - 1)
+        num_high = shift + num_bits - WORD_BITS
         if num_high > 0:
-            code |= (words[..., word + 1] & ((1 << num_high) - 1)) << (_WORD - shift)
+            code |= (words[..., word + 1] & ((1 << num_high) - 1)) << (WORD_BITS - shift)
         codes[..., i] = code - (1 << (num_bits - 1))
     return codes.flatten(-2)[..., : sizes[-1]].contiguous()
 
 
 def _repeat(num_bits: int) -> tuple[int, int]:
     """How many codes, and how many words, until codes begin at a word's first bit again."""
-    common = math.gcd(num_bits, _WORD)
-    return _WORD // common, num_bits // common
+    common = math.gcd(num_bits, WORD_BITS)
+    return WORD_BITS // common, num_bits // common
 
 
 def _check_arguments(tensor: Tensor, dtype: torch.dtype, num_bits: int, dim: int) -> None:
@@ -173,3 +174,58 @@ def _encoding(device: torch.device) -> Tensor:
     table = torch.full((256,), _NO_CODE, dtype=torch.uint8, device=device)
     table[_decoding(device).view(torch.uint8).to(torch.int64)] = torch.arange(16, dtype=torch.uint8, device=device)
     return table
+
+
+# How many bytes a weight takes on disk and in memory, by format; exact, so that a plan can promise it.
+
+
+def scale_shape(num_rows: int, num_columns: int, args: QuantizationArgs) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight.
+
+    Args:
+        num_rows: out features, R.
+        num_columns: in features, C.
+        args: number format of a weight.
+
+    Returns:
+        (1,) per tensor, (R, 1) per channel, (R, G) per group, one per block.
+    """
+    if args.strategy == "tensor":
+        return (1,)
+    if args.block_structure is not None:
+        return -(-num_rows // args.block_structure[0]), -(-num_columns // args.block_structure[1])
+    return num_rows, num_columns // args.group_size if args.is_grouped and args.group_size else 1
+
+
+def quantized_weight_bytes(num_rows: int, num_columns: int, args: QuantizationArgs, *, packed: bool, scale_bytes: int = 2) -> int:
+    """Return the bytes of codes, scales, zero points and shape of one weight.
+
+    Args:
+        num_rows: out features, R.
+        num_columns: in features, C.
+        args: number format.
+        packed: codes are packed into int32 words along a row (pack-quantized); else one byte per code. fp4 always takes half a byte.
+        scale_bytes: bytes of one scale.
+
+    Returns:
+        Bytes of all tensors that the format stores for this weight.
+    """
+    num_scales = math.prod(scale_shape(num_rows, num_columns, args))
+    if args.type == "float":
+        scale_bytes = 1 if args.scale_dtype else scale_bytes
+        code_bytes = num_rows * num_columns * args.num_bits // 8
+        return code_bytes + num_scales * scale_bytes + (4 if args.has_global_scale else 0)
+    shape_bytes = 16 if packed else 0
+    code_bytes = num_rows * _words(num_columns, args.num_bits) * 4 if packed else num_rows * num_columns
+    if args.symmetric:
+        zero_bytes = 0
+    elif packed and args.strategy != "tensor":
+        zero_bytes = _words(num_rows, args.num_bits) * (num_scales // num_rows) * 4
+    else:
+        zero_bytes = num_scales
+    index_bytes = 4 * num_columns if args.actorder == "group" else 0
+    return code_bytes + num_scales * scale_bytes + zero_bytes + index_bytes + shape_bytes
+
+
+def _words(count: int, num_bits: int) -> int:
+    return -(-count * num_bits // WORD_BITS)

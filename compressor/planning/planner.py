@@ -19,10 +19,10 @@ from typing import Any, Protocol, get_args, runtime_checkable
 import torch
 from torch import nn
 
-from compressor.arguments import check_dtypes_around
 from compressor.data.datasets import chosen_length
 from compressor.data.encode import max_positions
 from compressor.lifecycle import BaseStream, Modifier, PlannedModule, State
+from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.load import check_in_memory, resolve_device, resolve_dtype
 from compressor.model.loading.stand_in import load_skeleton

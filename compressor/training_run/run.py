@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from compressor.arguments import check_dtypes_around
+from compressor.model.evaluation import check_dtypes_around
 from compressor.model.loading.load import resolve_tokenizer
 from compressor.recipe import load_recipe
 from compressor.settings.options import from_settings

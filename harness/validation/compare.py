@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from compressor import __version__
-from compressor.arguments import check_dtypes_around
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
+from compressor.model.evaluation import check_dtypes_around
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.progress import Progress, SilentProgress
 from compressor.settings.kinds import WHOLE, plain_number

@@ -22,8 +22,8 @@ from compressor.model.targets import check_patterns, loose_patterns, matches, re
 from compressor.modifiers.schemes.kv_cache import KVCacheTargets
 from compressor.nn import check_fit, is_quantizable, weight_of
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
+from compressor.numerics.packing import quantized_weight_bytes
 from compressor.numerics.scheme import OBSERVER_KINDS
-from compressor.numerics.sizes import quantized_weight_bytes
 from compressor.spelling import suggest
 
 # Linear layers that are more than linear: a router that is a subclass of nn.Linear also chooses experts, and no quantized layer does.

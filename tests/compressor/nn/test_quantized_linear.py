@@ -14,7 +14,7 @@ from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import SchemeError
 from compressor.nn import NaiveQuantizedLinear, PackQuantizedLinear, QuantizedLinear
 from compressor.numerics import QParams, QuantizationScheme, calculate_qparams, dequantize, preset_scheme
-from compressor.numerics.sizes import quantized_weight_bytes
+from compressor.numerics.packing import quantized_weight_bytes
 
 PRESETS = ("W4A16", "W4A16_ASYM", "W3A16", "W8A16", "W8A8", "FP8", "FP8_DYNAMIC")
 DTYPES = (torch.bfloat16, torch.float32)
