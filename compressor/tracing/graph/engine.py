@@ -17,7 +17,7 @@ from compressor.errors import TracingError
 from compressor.tracing.graph.guards import Wording, describe_guard
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import GraphPlanner, Variant
-from compressor.tracing.graph.program import Program
+from compressor.tracing.graph.program import Program, target_of
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.picking import excerpt, facts_of, other_content, pick, unproved
 from compressor.tracing.proof import Comparison, Difference, OtherNumbers, Seen
@@ -285,15 +285,12 @@ class GraphEngine:
 
     def stages(self) -> tuple[Stage, ...]:
         """Describe the stages of the first variant."""
-        segments = self.planner.variants[0].program.segments
-        made = []
+        program = self.planner.variants[0].program
+        segments, made = program.segments, []
+        calls = Counter(target_of(node) for node in program.flat.nodes if node.op == "call_module")
         for index, segment in enumerate(segments[1:]):
             following = segments[index + 2].live_in if index + 2 < len(segments) else ()
             modules = tuple(name for target in segment.targets for name in module_names(self._model, target))
-            calls = sum(
-                node.op == "call_module" and (str(node.target) if node.target != "_root" else "") in segment.targets
-                for node in self.planner.variants[0].program.flat.nodes
-            )
             made.append(
                 Stage(
                     index=index,
@@ -303,7 +300,7 @@ class GraphEngine:
                     live_out=following,
                     mutates=tuple(name for name in segment.live_in if name in segment.mutates),
                     live_bytes=segment.live_bytes,
-                    num_calls=calls,
+                    num_calls=sum(calls[name] for name in segment.targets),
                     graph=segment.graph,
                 )
             )

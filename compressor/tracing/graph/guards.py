@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 
 from compressor.tracing.graph.nested_values import DATA_SIZED
-from compressor.tracing.graph.nodes import Constant, Place
-from compressor.tracing.graph.program import Program
+from compressor.tracing.graph.nodes import ROOT, Constant, Place
+from compressor.tracing.graph.program import Program, target_of
 from compressor.tracing.graph.replay import needed_for
 from compressor.tracing.targets.records import Guard
 
@@ -131,7 +131,7 @@ class Wording:
         if isinstance(value.target, Constant):
             return re.sub(r"_\d+$", "", value.target.__name__)
         if value.op == "call_module":
-            return f"{'the model' if value.target == '_root' else value.target}(...)"
+            return f"{target_of(value) or 'the model'}(...)"
         return "..." if depth > self._depth else self._call(value, depth)
 
     def _call(self, node: fx.Node, depth: int) -> str:
@@ -280,7 +280,7 @@ def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> Gu
         What to run for them, and those that no early check can decide.
     """
     nodes = list(program.flat.nodes)
-    targets = {name or "_root" for name in groups}
+    targets = {name or ROOT for name in groups}
     places = [name.rpartition(".") for name in program.reassigned if not name.startswith("?")]
     left = {(id(model.get_submodule(owner)), own) for owner, _, own in places}
     early, late_shapes, late_values, late_results = [], [], [], []

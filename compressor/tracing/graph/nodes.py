@@ -23,6 +23,7 @@ from compressor.tracing.targets.sample_state import copy_arguments
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _MOST_SAID = 300  # characters of a foreign message
+ROOT = "_root"  # how graphs name the model itself, whose dotted name is empty
 _OUTERMOST = (str(Path(__file__).with_name("planner.py")), "_run")  # the frame that calls the model
 
 

@@ -19,10 +19,8 @@ from torch import fx, nn
 
 from compressor.data.layouts import has_memory
 from compressor.errors import CalibrationError
-from compressor.tracing.graph.nodes import Constant, Refusal
+from compressor.tracing.graph.nodes import ROOT, Constant, Refusal
 from compressor.tracing.graph.recorder import Recorder
-
-ROOT = "_root"  # how graphs name the model itself, whose dotted name is empty
 
 
 @dataclass
@@ -219,14 +217,14 @@ class _Cutter:
         self._ends = {node: max((self._segment[user] for user in node.users), default=self._segment[node]) for node in flat.nodes}
 
     def _place(self, node: fx.Node, groups: Mapping[str, int]) -> None:
-        name = "" if node.target == ROOT else node.target
-        group = groups.get(str(name)) if node.op == "call_module" else None
+        name = target_of(node)
+        group = groups.get(name) if node.op == "call_module" else None
         if group is not None:
             if group not in self.stages:
                 self.stages[group] = []
                 self.starts.append(node)
             if name not in self.stages[group]:
-                self.stages[group].append(str(name))
+                self.stages[group].append(name)
             self._target_calls.setdefault(group, []).append(node)
         self._segment[node] = len(self.stages)
 

@@ -24,7 +24,7 @@ from compressor.tracing.graph.nested_values import (
     tree_leaves,
     writes_by_name,
 )
-from compressor.tracing.graph.nodes import GraphBuilder, SwallowedTarget, current_frames, current_place, set_attribute, set_buffer
+from compressor.tracing.graph.nodes import ROOT, GraphBuilder, SwallowedTarget, current_frames, current_place, set_attribute, set_buffer
 from compressor.tracing.graph.shared_objects import SharedObjects, SideEffects, modules_around
 from compressor.tracing.reads import ForeignWeights
 from compressor.tracing.symbolic import is_symbolic, plain
@@ -162,7 +162,7 @@ class Recorder(TorchFunctionMode):
             self.weights.enter(target)
             self.busy |= {frame.code for frame in current_frames()}
         self.calls.append((name, target, len(self.builder.graph.nodes)))
-        path = name or "_root"
+        path = name or ROOT
         emit = lambda a, k, writes: self.builder.emit("call_module", path, a, k, writes=writes)  # noqa: E731
         return self._call_whole(lambda *a, **k: call(module, *a, **k), args, kwargs, emit, name if target is None else target)
 

@@ -17,9 +17,9 @@ from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.random_state import RandomState
 from compressor.tracing.footprint import Stirred
-from compressor.tracing.graph.nodes import Unrepeatable
+from compressor.tracing.graph.nodes import ROOT, Unrepeatable
 from compressor.tracing.graph.planner import copy_batch, named_inputs
-from compressor.tracing.graph.program import ROOT, Program, check_inside
+from compressor.tracing.graph.program import Program, check_inside, target_of
 from compressor.tracing.graph.replay import (
     OF_ALL_MODULES,
     CallModule,
@@ -264,7 +264,7 @@ class GraphRun:
 
         def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.node = node
-            with self._quiet() if _name(node) in self._calibrated else nullcontext():
+            with self._quiet() if target_of(node) in self._calibrated else nullcontext():
                 return call_plainly(node, module, args, kwargs)
 
         return call
@@ -274,7 +274,7 @@ class GraphRun:
 
         def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.node = node
-            with nullcontext() if _name(node) in targets else self._quiet():
+            with nullcontext() if target_of(node) in targets else self._quiet():
                 return call_plainly(node, module, args, kwargs)
 
         return call
@@ -285,7 +285,7 @@ class GraphRun:
         def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.node = node
             assert self._beside is not None
-            with self._beside() if _name(node) in targets else self._quiet():
+            with self._beside() if target_of(node) in targets else self._quiet():
                 return call_plainly(node, module, args, kwargs)
 
         return call
@@ -338,7 +338,7 @@ class GraphRun:
         def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.node = node
             with self._quiet():
-                return call_plainly(node, self._before.get(_name(node), module), args, kwargs)
+                return call_plainly(node, self._before.get(target_of(node), module), args, kwargs)
 
         return call
 
@@ -347,9 +347,9 @@ class GraphRun:
 
         def call(node: fx.Node, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.node = node
-            if _name(node) in targets:
+            if target_of(node) in targets:
                 with nullcontext() if awake is None else awake():
-                    return show_to_hooks(module, args, kwargs, _name(node))
+                    return show_to_hooks(module, args, kwargs, target_of(node))
             with self._quiet():
                 return call_plainly(node, module, args, kwargs)
 
@@ -480,7 +480,3 @@ class GraphStage:
             others = []
         for sample in self._prefetched([first, *others]):
             run._propagate_sample(sample, self._stop.samples[sample])
-
-
-def _name(node: fx.Node) -> str:
-    return "" if node.target == ROOT else str(node.target)
