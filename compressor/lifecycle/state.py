@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,8 @@ from compressor.numerics import QuantizationScheme
 from compressor.progress import Progress, SilentProgress
 
 Detail = float | int | str
+# What a state notes of modules, beside `phases`.
+_NOTED = ("claims", "schemes", "touched", "settled", "sparse", "settled_to_base")
 
 
 @dataclass(frozen=True)
@@ -213,16 +216,15 @@ class State:
         Returns:
             A function that brings it back; it changes the state.
         """
-        report = self.report
-        claims, modules, fallbacks, notes = dict(self.claims), dict(report.modules), list(report.fallbacks), list(report.notes)
-        transforms = list(report.transforms)
-        schemes = dict(self.schemes)
-        touched, sparse, phases = set(self.touched), set(self.sparse), {key: list(held) for key, held in self.phases.items()}
+        # Copies, for what follows adds to these very objects.
+        noted = {name: copy.copy(getattr(self, name)) for name in _NOTED}
+        phases = {key: list(held) for key, held in self.phases.items()}
+        reported = {one.name: copy.copy(getattr(self.report, one.name)) for one in fields(self.report)}
 
         def bring_back() -> None:
-            self.claims, report.modules, report.fallbacks, report.notes = claims, modules, fallbacks, notes
-            report.transforms = transforms
-            self.touched, self.sparse, self.phases, self.schemes = touched, sparse, phases, schemes
+            for owner, kept in ((self, {**noted, "phases": phases}), (self.report, reported)):
+                for name, value in kept.items():
+                    setattr(owner, name, value)
 
         return bring_back
 

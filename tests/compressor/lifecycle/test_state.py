@@ -119,6 +119,16 @@ def test_what_is_remembered_comes_back_whatever_was_added() -> None:
     assert state.report is report
 
 
+@pytest.mark.parametrize("noted", ["claims", "schemes", "touched", "settled", "sparse", "settled_to_base", "phases"])
+def test_everything_that_is_noted_of_modules_is_remembered(noted: str) -> None:
+    state = State(nested())
+    bring_back = state.remember()
+    held = getattr(state, noted)
+    held.add("0") if isinstance(held, set) else held.update({"0": ["noted"]})
+    bring_back()
+    assert not getattr(state, noted)
+
+
 def test_report_is_sorted_and_plain() -> None:
     first, second = Report(), Report()
     records = [ModuleRecord("b", "M", "int4", 0.5, 3, {"y": 1, "x": "z"}), ModuleRecord("a", "M", "int4", 0.25)]
