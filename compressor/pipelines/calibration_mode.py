@@ -23,6 +23,7 @@ def watched_modules(session: Session) -> Watched:
     Returns:
         Dotted names, in the order of the model.
     """
+    # By identity, because a hook knows its module and not the module's name, which may be several.
     hooked = {id(module) for modifier in session.modifiers for module, _ in modifier.hooked_modules()}
     return tuple(name for name, module in session.state.model.named_modules() if id(module) in hooked)
 

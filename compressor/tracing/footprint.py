@@ -195,6 +195,7 @@ class Footprint:
     def __enter__(self) -> Self:
         """Keep the bytes, or watch out for writes."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
+            # A copy of a small model costs less than a watch over every operation, and sees writes past torch.
             if self._is_small:
                 for kept in self._tensors:
                     kept.copy()
@@ -239,6 +240,7 @@ class Footprint:
         found = Stirred()
         self._state.random.restore()
         moved = [(one, kept) for one, kept in self._containers if not holds(one, kept)]
+        # Named now: once the tables are as they were, nothing tells which parameter had been replaced.
         if moved:
             replaced = [name for name, one in self._names.items() if isinstance(one, nn.Parameter) and self._now(name) is not one]
             found.rewritten.update(dict.fromkeys(replaced))
@@ -406,6 +408,7 @@ def fill(container: Any, kept: Any) -> None:
     if isinstance(container, type):
         for key in [key for key in {**kept, **vars(container)} if kept.get(key, container) is not vars(container).get(key, container)]:
             setattr(container, key, kept[key]) if key in kept else delattr(container, key)
+    # By the methods of the base class: those of a subclass may do more than hold.
     elif isinstance(container, OrderedDict):
         OrderedDict.clear(container)
         OrderedDict.update(container, kept)
@@ -434,4 +437,5 @@ def _bytes(tensor: Tensor) -> Tensor:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     length = (last + 1) * tensor.element_size()
     data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), first, (length,), (1,))
+    # Words are compared and summed faster than bytes.
     return data.view(torch.int64) if not first % 8 and not length % 8 else data

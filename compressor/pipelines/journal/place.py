@@ -70,6 +70,7 @@ def open_journal(
                 refuse_to_overwrite(path, found)
             else:
                 _check_same_run(path, found, fingerprint)
+            # Its name holds the token of that run, so it is nobody else's.
             remove_unfinished_checkpoint(found.entries[0], partial_path)
         if found is not None and resume:
             _check_stages(folder, found)

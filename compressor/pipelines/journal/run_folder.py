@@ -183,6 +183,7 @@ def check_run_dir(run_dir: str | Path, *, resume: bool, source: str | Path | Non
     if not path.exists():
         return path
     check_names(path)
+    # Tried at once: a run that cannot have the folder must end before hours of work, not after them.
     if (path / _LOCK).exists():
         try:
             folder = RunFolder(path)
@@ -279,6 +280,7 @@ class RunFolder:
             CheckpointError: it cannot be made.
             ResumeError: another run works in it.
         """
+        # So that a run which keeps nothing leaves no folder behind.
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)

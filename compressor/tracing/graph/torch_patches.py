@@ -150,6 +150,7 @@ def function_around(frames: Sequence[Frame], busy: set[Any], banned: set[str], r
     Returns:
         The outermost function that qualifies; None if there is none.
     """
+    # The outermost, so that one leaf hides as many decisions as it can.
     for frame in frames:
         if frame.code in busy or frame.code.co_name in _NEVER_LEAVES or frame.code.co_name.startswith("<"):
             continue
@@ -174,6 +175,7 @@ def _find_owner(frame: Frame, reason: str) -> LeafFunction | None:
 
 
 def _is_code_of(function: Any, frame: Frame) -> TypeGuard[Callable[..., Any]]:
+    # What runs is the code inside of decorators; what stands there is the outermost of them.
     return isinstance(function, FunctionType) and getattr(inspect.unwrap(function), "__code__", None) is frame.code
 
 
@@ -203,6 +205,7 @@ def as_leaves(functions: Sequence[LeafFunction]) -> Iterator[None]:
 
 def _scopes(one: LeafFunction) -> list[dict[str, Any]]:
     scopes = {id(one.holder): one.holder}
+    # Whoever has imported the function by name has a reference of its own. A copy, for others may import meanwhile.
     for module in list(sys.modules.values()):
         scope = getattr(module, "__dict__", None)
         if isinstance(scope, dict) and scope.get(one.name) is one.function:

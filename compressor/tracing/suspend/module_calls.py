@@ -267,6 +267,7 @@ class CallRouter:
 
     def _call_for_real(self, sample: Sample, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a target for real."""
+        # A target that is called repeatedly: the calls after its stage are in its statistics, if this batch was replayed.
         if target in self.closed and target in self.covered:
             self._check_covered(sample, target)
         quiet = self._quiet if target in self.calibrated else nullcontext

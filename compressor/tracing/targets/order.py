@@ -67,6 +67,7 @@ def merged_rank(trails: Sequence[Trail], rank: Mapping[str, int]) -> dict[str, i
     left = sorted(rank, key=rank.__getitem__)
     merged: list[str] = []
     while left:
+        # Where trails contradict each other the order of the model goes on; `check_orders` tells whether that can be run.
         name = next((name for name in left if before[name] <= set(merged)), left[0])
         left.remove(name)
         merged.append(name)
@@ -83,6 +84,7 @@ def check_orders(trails: Sequence[Trail], rank: Mapping[str, int]) -> None:
     Raises:
         TracingError: there is such a batch.
     """
+    # The stages, played through: of each batch the targets that are still to come, the next one last.
     routes = [list(reversed(dict.fromkeys(trail.calls))) for trail in trails]
     closed: set[str] = set()
     while waiting := [route for route in routes if route]:

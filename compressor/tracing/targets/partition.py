@@ -59,6 +59,7 @@ def infer_targets(model: nn.Module) -> Partition:
     found: dict[str, nn.Module] = {}
     lines = []
     for name, module in model.named_modules():
+        # Outermost lists come first in `named_modules`; what they hold (experts, branches) is no stack of its own.
         if _is_inside(name, found) or not _is_stack(module):
             continue
         layers = {f"{name}.{child}" if name else child: layer for child, layer in module.named_children()}
@@ -99,6 +100,7 @@ def _is_stack(module: nn.Module) -> bool:
         return False
     children = list(module.children())
     kinds = Counter(type(child) for child in children)
+    # One class twice is a repetition; lists of branches that are all different are not.
     return len(kinds) < len(children) and all(_is_layer(child) for child in children)
 
 

@@ -94,6 +94,7 @@ class ModuleValues:
         for (module, name), original in self._originals.items():
             if (module, name) in view:
                 _put(module, name, view[module, name])
+            # Set by another forward meanwhile.
             elif _is_data(_find(module, name).value):
                 _put(module, name, original)
 
@@ -142,6 +143,7 @@ def noting_cached_properties(note: Callable[[nn.Module, str], None]) -> Iterator
     Yields:
         Nothing.
     """
+    # It writes to `__dict__` itself, so no patch of `__setattr__` hears of it.
     plain: Any = functools.cached_property.__get__
 
     def get(cached: Any, instance: Any, owner: Any = None) -> Any:

@@ -117,6 +117,7 @@ class RenewingStore(MemoryStore):
         Returns:
             The values that were put, tensors among them as new objects.
         """
+        # By identity, so that what was one tensor in two places stays one.
         renewed: dict[int, Any] = {}
         values = super().get(sample)
         for value in values.values():
