@@ -115,7 +115,7 @@ class AutoRoundModifier(SchemeModifier):
         self._calls = {}
 
     def skip_stage(self, state: State, stage: FinishedStage) -> None:
-        """See SchemeModifier; blocks that are done are watched no more."""
+        """Take over a finished stage; blocks that are done are watched no more."""
         super().skip_stage(state, stage)
         for block in [one for one in self._block_handles if not any(self._blocks[name] == one for name in self._pending)]:
             self.remove_hooks(self._block_handles.pop(block))

@@ -171,7 +171,7 @@ class GPTQModifier(SchemeModifier):
         num_tokens: int,
         has_base_stream: bool = False,
     ) -> Cost:
-        """See SchemeModifier."""
+        """What GPTQ costs: Hessian, factor and column loop of a stack of weights."""
         assert scheme is not None and scheme.weights is not None
         return gptq_cost(
             rows,

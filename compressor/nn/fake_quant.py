@@ -157,11 +157,11 @@ class FakeQuantizedLinear(FakeQuantizedLayer):
         return nn.functional.linear(input, self.fake_weight(), self.bias)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """See FakeQuantizedLayer."""
+        """What the weight has, and the range of the input."""
         return {**super().tensors(), **{f"input_{key}": value for key, value in (self.input_range() or {}).items()}}
 
     def input_range(self) -> Mapping[str, Tensor] | None:
-        """See FakeQuantizedLayer."""
+        """The extremes of the input so far; None where nobody looks."""
         return None if self._extremes is None else dict(zip(("min", "max"), self._extremes, strict=True))
 
     def _input_qparams(self, x: Tensor, args: QuantizationArgs) -> QParams:

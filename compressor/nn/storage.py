@@ -31,7 +31,7 @@ class PackedWeight(QuantizedLayer):
         return self.dequantized_weight()
 
     def weight_specs(self) -> BufferSpecs:
-        """See QuantizedLayer."""
+        """Codes in int32 words, scales and the unpacked shape; zero points and an order of columns where there are any."""
         rows, columns, args = self._num_rows, self._num_columns, self.weight_args
         scales = scale_shape(rows, columns, args)
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -89,7 +89,7 @@ class PlainWeight(QuantizedLayer):
         return super().__getattr__(name)
 
     def weight_specs(self) -> BufferSpecs:
-        """See QuantizedLayer."""
+        """Codes of a byte each and scales; zero points where there are any."""
         args = self.weight_args
         shape = (self._num_rows, self._num_columns)
         scales = scale_shape(*shape, args)
@@ -134,7 +134,7 @@ class Fp4Weight(QuantizedLayer):
         return self.dequantized_weight()
 
     def weight_specs(self) -> BufferSpecs:
-        """See QuantizedLayer."""
+        """Two codes a byte and scales of groups; a global scale where the format has one."""
         rows, columns, args = self._num_rows, self._num_columns, self.weight_args
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "weight_packed": ((rows, columns // 2), torch.uint8),

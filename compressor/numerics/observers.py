@@ -132,7 +132,7 @@ class MinMaxObserver(Observer):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """See Observer."""
+        """Widen the range by a batch."""
         if x.numel() == 0:
             return
         min_val, max_val = _extremes(x, self.args, self.name)
@@ -142,15 +142,15 @@ class MinMaxObserver(Observer):
         self._range = min_val, max_val
 
     def qparams(self) -> QParams:
-        """See Observer."""
+        """The range of all batches as scale and zero point."""
         return range_qparams(*self._observed_range(), self.args)
 
     def state(self) -> dict[str, Tensor]:
-        """See Observer."""
+        """The extremes; empty before the first batch."""
         return {} if self._range is None else {"min": self._range[0], "max": self._range[1]}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """See Observer."""
+        """Go on from the extremes of another."""
         self._range = (state["min"], state["max"]) if state else None
 
     def _observed_range(self) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ class MSEObserver(MinMaxObserver):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """See Observer."""
+        """Widen the range, and count the values in bins of bfloat16."""
         super().update(x)
         if x.numel() == 0:
             return  # counts without a range would be no state that `restore` can take
@@ -180,17 +180,17 @@ class MSEObserver(MinMaxObserver):
             self._counts += torch.bincount(bins, minlength=_NUM_BINS)
 
     def state(self) -> dict[str, Tensor]:
-        """See Observer."""
+        """The extremes and the counts."""
         return super().state() | ({} if self._counts is None else {"counts": self._counts})
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """See Observer."""
+        """Go on from the extremes and counts of another."""
         super().restore(state)
         self._counts = state["counts"].clone() if state else None
 
     @torch.no_grad()
     def qparams(self) -> QParams:
-        """See Observer."""
+        """The range within the extremes that loses least of what was counted."""
         min_val, max_val = self._observed_range()
         assert self._counts is not None, "update sets both"
         seen = self._counts.nonzero().flatten()

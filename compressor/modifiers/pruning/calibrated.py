@@ -159,7 +159,7 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         """Nothing: it prunes in a calibration."""
 
     def on_calibration_start(self, state: State, event: Event) -> None:
-        """See the subclasses."""
+        """A subclass hooks what it learns from."""
 
     def share_of(self, name: str) -> float:
         """Return the share of zeros of a module."""

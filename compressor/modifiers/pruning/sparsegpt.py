@@ -56,7 +56,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
         return "wanted" if self.target is None else "required" if self.target == "base" else "unused"
 
     def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:
-        """See GPTQModifier; formats play no part."""
+        """The same whatever the schemes, for formats play no part in pruning."""
         del schemes
         return self.base_stream
 
@@ -69,7 +69,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
         num_tokens: int,
         has_base_stream: bool = False,
     ) -> Cost:
-        """See SchemeModifier."""
+        """What SparseGPT costs: Hessian, factor and column loop of a stack of weights."""
         del scheme
         return sparsegpt_cost(
             rows,

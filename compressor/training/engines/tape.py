@@ -147,4 +147,4 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _ignore(op: Op) -> None:
-    """Take note of no operator."""
+    """Do nothing: nobody follows the operators."""

@@ -46,7 +46,7 @@ class HasTensors(Protocol):
     """A modifier that owns tensors which the step reads or writes, such as masks and scales."""
 
     def training_tensors(self) -> Mapping[str, Tensor]:
-        """Return them by name."""
+        """Return the tensors by name."""
 
 
 class TrainStep:
@@ -398,4 +398,4 @@ def _take_over(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _ignore(phase: str) -> None:
-    """Take note of no phase."""
+    """Do nothing: nobody follows the phases."""
