@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of the verb; changed.
     """
-    parser.add_argument("folder", metavar="FOLDER", help="checkpoint, compressed or not, with config.json and safetensors files")
+    parser.add_argument("folder", metavar="FOLDER", help="checkpoint, compressed or not: a folder, or its name on the hub (owner/name)")
+    parser.add_argument("--model-revision", metavar="R", help="branch, tag or commit on the hub (default: main)")
     parser.add_argument("--modules", action="store_true", help="a line for each layer and tensor as well")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
 
@@ -31,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
     """
     from compressor.entrypoints.inspection import inspect_checkpoint
 
-    found = inspect_checkpoint(args.folder)
+    found = inspect_checkpoint(args.folder, args.model_revision)
     print(to_json(found.to_dict()) if args.json else "\n".join(found.lines(args.modules)), end="" if args.json else "\n")
     return 0

@@ -15,7 +15,7 @@ from compressor.console import Parser, with_output
 from compressor.errors import AlreadyDoneError, CompressorError
 from compressor.json_text import to_json
 from compressor.settings.options import Settings, add_options, chosen
-from compressor.settings.verbs import OneshotSettings, PlanSettings, RecipeSettings
+from compressor.settings.verbs import MODEL_HELP, OneshotSettings, PlanSettings, RecipeSettings
 
 if TYPE_CHECKING:
     from compressor.entrypoints.oneshot import OneshotResult
@@ -86,15 +86,15 @@ def _notes(error: BaseException) -> str:
 
 
 def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
-    _model_arguments(parser, OneshotSettings)
+    _model_arguments(parser, "oneshot", OneshotSettings)
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    _model_arguments(parser, PlanSettings)
+    _model_arguments(parser, "plan", PlanSettings)
 
 
-def _model_arguments(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint (config.json, *.safetensors)")
+def _model_arguments(parser: argparse.ArgumentParser, verb: str, settings: type[Settings]) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP[verb])
     add_options(parser, settings)
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
 
@@ -174,7 +174,7 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     check = added["check"]
     check.add_argument("recipe", metavar="FILE", help="recipe: a YAML or JSON file, or its text")
     add_options(check, RecipeSettings)
-    check.add_argument("--model", metavar="M", help="folder of a model; weights are not needed")
+    check.add_argument("--model", metavar="M", help="folder of a model, or its name on the hub; weights are not needed")
 
 
 def _run_recipe(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 
 from compressor.json_text import to_json
 from compressor.settings.options import add_options, chosen
-from compressor.settings.verbs import MappingsSettings
+from compressor.settings.verbs import MODEL_HELP, MappingsSettings
 
 HELP = "Show which scales may move between modules of a model, and what stops the others; config.json alone is enough."
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of the verb; changed.
     """
-    parser.add_argument("model", metavar="MODEL", help="folder with a config.json; weights are not needed")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP["mappings"])
     add_options(parser, MappingsSettings)
     parser.add_argument("--draw", metavar="OUT.svg", help="write a picture: with dot where graphviz is installed, else with matplotlib")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")

@@ -6,7 +6,7 @@ import argparse
 
 from compressor.json_text import to_json
 from compressor.settings.options import add_options, chosen
-from compressor.settings.verbs import TraceSettings
+from compressor.settings.verbs import MODEL_HELP, TraceSettings
 
 HELP = "Show how a model would be followed layer by layer: subgraphs, what crosses between them, guards; config.json alone is enough."
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of the verb; changed.
     """
-    parser.add_argument("model", metavar="MODEL", help="folder with a config.json; weights are not needed")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP["trace"])
     add_options(parser, TraceSettings)
     parser.add_argument("--draw", metavar="OUT.svg", help="write a picture: with dot where graphviz is installed, else with matplotlib")
     parser.add_argument("--print", action="store_true", dest="print_stages", help="print every subgraph: what crosses, and its graph")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from compressor.errors import AlreadyDoneError
 from compressor.json_text import to_json
 from compressor.settings.options import add_options, chosen
-from compressor.settings.verbs import TrainSettings
+from compressor.settings.verbs import MODEL_HELP, TrainSettings
 
 if TYPE_CHECKING:
     from compressor.training_run import TrainResult
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: of the verb; changed.
     """
-    parser.add_argument("model", metavar="MODEL", help="folder of a transformers checkpoint (config.json, *.safetensors)")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP["train"])
     add_options(parser, TrainSettings)
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from compressor.errors import DatasetError
+from compressor.model.folder import is_there
 from compressor.object_reference import resolve
 from compressor.settings.verbs import DataSettings
 from compressor.spelling import suggest
@@ -48,7 +49,7 @@ def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, 
     opened = source
     if isinstance(source, str | Path):
         opened = _opened(source, settings, needs_rows=bool(functions) or settings.data_collator is not None)
-    if opened is source and not (isinstance(source, str | Path) and not _is_there(Path(source))):
+    if opened is source and not (isinstance(source, str | Path) and not is_there(Path(source))):
         _refuse(settings, "this data is not loaded by datasets.load_dataset", _LOADING)
     rows = _chosen_split(opened, settings.split)
     if functions:
@@ -137,7 +138,7 @@ def _chosen_split(source: Any, split: str | None) -> Any:
     """The rows of a split, or of a part of one (`train[:5%]`)."""
     columns = getattr(source, "column_names", None)
     if not isinstance(columns, Mapping) and (not isinstance(source, Mapping) or not _COLUMNS.isdisjoint(source)):
-        if split is not None and (not isinstance(source, str | Path) or _is_there(Path(source))):
+        if split is not None and (not isinstance(source, str | Path) or is_there(Path(source))):
             raise DatasetError(f"split: {split!r} was given, but this data has no splits; take that part of it first, or leave it out")
         return source
     names = list(source)
@@ -166,10 +167,10 @@ def _chosen_split(source: Any, split: str | None) -> Any:
 def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> Any:
     """A dataset that has to be loaded by `datasets`; other paths as they are, to be read line by line."""
     path, suffix = Path(source), Path(source).suffix.lower()
-    if not _is_there(path) and source in _BUILDERS.values() and "data_files" in (settings.raw_kwargs or {}):
+    if not is_there(path) and source in _BUILDERS.values() and "data_files" in (settings.raw_kwargs or {}):
         return _loaded(str(source), settings, str(source))
-    is_file = _is_there(path) and path.is_file()
-    is_folder = _is_there(path) and path.is_dir() and suffix not in (*_BUILDERS, *_READ_HERE)
+    is_file = is_there(path) and path.is_file()
+    is_folder = is_there(path) and path.is_dir() and suffix not in (*_BUILDERS, *_READ_HERE)
     special = needs_rows or settings.streaming or settings.raw_kwargs or settings.split or settings.dataset_config_name
     if is_file and suffix in _BUILDERS and (special or suffix not in _READ_HERE):
         return _loaded(_BUILDERS[suffix], settings, str(source), data_files=str(path))
@@ -182,13 +183,6 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> 
     if is_folder or is_name:
         return _loaded(str(source), settings, str(source))
     return source
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name that no disk takes
-        return False
 
 
 def _loaded(what: str, settings: DataSettings, label: str, **files: Any) -> Any:

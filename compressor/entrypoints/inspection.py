@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from compressor.model.checkpoints.load import load_compressed
-from compressor.model.folder import check_weight_files, read_config, read_json, weight_files
+from compressor.model.folder import check_weight_files, read_config, read_json, resolve_folder, weight_files
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import QuantizedLayer
 from compressor.numerics import QuantizationScheme
@@ -98,7 +98,9 @@ class Inspection:
         versions = ", ".join(f"{name} {version}" for name, version in self.record.get("versions", {}).items())
         data = self.record.get("data") or {}
         read = f"{data['num_samples']:,} samples, {data['num_tokens']:,} tokens" if "num_tokens" in data else "no data"
-        said = [f"made with {versions}", f"calibrated with {read}; seed {self.record.get('seed')}"]
+        source = self.record.get("source")
+        made_of = f" of {source['name']}, commit {source['commit']}" if source else ""
+        said = [f"made with {versions}{made_of}", f"calibrated with {read}; seed {self.record.get('seed')}"]
         fallbacks = self.record.get("fallbacks", [])
         said.append(f"fallbacks: {len(fallbacks)}")
         said += [f"  {one['module']}: {one['detail']}" for one in fallbacks]
@@ -107,19 +109,20 @@ class Inspection:
         return [*said, "recipe:", *(f"  {line}" for line in str(self.record.get("recipe", "")).splitlines())]
 
 
-def inspect_checkpoint(folder: str | Path) -> Inspection:
+def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspection:
     """Read what a checkpoint is. A compressed one is loaded into main memory, as it is stored.
 
     Args:
-        folder: of a checkpoint with config.json and safetensors files, compressed or not.
+        folder: of a checkpoint with config.json and safetensors files, compressed or not; or its name on the hub.
+        revision: branch, tag or commit on the hub; None is main.
 
     Returns:
         What it is.
 
     Raises:
-        ModelError: the folder holds no checkpoint that can be read.
+        ModelError: the folder holds no checkpoint that can be read, or the hub does not give it.
     """
-    folder = Path(folder)
+    folder = resolve_folder(folder, revision).path
     config = read_config(folder)
     check_weight_files(folder)
     found = config.get("quantization_config") or {}

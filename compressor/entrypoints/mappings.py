@@ -115,7 +115,8 @@ def find_mappings(model: str | Path | nn.Module, settings: MappingsSettings) -> 
     """Find which scales may move in a model; nothing is changed or written.
 
     Args:
-        model: folder with at least a config.json (equal layers are then looked at once, with random weights), or a model in memory.
+        model: folder with at least a config.json (equal layers are then looked at once, with random weights), or its name on the hub; or a
+            model in memory.
         settings: how it is loaded and what it is fed.
 
     Returns:
@@ -126,7 +127,13 @@ def find_mappings(model: str | Path | nn.Module, settings: MappingsSettings) -> 
         TracingError: its forward cannot be repeated.
     """
     check_dtypes_around(find_mappings)
-    stood = stand_in(model, model_class=settings.model_class, trust_remote_code=settings.trust_remote_code_model, differing=True)
+    stood = stand_in(
+        model,
+        model_class=settings.model_class,
+        trust_remote_code=settings.trust_remote_code_model,
+        differing=True,
+        revision=settings.model_revision,
+    )
     given = sample_batches(stood.model, settings.modality)
     with unfused_experts(stood.model, hold=True) as experts:
         try:

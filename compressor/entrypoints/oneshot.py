@@ -30,6 +30,7 @@ from compressor.model.disk_room import check_room
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.format import reader_notes
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
+from compressor.model.folder import resolve_folder
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device, resolve_processor, resolve_tokenizer, untie
 from compressor.model.saving import attach_save, save_compressed
 from compressor.modifiers.schemes.base import SchemeModifier
@@ -94,7 +95,8 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     """Compress a model in one pass over calibration data.
 
     Args:
-        model: folder of a transformers checkpoint, or a model (any nn.Module) in memory, which is changed in place.
+        model: folder of a transformers checkpoint, or its name on the Hugging Face hub (`owner/name`, `owner/name@revision`), which is
+            fetched; or a model (any nn.Module) in memory, which is changed in place.
         settings: the choices of the run.
 
     Returns:
@@ -116,13 +118,15 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot", mode=settings.mode, stage=settings.stage)
     words = _words(settings)
     chosen = _choose(parsed, settings, sequential)
+    config_dir = _config_dir(settings)
     loaded = load_model(
         model,
         dtype=settings.dtype,
         device=resolve_device(settings.device),
         trust_remote_code=settings.trust_remote_code_model,
         model_class=settings.model_class,
-        config_folder=settings.config_name,
+        config_folder=config_dir,
+        revision=settings.model_revision,
     )
     base = base_hashes(loaded.source_dir)
     identity = model_identity(loaded, base, words.saved)  # before anything is done to it
@@ -153,7 +157,9 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
             if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
             clock.lap("data")
-            own = {name: getattr(settings, name) for name in ("dtype", "model_class", "calibrate_all_experts")} | _rare(settings)
+            own = {name: getattr(settings, name) for name in ("dtype", "model_class", "calibrate_all_experts")} | _rare(
+                settings, config_dir
+            )
             choices = {"pipeline": chosen, **own}
             run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, sequential, state.device)
             journal = held.enter_context(place.open(run, session.modifiers))
@@ -162,7 +168,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
             _note_few_tokens(state, settings.min_tokens_per_module)
             _check_changes(state, parsed, untouched)
         clock.lap("compress")
-        record = run_record(parsed.dump(), base, data, state.report, choices, state.seed, run)
+        record = loaded.source_record | run_record(parsed.dump(), base, data, state.report, choices, state.seed, run)
         folder = None if settings.output_dir is None else _save(loaded, words.saved, settings.output_dir, record, journal.token)
         clock.lap("save")
         journal.finish()
@@ -184,10 +190,15 @@ def _words(settings: OneshotSettings) -> _Words:
     return _Words(tokenizer or getattr(processor, "tokenizer", processor), processor or tokenizer)
 
 
-def _rare(settings: OneshotSettings) -> dict[str, Any]:
+def _config_dir(settings: OneshotSettings) -> Path | None:
+    """The folder whose config.json the model is loaded by; None for its own."""
+    name, trust = settings.config_name, settings.trust_remote_code_model
+    return None if name is None else resolve_folder(name, weights=False, code=trust, argument="config_name").path
+
+
+def _rare(settings: OneshotSettings, config_dir: Path | None) -> dict[str, Any]:
     """What decides the result and is seldom given."""
-    config = settings.config_name and Path(settings.config_name) / "config.json"
-    digest = hashlib.sha256(config.read_bytes()).hexdigest() if config else None
+    digest = None if config_dir is None else hashlib.sha256((config_dir / "config.json").read_bytes()).hexdigest()
     named = {"config_name": digest, "tie_word_embeddings": settings.tie_word_embeddings}
     return {name: value for name, value in named.items() if value != OneshotSettings.model_fields[name].default}
 

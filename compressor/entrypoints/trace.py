@@ -178,7 +178,12 @@ def trace_model(model: str | Path | nn.Module, settings: TraceSettings) -> Trace
         TracingError: the engine cannot follow the model.
     """
     check_dtypes_around(trace_model)
-    stood = stand_in(model, model_class=settings.model_class, trust_remote_code=settings.trust_remote_code_model)
+    stood = stand_in(
+        model,
+        model_class=settings.model_class,
+        trust_remote_code=settings.trust_remote_code_model,
+        revision=settings.model_revision,
+    )
     with calibration_mode(State(model=stood.model)), Footprint(stood.model):
         given = _given(stood, settings)
         ignored = list(resolve_targets(stood.model, list(settings.ignore))) if settings.ignore else []

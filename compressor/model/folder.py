@@ -1,15 +1,17 @@
-"""What can be wrong with the folder of a model, found before its weights are read."""
+"""From what names a model to its folder, and what can be wrong with that folder, found before its weights are read."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from compressor.errors import ModelError
+from compressor.model.hub import DEFAULT_REVISION, Origin, fetch, split_name
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -26,6 +28,72 @@ _SIZES = {
 }
 
 
+# What is fetched of a model on the hub, besides its weights; of subfolders only templates.
+_TEXTS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.jinja")
+_CODE = "*.py"
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """Where a model lies.
+
+    Attributes:
+        path: of its folder, which may not be there: `read_config` says so.
+        origin: which commit of the hub it is; None for a folder of the user's own.
+    """
+
+    path: Path
+    origin: Origin | None = None
+
+
+def resolve_folder(
+    model: str | Path, revision: str | None = None, *, weights: bool = True, code: bool = False, argument: str = "model"
+) -> ModelFolder:
+    """Find the folder of a model, or fetch it into the cache of the hub. A folder that is there goes before a name.
+
+    Args:
+        model: path of a folder; or, as a text, a name on the Hugging Face hub: `owner/name` or `owner/name@revision`.
+        revision: branch, tag or commit of such a name; None is main.
+        weights: fetch the weights as well.
+        code: fetch Python files as well.
+        argument: how the user calls it, for errors.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ModelError: a revision was given for a folder, or the hub does not give the model.
+    """
+    named = split_name(model) if isinstance(model, str) and not is_there(Path(model)) else None
+    if named is None:
+        check_no_revision(revision, f"the path {str(model)!r}")
+        return ModelFolder(Path(model))
+    name, own = named
+    if own is not None and revision not in (None, DEFAULT_REVISION, own):
+        raise ModelError(f"model_revision: {revision!r} was given beside {model!r}, which names another; leave one out")
+    wanted = own or revision or DEFAULT_REVISION
+    files = [*_TEXTS, *([_CODE] if code else []), *([_SINGLE_FILE] if weights else [])]
+    below = [f"*/{pattern}" for pattern in files if pattern != "*.jinja"]
+    path = fetch(name, wanted, files, without=below, argument=argument)
+    if weights and (path / _INDEX_FILE).is_file():
+        fetch(name, path.name, weight_files(path), argument=argument)
+    return ModelFolder(path, Origin(name, wanted, path.name))
+
+
+def check_no_revision(revision: str | None, what: str) -> None:
+    """Refuse a revision of something that has none.
+
+    Args:
+        revision: as the user gave it.
+        what: it was given for.
+
+    Raises:
+        ModelError: it is another than main.
+    """
+    if revision not in (None, DEFAULT_REVISION):
+        raise ModelError(f"model_revision: {revision!r} was given for {what}, which has none; leave it out")
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json.
 
@@ -39,7 +107,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         ModelError: no folder, no config.json, or no JSON object in it.
     """
     if not is_dir(folder):
-        raise ModelError(f"model: {str(folder)!r} is not a folder; give a folder with config.json and safetensors (nothing is downloaded)")
+        raise ModelError(
+            f"model: {str(folder)!r} is not a folder; give one with config.json and safetensors, or a name on the hub (owner/name)"
+        )
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder}: no config.json was found; give the folder that holds config.json and the safetensors files")
@@ -60,6 +130,21 @@ def is_dir(folder: Path) -> bool:
     """
     try:
         return folder.is_dir()
+    except OSError:
+        return False
+
+
+def is_there(path: Path) -> bool:
+    """Tell whether anything is there; a name that no file system takes is none.
+
+    Args:
+        path: of it.
+
+    Returns:
+        True for a file or a folder.
+    """
+    try:
+        return path.exists()
     except OSError:
         return False
 

@@ -138,7 +138,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     """Resolve a recipe against a model and estimate the run; nothing is run and nothing is changed.
 
     Args:
-        model: folder with a config.json (weights are not needed), or a model in memory.
+        model: folder with a config.json, or its name on the hub (weights are not needed), or a model in memory.
         settings: the choices of the run that is planned.
 
     Returns:
@@ -152,7 +152,12 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     granted = None if memory is None else parse_bytes(memory, "activation_memory")
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, mode=settings.mode)
     chosen = choose_pipeline(parsed.modifiers, settings.pipeline)
-    skeleton = load_skeleton(model, trust_remote_code=settings.trust_remote_code_model, model_class=settings.model_class)
+    skeleton = load_skeleton(
+        model,
+        trust_remote_code=settings.trust_remote_code_model,
+        model_class=settings.model_class,
+        revision=settings.model_revision,
+    )
     if isinstance(model, nn.Module):
         check_in_memory(model, dtype=dtype)
         skeleton = _without_values(model)

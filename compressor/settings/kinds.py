@@ -102,7 +102,7 @@ def _all(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 PATH = Kind(_path, "a path")
-MODEL = Kind(_is_model, "the path of a folder, or a model (torch.nn.Module)")
+MODEL = Kind(_is_model, "the path of a folder, a name on the hub (owner/name), or a model (torch.nn.Module)")
 DEVICE = Kind(lambda value: _text(value) or _of_torch(value, "device"), "the name of a device")
 MODEL_CLASS = Kind(lambda value: _text(value) or isinstance(value, type), "a class of transformers, or its name")
 WHOLE = Kind(_whole, "a whole number")

@@ -71,7 +71,6 @@ KEYWORDS: tuple[Keyword, ...] = (
         (True, None),
         refused=True,
     ),
-    Keyword("model_revision", "models are folders; give the folder of that revision", ("main", None), refused=True),
     Keyword("clear_sparse_session", "there is no session outside of a run", (True, False, None)),
     Keyword("quantization_aware_calibration", "it has no effect there either", (True, None)),
     Keyword("splits", "it is `split`", (None,), _split),

@@ -51,6 +51,8 @@ def _key_value(text: str) -> str:
 class LoadSettings(Settings):
     """How a model is loaded."""
 
+    model_revision: Annotated[Text | None, Option(metavar="R")] = None
+    """Branch, tag or commit of a model that is named by its name on the Hugging Face hub; by default main."""
     model_class: Annotated[ModelClass | None, Option(metavar="C")] = None
     """Transformers class to load with; by default AutoModelForCausalLM."""
     trust_remote_code_model: Annotated[Flag, Option("--trust-remote-code")] = False
@@ -150,11 +152,12 @@ class OneshotSettings(PlanSettings, RecordSettings, DataSettings):
     resume: Annotated[Flag, Option()] = False
     """Go on where an earlier run with the same arguments stopped; the result is bitwise that of a run that never stopped."""
     tokenizer: Tokenizer | None = None
-    """For texts, or the path of its folder; by default the one in the model's folder."""
+    """For texts, or the path of its folder, or its name on the hub; by default the one in the model's folder."""
     processor: Tokenizer | None = None
-    """What is saved beside the weights, and its tokenizer for texts: a processor of transformers, or the path of its folder."""
+    """What is saved beside the weights, and its tokenizer for texts: a processor of transformers, or the path of its folder, or its name
+    on the hub."""
     config_name: Annotated[PathLike | None, Option(metavar="DIR")] = None
-    """Folder with the config.json to load the model by, in place of its own."""
+    """Folder with the config.json to load the model by, or its name on the hub, in place of its own."""
     tie_word_embeddings: Annotated[Flag, Option("--untie-word-embeddings", negates=True, help="give the head weights of its own")] = True
     """False gives an output layer that shares the weights of the embeddings weights of its own before anything is compressed."""
     stage: Annotated[Text | None, Option(metavar="NAME")] = None
@@ -326,7 +329,7 @@ class TrainSettings(StepSettings, RecipeSettings, LoadSettings):
     resume: Annotated[Flag, Option()] = False
     """Go on from the newest state of an earlier run of the same settings."""
     tokenizer: Tokenizer | None = None
-    """In place of that of the model's folder; or the path of its folder."""
+    """In place of that of the model's folder; or the path of its folder, or its name on the hub."""
     max_seq_length: Annotated[Whole | None, Option(metavar="T", read=positive)] = None
     """Tokens in a block; by default as many as the model takes, at most 2048."""
     text_column: Annotated[Text, Option(metavar="NAME")] = "text"
@@ -352,8 +355,9 @@ class TrainSettings(StepSettings, RecipeSettings, LoadSettings):
 
 
 MODEL_HELP: Mapping[str, str] = {
-    "oneshot": "folder of a transformers checkpoint (config.json, *.safetensors)",
-    "plan": "folder of a transformers checkpoint; weights are not needed",
-    "train": "folder of a transformers checkpoint (config.json, *.safetensors)",
-    "trace": "folder with a config.json; weights are not needed",
+    "oneshot": "folder of a transformers checkpoint (config.json, *.safetensors), or its name on the Hugging Face hub (owner/name)",
+    "plan": "folder of a transformers checkpoint, or its name on the hub; weights are not needed",
+    "train": "folder of a transformers checkpoint (config.json, *.safetensors), or its name on the hub",
+    "trace": "folder with a config.json, or its name on the hub; weights are not needed",
+    "mappings": "folder with a config.json, or its name on the hub; weights are not needed",
 }

@@ -115,7 +115,9 @@ class TrainingRun:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
-    def load(self, model: str | Path | nn.Module, tokenizer: Any, device: str, model_class: str | None, trust: bool) -> None:
+    def load(
+        self, model: str | Path | nn.Module, tokenizer: Any, device: str, model_class: str | None, trust: bool, revision: str | None
+    ) -> None:
         """Load the model and identify it before anything is done to it."""
         chosen = resolve_device(device)
         is_default = (
@@ -127,6 +129,7 @@ class TrainingRun:
             device=chosen,
             trust_remote_code=trust,
             model_class=model_class,
+            revision=revision,
         )
         self.tokenizer = tokenizer or self.loaded.tokenizer
         self.own_tokenizer = tokenizer
@@ -217,7 +220,7 @@ class TrainingRun:
             if self.held_out is not None:
                 batches, weights = self.held_out.in_order()
                 loop.evaluations.append({"step": self.num_steps, "as_saved": True, "loss": trainer.evaluate(batches, weights)})
-            record = training_record(
+            record = self.loaded.source_record | training_record(
                 run, self.base, loop.losses, loop.evaluations, sparsities(self.loaded.model), state.report, self.attention.words
             )
             folder = save_trained(self.loaded, self.own_tokenizer, self.place.output_dir, record, states.token)

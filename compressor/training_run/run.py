@@ -24,7 +24,7 @@ def train(model: str | Path | nn.Module, settings: TrainSettings) -> TrainResult
     """Train a causal language model on the next token, with modifiers that prune or quantize it meanwhile.
 
     Args:
-        model: folder of a transformers checkpoint; or such a model in memory, which is changed in place.
+        model: folder of a transformers checkpoint, or its name on the hub; or such a model in memory, which is changed in place.
         settings: the choices of the run.
 
     Returns:
@@ -46,6 +46,6 @@ def train(model: str | Path | nn.Module, settings: TrainSettings) -> TrainResult
     text, modifiers = (None, ()) if parsed is None else (parsed.dump(), tuple(parsed.modifiers))
     tokenizer = resolve_tokenizer(settings.tokenizer, settings.trust_remote_code_model)
     run = TrainingRun(settings, place, text, modifiers, settings.seed, settings.progress)
-    run.load(model, tokenizer, settings.device, settings.model_class, settings.trust_remote_code_model)
+    run.load(model, tokenizer, settings.device, settings.model_class, settings.trust_remote_code_model, settings.model_revision)
     run.read(settings.dataset, settings.eval_dataset, settings.max_seq_length, settings.text_column)
     return run.train()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from compressor.console import positive
-from compressor.settings.kinds import FilePath, Flag, Number, Text, Whole
+from compressor.settings.kinds import FilePath, Flag, Number, PathLike, Text, Whole
 from compressor.settings.options import Option, Settings, add_options, settings_of
 
 EPILOG = """exit codes: 0 no difference beyond the limit, 1 a layer was found that makes it, 2 it is spread over layers,
@@ -28,10 +28,10 @@ def _positive_number(text: str) -> float:
 class BisectSettings(Settings):
     """The choices of one search."""
 
-    base: Annotated[FilePath, Option(positional=True, metavar="BASE", read=Path)]
-    """Folder of the base, or of a compressed checkpoint that was accepted."""
-    compressed: Annotated[FilePath, Option(positional=True, metavar="COMPRESSED", read=Path)]
-    """Folder of the compressed checkpoint."""
+    base: Annotated[PathLike, Option(positional=True, metavar="BASE")]
+    """Folder of the base, or of a compressed checkpoint that was accepted; or its name on the hub (owner/name, owner/name@revision)."""
+    compressed: Annotated[PathLike, Option(positional=True, metavar="COMPRESSED")]
+    """Folder of the compressed checkpoint, or its name on the hub."""
     dataset: Annotated[Text, Option(metavar="D")]
     """Tokens to compare on: .safetensors (input_ids), .jsonl, .txt, .parquet."""
     measure: Annotated[Text, Option(choices=("kl", "loss", "sqnr"))] = "kl"

@@ -11,7 +11,7 @@ import torch
 
 from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
-from compressor.model.folder import read_config, some
+from compressor.model.folder import read_config, resolve_folder, some
 from compressor.progress import Progress, SilentProgress
 from harness.bisect.blame import Blame, guilty_part, suspects, usual_sqnr, weight_sqnr, who_made
 from harness.bisect.difference import MEASURES, Comparer, Tokens, limit_from, shown
@@ -41,8 +41,8 @@ def bisect(
     """Find the layer and module with which a compressed model begins to differ from its base.
 
     Args:
-        base: folder of the base, or of a compressed checkpoint that was accepted.
-        compressed: folder of the compressed checkpoint.
+        base: folder of the base, or of a compressed checkpoint that was accepted; or its name on the hub.
+        compressed: folder of the compressed checkpoint, or its name on the hub.
         dataset: any source that `compressor.data.load_dataset_source` reads.
         measure: kl (nats per token), loss (its increase) or sqnr (of the logits, dB).
         limit: above which, for sqnr below which, a difference counts; None: half of the whole difference.
@@ -63,6 +63,7 @@ def bisect(
         raise UserInputError(f"bisect: measure={measure!r} does not exist; give one of {', '.join(MEASURES)}")
     if limit is not None and not 0 < limit < math.inf:
         raise UserInputError(f"bisect: limit={limit} is no number above 0; give what counts as a difference, or leave it out")
+    base, compressed = resolve_folder(base).path, resolve_folder(compressed).path
     pair = load_pair(base, compressed, device=device)
     batches = _batches(pair, dataset, num_samples, max_seq_length)
     compare = Comparer(pair, batches, measure, progress or SilentProgress())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from compressor.console import count, positive
-from compressor.settings.kinds import FilePath, Flag, Number, Text, Whole
+from compressor.settings.kinds import FilePath, Flag, Number, PathLike, Text, Whole
 from compressor.settings.options import Option, Settings, add_options, settings_of
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ def _confidence(text: str) -> float:
 class ValidateSettings(Settings):
     """The choices of one validation."""
 
-    base: Annotated[FilePath, Option(positional=True, metavar="BASE", read=Path)]
-    """Folder of the model that was compressed, a causal language model."""
-    compressed: Annotated[FilePath, Option(positional=True, metavar="COMPRESSED", read=Path)]
-    """Folder of the compressed checkpoint."""
+    base: Annotated[PathLike, Option(positional=True, metavar="BASE")]
+    """Folder of the model that was compressed, a causal language model; or its name on the hub (owner/name, owner/name@revision)."""
+    compressed: Annotated[PathLike, Option(positional=True, metavar="COMPRESSED")]
+    """Folder of the compressed checkpoint, or its name on the hub."""
     dataset: Annotated[Text, Option(metavar="D")]
     """Held-out data: .safetensors (input_ids), .jsonl, .txt, .parquet."""
     policy: Annotated[FilePath | None, Option(metavar="P.yaml", read=Path)] = None
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     """
     settings = settings_of(args, ValidateSettings)
     policy = _policy(settings)
-    output_dir = settings.output_dir or Path(f"{settings.compressed.resolve().name}-validation")
+    output_dir = settings.output_dir or Path(f"{Path(settings.compressed).resolve().name}-validation")
     from compressor.progress import RichProgress, SilentProgress
     from harness.validation.compare import validate
     from harness.validation.report.page import check_output_dir, write_report

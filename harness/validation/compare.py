@@ -21,6 +21,7 @@ from compressor import __version__
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.evaluation import check_dtypes_around
+from compressor.model.folder import resolve_folder
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.progress import Progress, SilentProgress
 from compressor.settings.kinds import WHOLE, plain_number
@@ -112,8 +113,8 @@ def validate(
     """Check a compressed causal language model against its base, from the bytes of the files to the behaviour on held-out data.
 
     Args:
-        base: folder of the base model.
-        compressed: folder of the compressed checkpoint, compressed-tensors format.
+        base: folder of the base model, or its name on the hub (`owner/name`, `owner/name@revision`).
+        compressed: folder of the compressed checkpoint, compressed-tensors format, or its name on the hub.
         dataset: held-out data, any source that `compressor.data.load_dataset_source` reads.
         policy: limits, or the path of their file; None for the defaults.
         trained: the model was trained as well (QAT, pruning): values are not compared with the base's, behaviour is.
@@ -143,7 +144,7 @@ def validate(
     started, clock = datetime.now(UTC), time.monotonic()
     progress = progress or SilentProgress()
     torch_device = resolve_device(device)
-    subject = read_subject(Path(base), Path(compressed), trained=trained)
+    subject = read_subject(resolve_folder(base).path, resolve_folder(compressed).path, trained=trained)
     base_model = _base_model(subject)
     data = _load_data(subject, dataset, base_model.tokenizer, max_seq_length, num_samples)
     batches = _token_batches(data, base_model.model)

@@ -1,9 +1,12 @@
-"""How much memory tensors take, counted by the operators that make them."""
+"""How much memory tensors take, counted by the operators that make them; and a hub on the loopback address."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,3 +54,38 @@ def peak_bytes() -> Callable[[Callable[[], object]], int]:
         return allocations.peak
 
     return measure
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An empty hub (`loopback_hub.Hub`), which the clients of this process ask, without a token and with a cache of its own."""
+    import datasets
+    from huggingface_hub import constants
+
+    spec = importlib.util.spec_from_file_location("loopback_hub", Path(__file__).with_name("loopback_hub.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    home = tmp_path / "hf_home"
+    with module.serve() as served:
+        # What the clients read of the environment when they are imported.
+        for name, value in {
+            "ENDPOINT": served.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": f"{served.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_CACHE": str(home / "hub"),
+            "HF_TOKEN_PATH": str(home / "token"),
+            "AGENT_HARNESSES_PATH": str(home / "agents.json"),
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        for name, value in {
+            "HF_ENDPOINT": served.url,
+            "HF_HUB_OFFLINE": False,
+            "HF_DATASETS_CACHE": home / "datasets",
+            "HF_MODULES_CACHE": str(home / "modules"),
+        }.items():
+            monkeypatch.setattr(datasets.config, name, value)
+        monkeypatch.setattr("datasets.utils.logging._tqdm_active", False, raising=False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield served

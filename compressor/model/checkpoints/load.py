@@ -23,7 +23,7 @@ from compressor.errors import ModelError
 from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.save import RECORD_FILE
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
-from compressor.model.folder import check_weight_files, one_line, read_config, read_json, some, weight_files
+from compressor.model.folder import check_weight_files, one_line, read_config, read_json, resolve_folder, some, weight_files
 from compressor.model.loading.load import DTYPES, LOAD_ERRORS, quiet_transformers, resolve_class, resolve_device
 from compressor.model.saving import attach_save
 from compressor.model.targets import matches
@@ -47,29 +47,31 @@ def load_compressed(
     model_class: str | type | None = None,
     trust_remote_code: bool = False,
     matmul: Matmul = "reference",
+    revision: str | None = None,
 ) -> nn.Module:
     """Load a checkpoint in the compressed-tensors format with this project's own layers.
 
     Args:
-        folder: the checkpoint, with config.json and safetensors files.
+        folder: the checkpoint, with config.json and safetensors files; or its name on the hub (`owner/name`).
         device: "auto" (the first GPU, else the CPU) or a device of torch.
         model_class: class of transformers, or its name; None for AutoModelForCausalLM.
         trust_remote_code: run Python files of the folder, where its config asks for them.
         matmul: "reference" (the logits of transformers, bit for bit), or "native" (codes times codes where input and weight are both int8
             or both fp8).
+        revision: branch, tag or commit on the hub; None is main.
 
     Returns:
         The model in eval mode; quantized layers are QuantizedLinear and QuantizedEmbedding, also those of single experts.
 
     Raises:
         UserInputError: an argument is of the wrong kind.
-        ModelError: the folder holds no compressed checkpoint, or config and tensors do not fit each other.
+        ModelError: the folder holds no compressed checkpoint, config and tensors do not fit each other, or the hub does not give it.
         SchemeError: a layer cannot have the scheme that the config gives it.
     """
     for name, value, kind in (("folder", folder, PATH), ("device", device, DEVICE), ("model_class", model_class, MODEL_CLASS)):
         if value is not None:
             check_kind(name, value, kind)
-    folder = Path(folder)
+    folder = resolve_folder(folder, revision, code=trust_remote_code).path
     config = read_config(folder)
     check_weight_files(folder)
     schemes, kv_cache_scheme = _quantization(config, folder)

@@ -1,15 +1,15 @@
 """From a folder, or a model in memory, to a model that may be compressed; or one line that says why not.
 
 A weight that the files do not hold is an error: transformers would fill it with random numbers, and a compressed random layer looks like
-any other. A weight that the model has no place for is one too: it would be missing from the result. Nothing is fetched from a network,
-nothing is unpickled, and code from the folder runs only when it is asked for.
+any other. A weight that the model has no place for is one too: it would be missing from the result. Nothing is unpickled, and code from
+the folder runs only when it is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,19 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.folder import check_not_quantized, check_weight_files, is_dir, one_line, read_config, read_json, some, weight_files
+from compressor.model.folder import (
+    check_no_revision,
+    check_not_quantized,
+    check_weight_files,
+    is_dir,
+    one_line,
+    read_config,
+    read_json,
+    resolve_folder,
+    some,
+    weight_files,
+)
+from compressor.model.hub import Origin
 from compressor.nn.layer import QuantizedLayer
 from compressor.spelling import nearest
 
@@ -91,6 +103,7 @@ class LoadedModel:
         from_memory: True when the caller's own object is compressed.
         unexpected_keys: weights in the files that the class does not take; only an explicitly named class may leave any.
         notes: what loading has changed, for the report.
+        origin: the model on the hub whose commit the folder holds; None where the user gave the folder or the model.
     """
 
     model: nn.Module
@@ -99,6 +112,12 @@ class LoadedModel:
     from_memory: bool
     unexpected_keys: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    origin: Origin | None = None
+
+    @property
+    def source_record(self) -> dict[str, Any]:
+        """What compression.json says of where the model came from: name, revision and commit of one of the hub; else nothing."""
+        return {} if self.origin is None else {"source": asdict(self.origin)}
 
 
 def load_model(
@@ -109,31 +128,35 @@ def load_model(
     trust_remote_code: bool = False,
     model_class: str | type | None = None,
     config_folder: str | Path | None = None,
+    revision: str | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer, or take a model that is in memory as it is.
 
     Args:
-        source: folder in the layout of transformers, or a module; of a module nothing is changed, so dtype and class are left out.
+        source: folder in the layout of transformers, its name on the hub (`owner/name`, `owner/name@revision`), or a module; of a module
+            nothing is changed, so dtype and class are left out.
         dtype: "auto" (the files' own), or one of bfloat16, float16, float32, float64.
         device: "auto" (the first GPU, else the CPU) or a device of torch.
         trust_remote_code: run Python files of the folder, where its config asks for them.
         model_class: class of transformers, or its name; None for AutoModelForCausalLM.
         config_folder: folder of another config.json to load by; None for the model's own.
+        revision: branch, tag or commit on the hub; None is main.
 
     Returns:
         The model, its tokenizer if the folder has one, and the folder.
 
     Raises:
         ModelError: the folder is missing, incomplete or damaged, lacks weights that the class needs, is quantized already, or the
-            model in memory is; or dtype or class was given for a model in memory.
+            model in memory is; or dtype, class or revision was given for a model in memory; or the hub does not give it.
     """
     if isinstance(source, nn.Module):
-        check_in_memory(source, dtype=dtype, model_class=model_class)
+        check_in_memory(source, dtype=dtype, model_class=model_class, revision=revision)
         if config_folder is not None:
             raise ModelError(f"config_name: {str(config_folder)!r} was given for a model in memory, which has its config; leave it out")
         return LoadedModel(source, tokenizer=None, source_dir=None, from_memory=True)
-    folder = Path(source)
     torch_device, torch_dtype = resolve_device(device), resolve_dtype(dtype)
+    found = resolve_folder(source, revision, code=trust_remote_code)
+    folder = found.path
     config = read_config(folder if config_folder is None else Path(config_folder))
     check_not_quantized(config, str(folder))
     check_weight_files(folder)
@@ -148,7 +171,7 @@ def load_model(
         check_float16(model, f"{folder}: dtype")
     notes = tuple(rounding_notes(model, folder)) if torch_dtype == "auto" else ()
     unexpected = tuple(sorted(info["unexpected_keys"]))
-    return LoadedModel(model.to(torch_device), tokenizer, folder, from_memory=False, unexpected_keys=unexpected, notes=notes)
+    return LoadedModel(model.to(torch_device), tokenizer, folder, False, unexpected, notes, found.origin)
 
 
 def check_float16(model: nn.Module, where: str) -> None:
@@ -229,13 +252,16 @@ def resolve_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return DTYPES[name]
 
 
-def check_in_memory(model: nn.Module, *, dtype: str | torch.dtype = "auto", model_class: str | type | None = None) -> None:
+def check_in_memory(
+    model: nn.Module, *, dtype: str | torch.dtype = "auto", model_class: str | type | None = None, revision: str | None = None
+) -> None:
     """Refuse a model in memory that must not be compressed, and settings that only a folder has a use for; it is not changed.
 
     Args:
         model: any module.
         dtype: as the user gave it.
         model_class: as the user gave it.
+        revision: as the user gave it.
 
     Raises:
         ModelError: it is quantized, carries adapters, or has parameters without values; or a setting would not be read.
@@ -245,6 +271,7 @@ def check_in_memory(model: nn.Module, *, dtype: str | torch.dtype = "auto", mode
         raise ModelError(f"dtype: {str(dtype)!r} was given for a model in memory, which stays as it is; cast it first, or leave dtype out")
     if model_class is not None:
         raise ModelError(f"model_class: {model_class!r} was given for a model in memory, which has its class; leave model_class out")
+    check_no_revision(revision, "a model in memory")
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_dict"):
         check_not_quantized(config.to_dict(), where)
@@ -357,20 +384,20 @@ def resolve_tokenizer(tokenizer: Any, trust_remote_code: bool = False) -> Any:
     """Take a tokenizer as a user gives it.
 
     Args:
-        tokenizer: an object, the path of its folder, or None.
+        tokenizer: an object, the path of its folder or its name on the hub, or None.
         trust_remote_code: run Python files of the folder, where its config asks for them.
 
     Returns:
         The tokenizer; None for None.
 
     Raises:
-        ModelError: the folder is missing or holds none.
+        ModelError: the folder is missing or holds none, or the hub does not give it.
     """
     if not isinstance(tokenizer, str | Path):
         return tokenizer
-    folder = Path(tokenizer)
+    folder = resolve_folder(tokenizer, weights=False, code=trust_remote_code, argument="tokenizer").path
     if not is_dir(folder):
-        raise ModelError(f"tokenizer: {str(tokenizer)!r} is not a folder; give one with tokenizer.json (nothing is downloaded)")
+        raise ModelError(f"tokenizer: {str(tokenizer)!r} is not a folder; give one with tokenizer.json, or a name on the hub (owner/name)")
     with quiet_transformers():
         found = load_tokenizer(folder, trust_remote_code)
     if found is None:
@@ -382,22 +409,24 @@ def resolve_processor(processor: Any, trust_remote_code: bool = False) -> Any:
     """Take a processor as a user gives it.
 
     Args:
-        processor: an object, a tokenizer among them, the path of its folder, or None.
+        processor: an object, a tokenizer among them, the path of its folder or its name on the hub, or None.
         trust_remote_code: run Python files of the folder, where its config asks for them.
 
     Returns:
         The processor; None for None.
 
     Raises:
-        ModelError: the folder is missing or holds none.
+        ModelError: the folder is missing or holds none, or the hub does not give it.
     """
     if not isinstance(processor, str | Path):
         return processor
     from transformers import AutoProcessor
 
-    folder = Path(processor)
+    folder = resolve_folder(processor, weights=False, code=trust_remote_code, argument="processor").path
     if not is_dir(folder):
-        raise ModelError(f"processor: {str(processor)!r} is not a folder; give one with preprocessor_config.json (nothing is downloaded)")
+        raise ModelError(
+            f"processor: {str(processor)!r} is not a folder; give one with preprocessor_config.json, or a name on the hub (owner/name)"
+        )
     try:
         with quiet_transformers():
             return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)

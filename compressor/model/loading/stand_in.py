@@ -19,20 +19,23 @@ from torch import Tensor, nn
 
 from compressor.errors import ModelError
 from compressor.model.experts.unfuse import layout_of
-from compressor.model.folder import check_not_quantized, one_line, read_config
+from compressor.model.folder import check_no_revision, check_not_quantized, one_line, read_config, resolve_folder
 from compressor.model.loading.load import LOAD_ERRORS, check_in_memory, load_model, quiet_transformers, remedy, resolve_class
 from compressor.random_state import random_numbers_kept
 
 # The shapes of a model without its weights: what a plan needs, in milliseconds for a model of any size.
 
 
-def load_skeleton(source: str | Path | nn.Module, *, trust_remote_code: bool = False, model_class: str | type | None = None) -> nn.Module:
+def load_skeleton(
+    source: str | Path | nn.Module, *, trust_remote_code: bool = False, model_class: str | type | None = None, revision: str | None = None
+) -> nn.Module:
     """Build a model on the meta device from its config alone; a model in memory is returned as it is.
 
     Args:
-        source: folder with a config.json, or a module; neither is changed.
+        source: folder with a config.json, its name on the hub, or a module; neither is changed.
         trust_remote_code: run Python files of the folder, where its config asks for them.
         model_class: class of transformers, or its name; None for AutoModelForCausalLM.
+        revision: branch, tag or commit on the hub; None is main.
 
     Returns:
         The model; parameters have shapes and dtypes but, from a folder, no values.
@@ -41,9 +44,9 @@ def load_skeleton(source: str | Path | nn.Module, *, trust_remote_code: bool = F
         ModelError: no folder, no usable config, or the model is quantized already.
     """
     if isinstance(source, nn.Module):
-        check_in_memory(source, model_class=model_class)
+        check_in_memory(source, model_class=model_class, revision=revision)
         return source
-    folder = Path(source)
+    folder = resolve_folder(source, revision, weights=False, code=trust_remote_code).path
     check_not_quantized(read_config(folder), str(folder))
     loader = resolve_class(model_class)
     from transformers import AutoConfig
@@ -95,15 +98,18 @@ def stand_in(
     trust_remote_code: bool = False,
     seed: int = 0,
     differing: bool = False,
+    revision: str | None = None,
 ) -> StandIn:
     """Make a model that runs.
 
     Args:
-        source: folder with a config.json, or a model in memory, which is taken as it is.
+        source: folder with a config.json, its name on the hub, of which no weights are fetched, or a model in memory, which is taken as it
+            is.
         model_class: class of transformers, or its name; None for the one that config.json names, else AutoModelForCausalLM.
         trust_remote_code: run Python files of the folder, where its config asks for them.
         seed: of random weights.
         differing: channels must differ, so a large model is stood in for by one layer of each kind with random values.
+        revision: branch, tag or commit on the hub; None is main.
 
     Returns:
         The model, and what it is.
@@ -114,8 +120,9 @@ def stand_in(
     if isinstance(source, nn.Module):
         if model_class is not None:
             raise ModelError(f"model_class: {model_class!r} was given for a model in memory, which has its class; leave model_class out")
+        check_no_revision(revision, "a model in memory")
         return StandIn(source, "its own weights")
-    folder = Path(source)
+    folder = resolve_folder(source, revision, weights=False, code=trust_remote_code).path
     chosen = model_class or _named_class(read_config(folder))
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if 0 < num_bytes <= MAX_LOADED_BYTES:

@@ -119,7 +119,7 @@ def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "
     """Make training steps of a model.
 
     Args:
-        source: a folder in the layout of transformers, or an architecture of the zoo.
+        source: a folder in the layout of transformers, an architecture of the zoo, or a name on the hub (`owner/name`).
         size: of the batches; those of an architecture that takes more than tokens have the zoo's own.
         recipe: of modifiers that take part, or None.
         device: to train on.
@@ -130,6 +130,7 @@ def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "
     Raises:
         UserInputError: neither a folder nor an architecture.
     """
+    from compressor.model.hub import split_name
     from compressor.model.loading.load import resolve_device
 
     if size.batch_size < 1 or size.seq_length < 2:
@@ -139,6 +140,8 @@ def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "
         build, batch_at = _folder(source, size, where)
     elif source in zoo():
         build, batch_at = _architecture(zoo()[source], size, where)
+    elif split_name(source) is not None:
+        build, batch_at = _folder(source, size, where)
     else:
         from compressor.spelling import suggest
 

@@ -73,7 +73,7 @@ MEANT: list[tuple[str, Any, dict[str, Any]]] = [
     ("precision", "bf16", {"dtype": "bfloat16"}),
     ("precision", "float32", {"dtype": "float32"}),
     ("save_compressed", True, {}),
-    ("model_revision", "main", {}),
+    ("model_revision", "main", {"model_revision": "main"}),
     ("clear_sparse_session", True, {}),
     ("quantization_aware_calibration", True, {}),
     ("splits", "train[:5%]", {"split": "train[:5%]"}),
@@ -120,7 +120,6 @@ WARNED: list[tuple[str, Any]] = [
 ]
 REFUSED: list[tuple[str, Any, str]] = [
     ("save_compressed", False, "always stored compressed"),
-    ("model_revision", "v2", "give the folder of that revision"),
     ("sequential_offload_device", "cuda:1", "activation_device_memory"),
     ("dvc_data_repository", "dvc://x", "give the file itself"),
     ("overwrite_output_dir", True, "remove it first"),

@@ -155,9 +155,9 @@ def test_a_damaged_folder_is_refused_in_one_line(damage, source_dir, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("source", ["meta-llama/Llama-2-7b", "{tmp}/nowhere", "{tmp}/source/config.json"])
-def test_what_is_no_folder_is_refused_and_nothing_is_downloaded(source, source_dir, tmp_path):
-    with pytest.raises(ModelError, match=r"is not a folder; .*nothing is downloaded"):
+@pytest.mark.parametrize("source", ["Llama-2-7b", "{tmp}/nowhere", "{tmp}/source/config.json"])
+def test_what_is_no_folder_and_no_name_is_refused(source, source_dir, tmp_path):
+    with pytest.raises(ModelError, match=r"is not a folder; give one with .*, or a name on the hub \(owner/name\)"):
         load_model(source.format(tmp=tmp_path))
 
 
