@@ -69,7 +69,7 @@ def load_blocks(
         source: what `load_dataset_source` takes, but no DataLoader.
         tokenizer: of transformers; for texts and conversations only, and left as it was.
         max_seq_length: tokens in a block; by default as many as the model takes, at most 2048.
-        text_column: column of the text; a column `input_ids` goes before it, a column `messages` (conversations) after it.
+        text_column: column of the text; a column `input_ids` goes before it, columns `messages` and `conversations` after it.
         max_positions: tokens that the model takes; None where there is no limit.
         inputs: further inputs of the model (`input_columns`); rows that hold one are refused, as are `labels` other than the tokens.
         name: what errors call the data.

@@ -70,7 +70,7 @@ def load_dataset_source(
             so many.
         max_seq_length: tokens kept of a sample; by default as many as the model takes, at most 2048.
         batch_size: samples in a batch; a DataLoader has its own. None: equally long ones together, up to 2048 tokens.
-        text_column: column of the text; a column `input_ids` goes before it, a column `messages` (conversations) after it.
+        text_column: column of the text; a column `input_ids` goes before it, columns `messages` and `conversations` after it.
         shuffle: draw the samples with `seed` instead of taking the first ones.
         seed: for `shuffle`.
         max_positions: tokens that the model takes; None where there is no limit.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data.collate import Batch, check_mask, check_strided
+from compressor.data.presets import as_messages
 from compressor.data.rows import MASKS, Row
 from compressor.errors import DatasetError
 
@@ -108,14 +109,14 @@ def _as_tensor(value: Any, where: str) -> Tensor:
 
 def _render(row: Row, tokenizer: Any) -> str:
     """Write a conversation out through the tokenizer's chat template."""
-    messages = row.value
+    messages = as_messages(row.value)
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) and "role" in message for message in messages):
-        raise DatasetError(f"{row.where}: 'messages' is no list of {{'role': ..., 'content': ...}}; repair or remove this row")
+        raise DatasetError(f"{row.where}: a conversation is no list of {{'role': ..., 'content': ...}}; repair or remove this row")
     if not messages:
         return ""
     if getattr(tokenizer, "chat_template", None) is None:
         raise DatasetError(
-            f"{row.where}: 'messages' were given, but the tokenizer has no chat template; set tokenizer.chat_template or render the "
+            f"{row.where}: a conversation was given, but the tokenizer has no chat template; set tokenizer.chat_template or render the "
             "conversations into a text column"
         )
     from jinja2 import TemplateError

@@ -24,6 +24,7 @@ from compressor.errors import DatasetError
 T = TypeVar("T")
 
 TEXT_COLUMN = "text"  # unless the user names another
+CONVERSATIONS = ("messages", "conversations")  # columns of lists of {role, content} or {from, value}
 MASKS = ("attention_mask", "loss_mask")  # columns beside input_ids: what is padding, and which tokens statistics may count (0: not)
 
 
@@ -92,7 +93,7 @@ def _read_file(path: Path, text_column: str, seed: int | None, inputs: Collectio
     readers = {".jsonl": _jsonl_rows, ".txt": _txt_rows, ".parquet": parquet_rows, ".safetensors": _safetensors_rows}
     suffix = path.suffix.lower()
     if (found := _refusal(path)) is not None:
-        raise DatasetError(f"{str(path)[:200]}: {found}; check the path (a dataset of the Hugging Face hub is named owner/name)")
+        raise DatasetError(f"{str(path)[:200]}: {found}; check the path (a dataset of the hub is named owner/name)")
     if suffix not in readers:
         raise DatasetError(f"{path}: the extension {path.suffix!r} is unknown; give a file that ends in one of {', '.join(readers)}")
     return readers[suffix](path, text_column, seed)
@@ -214,7 +215,7 @@ def _list_rows(items: list[Any] | tuple[Any, ...], text_column: str, seed: int |
 
 def _wanted_columns(columns: list[str], where: str, text_column: str) -> list[str]:
     """Return the columns to read: token ids before text, text before conversations."""
-    first = next((name for name in ("input_ids", text_column, "messages") if name in columns), text_column)
+    first = next((name for name in ("input_ids", text_column, *CONVERSATIONS) if name in columns), text_column)
     if text_column not in (TEXT_COLUMN, first):
         raise DatasetError(
             f"{where}: the column {text_column!r} was named (text_column), and {first!r} would be read in its place; "
@@ -222,13 +223,13 @@ def _wanted_columns(columns: list[str], where: str, text_column: str) -> list[st
         )
     if "input_ids" in columns:
         return [name for name in ("input_ids", *MASKS) if name in columns]
-    for name in (text_column, "messages"):
+    for name in (text_column, *CONVERSATIONS):
         if name in columns and "loss_mask" in columns:
             raise DatasetError(f"{where}: loss_mask was given beside {name!r}, but it speaks of tokens; give input_ids, or drop the column")
         if name in columns:
             return [name]
     raise DatasetError(
-        f"{where}: none of the columns {sorted(map(str, columns))} is {text_column!r}, 'input_ids' or 'messages'; "
+        f"{where}: none of the columns {sorted(map(str, columns))} is {text_column!r}, 'input_ids', 'messages' or 'conversations'; "
         "name the column that holds the text (text_column), or call that of token ids input_ids"
     )
 
@@ -239,7 +240,7 @@ def _mapping_row(row: Mapping[str, Any], where: str, text_column: str) -> Row:
     if name == "input_ids":
         mask, loss_mask = (row.get(one) for one in MASKS)
         return Row(where, "input_ids", row[name], mask, loss_mask, beside)
-    return Row(where, "messages" if name == "messages" != text_column else "text", row[name], beside=beside)
+    return Row(where, "messages" if name in CONVERSATIONS and name != text_column else "text", row[name], beside=beside)
 
 
 # Columns beside the tokens: rows are fed as token ids alone, so what else the model would read must not be lost without a word.

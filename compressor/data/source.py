@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from torch.utils.data import DataLoader, Dataset
 
+from compressor.data.presets import Preset, find_preset, unknown_preset
+from compressor.data.rows import CONVERSATIONS
 from compressor.errors import DatasetError
 from compressor.model.folder import is_there
+from compressor.model.hub import CLIENT_ERRORS
 from compressor.object_reference import resolve
 from compressor.settings.verbs import DataSettings
 from compressor.spelling import suggest
@@ -21,20 +27,22 @@ _READ_HERE = (".jsonl", ".txt", ".parquet", ".safetensors")
 # Builders of `datasets` for what is not read here, or has to be read whole for a function on rows.
 _BUILDERS = {".json": "json", ".csv": "csv", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 _LOADING = ("dataset_config_name", "streaming", "raw_kwargs")
-_COLUMNS = {"input_ids", "text", "messages"}  # of a mapping that is one batch, and no mapping of splits
+_COLUMNS = {"input_ids", "text", *CONVERSATIONS}  # of a mapping that is one batch, and no mapping of splits
 _SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` leaves
+RowFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 
 
-def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, shuffle_seed: int | None) -> Any:
+def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, shuffle_seed: int | None, tokenizer: Any = None) -> Any:
     """Find what rows are read from.
 
     Args:
-        source: anything that `load_dataset_source` takes; a mapping of splits; a .json or .csv file; the folder of a dataset; or its name
-            (`owner/name`) on the Hugging Face hub.
+        source: anything that `load_dataset_source` takes; a mapping of splits; a .json or .csv file; the folder of a dataset; its name
+            (`owner/name`) on the Hugging Face hub; or the name of a calibration set (`PRESETS`).
         settings: which part of it, and what is done to its rows.
         batch_size: of a collator; None for one.
         shuffle_seed: for the order of rows before a collator; None keeps it.
+        tokenizer: that will read the texts, if there is one; decides how a calibration set of conversations is written out.
 
     Returns:
         What `load_dataset_source` takes; a DataLoader where there is a collator.
@@ -45,9 +53,12 @@ def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, 
     if isinstance(source, DataLoader):
         _refuse(settings, "a DataLoader gives batches as they are")
         return source
-    functions = _functions(settings)
-    opened = source
-    if isinstance(source, str | Path):
+    preset = find_preset(source) if isinstance(source, str) and not is_there(Path(source)) else None
+    if preset is not None:
+        settings = _usual(preset, settings)
+    functions = _functions(settings, None if preset is None else preset.row_function(tokenizer))
+    opened = source if preset is None else _loaded(preset.repo, settings, str(source))
+    if preset is None and isinstance(source, str | Path):
         opened = _opened(source, settings, needs_rows=bool(functions) or settings.data_collator is not None)
     if opened is source and not (isinstance(source, str | Path) and not is_there(Path(source))):
         _refuse(settings, "this data is not loaded by datasets.load_dataset", _LOADING)
@@ -71,12 +82,25 @@ def _short(value: Any) -> str:
     return repr(value if isinstance(value, str) else getattr(value, "__name__", value))[:60]
 
 
-def _functions(settings: DataSettings) -> list[Callable[[Mapping[str, Any]], Mapping[str, Any]]]:
-    """What is done to each row, in order."""
+def _usual(preset: Preset, settings: DataSettings) -> DataSettings:
+    """What was chosen of a calibration set, and for the rest what is usual."""
+    given = dict(settings)
+    own_files = "data_files" in (settings.raw_kwargs or {})
+    if preset.files is not None and not own_files and settings.dataset_config_name in (None, preset.config):
+        given |= {"raw_kwargs": {"data_files": dict(preset.files), **(settings.raw_kwargs or {})}, "dataset_config_name": None}
+    elif settings.dataset_config_name is None and not own_files:
+        given["dataset_config_name"] = preset.config
+    return DataSettings(**{**given, "split": settings.split or preset.split})
+
+
+def _functions(settings: DataSettings, usual: RowFunction | None) -> list[RowFunction]:
+    """What is done to each row, in order: the function of the user, or what is usual for the calibration set."""
     dropped = {*settings.remove_columns, *(() if settings.use_loss_mask else ("loss_mask",))}
-    made: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]] = []
+    made: list[RowFunction] = []
     if settings.preprocessing_func is not None:
         made.append(_function("preprocessing_func", settings.preprocessing_func))
+    elif usual is not None and settings.data_collator is None:
+        made.append(usual)
     if dropped:
         made.append(lambda row: {name: value for name, value in row.items() if name not in dropped})
     return made
@@ -94,7 +118,7 @@ class _MappedRows(Dataset[Any]):
     """Rows after the functions of a user, made as they are read."""
 
     rows: Any
-    functions: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]]
+    functions: list[RowFunction]
     column_names = None
 
     def __len__(self) -> int:
@@ -109,14 +133,14 @@ class _MappedStream:
     """The same of a dataset without a length."""
 
     rows: Any
-    functions: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]]
+    functions: list[RowFunction]
     column_names = None
 
     def __iter__(self) -> Iterator[Any]:
         return (_applied(row, self.functions, index) for index, row in enumerate(self.rows))
 
 
-def _mapped(rows: Any, functions: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]]) -> Any:
+def _mapped(rows: Any, functions: list[RowFunction]) -> Any:
     is_rows = hasattr(rows, "column_names") or (isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows))
     if not is_rows:
         raise DatasetError(
@@ -125,7 +149,7 @@ def _mapped(rows: Any, functions: list[Callable[[Mapping[str, Any]], Mapping[str
     return _MappedRows(rows, functions) if hasattr(rows, "__len__") else _MappedStream(rows, functions)
 
 
-def _applied(row: Any, functions: list[Callable[[Mapping[str, Any]], Mapping[str, Any]]], index: int) -> Any:
+def _applied(row: Any, functions: list[RowFunction], index: int) -> Any:
     for function in functions:
         made = function(row)
         if not isinstance(made, Mapping):
@@ -182,6 +206,8 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> 
     is_name = isinstance(source, str) and not is_file and not is_folder and _HUB_NAME.match(source) and suffix not in _BUILDERS
     if is_folder or is_name:
         return _loaded(str(source), settings, str(source))
+    if isinstance(source, str) and not is_there(path) and not suffix and path.name == source:
+        raise unknown_preset(source)
     return source
 
 
@@ -193,9 +219,36 @@ def _loaded(what: str, settings: DataSettings, label: str, **files: Any) -> Any:
     except ImportError as error:
         raise DatasetError(f"{label}: reading it needs the package datasets; pip install 'compressor-harness[data]'") from error
     try:
-        return load_dataset(what, settings.dataset_config_name, streaming=settings.streaming, **files, **(settings.raw_kwargs or {}))
-    except (DatasetsError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DatasetError(
-            f"{label}: no dataset can be loaded from there ({reason}); check the name, the network and the token, or give a file"
-        ) from error
+        with _bars_on_terminals():
+            return load_dataset(what, settings.dataset_config_name, streaming=settings.streaming, **files, **(settings.raw_kwargs or {}))
+    except (DatasetsError, *CLIENT_ERRORS, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise DatasetError(f"{label}: no dataset can be loaded from there ({reason}); {_remedy(error)}") from error
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do where `datasets` has loaded nothing."""
+    from datasets.exceptions import DatasetNotFoundError
+
+    if isinstance(error, DatasetNotFoundError):
+        return "correct its name or revision, or set HF_TOKEN to a token that may read it"
+    if isinstance(error, ConnectionError):
+        return "unset HF_HUB_OFFLINE, with which nothing is fetched" if constants.HF_HUB_OFFLINE else "check the network, or give a file"
+    if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
+        return "name one (dataset_config_name=)"
+    return "check the name, the network and the token, or give a file"
+
+
+@contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """Keep the bars of `datasets` out of files; what they had been set to comes back."""
+    from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    hidden = are_progress_bars_disabled()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not hidden:
+            enable_progress_bars()

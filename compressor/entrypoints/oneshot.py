@@ -339,7 +339,8 @@ def _refuse_reading(settings: OneshotSettings) -> None:
 def _read(settings: OneshotSettings, model: nn.Module, tokenizer: Any) -> CalibrationData:
     shuffle = settings.shuffle_calibration_samples
     chosen = DataSettings.of(settings)
-    source = open_source(settings.dataset, chosen, batch_size=settings.batch_size, shuffle_seed=settings.seed if shuffle else None)
+    drawn = settings.seed if shuffle else None
+    source = open_source(settings.dataset, chosen, batch_size=settings.batch_size, shuffle_seed=drawn, tokenizer=tokenizer)
     collated = settings.data_collator is not None
     data = load_dataset_source(
         source,

@@ -21,14 +21,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils.tqdm import tqdm
 
 from compressor.errors import ModelError
 
 DEFAULT_REVISION = "main"
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?\Z")
 # What the client raises where the network or the disk fails; the first is the error of the HTTP library that it was built with.
-CLIENT_ERRORS = (*HfHubHTTPError.__bases__, HFValidationError, RuntimeError)
+CLIENT_ERRORS: tuple[type[Exception], ...] = (*HfHubHTTPError.__bases__, HFValidationError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Origin:
     commit: str
 
 
-class _Bar(tqdm):  # type: ignore[type-arg]
+class _Bar(tqdm):
     """The bar of the hub, on terminals alone."""
 
     def __init__(self, *args: Any, **given: Any) -> None:

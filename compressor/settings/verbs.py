@@ -142,8 +142,9 @@ class OneshotSettings(PlanSettings, RecordSettings, DataSettings):
     """The choices of one run of `oneshot`."""
 
     dataset: Annotated[Any, Option(metavar="D")] = None
-    """Calibration data: a .jsonl, .json, .csv, .txt, .parquet or .safetensors file, the folder of a dataset, or its name on the Hugging
-    Face hub (owner/name); in Python also a Dataset, a list of texts, token tensors or a DataLoader. Needed by modifiers that calibrate."""
+    """Calibration data: a .jsonl, .json, .csv, .txt, .parquet or .safetensors file, the folder of a dataset, its name on the Hugging
+    Face hub (owner/name), or that of a usual calibration set, such as ultrachat-200k, wikitext or open-platypus; in Python also a
+    Dataset, a list of texts, token tensors or a DataLoader. Needed by modifiers that calibrate."""
     output_dir: Annotated[PathLike | None, Option(metavar="O", required=True)] = None
     """Folder of the checkpoint; must not exist or be empty. None (in Python) keeps the result in memory, to be saved later by
     `result.save` or `model.save_pretrained`."""

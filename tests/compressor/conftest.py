@@ -81,11 +81,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             monkeypatch.setattr(constants, name, value)
         for name, value in {
             "HF_ENDPOINT": served.url,
+            "HUB_DATASETS_URL": f"{served.url}/datasets/{{repo_id}}/resolve/{{revision}}/{{path}}",
             "HF_HUB_OFFLINE": False,
             "HF_DATASETS_CACHE": home / "datasets",
             "HF_MODULES_CACHE": str(home / "modules"),
         }.items():
             monkeypatch.setattr(datasets.config, name, value)
-        monkeypatch.setattr("datasets.utils.logging._tqdm_active", False, raising=False)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         yield served

@@ -202,7 +202,7 @@ def test_conversations_go_through_the_chat_template(tokenizer: Any) -> None:
     tokenizer.chat_template = "<s> {% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %}{{ '' if messages else raise() }}"
     try:
         assert ids_of(load_dataset_source(rows, tokenizer=tokenizer)) == [[1, 10, 11, 3]]
-        with pytest.raises(DatasetError, match="row 0: 'messages' is no list"):
+        with pytest.raises(DatasetError, match="row 0: a conversation is no list"):
             load_dataset_source([{"messages": ["hi"]}], tokenizer=tokenizer)
         tokenizer.chat_template = "{{ undefined_function() }}"
         with pytest.raises(DatasetError, match="row 0: the chat template refuses"):
