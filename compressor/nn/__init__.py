@@ -3,7 +3,7 @@
 layer.py    what all of them share      storage.py  how a weight lies in memory and in the file
 quantized_linear.py  quantized_embedding.py         build.py    float module -> layer
 fake_quant.py        the same while they are trained  straight_through.py  gradients through rounding
-sharding.py where tensor parallelism may cut
+sharding.py where tensor parallelism may cut        lora.py     adapters of peft beside them
 kv_cache.py keys and values in 8 bits   experts.py  experts one by one
 """
 
@@ -21,6 +21,7 @@ from compressor.nn.build import (
     weight_of,
 )
 from compressor.nn.layer import QuantizedLayer
+from compressor.nn.lora import for_compressed
 from compressor.nn.quantized_embedding import Fp4QuantizedEmbedding, NaiveQuantizedEmbedding, PackQuantizedEmbedding, QuantizedEmbedding
 from compressor.nn.quantized_linear import (
     Fp4QuantizedLinear,
@@ -48,6 +49,7 @@ __all__ = [
     "check_shards",
     "empty_layer",
     "float_layer",
+    "for_compressed",
     "from_buffers",
     "is_quantizable",
     "quantized",

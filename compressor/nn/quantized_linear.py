@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from compressor.errors import NumericsError, SchemeError
 from compressor.nn.layer import BufferSpecs, QuantizedLayer
 from compressor.nn.storage import Fp4Weight, PackedWeight, PlainWeight
-from compressor.nn.straight_through import through_rounding
+from compressor.nn.straight_through import through_product, through_rounding
 from compressor.numerics.products import ProductPath, product_path, run_width, scaled_product
 from compressor.numerics.qparams import QParams
-from compressor.numerics.quantize import check_groups, dynamic_qparams, quantize
+from compressor.numerics.quantize import check_groups, dynamic_qparams, inside_range, quantize
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 Matmul = Literal["reference", "native"]
@@ -142,7 +142,7 @@ class QuantizedLinear(QuantizedLayer):
             return self.forward(input.to_dense())
         self._check_input(input)
         if input.numel() > 0 and self.matmul_path(input) != "dequantized":
-            return self._multiply_codes(input)
+            return through_product(input, self._multiply_codes, self._gradient)
         args = self.scheme.input_activations
         x = input if args is None or input.numel() == 0 else through_rounding(input, self._input_qparams(input, args), args)
         if x.dtype != self.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -163,6 +163,13 @@ class QuantizedLinear(QuantizedLayer):
         codes = quantize(x, x_qparams, args)
         product = scaled_product(codes, x_qparams, args, self.codes(), self.weight_qparams(), self.weight_args)
         return (product if self.bias is None else product + self.bias.float()).to(x.dtype)
+
+    def _gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Gradient by the input: that of the dequantized weight, zero where the input was cut off."""
+        args = self.scheme.input_activations
+        assert args is not None
+        passes = inside_range(x, self._input_qparams(x, args), args)
+        return (gradient @ self.dequantized_weight().to(gradient.dtype)).masked_fill(~passes, 0.0)
 
     def _check_input(self, x: Tensor) -> None:
         if x.ndim == 0 or x.shape[-1] != self.in_features or not x.is_floating_point():

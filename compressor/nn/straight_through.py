@@ -42,6 +42,38 @@ def straight_through(x: Tensor, rounded: Callable[[Tensor], tuple[Tensor, Tensor
     return _StraightThrough.apply(x, rounded)
 
 
+def through_product(x: Tensor, product: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Compute a product of codes, which autograd cannot follow, with the gradient of the product of the values.
+
+    Args:
+        x: floating point [..., C].
+        product: gives [..., R] of x.
+        gradient: gives dL/dx of x and dL/dy.
+
+    Returns:
+        The product.
+    """
+    made: Tensor = _ThroughProduct.apply(x, product, gradient)
+    return made
+
+
+class _ThroughProduct(torch.autograd.Function):
+    """Forward by one function, backward by another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, product: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Multiply."""
+        ctx.save_for_backward(x)
+        ctx.gradient = gradient
+        return product(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Give the gradient of the values."""
+        (x,) = ctx.saved_tensors
+        return ctx.gradient(x, gradients[0]), None, None
+
+
 class _StraightThrough(torch.autograd.Function):
     """dL/dx = dL/dy where a value passes, else 0."""
 
