@@ -119,15 +119,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     words = _words(settings)
     chosen = _choose(parsed, settings, sequential)
     config_dir = _config_dir(settings)
-    loaded = load_model(
-        model,
-        dtype=settings.dtype,
-        device=resolve_device(settings.device),
-        trust_remote_code=settings.trust_remote_code_model,
-        model_class=settings.model_class,
-        config_folder=config_dir,
-        revision=settings.model_revision,
-    )
+    loaded = _load(model, settings, config_dir)
     base = base_hashes(loaded.source_dir)
     identity = model_identity(loaded, base, words.saved)  # before anything is done to it
     untied = () if settings.tie_word_embeddings else untie(loaded)
@@ -157,10 +149,8 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
             if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
             clock.lap("data")
-            own = {name: getattr(settings, name) for name in ("dtype", "model_class", "calibrate_all_experts")} | _rare(
-                settings, config_dir
-            )
-            choices = {"pipeline": chosen, **own}
+            own = {name: getattr(settings, name) for name in ("dtype", "model_class", "calibrate_all_experts")}
+            choices = {"pipeline": chosen, **own, **_rare(settings, config_dir)}
             run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, sequential, state.device)
             journal = held.enter_context(place.open(run, session.modifiers))
             run_pipeline(chosen, session, data, progress=bars, settings=sequential, journal=journal)
@@ -194,6 +184,18 @@ def _config_dir(settings: OneshotSettings) -> Path | None:
     """The folder whose config.json the model is loaded by; None for its own."""
     name, trust = settings.config_name, settings.trust_remote_code_model
     return None if name is None else resolve_folder(name, weights=False, code=trust, argument="config_name").path
+
+
+def _load(model: str | Path | nn.Module, settings: OneshotSettings, config_dir: Path | None) -> LoadedModel:
+    return load_model(
+        model,
+        dtype=settings.dtype,
+        device=resolve_device(settings.device),
+        trust_remote_code=settings.trust_remote_code_model,
+        model_class=settings.model_class,
+        config_folder=config_dir,
+        revision=settings.model_revision,
+    )
 
 
 def _rare(settings: OneshotSettings, config_dir: Path | None) -> dict[str, Any]:

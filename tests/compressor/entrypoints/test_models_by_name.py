@@ -63,6 +63,11 @@ def test_every_verb_takes_a_name(folder: Path, hub: Any, tmp_path: Path) -> None
     assert not any(line.endswith(".safetensors") for line in hub.asked)  # of those three none reads weights
     trained = train("owner/name", dataset=ROWS * 4, steps=2, batch_size=2, max_seq_length=8, mode="eager", output_dir=tmp_path / "t", **own)
     assert trained.record["source"]["revision"] == "v2"
+    text = json.dumps(RECIPE)
+    for words in (["plan", "--recipe", text], ["trace"], ["mappings"], ["inspect"]):
+        verb, *rest = words
+        assert main([verb, "owner/name", "--model-revision", "v2", "--json", *rest]) == 0
+        assert main([verb, "owner/name", "--model-revision", "v3", *rest]) == 1
     oneshot(folder, recipe=RECIPE, output_dir=tmp_path / "out")
     hub.add("owner/small", tmp_path / "out")
     assert inspect_checkpoint("owner/small").to_dict()["quantized"] == inspect_checkpoint(tmp_path / "out").to_dict()["quantized"]
@@ -104,7 +109,18 @@ def test_the_command_reads_the_environment_of_the_hub(folder: Path, hub: Any, tm
     environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_of_a_test", "NO_PROXY": "127.0.0.1"}
     recipe = "quant_modifiers: {QuantizationModifier: {scheme: W8A16, targets: [Linear], ignore: [lm_head]}}"
-    words = ["oneshot", "owner/name@v2", "--recipe", recipe, "--output-dir", str(tmp_path / "out"), "--quiet", "--json"]
+    words = [
+        "oneshot",
+        "owner/name",
+        "--model-revision",
+        "v2",
+        "--recipe",
+        recipe,
+        "--output-dir",
+        str(tmp_path / "out"),
+        "--quiet",
+        "--json",
+    ]
     root = str(Path(compressor.__file__).parents[1])
     script = f"import sys; sys.path.insert(0, {root!r}); from compressor.cli.main import main; main({words})"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=300)
