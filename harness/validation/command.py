@@ -38,7 +38,10 @@ class ValidateSettings(Settings):
     compressed: Annotated[PathLike, Option(positional=True, metavar="COMPRESSED")]
     """Folder of the compressed checkpoint, or its name on the hub."""
     dataset: Annotated[Text, Option(metavar="D")]
-    """Held-out data: .safetensors (input_ids), .jsonl, .txt, .parquet."""
+    """Held-out data: .safetensors (input_ids), .jsonl, .json, .csv, .txt, .parquet, a name on the hub (owner/name), wikitext and the
+    like."""
+    split: Annotated[Text | None, Option(metavar="S")] = None
+    """Split of a dataset that has several, or a part of one: test, test[:100]."""
     policy: Annotated[FilePath | None, Option(metavar="P.yaml", read=Path)] = None
     """Limits; what the file does not name keeps its default."""
     trained: Annotated[Flag, Option()] = False
@@ -92,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         settings.base,
         settings.compressed,
         settings.dataset,
+        split=settings.split,
         policy=policy,
         trained=settings.trained,
         device=settings.device,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from compressor import __version__
-from compressor.data import CalibrationData, load_dataset_source
+from compressor.data import CalibrationData, load_dataset_source, open_source
 from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.folder import resolve_folder
@@ -26,6 +26,7 @@ from compressor.model.loading.load import LoadedModel, load_model, resolve_devic
 from compressor.progress import Progress, SilentProgress
 from compressor.settings.kinds import WHOLE, plain_number
 from compressor.settings.options import check_kind
+from compressor.settings.verbs import DataSettings
 from harness.reporting.record import CheckRecord, decide
 from harness.reporting.verdict import EXIT_CODES, Verdict
 from harness.validation.behaviour.acceptance import check_accepted, check_loads
@@ -102,6 +103,7 @@ def validate(
     compressed: str | Path,
     dataset: Any,
     *,
+    split: str | None = None,
     policy: Policy | str | Path | None = None,
     trained: bool = False,
     device: str = "auto",
@@ -115,7 +117,8 @@ def validate(
     Args:
         base: folder of the base model, or its name on the hub (`owner/name`, `owner/name@revision`).
         compressed: folder of the compressed checkpoint, compressed-tensors format, or its name on the hub.
-        dataset: held-out data, any source that `compressor.data.load_dataset_source` reads.
+        dataset: held-out data, any source that `compressor.data.open_source` reads: files, names on the hub, `wikitext` and the like.
+        split: of a dataset that has several, or a part of one, such as `test[:100]`.
         policy: limits, or the path of their file; None for the defaults.
         trained: the model was trained as well (QAT, pruning): values are not compared with the base's, behaviour is.
         device: where both models run: auto, cpu, cuda.
@@ -146,7 +149,7 @@ def validate(
     torch_device = resolve_device(device)
     subject = read_subject(resolve_folder(base).path, resolve_folder(compressed).path, trained=trained)
     base_model = _base_model(subject)
-    data = _load_data(subject, dataset, base_model.tokenizer, max_seq_length, num_samples)
+    data = _load_data(subject, dataset, split, base_model.tokenizer, max_seq_length, num_samples)
     batches = _token_batches(data, base_model.model)
     if sees_ahead(model_logits(base_model.model, torch_device), batches):
         raise ModelError(f"{base}: what its predictions say of a token depends on later tokens; {_TAKES}")
@@ -185,11 +188,13 @@ def _base_model(subject: Subject) -> LoadedModel:
         raise
 
 
-def _load_data(subject: Subject, dataset: Any, tokenizer: Any, max_seq_length: int | None, num_samples: int) -> CalibrationData:
+def _load_data(
+    subject: Subject, dataset: Any, split: str | None, tokenizer: Any, max_seq_length: int | None, num_samples: int
+) -> CalibrationData:
     length, vocab_size = subject.base_config.get("max_position_embeddings"), subject.base_config.get("vocab_size")
     scored_length = max_seq_length or min(2048, length or 2048)
     return load_dataset_source(
-        dataset,
+        open_source(dataset, DataSettings(split=split), batch_size=None, shuffle_seed=None, tokenizer=tokenizer),
         tokenizer=tokenizer,
         num_calibration_samples=num_samples,
         max_seq_length=max_seq_length,

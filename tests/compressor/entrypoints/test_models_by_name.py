@@ -73,8 +73,13 @@ def test_every_verb_takes_a_name(folder: Path, hub: Any, tmp_path: Path) -> None
     assert inspect_checkpoint("owner/small").to_dict()["quantized"] == inspect_checkpoint(tmp_path / "out").to_dict()["quantized"]
     tokens = torch.tensor(ROWS)
     assert torch.equal(load_compressed("owner/small")(tokens).logits, load_compressed(tmp_path / "out")(tokens).logits)
-    report = validate("owner/name@v2", "owner/small", tokens.repeat(16, 1))
-    assert report.records and all(record.outcome.value != "failed" for record in report.records), report.records
+    rows = "".join(json.dumps({"input_ids": row}) + "\n" for row in ROWS * 16).encode()
+    hub.add("owner/tokens", {"train.jsonl": b'{"input_ids": [1, 2]}\n', "test.jsonl": rows}, "datasets")
+    reports = [
+        validate("owner/name@v2", "owner/small", "owner/tokens", split="test[:32]").to_dict(),
+        validate(folder, tmp_path / "out", tokens.repeat(16, 1)).to_dict(),
+    ]
+    assert reports[0]["verdict"] == reports[1]["verdict"] and reports[0]["metrics"] == reports[1]["metrics"]
     found = [bisect(*models, tokens).to_dict() for models in (("owner/name@v2", "owner/small"), (folder, tmp_path / "out"))]
     assert found[0]["total"] == found[1]["total"]
 
