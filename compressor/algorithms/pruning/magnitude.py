@@ -6,7 +6,10 @@ are exact where a threshold alone would take all equals or none, and weights tha
 Under a pattern N:M, of every M neighbours in a row (along the input columns) at least N stay: only the M - N smallest of each run may go.
 The smallest of those go first, so that any share up to 1 - N/M is met exactly, and at that share every run has exactly N left.
 
-Source: Han et al. 2015, arXiv:1506.02626 (magnitude); Zhou et al. 2021, arXiv:2102.04010 (N:M). Shapes: R rows, C columns.
+In blocks (rows and columns among them) weights go together: those with the smallest sum of absolute values, summed in float64.
+
+Source: Han et al. 2015, arXiv:1506.02626 (magnitude); Li et al. 2016, arXiv:1608.08710 (sums of whole filters);
+Zhou et al. 2021, arXiv:2102.04010 (N:M). Shapes: R rows, C columns.
 """
 
 from __future__ import annotations
@@ -33,6 +36,51 @@ class Pattern(NamedTuple):
         return 1 - self.keep / self.of
 
 
+class Blocks(NamedTuple):
+    """Weights go in blocks of `rows` times `columns`; None: all there are, so that one of (1, None) is a row, of (None, 1) a column.
+
+    Where a weight has further dimensions, as that of a convolution, each of its columns has them whole.
+    """
+
+    rows: int | None
+    columns: int | None
+
+    def fit(self, shape: Sequence[int]) -> bool:
+        """Say whether a weight divides into whole blocks.
+
+        Args:
+            shape: of the weight.
+
+        Returns:
+            True where it does.
+        """
+        return len(shape) >= 2 and not any(size % (part or size) for size, part in zip(shape, self, strict=False))
+
+    def view(self, weight: Tensor) -> Tensor:
+        """Lay a weight out by blocks.
+
+        Args:
+            weight: [R, C, ...], of which `fit` is true.
+
+        Returns:
+            View [R / rows, rows, C / columns, columns, rest].
+        """
+        high, wide = (part or size for size, part in zip(weight.shape, self, strict=False))
+        return weight.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).flatten(4) if weight.dim() > 2 else self.view(weight.unsqueeze(-1))
+
+    def count(self, shape: Sequence[int]) -> int:
+        """Say how many blocks a weight has.
+
+        Args:
+            shape: of the weight.
+
+        Returns:
+            Their number.
+        """
+        high, wide = (part or size for size, part in zip(shape, self, strict=False))
+        return (shape[0] // high) * (shape[1] // wide)
+
+
 def num_zeros(sparsity: float, total: int) -> int:
     """Say how many of some weights are to be zero.
 
@@ -51,14 +99,16 @@ def num_zeros(sparsity: float, total: int) -> int:
 
 
 @torch.no_grad()
-def pruned_weights(weights: Sequence[Tensor], sparsity: float, pattern: Pattern | None = None, *, together: bool = False) -> list[Tensor]:
+def pruned_weights(
+    weights: Sequence[Tensor], sparsity: float, pattern: Pattern | Blocks | None = None, *, together: bool = False
+) -> list[Tensor]:
     """Choose the weights that become zero.
 
     Args:
         weights: floating point, [R, C] where there is a pattern; not modified.
-        sparsity: share of zeros, 0 to 1; at most that of the pattern.
+        sparsity: share of zeros, 0 to 1; at most that of the pattern. Of blocks, the whole number below that share of all goes.
         pattern: which ones may go; None: any.
-        together: one share for all of them together, in place of the same share for each.
+        together: one share for all of them together, in place of the same share for each; not in blocks, which differ in size.
 
     Returns:
         Bool masks, shaped like the weights: True where a weight goes.
@@ -66,6 +116,8 @@ def pruned_weights(weights: Sequence[Tensor], sparsity: float, pattern: Pattern 
     Raises:
         NumericsError: NaN or infinity in a weight.
     """
+    if isinstance(pattern, Blocks):
+        return [_smallest_blocks(_scores(weight, None), sparsity, pattern) for weight in weights]
     scores = [_scores(weight, pattern) for weight in weights]
     if not together:
         return [smallest(score, num_zeros(sparsity, score.numel())) for score in scores]
@@ -90,6 +142,13 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     threshold = flat.kthvalue(count).values
     below, equal = flat < threshold, flat == threshold
     return (below | (equal & (equal.cumsum(0) <= count - below.sum()))).reshape(scores.shape)
+
+
+def _smallest_blocks(scores: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
+    laid_out = blocks.view(scores)
+    sums = laid_out.sum((1, 3, 4), dtype=torch.float64)
+    gone = smallest(sums, num_zeros(sparsity, sums.numel()))
+    return gone[:, None, :, None, None].expand_as(laid_out).reshape(scores.shape)
 
 
 def _scores(weight: Tensor, pattern: Pattern | None) -> Tensor:

@@ -8,17 +8,18 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
-from torch import nn
+from torch import Tensor, nn
 
-from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights
+from compressor.algorithms.pruning.magnitude import Blocks, Pattern, num_zeros, pruned_weights
 from compressor.algorithms.pruning.schedule import DEFAULT_EXPONENT, SCHEDULES, SparsitySchedule
 from compressor.errors import LifecycleError, RecipeError, SchemeError
 from compressor.lifecycle import Event, EventType, State
 from compressor.modifiers.pruning.masks import PruningModifier, weight_rows
 from compressor.spelling import suggest
 
-# Structures of llm-compressor that are not here.
-_FOREIGN_STRUCTURES = ("channel", "filter", "block_")
+# Structures in which weights go together, by the names that llm-compressor gives them: its channels are rows of the weight, its filters
+# columns.
+_BLOCKS = {"channel": Blocks(1, None), "filter": Blocks(None, 1)}
 
 
 class ConstantPruningModifier(PruningModifier):
@@ -56,7 +57,8 @@ class MagnitudePruningModifier(PruningModifier):
         final_sparsity: share of zeros at the end.
         update_scheduler: `linear`, `cubic`, `polynomial` or `polynomial_decay`; see `compressor.algorithms.pruning.schedule`.
         scheduler_args: `exponent` of the polynomials, 2 by default; the other schedules take none.
-        mask_structure: `unstructured`, or `N:M`: N of every M neighbours in a row stay, such as `2:4`.
+        mask_structure: `unstructured`; `N:M`: N of every M neighbours in a row stay, such as `2:4`; or what goes as a whole: `channel` (a
+            row of the weight, all that makes one output), `filter` (a column, all that reads one input), `block_R,C` (R rows, C columns).
         leave_enabled: keep the weights at zero after `end`, until the training is over; else they may grow again.
         apply_globally: one share over all targets together, in place of the same share in each.
     """
@@ -94,7 +96,7 @@ class MagnitudePruningModifier(PruningModifier):
         if isinstance(value, int):
             raise RecipeError(f"mask_structure={value} is a number: YAML reads 2:4 as 2 * 60 + 4; put it in quotes, '2:4'")
         if isinstance(value, str):
-            pattern_of(value)
+            structure_of(value)
         return value
 
     @model_validator(mode="after")
@@ -103,8 +105,13 @@ class MagnitudePruningModifier(PruningModifier):
             raise RecipeError(
                 f"init_sparsity={self.init_sparsity} is above final_sparsity={self.final_sparsity}, and zeros do not come back; give less"
             )
-        pattern = pattern_of(self.mask_structure)
-        if pattern is not None and abs(self.final_sparsity - pattern.sparsity) > 1e-9:
+        pattern = structure_of(self.mask_structure)
+        if isinstance(pattern, Blocks) and self.apply_globally:
+            raise RecipeError(
+                f"mask_structure={self.mask_structure!r}: with apply_globally blocks of different sizes would be compared; "
+                "leave one of the two out"
+            )
+        if isinstance(pattern, Pattern) and abs(self.final_sparsity - pattern.sparsity) > 1e-9:
             raise RecipeError(
                 f"final_sparsity={self.final_sparsity} is not that of mask_structure={self.mask_structure!r}, of which {pattern.keep} of "
                 f"{pattern.of} weights stay; give final_sparsity={pattern.sparsity:g}"
@@ -143,6 +150,21 @@ class MagnitudePruningModifier(PruningModifier):
         """The share of zeros that a finished run should have."""
         return self.final_sparsity
 
+    def num_wanted(self, weight: Tensor) -> int:
+        """Say how many weights of a module should be zero when a run is finished.
+
+        Args:
+            weight: as `weights` gives it.
+
+        Returns:
+            Their number: of blocks, the weights in whole ones.
+        """
+        blocks = structure_of(self.mask_structure)
+        if not isinstance(blocks, Blocks):
+            return super().num_wanted(weight)
+        count = blocks.count(weight.shape)
+        return num_zeros(self.final_sparsity, count) * (weight.numel() // count)
+
     @property
     def why_fewer(self) -> str:
         """Why less is zero at the end than was wanted, and what to do."""
@@ -171,13 +193,20 @@ class MagnitudePruningModifier(PruningModifier):
             Dotted name to module.
 
         Raises:
-            SchemeError: rows do not divide into runs of the pattern (all such modules are named).
+            SchemeError: weights do not divide into runs or blocks of the structure (all such modules are named).
         """
         found = super().prunable(model)
-        pattern = pattern_of(self.mask_structure)
+        pattern = structure_of(self.mask_structure)
         if pattern is None:
             return found
         shapes = {name: tuple(weight_rows(module).shape) for name, module in found.items()}
+        if isinstance(pattern, Blocks):
+            bad = [f"{name} {list(shape)}" for name, shape in shapes.items() if not pattern.fit(shape)]
+            if bad:
+                raise SchemeError(
+                    f"{len(bad)} modules: the weights of {', '.join(bad)} do not divide into {self.mask_structure}; add them to ignore"
+                )
+            return found
         bad = [f"{name} {list(shape)}" for name, shape in shapes.items() if len(shape) != 2 or shape[1] % pattern.of]
         if bad:
             raise SchemeError(
@@ -210,7 +239,7 @@ class MagnitudePruningModifier(PruningModifier):
         self._prune(self.final_sparsity)
 
     def _prune(self, sparsity: float) -> None:
-        masks = pruned_weights(self.weights(), sparsity, pattern_of(self.mask_structure), together=self.apply_globally)
+        masks = pruned_weights(self.weights(), sparsity, structure_of(self.mask_structure), together=self.apply_globally)
         self.write_masks(masks)
         self._sparsity = sparsity
 
@@ -221,8 +250,28 @@ class MagnitudePruningModifier(PruningModifier):
         return SparsitySchedule(self.update_scheduler, self.init_sparsity, self.final_sparsity, start, end, exponent)
 
 
-def pattern_of(structure: str) -> Pattern | None:
+def structure_of(text: str) -> Pattern | Blocks | None:
     """Read a mask structure.
+
+    Args:
+        text: `unstructured`, N:M, `channel`, `filter`, or `block_R,C`.
+
+    Returns:
+        None for `unstructured`.
+
+    Raises:
+        RecipeError: it is none of them.
+    """
+    sizes = re.fullmatch(r"block_(\d+),(\d+)", text)
+    if sizes is not None and int(sizes[1]) and int(sizes[2]):
+        return Blocks(int(sizes[1]), int(sizes[2]))
+    if text.startswith("block"):
+        raise RecipeError(f"mask_structure={text!r} does not say two sizes; give rows and columns, such as 'block_4,1'")
+    return _BLOCKS[text] if text in _BLOCKS else pattern_of(text)
+
+
+def pattern_of(structure: str) -> Pattern | None:
+    """Read a mask structure in which each weight goes by itself.
 
     Args:
         structure: `unstructured`, or N:M.
@@ -237,8 +286,9 @@ def pattern_of(structure: str) -> Pattern | None:
         return None
     numbers = re.fullmatch(r"(\d+):(\d+)", structure)
     if numbers is None:
-        known = "is one of llm-compressor that is not available here" if structure.startswith(_FOREIGN_STRUCTURES) else "does not exist"
-        raise RecipeError(f"mask_structure={structure!r} {known}; give unstructured, or N:M such as '2:4'")
+        whole = structure in _BLOCKS or structure.startswith("block_")
+        why = "is for MagnitudePruningModifier: here each weight goes by itself" if whole else "does not exist"
+        raise RecipeError(f"mask_structure={structure!r} {why}; give unstructured, or N:M such as '2:4'")
     keep, of = int(numbers[1]), int(numbers[2])
     if not 0 < keep < of:
         raise RecipeError(f"mask_structure={structure!r} leaves all weights or none; give N:M with 0 < N < M, such as '2:4'")

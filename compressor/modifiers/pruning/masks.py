@@ -102,7 +102,7 @@ class PruningModifier(Modifier):
             found = int((weight == 0).sum())
             self.record(state, name, found / weight.numel())
             zeros, total = zeros + found, total + weight.numel()
-            wanted += num_zeros(self.wanted_sparsity, weight.numel())
+            wanted += self.num_wanted(weight)
         if zeros < wanted:
             state.report.notes.append(
                 f"{self.label}: {zeros / total:.1%} of the weights are zero at the end, not {self.wanted_sparsity:.1%}; {self.why_fewer}"
@@ -186,6 +186,17 @@ class PruningModifier(Modifier):
     def wanted_sparsity(self) -> float:
         """The share of zeros that a finished run should have; 0 where it is whatever was found."""
         return 0.0
+
+    def num_wanted(self, weight: Tensor) -> int:
+        """Say how many weights of a module should be zero when a run is finished.
+
+        Args:
+            weight: as `weights` gives it.
+
+        Returns:
+            Their number.
+        """
+        return num_zeros(self.wanted_sparsity, weight.numel())
 
     @property
     def why_fewer(self) -> str:

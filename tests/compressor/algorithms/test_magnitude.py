@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.algorithms.pruning.magnitude import Pattern, num_zeros, pruned_weights, smallest
+from compressor.algorithms.pruning.magnitude import Blocks, Pattern, num_zeros, pruned_weights, smallest
 from compressor.algorithms.pruning.schedule import SCHEDULES, SparsitySchedule
 from compressor.errors import NumericsError
 
@@ -81,3 +81,26 @@ def test_schedules_follow_their_formulas(kind: str, exponent: float, wanted) -> 
         assert schedule.at(index) == pytest.approx(0.2 + 0.6 * wanted((index - 10) / 20))
     assert values == sorted(values)
     assert kind in SCHEDULES
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (8, 4, 3, 3)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, None), (None, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+def test_blocks_go_as_a_whole_those_with_the_least_sum(shape: tuple[int, ...], rows: int | None, columns: int | None, share: float) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    weight[0] = weight[1]  # equal blocks: the first goes first
+    high, wide = rows or shape[0], columns or shape[1]
+    places = [(top, left) for top in range(0, shape[0], high) for left in range(0, shape[1], wide)]
+    sums = {place: float(weight[place[0] : place[0] + high, place[1] : place[1] + wide].double().abs().sum()) for place in places}
+    wanted = torch.zeros(shape, dtype=torch.bool)
+    for top, left in sorted(places, key=lambda place: (sums[place], places.index(place)))[: math.floor(share * len(places) + 1e-9)]:
+        wanted[top : top + high, left : left + wide] = True
+    (mask,) = pruned_weights([weight], share, Blocks(rows, columns))
+    assert torch.equal(mask, wanted)
+    (more,) = pruned_weights([weight.masked_fill(mask, 0.0)], max(share, 0.75), Blocks(rows, columns))
+    assert not bool((mask & ~more).any())  # what is zero goes first
+
+
+def test_only_whole_blocks_fit() -> None:
+    assert Blocks(2, 3).fit((4, 6)) and Blocks(1, None).fit((5, 7)) and Blocks(2, 1).fit((4, 3, 3, 3))
+    assert not Blocks(2, 3).fit((4, 7)) and not Blocks(3, 3).fit((4, 6)) and not Blocks(1, None).fit((4,))

@@ -298,7 +298,10 @@ sparse_stage:
         ({"final_sparsity": 0.5, "scheduler_args": {"exponent": 2}}, "takes no exponent=2.0; give polynomial_decay"),
         ({"final_sparsity": 0.5, "mask_structure": 124}, "in quotes"),
         ({"final_sparsity": 0.5, "mask_structure": "4:4"}, "all weights or none"),
-        ({"final_sparsity": 0.5, "mask_structure": "block_4"}, "llm-compressor that is not available"),
+        ({"final_sparsity": 0.5, "mask_structure": "block_4"}, "does not say two sizes"),
+        ({"final_sparsity": 0.5, "mask_structure": "block_0,4"}, "does not say two sizes"),
+        ({"final_sparsity": 0.5, "mask_structure": "channels"}, "does not exist"),
+        ({"final_sparsity": 0.5, "mask_structure": "filter", "apply_globally": True}, "leave one of the two out"),
         ({"final_sparsity": 0.5, "mask_structure": "1:4"}, "give final_sparsity=0.75"),
         ({"final_sparsity": 0.5, "start": 3}, "give both for training"),
         ({"final_sparsity": 0.5, "start": 5, "end": 5}, "is not before end"),
@@ -309,9 +312,32 @@ def test_settings_that_cannot_be_are_refused_with_what_to_do(settings, said):
         load_recipe({"a_stage": {"a_modifiers": {"MagnitudePruningModifier": settings}}})
 
 
+@pytest.mark.parametrize(("structure", "high", "wide"), [("channel", 1, None), ("filter", None, 1), ("block_4,2", 4, 2)])
+def test_what_goes_as_a_whole_follows_the_schedule_alike_in_all_modes(cases, new_trainer, structure, high, wide):
+    ends = {}
+    for mode in ("eager", "replay"):
+        modifier = MagnitudePruningModifier(mask_structure=structure, final_sparsity=0.6, leave_enabled=True, **TIMES)
+        trainer, seen = run(cases, new_trainer, "mlp", mode, [modifier])
+        ends[mode] = Snapshot.take(trainer.step)
+    assert ends["eager"].differences(ends["replay"]) == [] and seen[-1][1] == "replay"
+    for mask in zeros(trainer).values():
+        whole = (
+            mask.unfold(0, high or mask.shape[0], high or mask.shape[0])
+            .unfold(1, wide or mask.shape[1], wide or mask.shape[1])
+            .all(-1)
+            .all(-1)
+        )
+        assert int(whole.sum()) == num_zeros(0.6, whole.numel()) and int(mask.sum()) == int(whole.sum()) * (mask.numel() // whole.numel())
+    trainer.step.session.finalize()
+    report = trainer.step.session.state.report
+    assert not report.notes and all(record.scheme == f"{structure}, 60% zeros" for record in report.modules.values())
+
+
 def test_what_does_not_fit_the_model_is_refused_before_anything_changes(cases, new_trainer):
     with pytest.raises(SchemeError, match=r"first \[16, 8\].*runs of 3"):
         make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=1 / 3, mask_structure="2:3")])
+    with pytest.raises(SchemeError, match=r"first \[16, 8\].*do not divide into block_3,3"):
+        make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=0.5, mask_structure="block_3,3")])
     with pytest.raises(TargetError, match="no float weight of two dimensions"):
         make(cases, new_trainer, "mlp", "eager", [MagnitudePruningModifier(final_sparsity=0.5, targets=["BatchNorm1d"])])
     tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressor import oneshot
+from compressor.algorithms.pruning.magnitude import Blocks, pruned_weights
 from harness.cli import main
 from harness.validation.compare import validate
 from harness.validation.format.files import check_tensors
@@ -165,6 +166,22 @@ def test_a_zero_that_is_missing_is_named(workspace, pruned, change, fault):
     record = sparsity_of(workspace, pruned)
     assert record.outcome == "fail" and all("model.layers.1.mlp.up_proj" in text for text in record.findings)
     assert any(fault in text for text in record.findings), record.findings
+
+
+@pytest.mark.parametrize(("structure", "name"), [(Blocks(1, None), "channel"), (Blocks(None, 1), "filter"), (Blocks(4, 2), "block_4,2")])
+def test_what_went_as_a_whole_is_counted_as_such(workspace, pruned, structure, name):
+    tensors = load_file(workspace.base / "model.safetensors")
+    weight = tensors["model.layers.1.mlp.up_proj.weight"]
+    (gone,) = pruned_weights([weight], 0.5, structure)
+    weight[gone] = 0
+    record = {"scheme": f"{name}, 50% zeros", "details": {"sparsity": 0.5}}
+    (pruned / "compression.json").write_text(json.dumps({"modules": {"model.layers.1.mlp.up_proj": record}}))
+    save_file(tensors, pruned / "model.safetensors", metadata={"format": "pt"})
+    assert sparsity_of(workspace, pruned).outcome == "pass"
+    kept, lost = (~gone).nonzero()[0], gone.nonzero()[0]
+    weight[tuple(lost)], weight[tuple(kept)] = weight[tuple(kept)].clone(), 0  # as many zeros, one of them elsewhere
+    save_file(tensors, pruned / "model.safetensors", metadata={"format": "pt"})
+    assert "are zero as a whole" in sparsity_of(workspace, pruned).findings[0]
 
 
 def test_a_pruned_module_that_is_not_there_is_named(workspace, pruned):
