@@ -160,6 +160,14 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
             SchemeError: of modifiers that quantize.
         """
 
+    def parts(self) -> list[Modifier]:
+        """Say which modifiers do what it asks for; a recipe puts them in its place. May change it.
+
+        Returns:
+            In order; itself, unless overridden.
+        """
+        return [self]
+
     def followers(self) -> list[Modifier]:
         """Make the modifiers that its settings ask for behind it.
 

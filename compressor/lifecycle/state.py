@@ -122,6 +122,8 @@ class State:
         settled_to_base: names of modules whose weights were changed to give what the uncompressed model gave on inputs of its own.
         phases: which modifier holds which tensor from when to when, by the tensor's id; see `hold`.
         schemes: what quantized modules get, by dotted name, as the modifiers before this one in the recipe have said.
+        narrowable: names of modules whose weights are rounded in ranges that another modifier may narrow.
+        kept_ranges: share of its range that each group of such a weight keeps, [R, G], by dotted name.
         data: calibration data, for modifiers that run forwards of their own; None where no data flows.
         progress: where such modifiers show how far they are.
 
@@ -149,6 +151,8 @@ class State:
     settled_to_base: set[str] = field(default_factory=set)
     phases: dict[int, list[tuple[float, float, str]]] = field(default_factory=dict)
     schemes: dict[str, QuantizationScheme] = field(default_factory=dict)
+    narrowable: set[str] = field(default_factory=set)
+    kept_ranges: dict[str, Tensor] = field(default_factory=dict)
     data: CalibrationData | None = None
     progress: Progress = field(default_factory=SilentProgress)
 

@@ -10,7 +10,7 @@ from compressor.modifiers.own_forwards import MeanSquare, mean_squares
 from compressor.modifiers.qat import TrainingModifier
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import weight_of
-from compressor.numerics import weight_qparams
+from compressor.numerics import QuantizationArgs, weight_qparams
 
 
 class QuantizationModifier(TrainingModifier):
@@ -25,6 +25,13 @@ class QuantizationModifier(TrainingModifier):
     def calibration_need(self) -> CalibrationNeed:
         """`basic` for static input ranges, `own` for weights whose observer asks for their inputs, else `none`."""
         return "basic" if self.needs_inputs else "own" if self.needs_importance else "none"
+
+    def on_initialize(self, state: State) -> bool:
+        """Resolve targets, and say whose ranges may be narrowed."""
+        done = super().on_initialize(state)
+        if self.start is None:
+            state.narrowable.update(name for name, scheme in self._schemes.items() if _is_narrowable(scheme.weights))
+        return done
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Look at the inputs of weights whose observer asks for them; then as all that quantize."""
@@ -48,7 +55,8 @@ class QuantizationModifier(TrainingModifier):
             self.fall_back(state, name, "no_tokens", "no calibration token reached it, so its errors are not weighed by inputs")
             args = args.model_copy(update={"observer": "mse", "observer_kwargs": {}})
         importance_C = seen.value() if seen is not None and seen.num_tokens else None
-        qparams = trained or weight_qparams(weight, args, name, self.global_scale(name), importance_C=importance_C)
+        known = {"importance_C": importance_C, "kept_RG": state.kept_ranges.get(name)}
+        qparams = trained or weight_qparams(weight, args, name, self.global_scale(name), **known)
         rounded = round_to_nearest(weight, qparams, args)
         record = ModuleRecord(
             name=name,
@@ -59,3 +67,8 @@ class QuantizationModifier(TrainingModifier):
             details={} if trained is None else {"trained_from": self.start or 0.0},
         )
         self.place(state, name, rounded.codes_RC, qparams, record)
+
+
+def _is_narrowable(args: QuantizationArgs | None) -> bool:
+    """Integers in groups or rows, whose observer takes the whole range."""
+    return args is not None and args.type == "int" and args.strategy in ("group", "channel") and args.observer_kind == "minmax"

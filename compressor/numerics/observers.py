@@ -40,6 +40,7 @@ def weight_qparams(
     global_scale: Tensor | None = None,
     *,
     importance_C: Tensor | None = None,
+    kept_RG: Tensor | None = None,
     checked: bool = True,
 ) -> QParams:
     """Choose scale and zero point for a whole weight, with the observer that args name.
@@ -51,6 +52,7 @@ def weight_qparams(
         global_scale: float32 [1], for formats that have one and where it is not to be this weight's own: layers that a runtime fuses
             share theirs.
         importance_C: [C], mean of x^2 of the inputs over calibration tokens, or any multiple of it; for the observer imatrix_mse only.
+        kept_RG: [R, G], or [R, 1] per channel: share of its range that each group keeps; for the observer minmax only.
         checked: False reads nothing on the host: NaN or infinity then show in the scale.
 
     Returns:
@@ -75,6 +77,8 @@ def weight_qparams(
             min_n[part], max_n[part] = _search_range(
                 groups_nS[part], min_n[part], max_n[part], args, _of_groups(weights_GS, start, len(groups_nS[part])), global_scale
             )
+    elif kept_RG is not None:
+        min_n, max_n = min_n * kept_RG.reshape(-1).to(min_n.dtype), max_n * kept_RG.reshape(-1).to(max_n.dtype)
     qparams = calculate_qparams(min_n, max_n, args, global_scale).map(lambda part: part.reshape(shape))
     return qparams._replace(scale=qparams.scale.to(weight.dtype))
 

@@ -99,14 +99,14 @@ def _read(source: Any, args: Mapping[str, Any]) -> Recipe:
         assert not isinstance(source, Modifier)
         document = read_document(source)
         builder = Builder(document, args)
-        recipe = _lent(Recipe(builder.build(), document.text), builder.places)
+        recipe = _lent(_in_parts(Recipe(builder.build(), document.text)), builder.places)
         return recipe if recipe.text else Recipe(recipe.stages, recipe.dump())
     if args:
         raise RecipeError(f"recipe: args={dict(args)} was given with modifier objects, which hold no ${{name}}; set their fields instead")
     if isinstance(source, Recipe):
         return source
     assert objects is not None
-    recipe = _lent(Recipe((Stage(DEFAULT_STAGE, _filled_in(objects)),)), {})
+    recipe = _lent(_in_parts(Recipe((Stage(DEFAULT_STAGE, _filled_in(objects)),))), {})
     return Recipe(recipe.stages, recipe.dump())
 
 
@@ -118,10 +118,7 @@ def _of_stage(recipe: Recipe, stage: str | None) -> Recipe:
     kept = tuple(one for one in recipe.stages if one.name in (stage, stage.removesuffix("_stage")))
     if not kept:
         raise RecipeError(f"stage: the recipe has none that is called {stage!r}; {suggest(stage, names)}")
-    made = Recipe(kept)
-    for position, modifier in enumerate(made.modifiers):
-        modifier.index = position
-    return Recipe(kept, made.dump())
+    return _numbered(kept)
 
 
 def _in_mode(recipe: Recipe, mode: str | None, holds_objects: bool) -> Recipe:
@@ -135,6 +132,19 @@ def _in_mode(recipe: Recipe, mode: str | None, holds_objects: bool) -> Recipe:
     for modifier in with_modes:
         modifier.mode = mode  # type: ignore[attr-defined]
     return Recipe(recipe.stages, recipe.dump())
+
+
+def _in_parts(recipe: Recipe) -> Recipe:
+    """Put in the place of each modifier those that do what it asks for; all of them keep its position, for errors."""
+    stages = []
+    for stage in recipe.stages:
+        parts = []
+        for modifier in stage.modifiers:
+            for part in modifier.parts():
+                part.index, part.group = modifier.index, modifier.group
+                parts.append(part)
+        stages.append(replace(stage, modifiers=tuple(parts)))
+    return replace(recipe, stages=tuple(stages))
 
 
 def _lent(recipe: Recipe, places: Mapping[int, str]) -> Recipe:
@@ -158,13 +168,10 @@ def _lent(recipe: Recipe, places: Mapping[int, str]) -> Recipe:
             modifier.check_settings()
         except SchemeError as error:
             raise RecipeError(f"{places.get(modifier.index or 0, 'recipe')}: {error}") from error
-    if len(kept) == len(recipe.modifiers):
+    if [modifier.index for modifier in kept] == list(range(len(recipe.modifiers))):
         return recipe
     stages = [replace(stage, modifiers=tuple(one for one in stage.modifiers if one in kept)) for stage in recipe.stages]
-    made = Recipe(tuple(stage for stage in stages if stage.modifiers))
-    for position, modifier in enumerate(made.modifiers):
-        modifier.index = position
-    return Recipe(made.stages, made.dump())
+    return _numbered(tuple(stage for stage in stages if stage.modifiers))
 
 
 def _lend(lender: QuantizationModifier, solver: SchemeModifier) -> bool:
@@ -189,12 +196,15 @@ def _followed(recipe: Recipe) -> Recipe:
             follower.group = stage.modifiers[-1].group
         changed = changed or bool(wanted)
         stages.append(replace(stage, modifiers=(*stage.modifiers, *wanted)))
-    if not changed:
-        return recipe
-    made = Recipe(tuple(stages))
+    return _numbered(tuple(stages)) if changed else recipe
+
+
+def _numbered(stages: tuple[Stage, ...]) -> Recipe:
+    """Give modifiers the positions that they have now. Changes them."""
+    made = Recipe(stages)
     for position, modifier in enumerate(made.modifiers):
         modifier.index = position
-    return Recipe(made.stages, made.dump())
+    return Recipe(stages, made.dump())
 
 
 def _modifier_objects(source: object) -> list[Modifier] | None:

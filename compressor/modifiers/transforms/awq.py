@@ -1,43 +1,91 @@
-"""AWQModifier: scales that protect the weights which meet large activations; the search is in `compressor.algorithms.smoothing`."""
+"""AWQModifier: scales that protect the weights which meet large activations; the search is in `compressor.algorithms.smoothing`.
+
+Older recipes of llm-compressor give it schemes, for AWQ rounded there as well: it is then this modifier and a QuantizationModifier.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, PrivateAttr
-from torch import Tensor
+from torch import Tensor, nn
 
+from compressor.algorithms.clipping import Clipping, search_clipping
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.smoothing import DuoScaling, search_awq
 from compressor.errors import CalibrationError, RecipeError
-from compressor.lifecycle import Event, State
+from compressor.lifecycle import Event, Modifier, State
 from compressor.mappings import ScalePair
-from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier, reader_weight
+from compressor.modifiers.own_forwards import show_inputs
+from compressor.modifiers.quantization import QuantizationModifier
+from compressor.modifiers.schemes.settings import SchemeSettings
+from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier, in_portions, reader_weight
 
 
-class AWQModifier(ScaleMovingModifier):
+class AWQModifier(ScaleMovingModifier, SchemeSettings):
     """Move scales into weights where their rounding then costs the outputs least (AWQ); a modifier behind it quantizes.
 
     Each candidate is judged by the second moments of the layer's inputs, which say its error on all calibration tokens without a forward.
+    Settings of schemes go to a QuantizationModifier right behind it, and with them `ignore`.
 
     Attributes:
         duo_scaling: look at the weights' sizes beside the activations'; `both` tries with and without.
         n_grid: candidates between no scaling and all of the activations' sizes.
+        clip: choose the share of its range that each group of weights keeps, too, as in the paper; None: where that can be, which is for
+            integers in groups or rows that a QuantizationModifier rounds, with an observer that takes the whole range.
     """
+
+    borrows: ClassVar[bool] = True
 
     duo_scaling: DuoScaling = True
     n_grid: int = Field(default=20, gt=0)
-    offload_device: Any = None  # of llm-compressor, for outputs that it caches; nothing is cached here
+    clip: bool | None = None
+    # Of llm-compressor, for outputs that it caches and for portions of weights; nothing is cached here.
+    offload_device: Any = None
+    max_chunk_memory: Any = None
 
     _hessians: dict[str, Hessian] = PrivateAttr(default_factory=dict)
     _sums: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+    _clippings: dict[str, Clipping] = PrivateAttr(default_factory=dict)
+
+    @property
+    def lacks_schemes(self) -> bool:
+        """True where it only moves scales, of which `ignore` names sources then."""
+        given = self.scheme, self.config_groups, self.kv_cache_scheme, self.weight_observer, self.input_observer
+        return self.targets == ["Linear"] and not any(value is not None for value in given)
+
+    def check_settings(self) -> None:
+        """Let schemes be: they are the business of what quantizes."""
+
+    def parts(self) -> list[Modifier]:
+        """Hand the settings of schemes to a QuantizationModifier.
+
+        Returns:
+            Itself, and the other where there are such settings.
+        """
+        if self.lacks_schemes:
+            return [self]
+        names = [name for name in SchemeSettings.model_fields if name in self.model_fields_set]
+        rounding = QuantizationModifier(**{name: getattr(self, name) for name in names})
+        for name in names:
+            setattr(self, name, type(self).model_fields[name].get_default(call_default_factory=True))
+        return [self, rounding]
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Refuse a recipe that rounds no weights; then as all that move scales."""
         if not any(scheme.weights is not None for scheme in state.schemes.values()) and state.data is not None:
             raise RecipeError(f"{self.label}: no modifier behind it quantizes weights, and it chooses scales for their format; add one")
+        if self.clip and not state.narrowable:
+            raise RecipeError(
+                f"{self.label}.clip: True was given, and no QuantizationModifier behind it rounds integers in groups or rows "
+                "with an observer that takes the whole range; leave it out"
+            )
+        self._clippings = {}
         super().on_calibration_start(state, event)
+        if self.clip is not False:
+            self._clip_others(state)
+            self._note_clipping(state)
 
     def wants(self, state: State, pair: ScalePair) -> bool:
         """All whose readers are quantized."""
@@ -65,15 +113,48 @@ class AWQModifier(ScaleMovingModifier):
         readers = [name for name in pair.readers if name in state.schemes and state.schemes[name].weights is not None]
         mean_K = (sums_K / hessian.num_tokens).float()
         formats = [state.schemes[name].weights for name in readers]
+        hessian_CC = hessian.matrix(pair.readers[0])
         found = search_awq(
             [reader_weight(state.model.get_submodule(name)) for name in readers],
             [args for args in formats if args is not None],
-            hessian.matrix(pair.readers[0]),
+            hessian_CC,
             mean_K,
             n_grid=self.n_grid,
             duo_scaling=self.duo_scaling,
             names=readers,
             tie=lambda scales_K: pair.spread(pair.gather(scales_K)),
         )
+        if self.clip is not False:
+            balanced_CC = hessian_CC / found.scales_C.outer(found.scales_C)
+            for name in readers:
+                self._clip_one(state, name, reader_weight(state.model.get_submodule(name)) * found.scales_C, balanced_CC)
         scales_C = pair.gather(found.scales_C)
         return scales_C, {"error_before": found.error_before, "error": found.error}
+
+    def _clip_one(self, state: State, name: str, weight_RK: Tensor, hessian_KK: Tensor) -> None:
+        """Choose ranges of one weight, which the modifier that rounds it will keep to. Changes the state."""
+        args = state.schemes[name].weights
+        if name in state.narrowable and args is not None:
+            self._clippings[name] = search_clipping(weight_RK, args, hessian_KK, name)
+            state.kept_ranges[name] = self._clippings[name].kept_RG
+
+    def _clip_others(self, state: State) -> None:
+        """Layers that no scale moved into have statistics of their own."""
+        model = state.model
+        others = {name: model.get_submodule(name) for name in state.schemes if name in state.narrowable - self._clippings.keys()}
+        widths = {name: reader_weight(module).shape[1] for name, module in others.items() if not isinstance(module, nn.Embedding)}
+        for taken in in_portions(widths, lambda name: self.statistics_bytes(widths[name])):
+            hessians = {name: Hessian(widths[name], state.device) for name in taken}
+            show_inputs(state, [(name, hessian.add) for name, hessian in hessians.items()], type(self).__name__)
+            for name, hessian in hessians.items():
+                if hessian.num_tokens:
+                    self._clip_one(state, name, reader_weight(others[name]), hessian.matrix(name))
+
+    def _note_clipping(self, state: State) -> None:
+        found = self._clippings.values()
+        before = sum(clipping.error_before for clipping in found)
+        if before > 0:
+            now = sum(clipping.error for clipping in found) / before
+            state.report.notes.append(
+                f"{self.label}: ranges of {len(found)} weights were narrowed, which leaves {now:.0%} of the groups' squared errors"
+            )

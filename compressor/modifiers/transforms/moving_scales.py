@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import base64
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator
@@ -32,6 +32,8 @@ from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 
 _STATISTICS_BYTES = 4 << 30  # of all pairs that are looked at in one pass over the data
+
+Item = TypeVar("Item")
 
 
 class ScaleMovingModifier(Modifier):
@@ -82,7 +84,7 @@ class ScaleMovingModifier(Modifier):
         self._was_asked = True
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             pairs = self._pairs(state)
-        for taken in self._portions(state, pairs):
+        for taken in in_portions(pairs, lambda pair: self.statistics_bytes(reader_columns(state.model, pair).shape[1])):
             show_inputs(state, [(pair.readers[0], partial(self.watch_input, pair)) for pair in taken], type(self).__name__)
             for pair in taken:
                 self._move(state, pair)
@@ -151,19 +153,6 @@ class ScaleMovingModifier(Modifier):
     def _is_ignored(self, model: nn.Module, name: str) -> bool:
         return any(matches(name, model.get_submodule(name), pattern) for pattern in self.ignore)
 
-    def _portions(self, state: State, pairs: Sequence[ScalePair]) -> Iterator[list[ScalePair]]:
-        """Cut the pairs so that the statistics of each part fit into memory."""
-        portion: list[ScalePair] = []
-        taken = 0
-        for pair in pairs:
-            size = self.statistics_bytes(reader_columns(state.model, pair).shape[1])
-            if portion and taken + size > _STATISTICS_BYTES:
-                yield portion
-                portion, taken = [], 0
-            portion.append(pair)
-            taken += size
-        yield portion
-
     def _move(self, state: State, pair: ScalePair) -> None:
         with torch.no_grad():
             scales_C, details = self.scales(state, pair)
@@ -185,6 +174,29 @@ class ScaleMovingModifier(Modifier):
         layout = {"head_dim": pair.head_dim, "repeats": pair.repeats, "offset": pair.offset}
         factors = base64.b64encode(factor_C.numpy().astype("<f4").tobytes()).decode()
         return {"kind": "scales", "modifier": type(self).__name__, "source": source, "readers": readers, **layout, "factors": factors}
+
+
+def in_portions(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Cut a list so that the statistics of each part fit into memory.
+
+    Args:
+        items: in order.
+        size_of: bytes that the statistics of one take.
+
+    Yields:
+        Parts of the list, none of them empty.
+    """
+    portion: list[Item] = []
+    taken = 0
+    for item in items:
+        size = size_of(item)
+        if portion and taken + size > _STATISTICS_BYTES:
+            yield portion
+            portion, taken = [], 0
+        portion.append(item)
+        taken += size
+    if portion:
+        yield portion
 
 
 def reader_columns(model: nn.Module, pair: ScalePair) -> Tensor:
