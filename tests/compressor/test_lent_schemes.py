@@ -110,3 +110,11 @@ def test_no_steps_of_learned_rounding_are_rounding_without_data() -> None:
     oneshot(rounded, recipe=QuantizationModifier(config_groups=groups, ignore=["lm_head"]))
     ours, theirs = weights_of(learned), weights_of(rounded)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_attention_as_a_target_is_refused_with_what_there_is_for_it() -> None:
+    scheme = ForeignScheme(targets=["LlamaAttention"], input_activations=ForeignArgs(num_bits=8, type="float", strategy="tensor"))
+    with pytest.raises(
+        RecipeError, match=r"\['LlamaAttention'\] alone was given; queries of attention are not quantized here.*kv_cache_scheme"
+    ):
+        load_recipe(QuantizationModifier(config_groups={"attention": scheme}))

@@ -85,6 +85,17 @@ pruning_stage:
        scheduler_args: {exponent: 3}, mask_structure: unstructured, leave_enabled: false, apply_globally: false}
     ConstantPruningModifier: {targets: ["re:.*q_proj$"], start: 2.0}
 """,
+    "pruning of whole rows": """
+pruning_stage:
+  pruning_modifiers:
+    MagnitudePruningModifier: {final_sparsity: 0.25, mask_structure: channel, targets: ["re:.*up_proj$"]}
+    ConstantPruningModifier: {targets: ["re:.*up_proj$"], start: 2.0}
+""",
+    "scales and rounding in one": """
+quant_stage:
+  quant_modifiers:
+    AWQModifier: {scheme: W4A16, targets: [Linear], ignore: [lm_head, "re:.*mlp.gate$"], duo_scaling: both, n_grid: 10}
+""",
     "a flat list": "- QuantizationModifier: {scheme: W8A16}\n",
 }
 

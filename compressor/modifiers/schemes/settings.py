@@ -207,6 +207,11 @@ class SchemeSettings(KVCacheTargets):
 
     def _completed(self, scheme: QuantizationScheme) -> QuantizationScheme:
         weights, inputs = scheme.weights, scheme.input_activations
+        if weights is None and inputs is not None:
+            raise SchemeError(
+                f"{type(self).__name__}: a scheme for the inputs of {scheme.targets} alone was given; queries of attention are not "
+                "quantized here, and keys and values by kv_cache_scheme: give that, or weights"
+            )
         if weights is None:
             raise SchemeError(f"{type(self).__name__}: a scheme for {scheme.targets} without weights was given; add its weights")
         if self.weight_observer is not None:
