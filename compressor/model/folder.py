@@ -76,7 +76,8 @@ def resolve_folder(
     below = [f"*/{pattern}" for pattern in files if pattern != "*.jinja"]
     path = fetch(name, wanted, files, without=below, argument=argument)
     if weights and (path / _INDEX_FILE).is_file():
-        fetch(name, path.name, weight_files(path), argument=argument)
+        shards = [shard for shard in weight_files(path) if shard.endswith(".safetensors")]  # an index may name a pickle
+        fetch(name, path.name, shards, argument=argument)
     return ModelFolder(path, Origin(name, wanted, path.name))
 
 

@@ -50,6 +50,15 @@ def test_the_shards_of_an_index_are_fetched_and_no_others(hub: Any) -> None:
     }
 
 
+def test_a_pickle_is_not_fetched_though_the_index_names_it(hub: Any) -> None:
+    index = b'{"weight_map": {"a": "part-1.safetensors", "b": "pytorch_model.bin"}}'
+    hub.add(
+        "owner/name", {"config.json": b"{}", "model.safetensors.index.json": index, "part-1.safetensors": b"x", "pytorch_model.bin": b""}
+    )
+    assert "pytorch_model.bin" not in files_of(resolve_folder("owner/name").path)
+    assert not any("pytorch_model.bin" in line for line in hub.asked)
+
+
 @pytest.mark.parametrize(
     ("name", "revision"), [("owner/name", "v2"), ("owner/name@v2", None), ("owner/name@v2", "v2"), ("owner/name@v2", "main")]
 )
