@@ -63,7 +63,7 @@ def search_clipping(weight_RC: Tensor, args: QuantizationArgs, hessian_CC: Tenso
 
 
 def _search_rows(weight_RC: Tensor, args: QuantizationArgs, blocks_GSS: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    kept_RG = torch.ones(len(weight_RC), len(blocks_GSS), device=weight_RC.device)
+    kept_RG = weight_RC.new_ones(len(weight_RC), len(blocks_GSS))
     best_RG = whole_RG = _errors(weight_RC, args, kept_RG, blocks_GSS, name)
     for step in range(1, int(_MAX_SHRINK * _NUM_STEPS)):
         tried_RG = torch.full_like(kept_RG, 1 - step / _NUM_STEPS)

@@ -177,7 +177,7 @@ def test_every_argument_is_part_of_the_fingerprint_or_known_not_to_matter() -> N
     import inspect
 
     by_hash = {"model", "recipe", "mode", "recipe_args", "dataset", "tokenizer", "seed", "device", "trust_remote_code_model"}
-    by_hash |= {"processor", "stage"}
+    by_hash |= {"model_revision", "processor", "stage"}
     in_data = {"num_calibration_samples", "max_seq_length", "batch_size", "text_column", "shuffle_calibration_samples", "concatenate_data"}
     in_data |= set(DataSettings.model_fields)
     in_choices = {"pipeline", "dtype", "model_class", "calibrate_all_experts", "config_name", "tie_word_embeddings"}
