@@ -142,7 +142,8 @@ class QuantizedLinear(QuantizedLayer):
             return self.forward(input.to_dense())
         self._check_input(input)
         if input.numel() > 0 and self.matmul_path(input) != "dequantized":
-            return through_product(input, self._multiply_codes, self._gradient)
+            product = through_product(input, self._multiply_codes, self._gradient)  # float32: the bias, which may train, joins in it
+            return (product if self.bias is None else product + self.bias.float()).to(input.dtype)
         args = self.scheme.input_activations
         x = input if args is None or input.numel() == 0 else through_rounding(input, self._input_qparams(input, args), args)
         if x.dtype != self.dtype and not torch.is_autocast_enabled(x.device.type):
@@ -161,15 +162,14 @@ class QuantizedLinear(QuantizedLayer):
             raise NumericsError(f"{self.where}: its input holds NaN or infinity, for which there is no code; look at what came before")
         x_qparams = self._input_qparams(x, args)
         codes = quantize(x, x_qparams, args)
-        product = scaled_product(codes, x_qparams, args, self.codes(), self.weight_qparams(), self.weight_args)
-        return (product if self.bias is None else product + self.bias.float()).to(x.dtype)
+        return scaled_product(codes, x_qparams, args, self.codes(), self.weight_qparams(), self.weight_args)
 
     def _gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         """Gradient by the input: that of the dequantized weight, zero where the input was cut off."""
         args = self.scheme.input_activations
         assert args is not None
         passes = inside_range(x, self._input_qparams(x, args), args)
-        return (gradient @ self.dequantized_weight().to(gradient.dtype)).masked_fill(~passes, 0.0)
+        return (gradient @ self.dequantized_weight().to(gradient.dtype)).masked_fill(~passes, 0.0).to(x.dtype)
 
     def _check_input(self, x: Tensor) -> None:
         if x.ndim == 0 or x.shape[-1] != self.in_features or not x.is_floating_point():
