@@ -38,6 +38,7 @@ VERBS: Mapping[str, Verb] = {
     "trace-audit": Verb("hold traced models against plain ones, bit for bit: a zoo, and toys", "harness.traceability.command"),
     "replay": Verb("training steps in eager, capture and replay: equality, hazards, other kernels, sabotage", "harness.replay.command"),
     "mutants": Verb("plant known bugs, and print which check kills which", "harness.mutants.command"),
+    "nightly": Verb("measurements over nights: a history, and which change is none of noise", "harness.nightly.command"),
     "onnx": Verb("ONNX round-trips by role: what became of Q, K and V, and which pass took them", "harness.onnx_graph.commands.main"),
 }
 

@@ -2,7 +2,8 @@
 
     CompressorError
     |-- UserInputError (ValueError)
-    |   `-- GoldenError                   a golden that cannot be read, or must not be written
+    |   |-- GoldenError                   a golden that cannot be read, or must not be written
+    |   `-- HistoryError                  a history of measurements that cannot be read or written
     |-- ContractViolation (AssertionError) a graph that broke the contract it was held against
     `-- HarnessError (RuntimeError)       the harness itself failed; never used for a verdict
 
@@ -16,6 +17,10 @@ from compressor.errors import CompressorError, UserInputError
 
 class GoldenError(UserInputError):
     """A golden cannot be read, or must not be written."""
+
+
+class HistoryError(UserInputError):
+    """A history of measurements cannot be read or written."""
 
 
 class ContractViolation(CompressorError, AssertionError):

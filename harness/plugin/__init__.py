@@ -15,13 +15,22 @@ from __future__ import annotations
 
 import pytest
 
-from harness.plugin.fixtures import assert_step_equivalent, device, golden, peer_python, reference_model, tiny_model, verify
+from harness.plugin.fixtures import (
+    assert_no_regression,
+    assert_step_equivalent,
+    device,
+    golden,
+    peer_python,
+    reference_model,
+    tiny_model,
+    verify,
+)
 from harness.plugin.options import add_options, check_options, setting
 from harness.plugin.selection import MARKERS, select
 from harness.plugin.session import GoldenSession
 from harness.profiles import load_profile
 
-__all__ = ["assert_step_equivalent", "device", "golden", "peer_python", "reference_model", "tiny_model", "verify"]
+__all__ = ["assert_no_regression", "assert_step_equivalent", "device", "golden", "peer_python", "reference_model", "tiny_model", "verify"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

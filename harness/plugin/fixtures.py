@@ -11,6 +11,7 @@ import pytest
 
 from harness.errors import GoldenError
 from harness.plugin.options import folder_setting, setting
+from harness.reporting.verdict import Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from harness.goldens.golden import Golden
     from harness.lifecycle.report import VerifyReport
     from harness.modules.contract import ModuleReport
+    from harness.nightly import Judgement
+    from harness.nightly.history import Better
     from harness.replay.equivalence.compare import Equivalence
     from harness.replay.equivalence.run import Batches, Between, Factory
 
@@ -162,6 +165,34 @@ def assert_step_equivalent(request: pytest.FixtureRequest) -> AssertStepEquivale
         request.node.user_properties.append(("harness.replay", found.verdict.value))
         if not found.passed:
             pytest.fail(found.to_text(), pytrace=False)
+        return found
+
+    return hold
+
+
+class AssertNoRegression(Protocol):
+    """How the fixture `assert_no_regression` is called."""
+
+    def __call__(self, metric: str, values: Sequence[float], *, better: Better = "lower", device: str = "cpu") -> Judgement:
+        """Keep tonight's values of a metric; the test fails where its nights show a change for the worse that nobody accepted."""
+
+
+@pytest.fixture
+def assert_no_regression(request: pytest.FixtureRequest) -> AssertNoRegression:
+    """Hold a measurement against its history, and add it; see `harness nightly`."""
+    from harness.nightly import History, judge
+    from harness.nightly.environment import current_environment
+
+    history = History(folder_setting(request.config, "history"))
+
+    def hold(metric: str, values: Sequence[float], *, better: Better = "lower", device: str = "cpu") -> Judgement:
+        __tracebackhide__ = True
+        history.add(metric, values, environment=current_environment(device), better=better)
+        found = judge(history.series(metric), history.acceptances(metric))
+        request.node.user_properties.append(("harness.nightly", f"{metric}: {found.verdict.value}: {found.summary}"))
+        if found.verdict is Verdict.REGRESSION:
+            night = found.changes[-1].night
+            pytest.fail(f"{metric}: {found.summary}; if it is meant: harness nightly accept {metric} {night} --reason ...", pytrace=False)
         return found
 
     return hold

@@ -12,6 +12,7 @@ from harness.goldens.store.provenance import ci_variable
 from harness.profiles import PROFILES
 
 GOLDEN_DIR, CACHE_DIR = "golden", ".harness_cache"
+HISTORY = "nightly.sqlite"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,13 @@ OPTIONS: dict[str, Option] = {
         "folder of the model that the fixture `reference_model` names (default: the one that comes with the harness)",
         ini="harness_reference_model",
         arguments={"metavar": "DIR"},
+    ),
+    "history": Option(
+        "--harness-history",
+        f"file of the history of `assert_no_regression`, relative to the root of the project (default: {HISTORY})",
+        ini="harness_history",
+        default=HISTORY,
+        arguments={"metavar": "FILE"},
     ),
     "check": Option(
         "--harness-check",

@@ -1,0 +1,385 @@
+"""The history of measurements: one SQLite file, to which rows are added and in which none is changed or removed.
+
+Several processes may write at once. What belongs together is written in one transaction, so that a kill or a full disk leaves all of it or
+nothing. Triggers refuse every change of a row, also by hands other than ours.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from compressor.atomic import write_whole
+from compressor.errors import UserInputError
+from harness.errors import HistoryError
+from harness.nightly.environment import Environment
+
+Better = Literal["lower", "higher"]
+SCHEMA = 1
+"""Of the file, in its `user_version`."""
+_MARK = 0x636E6967  # application_id, so that another program's database is not taken for a history
+_WAIT = 30.0  # seconds for other writers
+_TABLES = {
+    "environments": "(id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE, facts TEXT NOT NULL)",
+    "measurements": "(id INTEGER PRIMARY KEY, night TEXT NOT NULL, environment INTEGER NOT NULL REFERENCES environments, "
+    "revision TEXT NOT NULL, metric TEXT NOT NULL, better TEXT NOT NULL, made TEXT NOT NULL)",
+    "readings": "(measurement INTEGER NOT NULL REFERENCES measurements, place INTEGER NOT NULL, value REAL NOT NULL, "
+    "PRIMARY KEY (measurement, place)) WITHOUT ROWID",
+    "acceptances": "(id INTEGER PRIMARY KEY, metric TEXT NOT NULL, night TEXT NOT NULL, until TEXT NOT NULL, reason TEXT NOT NULL, "
+    "made TEXT NOT NULL)",
+}
+_INDEX = "CREATE INDEX measurements_by_metric ON measurements (metric, environment, night)"
+_COLUMNS = ("night", "environment", "revision", "metric", "better", "made", "place", "value")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one night measured of one metric.
+
+    Attributes:
+        night: label that sorts by time: a date, or a date with a number.
+        environment: digest of it.
+        revision: of the code; empty where it is unknown.
+        metric: its name.
+        better: which way is better.
+        values: the repetitions, in order.
+    """
+
+    night: str
+    environment: str
+    revision: str
+    metric: str
+    better: Better
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Somebody's word that a change is meant.
+
+    Attributes:
+        metric: its name.
+        night: the first night of the new level.
+        until: the last day on which the word counts, as YYYY-MM-DD; empty where it counts for good.
+        reason: in words.
+    """
+
+    metric: str
+    night: str
+    until: str
+    reason: str
+
+
+class History:
+    """A file of measurements. The file is made when the first row is written."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open a history.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            HistoryError: it is there and is no history, is damaged, or comes from a later version.
+        """
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise HistoryError(f"{self.path}: is a folder, and a history is one file; name a file such as history.sqlite")
+        if self.path.exists():
+            with self._open() as database:
+                self._check(database)
+
+    def add(
+        self,
+        metric: str,
+        values: Sequence[float],
+        *,
+        environment: Environment,
+        night: str | None = None,
+        revision: str = "",
+        better: Better = "lower",
+    ) -> Measurement:
+        """Write what a night measured of a metric.
+
+        Args:
+            metric: its name, such as `reference/w4a16/compress_ratio`.
+            values: the repetitions; finite and above 0, at least one.
+            environment: where they were measured.
+            night: label that sorts by time; by default today's date in UTC.
+            revision: of the code.
+            better: which way is better; the same for all nights of a metric.
+
+        Returns:
+            The measurement.
+
+        Raises:
+            UserInputError: a name is empty, or a value is not finite or not above 0.
+            HistoryError: the file cannot be written; nothing of it was.
+        """
+        night = datetime.now(UTC).date().isoformat() if night is None else night
+        made = Measurement(night, environment.digest, revision, metric, better, tuple(map(float, values)))
+        _check_measurement(made)
+        with self._open(write=True) as database:
+            known = database.execute("SELECT better FROM measurements WHERE metric = ? LIMIT 1", (metric,)).fetchone()
+            if known is not None and known[0] != better:
+                raise UserInputError(f"{metric}: better={better!r} was given, and its nights so far say {known[0]!r}; give it another name")
+            self._insert(database, made, environment.to_json(), _now())
+        return made
+
+    def accept(self, metric: str, night: str, reason: str, until: str = "") -> Acceptance:
+        """Write that a change is meant.
+
+        Args:
+            metric: its name; it must have a measurement in that night.
+            night: the first one of the new level.
+            reason: why; shown wherever the change is.
+            until: last day on which this counts, YYYY-MM-DD; empty: for good.
+
+        Returns:
+            The acceptance.
+
+        Raises:
+            UserInputError: there is no such measurement, the reason is blank, or the day is none.
+        """
+        if not reason.strip():
+            raise UserInputError("reason: it is blank, and nobody would know why the change is meant; give a sentence")
+        if until:
+            try:
+                date.fromisoformat(until)
+            except ValueError:
+                raise UserInputError(f"until: {until!r} is no day; write it as YYYY-MM-DD") from None
+        with self._open(write=True) as database:
+            found = database.execute("SELECT 1 FROM measurements WHERE metric = ? AND night = ? LIMIT 1", (metric, night)).fetchone()
+            if found is None:
+                raise UserInputError(f"{metric}: night {night!r} has no measurement of it; see harness nightly show {metric}")
+            row = (metric, night, until, reason.strip(), _now())
+            database.execute("INSERT INTO acceptances (metric, night, until, reason, made) VALUES (?, ?, ?, ?, ?)", row)
+        return Acceptance(metric, night, until, reason.strip())
+
+    def metrics(self) -> list[str]:
+        """Return the names of all metrics, sorted."""
+        return [row[0] for row in self._read("SELECT DISTINCT metric FROM measurements ORDER BY metric")]
+
+    def nights(self) -> list[tuple[str, int, int]]:
+        """Return night, number of metrics and number of readings of each night, sorted."""
+        query = (
+            "SELECT night, COUNT(DISTINCT metric), COUNT(*) FROM measurements JOIN readings ON measurement = measurements.id "
+            "GROUP BY night ORDER BY night"
+        )
+        return [(str(night), int(metrics), int(readings)) for night, metrics, readings in self._read(query)]
+
+    def series(self, metric: str) -> list[Measurement]:
+        """Return all measurements of a metric, by night and then in the order in which they were written.
+
+        Args:
+            metric: its name.
+
+        Returns:
+            The measurements; those of one night, environment and revision are one, with all their values.
+        """
+        query = (
+            "SELECT night, digest, revision, better, value FROM measurements JOIN readings ON measurement = measurements.id "
+            "JOIN environments ON environment = environments.id WHERE metric = ? ORDER BY night, measurements.id, place"
+        )
+        grouped: dict[tuple[str, str, str, Better], list[float]] = {}
+        for night, digest, revision, better, value in self._read(query, (metric,)):
+            grouped.setdefault((night, digest, revision, better), []).append(value)
+        return [Measurement(night, digest, rev, metric, better, tuple(found)) for (night, digest, rev, better), found in grouped.items()]
+
+    def acceptances(self, metric: str) -> list[Acceptance]:
+        """Return what was accepted of a metric, in the order in which it was."""
+        rows = self._read("SELECT metric, night, until, reason FROM acceptances WHERE metric = ? ORDER BY id", (metric,))
+        return [Acceptance(*row) for row in rows]
+
+    def environment(self, digest: str) -> Environment:
+        """Return the environment of a digest.
+
+        Args:
+            digest: 12 hexadecimal digits, as measurements name it.
+
+        Returns:
+            The environment.
+
+        Raises:
+            UserInputError: no measurement has it.
+        """
+        rows = self._read("SELECT facts FROM environments WHERE digest = ?", (digest,))
+        if not rows:
+            raise UserInputError(f"environment {digest}: no measurement of {self.path} has it; see harness nightly history")
+        return Environment(json.loads(rows[0][0]))
+
+    def export(self, target: Path) -> int:
+        """Write all readings as CSV, with the facts of their environments, whole or not at all.
+
+        Args:
+            target: the file; one that is there is replaced.
+
+        Returns:
+            Number of rows.
+        """
+        query = (
+            "SELECT night, facts, revision, metric, better, measurements.made, place, value FROM measurements "
+            "JOIN readings ON measurement = measurements.id JOIN environments ON environment = environments.id "
+            "ORDER BY measurements.id, place"
+        )
+        rows = self._read(query)
+        text = StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        writer.writerows((*row[:-1], repr(row[-1])) for row in rows)
+        write_whole(target, text.getvalue().encode())
+        return len(rows)
+
+    def read_in(self, source: Path) -> int:
+        """Add what `export` wrote, all or nothing; measurements that are there already are passed over.
+
+        Args:
+            source: a file that `export` wrote.
+
+        Returns:
+            Number of measurements that were new.
+
+        Raises:
+            UserInputError: the file is none of these, or a row is wrong; it is named, and nothing was added.
+        """
+        measured = _from_csv(source)
+        new = 0
+        with self._open(write=True) as database:
+            for (one, facts, made), values in measured.items():
+                whole = Measurement(one.night, one.environment, one.revision, one.metric, one.better, tuple(values))
+                there = database.execute(
+                    "SELECT 1 FROM measurements JOIN environments ON environment = environments.id "
+                    "WHERE metric = ? AND night = ? AND digest = ? AND revision = ? AND made = ?",
+                    (one.metric, one.night, one.environment, one.revision, made),
+                ).fetchone()
+                if there is None:
+                    self._insert(database, whole, facts, made)
+                    new += 1
+        return new
+
+    def _insert(self, database: sqlite3.Connection, one: Measurement, facts: str, made: str) -> None:
+        database.execute("INSERT OR IGNORE INTO environments (digest, facts) VALUES (?, ?)", (one.environment, facts))
+        cursor = database.execute(
+            "INSERT INTO measurements (night, environment, revision, metric, better, made) "
+            "SELECT ?, id, ?, ?, ?, ? FROM environments WHERE digest = ?",
+            (one.night, one.revision, one.metric, one.better, made, one.environment),
+        )
+        rows = [(cursor.lastrowid, place, value) for place, value in enumerate(one.values)]
+        database.executemany("INSERT INTO readings (measurement, place, value) VALUES (?, ?, ?)", rows)
+
+    def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        if not self.path.exists():
+            return []
+        with self._open() as database:
+            return database.execute(query, values).fetchall()
+
+    @contextmanager
+    def _open(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
+        """Give a connection; with `write`, one transaction that ends whole or leaves nothing."""
+        try:
+            if write:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            address = self.path.absolute().as_uri() + ("?mode=rwc" if write else "?mode=ro")
+            database = sqlite3.connect(address, timeout=_WAIT, uri=True, isolation_level=None)
+            try:
+                database.execute("PRAGMA foreign_keys = ON")
+                if write:
+                    database.execute("PRAGMA synchronous = FULL")
+                    database.execute("BEGIN IMMEDIATE")
+                    self._prepare(database)
+                yield database
+                if write:
+                    database.execute("COMMIT")
+            finally:
+                database.close()  # what was not committed is gone
+        except (sqlite3.Error, OSError) as error:
+            raise HistoryError(
+                f"{self.path}: the history cannot be {'written' if write else 'read'} ({error}); {_remedy(error)}"
+            ) from error
+
+    def _prepare(self, database: sqlite3.Connection) -> None:
+        """Make the tables of a new file; look at those of one that is there."""
+        if database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+            self._check(database)
+            return
+        for name, columns in _TABLES.items():
+            database.execute(f"CREATE TABLE {name} {columns}")
+            for event in ("UPDATE", "DELETE"):
+                database.execute(
+                    f"CREATE TRIGGER {name}_{event.lower()} BEFORE {event} ON {name} "
+                    "BEGIN SELECT RAISE(ABORT, 'rows of a history are never changed'); END"
+                )
+        database.execute(_INDEX)
+        database.execute(f"PRAGMA application_id = {_MARK}")
+        database.execute(f"PRAGMA user_version = {SCHEMA}")
+
+    def _check(self, database: sqlite3.Connection) -> None:
+        mark = database.execute("PRAGMA application_id").fetchone()[0]
+        schema = database.execute("PRAGMA user_version").fetchone()[0]
+        if mark != _MARK:
+            raise HistoryError(f"{self.path}: is no history of harness nightly; name another file")
+        if schema > SCHEMA:
+            raise HistoryError(f"{self.path}: has version {schema}, and this harness reads up to {SCHEMA}; use a newer harness")
+        state = database.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if state != "ok":
+            raise HistoryError(f"{self.path}: is damaged ({' '.join(state.split())}); take a copy from before, or export what can be read")
+
+
+def _check_measurement(one: Measurement) -> None:
+    for name, value in (("metric", one.metric), ("night", one.night)):
+        if not value.strip() or not value.isprintable():
+            raise UserInputError(f"{name}: {value!r} is no name; give printable characters")
+    if one.better not in get_args(Better):
+        raise UserInputError(f"{one.metric}: better={one.better!r} is neither 'lower' nor 'higher'; give one of them")
+    if not one.values:
+        raise UserInputError(f"{one.metric}: no value was given; give at least one")
+    wrong = next((value for value in one.values if not (math.isfinite(value) and value > 0)), None)
+    if wrong is not None:
+        raise UserInputError(
+            f"{one.metric}: the value {wrong} is not finite and above 0, and effects are relative; measure a ratio, time or size"
+        )
+
+
+def _from_csv(source: Path) -> dict[tuple[Measurement, str, str], list[float]]:
+    """Read what `export` wrote: measurement without values, facts and moment, to values."""
+    try:
+        rows = list(csv.reader(StringIO(source.read_text("utf-8"), newline="")))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserInputError(f"{source}: cannot be read ({error}); give a file that harness nightly export wrote") from error
+    if not rows or tuple(rows[0]) != _COLUMNS:
+        raise UserInputError(f"{source}: its first line is not {','.join(_COLUMNS)}; give a file that harness nightly export wrote")
+    measured: dict[tuple[Measurement, str, str], list[float]] = {}
+    for number, row in enumerate(rows[1:], 2):
+        try:
+            night, facts, revision, metric, better, made, _, value = row
+            environment = Environment({str(name): str(fact) for name, fact in json.loads(facts).items()})
+            one = Measurement(night, environment.digest, revision, metric, better, ())  # type: ignore[arg-type]
+            _check_measurement(Measurement(night, "", revision, metric, better, (float(value),)))  # type: ignore[arg-type]
+        except (ValueError, AttributeError) as error:
+            raise UserInputError(f"{source}:{number}: is no reading ({error}); nothing was added") from error
+        measured.setdefault((one, environment.to_json(), made), []).append(float(value))
+    return measured
+
+
+def _remedy(error: Exception) -> str:
+    text = str(error)
+    if "full" in text:
+        return "nothing of this was written; make room"
+    if "locked" in text:
+        return f"another process has held it for {_WAIT:.0f} s; try again"
+    if "malformed" in text or "not a database" in text:
+        return "it is damaged or no history; take a copy from before, or name another file"
+    return "look at the file and its folder"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -1,0 +1,211 @@
+"""A history loses nothing and changes nothing, whoever writes, and whatever becomes of the file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+
+from compressor.errors import UserInputError
+from harness.errors import HistoryError
+from harness.nightly import History
+from harness.nightly.environment import Environment
+
+HERE, ELSEWHERE = Environment({"device": "cpu"}), Environment({"device": "cuda", "gpu": "one"})
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    return History(tmp_path / "some folder" / "h #1?.sqlite")
+
+
+def test_what_was_written_is_read_back_in_order(history: History) -> None:
+    history.add("b", [2.0, 1.0], environment=HERE, night="2026-01-02", revision="r")
+    history.add("b", [3.0], environment=HERE, night="2026-01-01", revision="r")
+    history.add("b", [1e-300], environment=HERE, night="2026-01-02", revision="r")
+    history.add("a", [5.0], environment=ELSEWHERE, night="2026-01-02", better="higher")
+    again = History(history.path)
+    assert again.metrics() == ["a", "b"]
+    assert [(one.night, one.values) for one in again.series("b")] == [("2026-01-01", (3.0,)), ("2026-01-02", (2.0, 1.0, 1e-300))]
+    assert again.nights() == [("2026-01-01", 1, 1), ("2026-01-02", 2, 4)]
+    assert again.environment(again.series("a")[0].environment) == ELSEWHERE
+    assert ELSEWHERE.changes(HERE) == ["device: cpu -> cuda", "gpu: unknown -> one"]
+
+
+def test_nothing_is_written_before_the_first_measurement(history: History) -> None:
+    assert history.metrics() == [] and history.series("a") == []
+    assert not history.path.exists()
+
+
+@pytest.mark.parametrize("statement", ["UPDATE readings SET value = 0", "DELETE FROM measurements", "DELETE FROM acceptances"])
+def test_no_row_is_ever_changed(history: History, statement: str) -> None:
+    history.add("a", [1.0], environment=HERE, night="n")
+    history.accept("a", "n", "meant")
+    with closing(sqlite3.connect(history.path)) as database, pytest.raises(sqlite3.IntegrityError, match="never changed"):
+        database.execute(statement)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "night", "message"),
+    [
+        ("a", [], "n", "a: no value was given"),
+        ("a", [1.0, float("nan")], "n", "a: the value nan is not finite and above 0"),
+        ("a", [0.0], "n", "a: the value 0.0 is not finite and above 0"),
+        (" ", [1.0], "n", "metric: ' ' is no name"),
+        ("a", [1.0], "n\n", r"night: 'n\\n' is no name"),
+    ],
+)
+def test_what_is_no_measurement_is_refused_and_nothing_is_kept(history: History, metric, values, night, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        history.add(metric, values, environment=HERE, night=night)
+    assert history.metrics() == []
+
+
+def test_a_metric_has_one_better_way(history: History) -> None:
+    history.add("a", [1.0], environment=HERE, night="1")
+    with pytest.raises(UserInputError, match="a: better='higher' was given, and its nights so far say 'lower'"):
+        history.add("a", [1.0], environment=HERE, night="2", better="higher")
+    assert len(history.series("a")) == 1
+
+
+@pytest.mark.parametrize(
+    ("night", "reason", "until", "message"),
+    [("1", " ", "", "reason: it is blank"), ("2", "r", "", "night '2' has no measurement"), ("1", "r", "soon", "until: 'soon' is no day")],
+)
+def test_an_acceptance_needs_a_night_a_reason_and_a_day(history: History, night: str, reason: str, until: str, message: str) -> None:
+    history.add("a", [1.0], environment=HERE, night="1")
+    with pytest.raises(UserInputError, match=message):
+        history.accept("a", night, reason, until)
+    assert history.acceptances("a") == []
+
+
+def _damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[4096:8192] = b"\xff" * 4096
+    path.write_bytes(data)
+
+
+def _foreign(path: Path) -> None:
+    path.unlink()
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE t (x)")
+
+
+DAMAGES = {
+    "text": (lambda path: path.write_text("no database at all " * 99), "damaged or no history"),
+    "page": (_damage, "damaged"),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:5000]), "damaged"),
+    "foreign": (_foreign, "is no history of harness nightly"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_or_foreign_file_is_told_and_left_alone(history: History, kind: str) -> None:
+    for number in range(40):
+        history.add(f"metric {number}", [1.0] * 20, environment=HERE, night="1")
+    damage, message = DAMAGES[kind]
+    damage(history.path)
+    before = history.path.read_bytes()
+    with pytest.raises(HistoryError, match=message):
+        History(history.path)
+    with pytest.raises(HistoryError):
+        history.add("a", [1.0], environment=HERE, night="2")
+    assert history.path.read_bytes() == before
+
+
+def test_a_later_version_is_refused(history: History) -> None:
+    history.add("a", [1.0], environment=HERE, night="1")
+    with closing(sqlite3.connect(history.path)) as database:
+        database.execute("PRAGMA user_version = 7")
+    with pytest.raises(HistoryError, match="has version 7, and this harness reads up to 1"):
+        History(history.path)
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    history.add("a", [1.0], environment=HERE, night="1")
+    connect = sqlite3.connect
+
+    def small(*args, **kwargs):
+        database = connect(*args, **kwargs)
+        pages = database.execute("PRAGMA page_count").fetchone()[0]
+        database.execute(f"PRAGMA max_page_count = {pages}")
+        return database
+
+    monkeypatch.setattr(sqlite3, "connect", small)
+    with pytest.raises(HistoryError, match=r"full.*nothing of this was written; make room"):
+        history.add("a", [2.0] * 5000, environment=HERE, night="2")
+    monkeypatch.undo()
+    assert [one.values for one in history.series("a")] == [(1.0,)]
+
+
+WRITER = """
+import sys
+from harness.nightly import History
+from harness.nightly.environment import Environment
+history = History(sys.argv[1])
+for number in range(int(sys.argv[2])):
+    history.add(sys.argv[3], [1.0 + number] * 7, environment=Environment({"device": "cpu"}), night=f"{number:05}")
+    print(number, flush=True)
+"""
+
+
+def test_writers_at_once_lose_nothing_and_one_that_is_killed_leaves_whole_nights(history: History) -> None:
+    def writer(name: str, count: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", WRITER, str(history.path), str(count), name]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+
+    with writer("steady", 40) as steady, writer("killed", 100_000) as killed:
+        for _ in range(15):
+            assert killed.stdout is not None and killed.stdout.readline()
+        killed.send_signal(signal.SIGKILL)
+        steady.communicate(timeout=60)
+    assert steady.returncode == 0 and killed.returncode != 0
+    assert [one.values for one in history.series("steady")] == [(1.0 + number,) * 7 for number in range(40)]
+    left = history.series("killed")
+    assert len(left) >= 15 and [one.values for one in left] == [(1.0 + number,) * 7 for number in range(len(left))]
+
+
+def test_what_is_exported_comes_back_once(history: History, tmp_path: Path) -> None:
+    history.add("a", [0.1, 1 / 3], environment=HERE, night="1", revision='r,"x"')
+    history.add("b", [2.0], environment=ELSEWHERE, night="2", better="higher")
+    assert history.export(tmp_path / "all.csv") == 3
+    other = History(tmp_path / "other.sqlite")
+    assert (other.read_in(tmp_path / "all.csv"), other.read_in(tmp_path / "all.csv")) == (2, 0)
+    assert [other.series(name) for name in "ab"] == [history.series(name) for name in "ab"]
+
+
+@pytest.mark.parametrize(
+    "line", ["1,{},r,a,lower,now,0,x", "1,{},r,a,lower,now,0,-1", "1,{},r,a,best,now,0,1", "1,2", "1,[],r,a,lower,now,0,1"]
+)
+def test_a_wrong_row_is_named_and_nothing_is_added(history: History, tmp_path: Path, line: str) -> None:
+    history.add("a", [1.0], environment=HERE, night="1")
+    history.export(tmp_path / "all.csv")
+    with (tmp_path / "all.csv").open("a") as file:
+        file.write(line + "\n")
+    other = History(tmp_path / "other.sqlite")
+    with pytest.raises(UserInputError, match=r"all\.csv:3: .*nothing was added"):
+        other.read_in(tmp_path / "all.csv")
+    assert other.metrics() == []
+
+
+def test_a_year_of_fifty_metrics_answers_in_under_a_second(history: History) -> None:
+    history.add("metric 0", [1.0], environment=HERE, night="2000-01-01")
+    nights = [(date(2026, 1, 1) + timedelta(night)).isoformat() for night in range(365)]
+    with closing(sqlite3.connect(history.path)) as database, database:
+        rows = [(night, 1, "", f"metric {metric}", "lower", "now") for night in nights for metric in range(50)]
+        database.executemany(
+            "INSERT INTO measurements (night, environment, revision, metric, better, made) VALUES (?, ?, ?, ?, ?, ?)", rows
+        )
+        places = "WITH RECURSIVE p(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM p WHERE n < 19) "
+        database.execute(f"{places} INSERT INTO readings SELECT id, n, 1.0 + n FROM measurements, p WHERE id > 1")
+    start = time.process_time()
+    assert len(History(history.path).series("metric 7")) == 365
+    assert time.process_time() - start < 1.0

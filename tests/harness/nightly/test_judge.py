@@ -1,0 +1,104 @@
+"""What nights say: a change is found with its night and size, noise is none, and what is accepted is settled."""
+
+from __future__ import annotations
+
+import math
+from datetime import date, timedelta
+
+import numpy as np
+import pytest
+
+from harness.nightly.history import Acceptance, Measurement
+from harness.nightly.judge import LEAST_AFTER, LEAST_BEFORE, judge, level, student_tail
+from harness.reporting.verdict import Verdict
+
+
+def night_label(number: int) -> str:
+    return (date(2026, 1, 1) + timedelta(number)).isoformat()
+
+
+def series(sizes: list[float], seed: int = 0, better: str = "lower", environment: str = "here") -> list[Measurement]:
+    """Nights of ten readings, each of its size with a noise of 1 %."""
+    rng = np.random.default_rng(seed)
+    rows = [size * np.exp(rng.normal(0, 0.01, 10)) for size in sizes]
+    return [Measurement(night_label(n), environment, "", "m", better, tuple(row)) for n, row in enumerate(rows)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("better", "factor"), [("lower", 1.05), ("higher", 1 / 1.05)])
+def test_a_step_is_found_with_its_first_night_and_its_size(better: str, factor: float) -> None:
+    found = judge(series([100.0] * 40 + [100.0 * factor] * 3, better=better))
+    (change,) = found.changes
+    assert found.verdict is Verdict.REGRESSION and change.night == night_label(40)
+    assert change.low < 0.05 < change.high and abs(change.effect - 0.05) < 0.01
+    assert f"since {night_label(40)}" in found.summary
+
+
+def test_a_change_for_the_better_is_no_regression() -> None:
+    assert judge(series([100.0] * 40 + [95.0] * 10)).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_is_no_change_and_the_power_is_said(seed: int) -> None:
+    found = judge(series([100.0] * 60, seed))
+    assert found.verdict is Verdict.PASS and found.changes == ()
+    assert 0.001 < found.noise < 0.01 and found.noise < found.detectable < 0.05
+
+
+def test_one_bad_night_is_no_change_and_the_second_is() -> None:
+    bad = [100.0] * 50 + [110.0]
+    assert judge(series(bad)).verdict is Verdict.PASS
+    assert judge(series([*bad, 110.0])).verdict is Verdict.REGRESSION
+    assert judge(series([*bad, 100.0, 100.0])).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("count", [1, 3, LEAST_BEFORE + LEAST_AFTER - 1])
+def test_too_few_nights_give_no_verdict_and_say_how_many_are_missing(count: int) -> None:
+    found = judge(series([100.0] * (count - 1) + [200.0]))
+    assert found.verdict is Verdict.INCONCLUSIVE and math.isnan(found.noise)
+    assert f"{LEAST_BEFORE + LEAST_AFTER - count} more in this environment are needed" in found.summary
+    assert found.to_dict()["noise"] is None
+
+
+def test_nights_of_another_environment_are_another_series() -> None:
+    old, new = series([100.0] * 50, environment="there"), series([130.0] * 60)[50:]
+    found = judge(old + new)
+    assert found.verdict is Verdict.INCONCLUSIVE and found.num_nights == 10
+
+
+def test_what_is_accepted_is_settled_until_it_expires_and_what_follows_is_judged() -> None:
+    nights = [100.0] * 40 + [105.0] * 40
+    word = Acceptance("m", night_label(41), "", "a slower, better kernel")
+    found = judge(series(nights), [word])
+    assert found.verdict is Verdict.PASS and found.changes[0].acceptance == word and "which was accepted" in found.summary
+    again = judge(series([*nights, 110.0, 110.0, 110.0]), [word])
+    assert again.verdict is Verdict.REGRESSION and again.changes[-1].night == night_label(80)
+    brief = Acceptance("m", night_label(41), night_label(60), "for a while")
+    assert judge(series(nights), [brief]).verdict is Verdict.REGRESSION
+    assert judge(series(nights), [brief], today=date.fromisoformat(night_label(60))).verdict is Verdict.PASS
+
+
+def test_an_acceptance_of_an_earlier_change_covers_no_later_one() -> None:
+    word = Acceptance("m", night_label(5), "", "another one")
+    assert judge(series([100.0] * 40 + [105.0] * 5), [word]).verdict is Verdict.REGRESSION
+
+
+def test_readings_that_are_all_equal_are_judged() -> None:
+    exact = [Measurement(night_label(n), "here", "", "bytes", "lower", (1000.0,)) for n in range(40)]
+    assert judge(exact).verdict is Verdict.PASS
+    grown = [Measurement(night_label(40 + n), "here", "", "bytes", "lower", (1020.0,)) for n in range(2)]
+    assert judge(exact + grown).verdict is Verdict.REGRESSION
+
+
+def test_the_level_of_a_night_is_relative_and_one_odd_reading_counts_little() -> None:
+    assert level([2.0], "lower") == -level([2.0], "higher") == math.log(2.0)
+    assert abs(level([1.0] * 19 + [1000.0], "lower")) < 0.01
+    assert level([1.0, 4.0], "lower") == pytest.approx(math.log(2.0))
+
+
+@pytest.mark.parametrize(
+    ("t", "degrees", "exact"),  # scipy.stats.t.sf
+    [(1.0, 5, 0.18160873382456125), (4.0, 10, 0.0012591655046744217), (5.0, 40, 5.9200328348e-06), (8.0, 100, 1.13643240e-12)],
+)
+def test_the_tail_of_students_t_is_the_known_one(t: float, degrees: float, exact: float) -> None:
+    assert student_tail(t, degrees) == pytest.approx(exact, rel=0.05)
+    assert student_tail(-t, degrees) == pytest.approx(1 - exact)

@@ -1,0 +1,100 @@
+"""`harness nightly` at the command line: each action, its exit code, and what it says to wrong input."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import date, timedelta
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.nightly import History
+from harness.nightly.environment import current_environment
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Path:
+    """50 nights of two metrics; one is worse by 5 % since the 47th."""
+    path = tmp_path / "h.sqlite"
+    written, here = History(path), current_environment()
+    for night in range(50):
+        label = (date(2026, 1, 1) + timedelta(night)).isoformat()
+        ripple = 1 + 0.001 * (night % 5)
+        written.add("steady", [ripple, ripple * 1.01], environment=here, night=label)
+        written.add("slower", [ripple * (1.05 if night >= 47 else 1.0)], environment=here, night=label, revision=f"r{night}")
+    return path
+
+
+def nightly(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str]:
+    code = main(["nightly", *map(str, args)])
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+def test_judge_names_what_is_worse_and_its_exit_code_says_so(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = nightly(capsys, "judge", "--history", history)
+    assert code == 1 and "since 2026-02-17" in text and "2 metrics: regression" in text
+    code, text = nightly(capsys, "judge", "steady", "--history", history, "--json")
+    found = json.loads(text)
+    assert code == 0 and found["verdict"] == "pass" and found["metrics"][0]["num_nights"] == 50
+
+
+def test_a_change_that_is_accepted_passes_and_its_reason_is_shown(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accept = ("accept", "slower", "2026-02-17", "--reason", "checks more", "--history", history)
+    assert nightly(capsys, *accept) == (0, "slower: the level since 2026-02-17 is accepted for good: checks more\n")
+    code, text = nightly(capsys, "judge", "slower", "--history", history)
+    assert code == 2 and "too few" in " ".join(text.split())  # nights at the new level
+    assert "accepted since 2026-02-17: checks more" in nightly(capsys, "show", "slower", "--history", history)[1]
+
+
+def test_a_change_is_accepted_for_a_while(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accept = ("accept", "slower", "2026-02-17", "--reason", "until the fix", "--until", "2026-02-18", "--history", history)
+    assert "is accepted until 2026-02-18" in nightly(capsys, *accept)[1]
+    assert nightly(capsys, "judge", "slower", "--history", history)[0] == 1  # its last night is the 19th
+
+
+def test_add_writes_a_night_and_leaves_the_verdict_to_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new.sqlite"
+    code, text = nightly(capsys, "add", "m", "1.0", "1.5", "--history", path, "--revision", "abc", "--better", "higher", "--night", "7")
+    assert code == 0 and "31 more in this environment are needed" in " ".join(text.split())
+    (one,) = History(path).series("m")
+    assert (one.night, one.values, one.revision, one.better) == ("7", (1.0, 1.5), "abc", "higher")
+
+
+def test_nights_are_listed_and_come_back_from_an_export(history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert nightly(capsys, "export", tmp_path / "all.csv", "--history", history) == (0, f"{tmp_path / 'all.csv'}: 150 readings\n")
+    other = tmp_path / "other.sqlite"
+    assert nightly(capsys, "import", tmp_path / "all.csv", "--history", other) == (0, f"{other}: 100 new measurements\n")
+    rows = [json.loads(nightly(capsys, "history", "--history", path, "--json")[1]) for path in (history, other)]
+    assert rows[0] == rows[1] and rows[0][0] == {"night": "2026-01-01", "metrics": 2, "readings": 3}
+    assert json.loads(nightly(capsys, "show", "slower", "--history", other, "--json")[1])["nights"][3]["revision"] == "r3"
+
+
+def test_simulate_prints_a_row_a_noise(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = nightly(capsys, "simulate", "--series", "1", "--quiet")
+    assert code == 0 and all(noise in text for noise in ("white", "drifting", "bimodal", "heavy", "autocorrelated"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("judge", "stedy"), "stedy: .* has no such metric; did you mean 'steady'"),
+        (("accept", "steady", "1999-01-01", "--reason", "r"), "night '1999-01-01' has no measurement of it"),
+        (("accept", "steady", "2026-01-02", "--reason", " "), "reason: it is blank"),
+        (("add", "steady", "-1"), "the value -1.0 is not finite and above 0"),
+        (("add", "steady", "1", "--better", "higher"), "better='higher' was given, and its nights so far say 'lower'"),
+        (("export", "all.txt"), r"all.txt"),
+        (("import", "nowhere.csv"), "nowhere.csv: cannot be read"),
+    ],
+)
+def test_wrong_input_is_told_in_a_line(history: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str) -> None:
+    code, text = nightly(capsys, *args, "--history", history)
+    assert code == 3 and re.search(message, text) and "Traceback" not in text
+
+
+def test_a_history_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = nightly(capsys, "judge", "--history", tmp_path / "none.sqlite")
+    assert code == 3 and "there is no history; write one with harness nightly add" in text
+    assert not list(tmp_path.iterdir())

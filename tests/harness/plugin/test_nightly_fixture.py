@@ -1,0 +1,39 @@
+"""`assert_no_regression` keeps what a test measured, and fails the test when its nights are worse."""
+
+from __future__ import annotations
+
+from datetime import date, timedelta
+from pathlib import Path
+
+import ruptures  # noqa: F401
+
+import harness.nightly.judge  # noqa: F401  # numpy cannot be loaded twice into one process, and pytester forgets what an inner run loaded
+from harness.nightly import History
+from harness.nightly.environment import current_environment
+
+TEST = """
+def test_speed(assert_no_regression):
+    assert_no_regression("speed", [{value}], better="higher")
+"""
+
+
+def _nights(path: Path, count: int) -> None:
+    history, today = History(path), date.today()
+    for night in range(count):
+        label = (today - timedelta(count + 5 - night)).isoformat()
+        history.add("speed", [100.0 + night % 3 / 10], environment=current_environment(), night=label, better="higher")
+
+
+def test_a_measurement_is_kept_and_one_that_is_worse_for_two_nights_fails(project) -> None:
+    path = project.path / "nights" / "history.sqlite"
+    project.tests(test_it=TEST.format(value=90.0))
+    project.run("--harness-history=nights/history.sqlite").assert_outcomes(passed=1)  # too few nights to tell
+    assert History(path).series("speed")[0].values == (90.0,)
+    path.unlink()
+    _nights(path, 40)
+    project.run("--harness-history=nights/history.sqlite").assert_outcomes(passed=1)  # one bad night is no change
+    History(path).add("speed", [90.0], environment=current_environment(), night="2999-01-01", better="higher")
+    found = project.run("--harness-history=nights/history.sqlite", "--junit-xml=report.xml")
+    found.assert_outcomes(failed=1)
+    found.stdout.fnmatch_lines(["*speed: worse by 11.2*if it is meant: harness nightly accept speed*--reason*"])
+    assert "harness.nightly" in (project.path / "report.xml").read_text()
