@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.nightly.history import History
-from harness.nightly.judge import Judgement, judge
+from harness.nightly.judging.judge import judge
+from harness.nightly.judging.judgement import Judgement
 
 __all__ = ["History", "Judgement", "judge"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,14 @@ from compressor.atomic import check_output_file
 from compressor.console import count, positive
 from compressor.errors import UserInputError
 from compressor.json_text import to_json
-from harness.nightly.table import show_figures, show_judgements, show_nights, show_series
+from harness.nightly.table import show_figures, show_judgements, show_night, show_nights, show_series
 from harness.reporting.verdict import EXIT_CODES, Verdict, worst
 
 if TYPE_CHECKING:
     from harness.nightly.history import History
-    from harness.nightly.judge import Judgement
+    from harness.nightly.judging.judgement import Judgement
 
-EPILOG = """exit codes of judge: 0 pass, 1 regression (a metric is worse), 2 inconclusive (too few nights), 3 no verdict"""
+EPILOG = """exit codes of run and judge: 0 pass, 1 regression (a metric is worse, a cell failed), 2 inconclusive, 3 no verdict"""
 DEFAULT = Path("nightly.sqlite")
 
 
@@ -29,13 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.epilog = EPILOG
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, (text, _) in _ACTIONS.items():
+    for name, (text, declare, _) in _ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text)
-        if name != "simulate":
+        if name not in ("simulate", "run"):
             action.add_argument("--history", type=Path, default=DEFAULT, metavar="F", help=f"file of the history (default: {DEFAULT})")
         if name not in ("export", "import", "accept"):
             action.add_argument("--json", action="store_true", dest="as_json", help="print data instead of text")
-        _OWN.get(name, lambda action: None)(action)
+        if declare is not None:
+            declare(action)
 
 
 def _metric(action: argparse.ArgumentParser) -> None:
@@ -62,6 +64,12 @@ def _judge(action: argparse.ArgumentParser) -> None:
     action.add_argument("metrics", metavar="METRIC", nargs="*", help="names of metrics (default: all)")
 
 
+def _night(action: argparse.ArgumentParser) -> None:
+    action.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the matrix: models, recipes, devices, checks, commands, limits")
+    action.add_argument("--night", metavar="DATE", help="label that sorts by time (default: today in UTC); one that was begun goes on")
+    action.add_argument("--quiet", action="store_true", help="show no progress bars")
+
+
 def _export(action: argparse.ArgumentParser) -> None:
     action.add_argument("file", type=Path, metavar="FILE.csv", help="a row a reading; replaced where it is there")
 
@@ -83,10 +91,9 @@ def run(args: argparse.Namespace) -> int:
         args: as declared by `add_arguments`.
 
     Returns:
-        The exit code of the verdict; of `judge` alone it can be another than 0.
+        The exit code of the verdict; of `run` and `judge` alone it can be another than 0.
     """
-    code: int = _ACTIONS[args.action][1](args)
-    return code
+    return _ACTIONS[args.action][2](args)
 
 
 def _history(args: argparse.Namespace, *, must_exist: bool = True) -> History:
@@ -106,6 +113,20 @@ def _known(history: History, metric: str) -> str:
     return metric
 
 
+def _run_night(args: argparse.Namespace) -> int:
+    from compressor.progress import RichProgress, SilentProgress
+    from harness.nightly.config import read_config
+    from harness.nightly.runner import Runner
+
+    config = read_config(args.config)
+    found = Runner(config, args.night, SilentProgress() if args.quiet else RichProgress()).run()
+    if args.as_json:
+        print(to_json(found.to_dict()), end="")
+    else:
+        show_night(found)
+    return EXIT_CODES[found.verdict]
+
+
 def _run_add(args: argparse.Namespace) -> int:
     from harness.nightly.environment import current_environment
 
@@ -121,7 +142,7 @@ def _run_judge(args: argparse.Namespace) -> int:
 
 
 def _judge_and_show(history: History, metrics: list[str], as_json: bool) -> int:
-    from harness.nightly.judge import judge
+    from harness.nightly.judging.judge import judge
 
     found: list[Judgement] = [judge(history.series(name), history.acceptances(name)) for name in metrics]
     verdict = worst(one.verdict for one in found)
@@ -143,7 +164,7 @@ def _run_history(args: argparse.Namespace) -> int:
 
 
 def _run_show(args: argparse.Namespace) -> int:
-    from harness.nightly.judge import judge
+    from harness.nightly.judging.judge import judge
 
     history = _history(args)
     metric = _known(history, args.metric)
@@ -178,7 +199,7 @@ def _run_import(args: argparse.Namespace) -> int:
 
 def _run_simulate(args: argparse.Namespace) -> int:
     from compressor.progress import RichProgress, SilentProgress
-    from harness.nightly.simulation import simulate
+    from harness.nightly.judging.simulation import simulate
 
     found = simulate(args.series, args.seed, SilentProgress() if args.quiet else RichProgress())
     if args.as_json:
@@ -188,14 +209,14 @@ def _run_simulate(args: argparse.Namespace) -> int:
     return EXIT_CODES[Verdict.PASS]
 
 
-_ACTIONS = {
-    "judge": ("say which metrics are worse, since when, by how much", _run_judge),
-    "add": ("write what was measured of a metric tonight", _run_add),
-    "history": ("list the nights", _run_history),
-    "show": ("show the nights of a metric, and what they say", _run_show),
-    "accept": ("say that a change is meant", _run_accept),
-    "export": ("write all readings as CSV", _run_export),
-    "import": ("add what export wrote", _run_import),
-    "simulate": ("measure false alarms and nights to detection on simulated histories", _run_simulate),
+_ACTIONS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None] | None, Callable[[argparse.Namespace], int]]] = {
+    "run": ("run every cell of a matrix in a process of its own, and judge what was measured", _night, _run_night),
+    "judge": ("say which metrics are worse, since when, by how much", _judge, _run_judge),
+    "add": ("write what was measured of a metric tonight", _add, _run_add),
+    "history": ("list the nights", None, _run_history),
+    "show": ("show the nights of a metric, and what they say", _metric, _run_show),
+    "accept": ("say that a change is meant", _accept, _run_accept),
+    "export": ("write all readings as CSV", _export, _run_export),
+    "import": ("add what export wrote", _import, _run_import),
+    "simulate": ("measure false alarms and nights to detection on simulated histories", _simulate, _run_simulate),
 }
-_OWN = {"add": _add, "judge": _judge, "show": _metric, "accept": _accept, "export": _export, "import": _import, "simulate": _simulate}

@@ -12,7 +12,7 @@ import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import UTC, date, datetime
 from io import StringIO
 from pathlib import Path
@@ -24,21 +24,26 @@ from harness.errors import HistoryError
 from harness.nightly.environment import Environment
 
 Better = Literal["lower", "higher"]
-SCHEMA = 1
+Kind = Literal["series", "paired"]
+"""How a metric is judged. `series`: its repetitions are one level a night; `paired`: a value a sequence, the same ones every night."""
+SCHEMA = 2
 """Of the file, in its `user_version`."""
 _MARK = 0x636E6967  # application_id, so that another program's database is not taken for a history
 _WAIT = 30.0  # seconds for other writers
 _TABLES = {
     "environments": "(id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE, facts TEXT NOT NULL)",
     "measurements": "(id INTEGER PRIMARY KEY, night TEXT NOT NULL, environment INTEGER NOT NULL REFERENCES environments, "
-    "revision TEXT NOT NULL, metric TEXT NOT NULL, better TEXT NOT NULL, made TEXT NOT NULL)",
+    "revision TEXT NOT NULL, metric TEXT NOT NULL, better TEXT NOT NULL, made TEXT NOT NULL, kind TEXT NOT NULL DEFAULT 'series')",
     "readings": "(measurement INTEGER NOT NULL REFERENCES measurements, place INTEGER NOT NULL, value REAL NOT NULL, "
     "PRIMARY KEY (measurement, place)) WITHOUT ROWID",
     "acceptances": "(id INTEGER PRIMARY KEY, metric TEXT NOT NULL, night TEXT NOT NULL, until TEXT NOT NULL, reason TEXT NOT NULL, "
     "made TEXT NOT NULL)",
+    "cells": "(id INTEGER PRIMARY KEY, night TEXT NOT NULL, environment INTEGER NOT NULL REFERENCES environments, revision TEXT NOT NULL, "
+    "cell TEXT NOT NULL, attempt INTEGER NOT NULL, outcome TEXT NOT NULL, seconds REAL NOT NULL, memory INTEGER NOT NULL, "
+    "summary TEXT NOT NULL, made TEXT NOT NULL)",
 }
 _INDEX = "CREATE INDEX measurements_by_metric ON measurements (metric, environment, night)"
-_COLUMNS = ("night", "environment", "revision", "metric", "better", "made", "place", "value")
+_COLUMNS = ("night", "environment", "revision", "metric", "better", "kind", "made", "place", "value")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Measurement:
         metric: its name.
         better: which way is better.
         values: the repetitions, in order.
+        kind: how it is judged.
     """
 
     night: str
@@ -60,6 +66,34 @@ class Measurement:
     metric: str
     better: Better
     values: tuple[float, ...]
+    kind: Kind = "series"
+
+
+@dataclass(frozen=True)
+class CellRow:
+    """What became of one attempt at a cell of the nightly matrix.
+
+    Attributes:
+        night: its label.
+        environment: digest of it.
+        revision: of the code; empty where it is unknown.
+        cell: its name, such as `reference/w4a16/cpu/compress`.
+        attempt: from 1.
+        outcome: word of `cells.CellOutcome`.
+        seconds: wall time.
+        memory: peak of its processes, bytes; 0 where it was not measured.
+        summary: in a line.
+    """
+
+    night: str
+    environment: str
+    revision: str
+    cell: str
+    attempt: int
+    outcome: str
+    seconds: float
+    memory: int
+    summary: str
 
 
 @dataclass(frozen=True)
@@ -96,7 +130,10 @@ class History:
             raise HistoryError(f"{self.path}: is a folder, and a history is one file; name a file such as history.sqlite")
         if self.path.exists():
             with self._open() as database:
-                self._check(database)
+                schema = self._check(database)
+            if schema < SCHEMA:
+                with self._open(write=True):  # which brings it up to date
+                    pass
 
     def add(
         self,
@@ -107,6 +144,7 @@ class History:
         night: str | None = None,
         revision: str = "",
         better: Better = "lower",
+        kind: Kind = "series",
     ) -> Measurement:
         """Write what a night measured of a metric.
 
@@ -117,6 +155,7 @@ class History:
             night: label that sorts by time; by default today's date in UTC.
             revision: of the code.
             better: which way is better; the same for all nights of a metric.
+            kind: how it is judged; likewise.
 
         Returns:
             The measurement.
@@ -126,14 +165,38 @@ class History:
             HistoryError: the file cannot be written; nothing of it was.
         """
         night = datetime.now(UTC).date().isoformat() if night is None else night
-        made = Measurement(night, environment.digest, revision, metric, better, tuple(map(float, values)))
-        _check_measurement(made)
-        with self._open(write=True) as database:
-            known = database.execute("SELECT better FROM measurements WHERE metric = ? LIMIT 1", (metric,)).fetchone()
-            if known is not None and known[0] != better:
-                raise UserInputError(f"{metric}: better={better!r} was given, and its nights so far say {known[0]!r}; give it another name")
-            self._insert(database, made, environment.to_json(), _now())
+        made = Measurement(night, environment.digest, revision, metric, better, tuple(map(float, values)), kind)
+        self._write(environment, [made])
         return made
+
+    def add_cell(self, row: CellRow, measurements: Sequence[Measurement], *, environment: Environment) -> None:
+        """Write what became of a cell, and all that it measured, whole or not at all.
+
+        Args:
+            row: the attempt.
+            measurements: of it.
+            environment: where it ran; rows and measurements have its digest.
+
+        Raises:
+            UserInputError: as `add`.
+            HistoryError: likewise; nothing was written.
+        """
+        self._write(environment, measurements, row)
+
+    def _write(self, environment: Environment, measurements: Sequence[Measurement], row: CellRow | None = None) -> None:
+        for one in measurements:
+            _check_measurement(one)
+        with self._open(write=True) as database:
+            for one in measurements:
+                known = database.execute("SELECT better, kind FROM measurements WHERE metric = ? LIMIT 1", (one.metric,)).fetchone()
+                for name, before, now in zip(("better", "kind"), known or (), (one.better, one.kind), strict=False):
+                    if before != now:
+                        raise UserInputError(
+                            f"{one.metric}: {name}={now!r} was given, and its nights so far say {before!r}; give it another name"
+                        )
+                self._insert(database, one, environment.to_json(), _now())
+            if row is not None:
+                self._insert_cell(database, row, environment.to_json(), _now())
 
     def accept(self, metric: str, night: str, reason: str, until: str = "") -> Acceptance:
         """Write that a change is meant.
@@ -187,13 +250,31 @@ class History:
             The measurements; those of one night, environment and revision are one, with all their values.
         """
         query = (
-            "SELECT night, digest, revision, better, value FROM measurements JOIN readings ON measurement = measurements.id "
+            "SELECT night, digest, revision, better, kind, value FROM measurements JOIN readings ON measurement = measurements.id "
             "JOIN environments ON environment = environments.id WHERE metric = ? ORDER BY night, measurements.id, place"
         )
-        grouped: dict[tuple[str, str, str, Better], list[float]] = {}
-        for night, digest, revision, better, value in self._read(query, (metric,)):
-            grouped.setdefault((night, digest, revision, better), []).append(value)
-        return [Measurement(night, digest, rev, metric, better, tuple(found)) for (night, digest, rev, better), found in grouped.items()]
+        grouped: dict[tuple[str, str, str, Better, Kind], list[float]] = {}
+        for night, digest, revision, better, kind, value in self._read(query, (metric,)):
+            grouped.setdefault((night, digest, revision, better, kind), []).append(value)
+        return [
+            Measurement(night, digest, revision, metric, better, tuple(found), kind)
+            for (night, digest, revision, better, kind), found in grouped.items()
+        ]
+
+    def cells(self, night: str | None = None) -> list[CellRow]:
+        """Return all attempts at cells, in the order in which they ended.
+
+        Args:
+            night: only those of this one.
+
+        Returns:
+            The rows.
+        """
+        query = (
+            "SELECT night, digest, revision, cell, attempt, outcome, seconds, memory, summary FROM cells "
+            "JOIN environments ON environment = environments.id WHERE ?1 IS NULL OR night = ?1 ORDER BY cells.id"
+        )
+        return [CellRow(*row) for row in self._read(query, (night,))]
 
     def acceptances(self, metric: str) -> list[Acceptance]:
         """Return what was accepted of a metric, in the order in which it was."""
@@ -227,7 +308,7 @@ class History:
             Number of rows.
         """
         query = (
-            "SELECT night, facts, revision, metric, better, measurements.made, place, value FROM measurements "
+            "SELECT night, facts, revision, metric, better, kind, measurements.made, place, value FROM measurements "
             "JOIN readings ON measurement = measurements.id JOIN environments ON environment = environments.id "
             "ORDER BY measurements.id, place"
         )
@@ -255,7 +336,7 @@ class History:
         new = 0
         with self._open(write=True) as database:
             for (one, facts, made), values in measured.items():
-                whole = Measurement(one.night, one.environment, one.revision, one.metric, one.better, tuple(values))
+                whole = replace(one, values=tuple(values))
                 there = database.execute(
                     "SELECT 1 FROM measurements JOIN environments ON environment = environments.id "
                     "WHERE metric = ? AND night = ? AND digest = ? AND revision = ? AND made = ?",
@@ -269,12 +350,21 @@ class History:
     def _insert(self, database: sqlite3.Connection, one: Measurement, facts: str, made: str) -> None:
         database.execute("INSERT OR IGNORE INTO environments (digest, facts) VALUES (?, ?)", (one.environment, facts))
         cursor = database.execute(
-            "INSERT INTO measurements (night, environment, revision, metric, better, made) "
-            "SELECT ?, id, ?, ?, ?, ? FROM environments WHERE digest = ?",
-            (one.night, one.revision, one.metric, one.better, made, one.environment),
+            "INSERT INTO measurements (night, environment, revision, metric, better, kind, made) "
+            "SELECT ?, id, ?, ?, ?, ?, ? FROM environments WHERE digest = ?",
+            (one.night, one.revision, one.metric, one.better, one.kind, made, one.environment),
         )
         rows = [(cursor.lastrowid, place, value) for place, value in enumerate(one.values)]
         database.executemany("INSERT INTO readings (measurement, place, value) VALUES (?, ?, ?)", rows)
+
+    def _insert_cell(self, database: sqlite3.Connection, row: CellRow, facts: str, made: str) -> None:
+        database.execute("INSERT OR IGNORE INTO environments (digest, facts) VALUES (?, ?)", (row.environment, facts))
+        night, digest, *rest = astuple(row)
+        database.execute(
+            "INSERT INTO cells (night, environment, revision, cell, attempt, outcome, seconds, memory, summary, made) "
+            "SELECT ?, id, ?, ?, ?, ?, ?, ?, ?, ? FROM environments WHERE digest = ?",
+            (night, *rest, made, digest),
+        )
 
     def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         if not self.path.exists():
@@ -307,22 +397,31 @@ class History:
             ) from error
 
     def _prepare(self, database: sqlite3.Connection) -> None:
-        """Make the tables of a new file; look at those of one that is there."""
+        """Make the tables of a new file; look at those of one that is there, and bring an older one up to date."""
         if database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
             self._check(database)
-            return
-        for name, columns in _TABLES.items():
-            database.execute(f"CREATE TABLE {name} {columns}")
-            for event in ("UPDATE", "DELETE"):
-                database.execute(
-                    f"CREATE TRIGGER {name}_{event.lower()} BEFORE {event} ON {name} "
-                    "BEGIN SELECT RAISE(ABORT, 'rows of a history are never changed'); END"
-                )
-        database.execute(_INDEX)
-        database.execute(f"PRAGMA application_id = {_MARK}")
+        else:
+            for name in ("environments", "measurements", "readings", "acceptances"):
+                self._make(database, name)
+            database.execute(_INDEX)
+            database.execute(f"PRAGMA application_id = {_MARK}")
+        columns = [column[1] for column in database.execute("PRAGMA table_info(measurements)")]
+        if "kind" not in columns:
+            database.execute("ALTER TABLE measurements ADD COLUMN kind TEXT NOT NULL DEFAULT 'series'")
+        if not database.execute("PRAGMA table_info(cells)").fetchall():
+            self._make(database, "cells")
         database.execute(f"PRAGMA user_version = {SCHEMA}")
 
-    def _check(self, database: sqlite3.Connection) -> None:
+    def _make(self, database: sqlite3.Connection, name: str) -> None:
+        database.execute(f"CREATE TABLE {name} {_TABLES[name]}")
+        for event in ("UPDATE", "DELETE"):
+            database.execute(
+                f"CREATE TRIGGER {name}_{event.lower()} BEFORE {event} ON {name} "
+                "BEGIN SELECT RAISE(ABORT, 'rows of a history are never changed'); END"
+            )
+
+    def _check(self, database: sqlite3.Connection) -> int:
+        """Return the version of the file."""
         mark = database.execute("PRAGMA application_id").fetchone()[0]
         schema = database.execute("PRAGMA user_version").fetchone()[0]
         if mark != _MARK:
@@ -332,17 +431,20 @@ class History:
         state = database.execute("PRAGMA quick_check(1)").fetchone()[0]
         if state != "ok":
             raise HistoryError(f"{self.path}: is damaged ({' '.join(state.split())}); take a copy from before, or export what can be read")
+        return int(schema)
 
 
 def _check_measurement(one: Measurement) -> None:
     for name, value in (("metric", one.metric), ("night", one.night)):
         if not value.strip() or not value.isprintable():
             raise UserInputError(f"{name}: {value!r} is no name; give printable characters")
-    if one.better not in get_args(Better):
-        raise UserInputError(f"{one.metric}: better={one.better!r} is neither 'lower' nor 'higher'; give one of them")
+    for name, given, known in (("better", one.better, get_args(Better)), ("kind", one.kind, get_args(Kind))):
+        if given not in known:
+            raise UserInputError(f"{one.metric}: {name}={given!r} is neither {' nor '.join(map(repr, known))}; give one of them")
     if not one.values:
         raise UserInputError(f"{one.metric}: no value was given; give at least one")
-    wrong = next((value for value in one.values if not (math.isfinite(value) and value > 0)), None)
+    paired = one.kind == "paired" and sum(one.values) > 0  # only the mean must be above 0: a KL of 0 is a perfect sequence
+    wrong = next((value for value in one.values if not (math.isfinite(value) and (value > 0 or (paired and value == 0)))), None)
     if wrong is not None:
         raise UserInputError(
             f"{one.metric}: the value {wrong} is not finite and above 0, and effects are relative; measure a ratio, time or size"
@@ -360,10 +462,10 @@ def _from_csv(source: Path) -> dict[tuple[Measurement, str, str], list[float]]:
     measured: dict[tuple[Measurement, str, str], list[float]] = {}
     for number, row in enumerate(rows[1:], 2):
         try:
-            night, facts, revision, metric, better, made, _, value = row
+            night, facts, revision, metric, better, kind, made, _, value = row
             environment = Environment({str(name): str(fact) for name, fact in json.loads(facts).items()})
-            one = Measurement(night, environment.digest, revision, metric, better, ())  # type: ignore[arg-type]
-            _check_measurement(Measurement(night, "", revision, metric, better, (float(value),)))  # type: ignore[arg-type]
+            one = Measurement(night, environment.digest, revision, metric, better, (), kind)  # type: ignore[arg-type]
+            _check_measurement(replace(one, values=(float(value),)))
         except (ValueError, AttributeError) as error:
             raise UserInputError(f"{source}:{number}: is no reading ({error}); nothing was added") from error
         measured.setdefault((one, environment.to_json(), made), []).append(float(value))

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from harness.nightly.history import Acceptance, Measurement
-    from harness.nightly.judge import Judgement
-    from harness.nightly.simulation import Figures
+    from harness.nightly.judging.judgement import Judgement
+    from harness.nightly.judging.simulation import Figures
+    from harness.nightly.runner import Night
 
 _STYLES = {Verdict.PASS: "green", Verdict.REGRESSION: "bold red", Verdict.INCONCLUSIVE: "yellow"}
 
@@ -27,6 +28,23 @@ def show_judgements(found: Sequence[Judgement], verdict: Verdict) -> None:
     for one in sorted(found, key=lambda one: -order.index(one.verdict) if one.verdict is not Verdict.REGRESSION else -len(order)):
         table.add_row(Text(one.metric), Text(one.verdict.value, style=_STYLES[one.verdict]), Text(one.summary))
     _print(table, f"{len(found)} metric{'' if len(found) == 1 else 's'}: {verdict.value}")
+
+
+def show_night(found: Night) -> None:
+    """Print a row a cell, the metrics that are worse, and the verdict."""
+    from rich.text import Text
+
+    table = _table("cell", "outcome", "seconds", "GiB", "found")
+    for row in found.rows:
+        quarantined = f"quarantined: {found.flaky[row.cell]}; " if row.cell in found.flaky else ""
+        style = "green" if row.outcome == "pass" else "bold red"
+        outcome = Text(row.outcome, style="yellow" if quarantined else style)
+        table.add_row(Text(row.cell), outcome, f"{row.seconds:.1f}", f"{row.memory / (1 << 30):.2f}", Text(quarantined + row.summary))
+    worse = [f"{one.metric}: {one.summary}" for one in found.judgements if one.verdict is Verdict.REGRESSION]
+    few = sum(one.verdict is Verdict.INCONCLUSIVE for one in found.judgements)
+    unsure = [f"{few} of {len(found.judgements)} metrics have too few nights to tell noise from change"] if few else []
+    resumed = [f"{found.resumed} cells had been done before"] if found.resumed else []
+    _print(table, *worse, *unsure, *resumed, f"{found.night} at {found.revision[:12] or 'an unknown revision'}: {found.verdict.value}")
 
 
 def show_nights(rows: Sequence[tuple[str, int, int]]) -> None:

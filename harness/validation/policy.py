@@ -14,15 +14,13 @@ above 60 at 4 bits and more, about 20 at 2 bits and in NVFP4, where zeros are va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from compressor.errors import UserInputError
-from compressor.spelling import suggest
+from harness.settings_file import read_settings
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Decibels = Annotated[float, Field(allow_inf_nan=False)]
@@ -97,38 +95,4 @@ def load_policy(path: Path | None) -> Policy:
         return Policy()
     if not path.is_file():
         raise UserInputError(f"{path}: no such policy file; leave --policy away for the defaults")
-    try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserInputError(f"{path}: is not YAML: {' '.join(str(error).split())}; write one `limit: value` a line") from error
-    if node is None:
-        return Policy()
-    if not isinstance(node, yaml.MappingNode):
-        raise UserInputError(f"{path}:1: holds no mapping; write one `limit: value` a line")
-    lines: dict[tuple[str, ...], int] = {}
-    _note_lines(node, (), lines, path)
-    try:
-        return Policy.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        raise UserInputError("; ".join(_explain(path, dict(item), lines) for item in error.errors())) from error
-
-
-def _note_lines(node: yaml.MappingNode, prefix: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path) -> None:
-    """Fill `lines` with the line of every key; a key that stands twice is an error, YAML would keep the last silently."""
-    for key, value in node.value:
-        place, line = (*prefix, str(key.value)), key.start_mark.line + 1
-        if place in lines:
-            raise UserInputError(f"{path}:{line}: {'.'.join(place)} stands on line {lines[place]} already; keep one")
-        lines[place] = line
-        if isinstance(value, yaml.MappingNode):
-            _note_lines(value, place, lines, path)
-
-
-def _explain(path: Path, error: Mapping[str, Any], lines: Mapping[tuple[str, ...], int]) -> str:
-    place = tuple(str(part) for part in error["loc"])
-    where = f"{path}:{lines.get(place, 1)}: {'.'.join(place)}"
-    if error["type"] != "extra_forbidden":
-        return f"{where}: {error['input']!r} is not allowed: {error['msg'][0].lower()}{error['msg'][1:]}"
-    known = sorted((SqnrLimits if len(place) > 1 else Policy).model_fields)
-    remedy = suggest(place[-1], known, otherwise=f"known are {', '.join(known)}", show=str)
-    return f"{where}: is no limit; {remedy}"
+    return read_settings(path, Policy, "limit")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ruptures  # noqa: F401
 
-import harness.nightly.judge  # noqa: F401  # numpy cannot be loaded twice into one process, and pytester forgets what an inner run loaded
+import harness.nightly.judging.judge  # noqa: F401  # numpy cannot be loaded twice into one process, and pytester forgets what an inner run loaded
 from harness.nightly import History
 from harness.nightly.environment import current_environment
 

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import HarnessError
 from harness.nightly.history import Acceptance, Measurement
+from harness.nightly.judging.judgement import Change, Judgement, day_of, find_acceptance
+from harness.nightly.judging.paired import judge_paired
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, student_quantile
 
@@ -41,57 +42,6 @@ _MAX_CORRELATION = 0.9
 _LEAST_P = 1e-12  # below it the tail is not exact
 _TEN = 10
 _NORMAL = NormalDist()
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of level.
-
-    Attributes:
-        night: the first one of the new level.
-        effect: relative; above 0 is worse.
-        low: end of its 95 % interval.
-        high: likewise.
-        p_value: one-sided, that noise alone gives so much.
-        acceptance: somebody's word that it is meant; None where there is none, or it has expired.
-    """
-
-    night: str
-    effect: float
-    low: float
-    high: float
-    p_value: float
-    acceptance: Acceptance | None = None
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What the nights of a metric say.
-
-    Attributes:
-        metric: its name.
-        verdict: REGRESSION where an unaccepted change for the worse stands, INCONCLUSIVE where there are too few nights.
-        summary: in a line.
-        num_nights: in the series that was judged: of the last environment, from the last change that was accepted on.
-        changes: for the worse, oldest first.
-        noise: standard deviation between nights, relative; nan where there are too few.
-        detectable: the smallest step that ten further nights show with a power of 80 %, relative; nan likewise.
-    """
-
-    metric: str
-    verdict: Verdict
-    summary: str
-    num_nights: int
-    changes: tuple[Change, ...]
-    noise: float
-    detectable: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON types; what is unknown is None."""
-        known = {name: None if math.isnan(value) else value for name, value in (("noise", self.noise), ("detectable", self.detectable))}
-        changes = [asdict(change) for change in self.changes]
-        named = {"metric": self.metric, "verdict": self.verdict.value, "summary": self.summary, "num_nights": self.num_nights}
-        return {**named, "changes": changes, **known}
 
 
 @dataclass(frozen=True)
@@ -116,21 +66,23 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
         today: the day on which acceptances are looked at; by default that of the last night, where it is one.
 
     Returns:
-        The judgement of the nights in the environment of the last one.
+        The judgement of the nights in the environment of the last one; of a paired metric, of the last night against its baseline.
 
     Raises:
         HarnessError: `ruptures` is not installed.
     """
     metric, last = series[-1].metric, series[-1]
+    if last.kind == "paired":
+        return judge_paired(series, acceptances, today)
     nights = [one for one in series if one.environment == last.environment]
     levels_N = np.array([level(one.values, one.better) for one in nights])
-    today = _day(last.night) if today is None else today
+    today = day_of(last.night) if today is None else today
     start, open_changes, accepted, residuals_E = 0, list[Change](), list[Change](), NOTHING
     while (found := find_change(levels_N[start:], residuals_E)) is not None:
         place, test = found
         residuals_E = np.concatenate([residuals_E, centred(levels_N[start : start + place])])
         start += place
-        word = _word(acceptances, nights[start].night, nights[start - 1].night, today)
+        word = find_acceptance(acceptances, nights[start].night, nights[start - 1].night, today)
         change = _change(test, nights[start].night, word)
         (open_changes if word is None else accepted).append(change)
         if word is None:
@@ -255,22 +207,6 @@ def _change(test: _Test, night: str, word: Acceptance | None) -> Change:
     width = student_quantile((1 + _CONFIDENCE) / 2, max(3, int(test.degrees))) * test.error
     effect, low, high = (math.expm1(value) for value in (test.effect, test.effect - width, test.effect + width))
     return Change(night, effect, low, high, test.p_value, word)
-
-
-def _word(acceptances: Sequence[Acceptance], night: str, before: str, today: date | None) -> Acceptance | None:
-    """The acceptance that means this change: of its first night, or of a later one on which it was seen."""
-    for one in reversed(acceptances):
-        expired = bool(one.until) and today is not None and today > date.fromisoformat(one.until)
-        if one.night > before and not expired:
-            return one
-    return None
-
-
-def _day(night: str) -> date | None:
-    try:
-        return date.fromisoformat(night[:10])
-    except ValueError:
-        return None
 
 
 def _judgement(

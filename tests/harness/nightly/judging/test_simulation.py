@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.nightly.simulation import NOISES, PLANTED, simulate
+from harness.nightly.judging.simulation import NOISES, PLANTED, simulate
 
 
 def test_noise_of_every_kind_raises_no_alarm_and_large_changes_are_seen_in_time() -> None:

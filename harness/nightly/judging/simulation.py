@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compressor.progress import Progress, SilentProgress
-from harness.nightly.judge import NOTHING, centred, find_change, level
+from harness.nightly.judging.judge import NOTHING, centred, find_change, level
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from harness.nightly.history import Acceptance, Measurement
-from harness.nightly.judge import LEAST_AFTER, LEAST_BEFORE, judge, level, student_tail
+from harness.nightly.judging.judge import LEAST_AFTER, LEAST_BEFORE, judge, level, student_tail
 from harness.reporting.verdict import Verdict
 
 

@@ -1,0 +1,1 @@
+"""Tells a change from noise, and measures how often it errs."""

@@ -1,0 +1,90 @@
+"""What is said of a metric: its verdict, the changes for the worse, and what was accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from typing import Any
+
+from harness.nightly.history import Acceptance
+from harness.reporting.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of level.
+
+    Attributes:
+        night: the first one of the new level.
+        effect: relative; above 0 is worse.
+        low: end of its 95 % interval.
+        high: likewise.
+        p_value: one-sided, that noise alone gives so much; of a paired metric an upper bound.
+        acceptance: somebody's word that it is meant; None where there is none, or it has expired.
+    """
+
+    night: str
+    effect: float
+    low: float
+    high: float
+    p_value: float
+    acceptance: Acceptance | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the nights of a metric say.
+
+    Attributes:
+        metric: its name.
+        verdict: REGRESSION where an unaccepted change for the worse stands, INCONCLUSIVE where there are too few nights.
+        summary: in a line.
+        num_nights: in the series that was judged: of the last environment, from the last change that was accepted on.
+        changes: for the worse, oldest first.
+        noise: standard deviation between nights, of a paired metric between samples of sequences, relative; nan where there are too few.
+        detectable: the smallest step that ten further nights, of a paired metric one, show with a power of 80 %, relative; nan likewise.
+    """
+
+    metric: str
+    verdict: Verdict
+    summary: str
+    num_nights: int
+    changes: tuple[Change, ...]
+    noise: float
+    detectable: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON types; what is unknown is None."""
+        known = {name: None if math.isnan(value) else value for name, value in (("noise", self.noise), ("detectable", self.detectable))}
+        changes = [asdict(change) for change in self.changes]
+        named = {"metric": self.metric, "verdict": self.verdict.value, "summary": self.summary, "num_nights": self.num_nights}
+        return {**named, "changes": changes, **known}
+
+
+def find_acceptance(acceptances: Sequence[Acceptance], night: str, before: str, today: date | None) -> Acceptance | None:
+    """Find the acceptance that means a change: of its first night, or of a later one on which it was seen.
+
+    Args:
+        acceptances: of the metric.
+        night: the first one of the new level.
+        before: the one before it.
+        today: an acceptance whose last day is before it has expired; None where that cannot be told.
+
+    Returns:
+        The acceptance that was written last; None where there is none.
+    """
+    for one in reversed(acceptances):
+        expired = bool(one.until) and today is not None and today > date.fromisoformat(one.until)
+        if one.night > before and not expired:
+            return one
+    return None
+
+
+def day_of(night: str) -> date | None:
+    """Return the day that a night's label begins with; None where it does not."""
+    try:
+        return date.fromisoformat(night[:10])
+    except ValueError:
+        return None

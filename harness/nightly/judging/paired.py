@@ -1,0 +1,93 @@
+"""Judges what was measured of the same sequences every night: tonight against the accepted baseline, by a paired bootstrap of sequences.
+
+Nothing is assumed of nights, and environments need no bridge: the sequences are the same everywhere. One night is enough to tell, because
+a model that is compressed anew by the same code is the same model.
+
+S sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import date
+from statistics import NormalDist
+
+import numpy as np
+
+from harness.nightly.history import Acceptance, Measurement
+from harness.nightly.judging.judgement import Change, Judgement, day_of, find_acceptance
+from harness.reporting.verdict import Verdict
+from harness.validation.behaviour.bootstrap import TARGET_POWER, Interval, percentile_interval, resample_sums
+
+LEAST_EFFECT = 0.01
+"""A change of the mean by less is none: other orders of summation move a KL by as much."""
+LEAST_SEQUENCES = 8
+_LEVEL = 0.999  # two-sided, of the interval that decides: one false alarm in 2,000 nights whose code changed all predictions
+_SHOWN = 0.95
+_RESAMPLES = 20_000
+_NORMAL = NormalDist()
+
+
+def judge_paired(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (), today: date | None = None) -> Judgement:
+    """Judge a metric of sequences.
+
+    Args:
+        series: all its measurements by night; a value a sequence.
+        acceptances: what was accepted of it; the last that counts makes its night the baseline. Before there is one, the first night is.
+        today: the day on which acceptances are looked at; by default that of the last night, where it is one.
+
+    Returns:
+        The judgement of the last night.
+    """
+    last = series[-1]
+    today = day_of(last.night) if today is None else today
+    place, word = _baseline(series, acceptances, today)
+    base, nights = series[place], series[place:]
+    accepted = () if word is None else (_change(base, _compare(series[0], base), word),)
+    if len(base.values) != len(last.values) or len(last.values) < LEAST_SEQUENCES:
+        few = f"{len(last.values)} sequences tonight and {len(base.values)} in {base.night}, the baseline: a pair needs the same ones"
+        summary = f"{few}, at least {LEAST_SEQUENCES}; give other data another name of the metric"
+        return Judgement(last.metric, Verdict.INCONCLUSIVE, summary, len(nights), accepted, math.nan, math.nan)
+    interval = _compare(base, last)
+    power = (_NORMAL.inv_cdf((1 + _LEVEL) / 2) + _NORMAL.inv_cdf(TARGET_POWER)) * interval.standard_error
+    seen = max(LEAST_EFFECT, power)
+    if not _is_worse(base, last):
+        same = base.values == last.values
+        found = "equal to" if same else f"{interval.estimate:+.2%} ({interval.low:+.2%} to {interval.high:+.2%}) against"
+        summary = f"{found} {base.night}, the baseline, over {len(last.values)} sequences; a loss of {seen:.1%} would show"
+        return Judgement(last.metric, Verdict.PASS, summary, len(nights), accepted, interval.standard_error, seen)
+    first = next(index for index in range(len(nights)) if all(_is_worse(base, one) for one in nights[index:]))
+    change = _change(nights[first], interval, None)
+    summary = f"worse by {change.effect:.1%} ({change.low:.1%} to {change.high:.1%}) than in {base.night}, since {change.night}"
+    return Judgement(last.metric, Verdict.REGRESSION, summary, len(nights), (*accepted, change), interval.standard_error, seen)
+
+
+def _baseline(series: Sequence[Measurement], acceptances: Sequence[Acceptance], today: date | None) -> tuple[int, Acceptance | None]:
+    for place in range(len(series) - 1, 0, -1):
+        word = find_acceptance(acceptances, series[place].night, series[place - 1].night, today)
+        if word is not None and word.night <= series[place].night:
+            return place, word
+    return 0, None
+
+
+def _is_worse(base: Measurement, night: Measurement) -> bool:
+    if len(base.values) != len(night.values):
+        return False
+    interval = _compare(base, night, _LEVEL)
+    return interval.low > 0 and interval.estimate >= LEAST_EFFECT
+
+
+def _compare(base: Measurement, night: Measurement, confidence: float = _SHOWN) -> Interval:
+    """By how much the mean is worse, relative to the baseline's; of unlike sequences nothing is known."""
+    if len(base.values) != len(night.values) or len(base.values) < 2:
+        return Interval(math.nan, math.nan, math.nan, math.nan)
+    sign = 1.0 if night.better == "lower" else -1.0
+    values_S2 = np.array([base.values, night.values]).T
+    totals, resampled = values_S2.sum(0), resample_sums(values_S2, _RESAMPLES, seed=0)
+    effects = sign * (resampled[:, 1] / resampled[:, 0] - 1)
+    return percentile_interval(sign * float(totals[1] / totals[0] - 1), effects, confidence, len(values_S2))
+
+
+def _change(night: Measurement, interval: Interval, word: Acceptance | None) -> Change:
+    return Change(night.night, interval.estimate, interval.low, interval.high, (1 - _LEVEL) / 2, word)

@@ -1,0 +1,215 @@
+"""Runs a night: every cell in a process of its own, every attempt a row, and what is done already is not done again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from compressor.atomic import write_whole
+from compressor.json_text import to_json
+from compressor.progress import Progress, SilentProgress
+from harness.errors import HarnessError
+from harness.nightly.cells import Cell, CellOutcome, all_cells
+from harness.nightly.config import NightlyConfig
+from harness.nightly.environment import Environment, current_environment
+from harness.nightly.history import CellRow, History, Measurement
+from harness.nightly.judging.flaky import Flaky, find_flaky
+from harness.nightly.judging.judge import judge
+from harness.nightly.judging.judgement import Judgement
+from harness.nightly.process import Ended, run_limited
+from harness.nightly.work import Job
+from harness.reporting.verdict import Verdict, worst
+
+_OUTCOMES = {0: CellOutcome.PASS, 1: CellOutcome.REGRESSION, 2: CellOutcome.INCONCLUSIVE}
+"""By the exit code of a command: what verbs of the harness mean by it. pytest's 1 is a failure, too."""
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Night:
+    """What a night found.
+
+    Attributes:
+        night: its label.
+        revision: of the code.
+        rows: the last attempt at each cell, in the order of the matrix.
+        judgements: of all metrics that were measured this night.
+        flaky: cells in quarantine, which do not fail a night.
+        resumed: number of cells that had been done before this run.
+    """
+
+    night: str
+    revision: str
+    rows: tuple[CellRow, ...]
+    judgements: tuple[Judgement, ...]
+    flaky: Mapping[str, Flaky]
+    resumed: int
+
+    @property
+    def verdict(self) -> Verdict:
+        """REGRESSION where a metric is worse, or a cell fails that is not in quarantine; metrics with too few nights do not count."""
+        cells = [Verdict.INCONCLUSIVE if self._quarantined(row) else CellOutcome(row.outcome).verdict for row in self.rows]
+        return worst([*cells, *(Verdict.REGRESSION for one in self.judgements if one.verdict is Verdict.REGRESSION)])
+
+    def _quarantined(self, row: CellRow) -> bool:
+        return row.cell in self.flaky and row.outcome != CellOutcome.PASS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON types."""
+        return {
+            "night": self.night,
+            "revision": self.revision,
+            "verdict": self.verdict.value,
+            "resumed": self.resumed,
+            "cells": [asdict(row) | {"quarantine": str(self.flaky[row.cell]) if row.cell in self.flaky else None} for row in self.rows],
+            "metrics": [one.to_dict() for one in self.judgements],
+        }
+
+
+class Runner:
+    """One night of one config."""
+
+    def __init__(self, config: NightlyConfig, night: str | None = None, progress: Progress | None = None) -> None:
+        """Look at what is there.
+
+        Args:
+            config: the matrix.
+            night: label that sorts by time; by default today's date in UTC.
+            progress: shows a bar.
+        """
+        self.config, self.progress = config, progress or SilentProgress()
+        self.night = datetime.now(UTC).date().isoformat() if night is None else night
+        self.revision = current_revision(config.history.parent)
+        self.history = History(config.history)
+        self.environments = {device: current_environment(device) for device in config.devices}
+
+    def run(self) -> Night:
+        """Run what is not done yet, and judge what was measured.
+
+        Returns:
+            The night.
+
+        Raises:
+            HistoryError: the history cannot be written; the cell that had run is run again the next time.
+        """
+        cells = all_cells(self.config)
+        (self.config.folder / self.night).mkdir(parents=True, exist_ok=True)
+        rows = self._done()
+        resumed = len(rows)
+        with self.progress.task("cells", len(cells)) as bar:
+            for cell in cells:
+                bar.advance(0, note=cell.name)
+                if cell.name not in rows:
+                    rows[cell.name] = self._run_cell(cell, rows)
+                bar.advance(note=f"{cell.name}: {rows[cell.name].outcome}")
+        prefixes = tuple(f"{cell.name}/" for cell in cells)
+        measured = [name for name in self.history.metrics() if name.startswith(prefixes)]
+        series = {name: self.history.series(name) for name in measured}
+        judgements = tuple(judge(found, self.history.acceptances(name)) for name, found in series.items() if found[-1].night == self.night)
+        last = tuple(rows[cell.name] for cell in cells)
+        return Night(self.night, self.revision, last, judgements, find_flaky(self.history.cells()), resumed)
+
+    def _done(self) -> dict[str, CellRow]:
+        """The cells of this night, revision and environment that came to an end; one that ended without a verdict is tried again."""
+        digests = {environment.digest for environment in self.environments.values()}
+        rows = [row for row in self.history.cells(self.night) if row.revision == self.revision and row.environment in digests]
+        return {row.cell: row for row in rows if CellOutcome(row.outcome).is_final}
+
+    def _run_cell(self, cell: Cell, rows: Mapping[str, CellRow]) -> CellRow:
+        needed = rows.get(cell.needs) if cell.needs else None
+        if needed is not None and needed.outcome != CellOutcome.PASS:
+            return self._write(cell, 1, CellOutcome.SKIPPED, f"{needed.cell}: {needed.outcome}, so there is no checkpoint", None, {})
+        for attempt in range(1, self.config.retries + 2):
+            row = self._try(cell, attempt)
+            if CellOutcome(row.outcome).is_final:
+                break
+        return row
+
+    def _try(self, cell: Cell, attempt: int) -> CellRow:
+        stem = self.config.folder / self.night / f"{cell.name.replace('/', '-').replace(':', '')}.{attempt}"
+        log, result = stem.with_name(stem.name + ".log"), stem.with_name(stem.name + ".json")
+        result.unlink(missing_ok=True)
+        memory = self.config.limits.memory_gib
+        try:
+            ended = run_limited(
+                self._command(cell, stem, result),
+                log,
+                seconds=self.config.limits.minutes * 60,
+                memory=None if memory is None else memory * _GIB,
+                cwd=self.config.history.parent,
+            )
+        except HarnessError as error:
+            return self._write(cell, attempt, CellOutcome.ERROR, str(error), None, {})
+        outcome, summary, metrics = self._read(cell, ended, log, result)
+        return self._write(cell, attempt, outcome, summary, ended, metrics)
+
+    def _command(self, cell: Cell, stem: Path, result: Path) -> list[str]:
+        values = {
+            "model": self.config.models.get(cell.model or "", ""),
+            "recipe": str(self.config.recipes.get(cell.recipe or "", "")),
+            "device": cell.device or "",
+            "compressed": str(self.config.folder / "checkpoints" / "-".join(filter(None, (cell.model, cell.recipe, cell.device)))),
+        }
+        if cell.command:
+            return cell.arguments(values)
+        assert self.config.data is not None  # read_config saw to it
+        job = Job(cell.check, **values, data=self.config.data.model_dump(), repetitions=self.config.repetitions)
+        job_file = stem.with_name(stem.name + ".job.json")
+        write_whole(job_file, to_json(asdict(job)).encode())
+        return [sys.executable, "-m", "harness.nightly.work", str(job_file), str(result)]
+
+    def _read(self, cell: Cell, ended: Ended, log: Path, result: Path) -> tuple[CellOutcome, str, dict[str, Any]]:
+        """What the process left: outcome, summary, metrics."""
+        if ended.beyond:
+            limit = f"{self.config.limits.minutes:g} minutes" if ended.beyond == "timeout" else f"{self.config.limits.memory_gib:g} GiB"
+            return CellOutcome(ended.beyond), f"ended after {limit}; {_last_line(log)}", {}
+        if ended.code < 0:
+            return CellOutcome.KILLED, f"ended by signal {-ended.code}; {_last_line(log)}", {}
+        if cell.command:
+            outcome = _OUTCOMES.get(ended.code, CellOutcome.ERROR)
+            return outcome, f"exit code {ended.code}; {_last_line(log)}", {"seconds": ([ended.seconds], "lower", "series")}
+        if ended.code or not result.exists():
+            return CellOutcome.ERROR, f"exit code {ended.code}; {_last_line(log)}", {}
+        found = json.loads(result.read_text("utf-8"))
+        return CellOutcome(found["outcome"]), found["summary"], found["metrics"]
+
+    def _write(
+        self, cell: Cell, attempt: int, outcome: CellOutcome, summary: str, ended: Ended | None, metrics: Mapping[str, Any]
+    ) -> CellRow:
+        environment: Environment = self.environments[cell.device or self.config.devices[0]]
+        seconds, memory = (ended.seconds, ended.memory) if ended else (0.0, 0)
+        place = (self.night, environment.digest, self.revision)
+        row = CellRow(*place, cell.name, attempt, outcome.value, seconds, memory, " ".join(summary.split()))
+        measured = [
+            Measurement(*place, f"{cell.name}/{name}", better, tuple(values), kind)
+            for name, (values, better, kind) in metrics.items()
+            if all(value > 0 for value in values) or kind == "paired"
+        ]
+        self.history.add_cell(row, measured, environment=environment)
+        return row
+
+
+def current_revision(folder: Path) -> str:
+    """Return the commit that a folder is at, with `-dirty` where files differ from it; empty where that is unknown."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    return f"{log.name} ends with: {lines[-1][:200]}" if lines else f"{log.name} is empty"

@@ -1,0 +1,57 @@
+"""A paired metric is judged by its sequences: one night is enough, and only the same sequences are compared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from harness.nightly.history import Acceptance, Measurement
+from harness.nightly.judging.judge import judge
+from harness.reporting.verdict import Verdict
+
+BASE = np.random.default_rng(0).lognormal(0, 1, 128)
+
+
+def nights(*factors: float, spread: float = 0.02, better: str = "lower") -> list[Measurement]:
+    rng = np.random.default_rng(1)
+    values = [BASE * factor * (np.exp(rng.normal(0, spread, len(BASE))) if factor != 1.0 else 1.0) for factor in factors]
+    return [Measurement(f"2026-01-{n + 1:02}", f"e{n}", "", "kl", better, tuple(row), "paired") for n, row in enumerate(values)]  # type: ignore[arg-type]
+
+
+def test_the_same_values_are_equal_to_the_baseline() -> None:
+    found = judge(nights(1.0, 1.0))
+    assert found.verdict is Verdict.PASS and "equal to 2026-01-01, the baseline, over 128 sequences" in found.summary
+
+
+@pytest.mark.parametrize(("better", "factor"), [("lower", 1.03), ("higher", 0.97)])
+def test_a_loss_is_seen_at_once_with_its_first_night(better: str, factor: float) -> None:
+    found = judge(nights(1.0, 1.0, factor, factor, better=better))
+    (change,) = found.changes
+    assert found.verdict is Verdict.REGRESSION and change.night == "2026-01-03" and change.low < 0.03 < change.high
+
+
+@pytest.mark.parametrize("factors", [(1.0, 0.9), (1.0, 1.002), (1.0, 1.2, 1.0)])
+def test_what_is_better_or_too_small_or_over_is_none(factors: tuple[float, ...]) -> None:
+    assert judge(nights(*factors)).verdict is Verdict.PASS
+
+
+def test_a_loss_within_the_spread_of_sequences_is_none_and_the_power_is_said() -> None:
+    found = judge(nights(1.0, 1.02, spread=1.0))
+    assert found.verdict is Verdict.PASS and found.detectable > 0.1
+
+
+def test_an_acceptance_makes_its_night_the_baseline() -> None:
+    word = Acceptance("kl", "2026-01-02", "2026-01-20", "fewer tokens, on purpose")
+    series = nights(1.0, 1.1, 1.1, spread=0.0)
+    found = judge(series, [word])
+    assert found.verdict is Verdict.PASS and found.changes[0].acceptance == word and found.changes[0].effect == pytest.approx(0.1)
+    assert judge(nights(1.0, 1.1, 1.2, spread=0.0), [word]).verdict is Verdict.REGRESSION
+    late = Acceptance("kl", "2026-01-02", "2026-01-02", "for a day")
+    assert judge(series, [late]).verdict is Verdict.REGRESSION
+
+
+def test_other_sequences_are_not_compared() -> None:
+    base, other = nights(1.0, 1.5)
+    cut = Measurement(other.night, other.environment, "", "kl", "lower", other.values[:100], "paired")
+    found = judge([base, cut])
+    assert found.verdict is Verdict.INCONCLUSIVE and "100 sequences tonight and 128" in found.summary

@@ -1,0 +1,189 @@
+"""A night runs every cell in a process of its own; whatever becomes of it is a row, and what is done is not done again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from compressor.errors import UserInputError
+from harness.nightly import History
+from harness.nightly.cells import CellOutcome, all_cells
+from harness.nightly.config import read_config
+from harness.nightly.history import CellRow
+from harness.nightly.judging.flaky import find_flaky
+from harness.nightly.judging.judgement import Judgement
+from harness.nightly.runner import Night, Runner
+from harness.reporting.verdict import Verdict
+
+
+def write(folder: Path, **settings: object) -> Path:
+    """A config in a folder; JSON is YAML, too."""
+    path = folder / "nightly.yaml"
+    path.write_text(json.dumps({"models": {"m": "tiny"}, "checks": []} | settings))
+    return path
+
+
+def run(folder: Path, night: str = "1", **settings: object) -> Night:
+    return Runner(read_config(write(folder, **settings)), night).run()
+
+
+def python(code: str) -> str:
+    return f'python -c "{code}"'
+
+
+@pytest.mark.nightly
+def test_a_matrix_compresses_validates_and_times_and_goes_on_where_it_ended(project: Path) -> None:
+    data = {"calibration": "calibration.safetensors", "held_out": "held_out.safetensors", "max_seq_length": 16}
+    settings = {"recipes": {"w8": "recipe.yaml"}, "data": data, "checks": ["speed", "compress", "validate"], "repetitions": 2}
+    settings |= {"commands": {"look": python("import sys, pathlib; sys.exit(not pathlib.Path('{compressed}/config.json').exists())")}}
+    found = run(project, **settings)
+    outcomes = {row.cell.removeprefix("m/w8/cpu/"): row.outcome for row in found.rows}
+    assert list(outcomes) == ["compress", "validate", "speed", "look"]
+    assert outcomes["compress"] == outcomes["speed"] == outcomes["look"] == "pass", found
+    history = History(project / "nightly.sqlite")
+    metrics = {name.removeprefix("m/w8/cpu/"): history.series(name)[0] for name in history.metrics()}
+    assert {"compress/time", "compress/time.compress", "compress/bytes", "compress/memory", "speed/prefill", "speed/decode"} < set(metrics)
+    assert len(metrics["compress/time"].values) == 2 and metrics["compress/bytes"].values[0] > 100_000
+    assert (metrics["validate/kl"].kind, len(metrics["validate/kl"].values)) == ("paired", 24)
+    assert all(row.memory > 50_000_000 for row in found.rows if row.cell.endswith("compress"))
+    again = run(project, **settings)
+    assert (again.resumed, again.rows) == (4, found.rows)
+    assert found.verdict is again.verdict
+
+
+def test_a_run_that_is_killed_goes_on_at_the_cell_that_it_was_in(tmp_path: Path) -> None:
+    waits = python("import time, pathlib; pathlib.Path('began').touch(); time.sleep(0 if pathlib.Path('go').exists() else 60)")
+    config = write(tmp_path, commands={"first": python("pass"), "second": waits})
+    command = [sys.executable, "-m", "harness.cli", "nightly", "run", str(config), "--night", "1", "--quiet", "--json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as killed:
+        while not (tmp_path / "began").exists():
+            time.sleep(0.05)
+        killed.send_signal(signal.SIGKILL)
+    (tmp_path / "go").touch()
+    found = Runner(read_config(config), "1").run()
+    assert found.resumed == 1 and [row.outcome for row in found.rows] == ["pass", "pass"]
+    assert [row.cell for row in History(tmp_path / "nightly.sqlite").cells()] == ["first", "second"]
+
+
+ENDS = {
+    "pass": ("pass", "exit code 0"),
+    "raise SystemExit(1)": ("regression", "exit code 1"),
+    "raise SystemExit(2)": ("inconclusive", "exit code 2"),
+    "print('what was wrong'); raise SystemExit(7)": ("error", "exit code 7; c.1.log ends with: what was wrong"),
+    "import os; os.kill(os.getpid(), 9)": ("killed", "ended by signal 9"),
+    "import time; time.sleep(60)": ("timeout", "ended after 0.02 minutes"),
+    "import time; x = bytearray(900 << 20); time.sleep(60)": ("memory", "ended after 0.5 GiB"),
+}
+
+
+@pytest.mark.parametrize("code", ENDS)
+def test_whatever_becomes_of_a_cell_is_a_row(tmp_path: Path, code: str) -> None:
+    outcome, summary = ENDS[code]
+    limits = {"minutes": 0.02 if outcome == "timeout" else 1, "memory_gib": 0.5}
+    found = run(tmp_path, commands={"c": python(code)}, limits=limits)
+    (row,) = found.rows
+    assert (row.outcome, row.summary.startswith(summary)) == (outcome, True), row
+    assert found.verdict is CellOutcome(outcome).verdict
+    assert History(tmp_path / "nightly.sqlite").cells("1") == [row]
+
+
+def test_a_program_that_is_not_there_is_a_row(tmp_path: Path) -> None:
+    (row,) = run(tmp_path, commands={"c": "no-such-program"}).rows
+    assert row.outcome == "error" and "no-such-program: cannot be started" in row.summary
+
+
+def test_children_that_outlive_a_cell_are_ended(tmp_path: Path) -> None:
+    child = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
+    run(tmp_path, commands={"c": python(child)})
+    pid = int((tmp_path / "nightly" / "1" / "c.1.log").read_text())
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_attempts_are_rows_and_the_last_one_counts(tmp_path: Path) -> None:
+    once = python("import pathlib, sys; p = pathlib.Path('tried'); there = p.exists(); p.touch(); sys.exit(0 if there else 9)")
+    found = run(tmp_path, commands={"c": once}, retries=3)
+    rows = History(tmp_path / "nightly.sqlite").cells()
+    assert [(row.attempt, row.outcome) for row in rows] == [(1, "error"), (2, "pass")] and found.rows == (rows[-1],)
+
+
+def test_cells_without_their_checkpoint_are_skipped_and_say_so(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("quant_stage: {quant_modifiers: {NoSuchModifier: {}}}")
+    data = {"calibration": str(project / "calibration.safetensors"), "held_out": str(project / "held_out.safetensors")}
+    settings = {"models": {"m": str(project / "tiny")}, "recipes": {"bad": "bad.yaml"}, "data": data}
+    first, second = run(tmp_path, **settings, checks=["compress", "validate"]).rows
+    assert first.outcome == "error" and "NoSuchModifier" in first.summary
+    assert second.outcome == "skipped" and "m/bad/cpu/compress: error, so there is no checkpoint" in second.summary
+
+
+def test_commands_run_for_what_they_name(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("")
+    config = write(
+        tmp_path,
+        models={"a": "x/a", "b": "x/b"},
+        recipes={"r": "r.yaml"},
+        devices=["cpu", "cuda:0"],
+        commands={"all": "true", "each": "true {model}", "by": "true {recipe} {device}"},
+    )
+    assert [cell.name for cell in all_cells(read_config(config))] == ["all", "a/each", "b/each", "r/cpu/by", "r/cuda:0/by"]
+
+
+def test_a_metric_that_is_worse_fails_the_night() -> None:
+    row = CellRow("2026-02-01", "e", "r", "c", 1, "pass", 1.0, 1, "")
+    worse = Judgement("c/kl", Verdict.REGRESSION, "worse", 3, (), 0.1, 0.1)
+    few = Judgement("c/time", Verdict.INCONCLUSIVE, "too few", 3, (), 0.1, 0.1)
+    assert Night("n", "r", (row,), (few,), {}, 0).verdict is Verdict.PASS
+    assert Night("n", "r", (row,), (few, worse), {}, 0).verdict is Verdict.REGRESSION
+
+
+def _rows(*outcomes: tuple[str, str]) -> list[CellRow]:
+    return [CellRow("n", "e", revision, "c", 1, outcome, 1.0, 1, "") for revision, outcome in outcomes]
+
+
+def test_a_cell_is_quarantined_by_evidence_alone() -> None:
+    mixed = [("a", "pass"), ("a", "error"), ("b", "timeout"), ("b", "pass")]
+    flaky = find_flaky(_rows(*mixed))["c"]
+    assert flaky.mixed == ("a", "b") and "at the same revision in 2 of 2" in str(flaky)
+    night = Night("n", "b", tuple(_rows(("b", "error"))), (), {"c": flaky}, 0)
+    assert night.verdict is Verdict.INCONCLUSIVE
+    for clean in (
+        mixed[:3],
+        [("a", "pass"), ("b", "error"), ("c", "pass"), ("d", "error")],
+        [(f"{one}-dirty", word) for one, word in mixed],
+    ):
+        assert find_flaky(_rows(*clean)) == {}
+    assert find_flaky(_rows(*mixed, *((f"r{n}", "pass") for n in range(30)))) == {}
+
+
+DATA = {"calibration": "a", "held_out": "b"}
+WRONG = {
+    "modles: is no setting; did you mean 'models'": {"modles": {"m": "x"}},
+    "retries: -1 is not allowed": {"retries": -1},
+    "recipes.r: there is no file r.yaml": {"recipes": {"r": "r.yaml"}},
+    "data: is missing, and compress need": {"checks": ["compress"], "recipes": {"r": "nightly.yaml"}},
+    "{modle} in c is no place": {"commands": {"c": "true {modle}"}},
+    "speed needs what compress makes": {
+        "checks": ["speed"],
+        "recipes": {"r": "nightly.yaml"},
+        "data": {"calibration": "a", "held_out": "b"},
+    },
+    "checks: there are none, and no commands": {},
+    "limits.minutes: 0 is not allowed": {"limits": {"minutes": 0}, "commands": {"c": "true"}},
+    "compress is the name of a check": {"commands": {"compress": "true"}},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_config_is_told_with_its_line(tmp_path: Path, message: str) -> None:
+    path = write(tmp_path, **WRONG[message])
+    with pytest.raises(UserInputError) as raised:
+        read_config(path)
+    assert message.replace("did you mean 'models'", "") in str(raised.value) and str(path) in str(raised.value)
