@@ -1,6 +1,6 @@
 """The command `harness`. Arguments are read and checked before torch is imported, so that `--help` and mistakes answer at once.
 
-A verb is a line of VERBS and a module with `add_arguments(parser)` and `run(args) -> exit code`.
+A verb is a line of VERBS and a module that holds a `COMMAND` (see `harness.verbs`).
 """
 
 from __future__ import annotations
@@ -10,37 +10,27 @@ import importlib
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from compressor.console import Parser, with_output
 from compressor.errors import CompressorError
-from harness.reporting.verdict import EXIT_FAILURE, EXIT_INTERRUPTED
+from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE, EXIT_INTERRUPTED
+from harness.verbs import Actions, Command
 
-
-@dataclass(frozen=True)
-class Verb:
-    """One subcommand: its line of help and the module that does it."""
-
-    help: str
-    module: str
-
-
-VERBS: Mapping[str, Verb] = {
-    "validate": Verb(
-        "prove a compressed causal language model against its base: files, format, weights, behaviour", "harness.validation.command"
-    ),
-    "verify": Verb("hold a modifier against the lifecycle contract: checks 47 to 54 and a state machine", "harness.lifecycle.command"),
-    "check": Verb("hold a quantizer, solver, layer, transform, pruner, run or checkpoint against the catalogue", "harness.checks.command"),
-    "catalogue": Verb("list every check, with the public bugs that it would have caught", "harness.checks.catalogue.command"),
-    "bisect": Verb("find the layer, module and modifier that make a compressed model differ", "harness.bisect.command"),
-    "golden": Verb("differences from golden outputs: look, accept, prune, explain", "harness.goldens.command"),
-    "trace-audit": Verb("hold traced models against plain ones, bit for bit: a zoo, and toys", "harness.traceability.command"),
-    "replay": Verb("training steps in eager, capture and replay: equality, hazards, other kernels, sabotage", "harness.replay.command"),
-    "mutants": Verb("plant known bugs, and print which check kills which", "harness.mutants.command"),
-    "nightly": Verb("measurements over nights: a history, and which change is none of noise", "harness.nightly.command"),
-    "onnx": Verb("ONNX round-trips by role: what became of Q, K and V, and which pass took them", "harness.onnx_graph.commands.main"),
+VERBS: Mapping[str, str] = {
+    "validate": "harness.validation.command",
+    "verify": "harness.lifecycle.command",
+    "check": "harness.checks.command",
+    "catalogue": "harness.checks.catalogue.command",
+    "bisect": "harness.bisect.command",
+    "golden": "harness.goldens.command",
+    "trace-audit": "harness.traceability.command",
+    "replay": "harness.replay.command",
+    "mutants": "harness.mutants.command",
+    "nightly": "harness.nightly.command",
+    "onnx": "harness.onnx_graph.commands.main",
 }
+"""Name to the module that does it, in the order of the help."""
 
 
 class _Parser(Parser):
@@ -67,29 +57,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(_spelt_out(sys.argv[1:] if argv is None else argv))
+    args = _parser().parse_args(spelled(sys.argv[1:] if argv is None else argv))
     try:
-        code: int = importlib.import_module(VERBS[args.verb].module).run(args)
-        return code
+        return EXIT_CODES[args.to_verdict(args)]
     except CompressorError as error:
         return _fail(f"harness {args.verb}: error: {' '.join(str(error).split())}", EXIT_FAILURE)
     except KeyboardInterrupt:
         return _fail(f"harness {args.verb}: interrupted; nothing was written", EXIT_INTERRUPTED)
 
 
-def _spelt_out(argv: Sequence[str]) -> list[str]:
-    """Insert what a verb lets its user leave out."""
-    if not argv or argv[0] not in VERBS:
-        return list(argv)
-    spell_out = getattr(importlib.import_module(VERBS[argv[0]].module), "spell_out", None)
-    return list(argv) if spell_out is None else [argv[0], *spell_out(argv[1:])]
+def spelled(argv: Sequence[str]) -> list[str]:
+    """Insert what a verb lets its user leave out: `harness replay MODEL` is short for `harness replay equivalence MODEL`."""
+    return [argv[0], *command_of(argv[0]).spelled(argv[1:])] if argv and argv[0] in VERBS else list(argv)
+
+
+def command_of(verb: str) -> Command | Actions:
+    """Import a verb.
+
+    Args:
+        verb: one of VERBS.
+
+    Returns:
+        What its module holds.
+    """
+    command: Command | Actions = importlib.import_module(VERBS[verb]).COMMAND
+    return command
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="harness", description="Check claims about compressed models, and say with evidence what was found.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, verb in VERBS.items():
-        importlib.import_module(verb.module).add_arguments(verbs.add_parser(name, help=verb.help, description=verb.help))
+    for name in VERBS:
+        command = command_of(name)
+        command.declare(verbs.add_parser(name, help=command.help, description=command.help))
     return parser
 
 

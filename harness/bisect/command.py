@@ -9,10 +9,9 @@ from typing import Annotated
 
 from compressor.console import positive
 from compressor.settings.kinds import FilePath, Flag, Number, PathLike, Text, Whole
-from compressor.settings.options import Option, Settings, add_options, settings_of
-
-EPILOG = """exit codes: 0 no difference beyond the limit, 1 a layer was found that makes it, 2 it is spread over layers,
-3 no answer: bad input or a failure of the harness itself"""
+from compressor.settings.options import Option, Settings
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 
 def _positive_number(text: str) -> float:
@@ -52,29 +51,18 @@ class BisectSettings(Settings):
     """Show no progress bars."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the verb.
-
-    Args:
-        parser: of the verb; changed.
-    """
-    parser.epilog = EPILOG
-    add_options(parser, BisectSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: BisectSettings) -> Verdict:
     """Search, and print what was found.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        The exit code of the verdict.
+        REGRESSION where a layer was found, INCONCLUSIVE where the difference is spread over layers, PASS where there is none.
 
     Raises:
         OutputError: the file for the test is there, or its folder is not.
     """
-    settings = settings_of(args, BisectSettings)
     from compressor.atomic import whole_file
     from compressor.errors import OutputError
     from compressor.json_text import to_json
@@ -100,8 +88,16 @@ def run(args: argparse.Namespace) -> int:
             path.write_text(report.test, encoding="utf-8")
     if settings.as_json:
         sys.stdout.write(to_json(report.to_dict()))
-        return report.exit_code
+        return report.verdict
     sys.stdout.write(report.to_text())
     if report.test is not None:
         sys.stdout.write(f"test        {settings.test}\n" if settings.test is not None else f"\n{report.test}")
-    return report.exit_code
+    return report.verdict
+
+
+COMMAND = Command(
+    "find the layer, module and modifier that make a compressed model differ",
+    BisectSettings,
+    run,
+    exit_codes("no difference beyond the limit", "a layer was found that makes it", "it is spread over layers"),
+)

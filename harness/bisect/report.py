@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from harness.bisect.blame import Blame
@@ -12,8 +13,18 @@ from harness.bisect.difference import shown
 from harness.bisect.search import Culprit, Search
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
-FOUND, SPREAD, EQUAL = "found", "spread", "no difference"
-_MEANING: Mapping[str, Verdict] = {EQUAL: Verdict.PASS, FOUND: Verdict.REGRESSION, SPREAD: Verdict.INCONCLUSIVE}
+
+class Answer(StrEnum):
+    """What a search found."""
+
+    FOUND = "found"
+    SPREAD = "spread"
+    EQUAL = "no difference"
+
+    @property
+    def verdict(self) -> Verdict:
+        """What that means for who asked."""
+        return {Answer.EQUAL: Verdict.PASS, Answer.FOUND: Verdict.REGRESSION, Answer.SPREAD: Verdict.INCONCLUSIVE}[self]
 
 
 @dataclass(frozen=True)
@@ -62,22 +73,28 @@ class BisectReport:
     test: str | None
 
     @property
-    def verdict(self) -> str:
-        """One of `found`, `spread` and `no difference`."""
+    def answer(self) -> Answer:
+        """Whether there is a difference, and whether layers were found that make it."""
         if not self.search.differs:
-            return EQUAL
-        return FOUND if self.layers else SPREAD
+            return Answer.EQUAL
+        return Answer.FOUND if self.layers else Answer.SPREAD
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the answer means."""
+        return self.answer.verdict
 
     @property
     def exit_code(self) -> int:
         """Of the command line."""
-        return EXIT_CODES[_MEANING[self.verdict]]
+        return EXIT_CODES[self.verdict]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types."""
         return {
-            "schema_version": 1,
-            "verdict": self.verdict,
+            "schema_version": 2,
+            "verdict": self.verdict.value,
+            "answer": self.answer.value,
             "base": self.base,
             "compressed": self.compressed,
             "measure": self.measure,
@@ -118,7 +135,7 @@ class BisectReport:
         ]
         lines += [f"passes      {self.num_passes} over the data, where one per module would be {self.num_parts + 1}"]
         lines += [] if found.is_monotone else ["note        not monotone: more compressed parts were seen to differ less; effects cancel"]
-        return "\n".join([*lines, f"verdict     {self.verdict}"]) + "\n"
+        return "\n".join([*lines, f"answer      {self.answer.value}"]) + "\n"
 
     def _shown(self, value: float) -> str:
         return shown(value, self.measure)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from compressor.settings.kinds import Flag, Text, Texts
-from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.options import Option, Settings
 from harness.profiles import PROFILES
-
-EPILOG = """exit codes: 0 every check passed or did not apply, 1 a check failed, 2 no check applied,
-3 no verdict: bad input or a failure of the harness itself;
-whatever the code of a subject raises is a finding, sys.exit(0) too, and only an interrupt ends a run"""
+from harness.reporting.verdict import Verdict, exit_codes, worst
+from harness.verbs import Command
 
 
 class CheckSettings(Settings):
@@ -36,35 +33,22 @@ class CheckSettings(Settings):
     """Print JUnit documents instead of the tables."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the verb.
-
-    Args:
-        parser: of the verb; changed.
-    """
-    parser.epilog = EPILOG
-    add_options(parser, CheckSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: CheckSettings) -> Verdict:
     """Check, and print the reports.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        The exit code of the worst verdict.
+        The worst of the reports.
 
     Raises:
         UserInputError: an expected failure without a reason, or no subject.
     """
-    settings = settings_of(args, CheckSettings)
     from compressor.errors import UserInputError
     from compressor.json_text import to_json
     from compressor.object_reference import own_names, resolve
     from harness.checks.run import check
-    from harness.reporting.record import decide
-    from harness.reporting.verdict import EXIT_CODES, Verdict
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
     found = resolve(settings.subject, "subject", names=own_names, files=True).value
@@ -83,9 +67,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         for report in reports:
             print(report.to_junit() if settings.junit else report.to_text(), end="")
-    verdicts = [decide(report.records) for report in reports]
-    worst = next((verdict for verdict in (Verdict.REGRESSION, Verdict.INCONCLUSIVE) if verdict in verdicts), Verdict.PASS)
-    return EXIT_CODES[worst]
+    return worst(report.verdict for report in reports)
 
 
 def _asked(subjects: Sequence[object], wanted: Sequence[str] | None, reasons: Iterable[str]) -> list[tuple[object, list[str] | None]]:
@@ -115,3 +97,12 @@ def _those_of(subject: object, wanted: Iterable[str]) -> list[str]:
         return list(wanted)
     known = {key for check in find_checks(None, kind) for key in (check.name, str(check.number))}
     return [key for key in wanted if key in known]
+
+
+COMMAND = Command(
+    "hold a quantizer, solver, layer, transform, pruner, run or checkpoint against the catalogue",
+    CheckSettings,
+    run,
+    exit_codes("every check passed or did not apply", "a check failed", "no check applied")
+    + "; whatever the code of a subject raises is a finding, sys.exit(0) too, and only an interrupt ends a run",
+)

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from compressor.settings.kinds import FilePath, Flag, Text, Texts
-from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.options import Option, Settings
 from harness.errors import GoldenError
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Actions, Command
 
 if TYPE_CHECKING:
     from harness.goldens.store.candidates import Candidate
     from harness.goldens.store.manifest import GoldenEntry
 
-
-_CODES = {
-    "diff": "exit codes: 0 nothing differs from its golden, 1 something does, 2 no run of the tests is on record, 3 bad input",
-    "accept": "exit codes: 0 accepted, or nothing to accept; 3 bad input, or a limit loosened without a reason: nothing was written",
-    "prune": "exit codes: 0 every golden is used, or the unused ones were deleted; 1 some are unused; 2 no complete run knows; 3 bad input",
-    "why": "exit codes: 0 told; 3 there is no such golden, or it cannot be read",
-    "rename": "exit codes: 0 renamed, or every name is right already; 3 bad input, or two goldens would have one file: nothing was renamed",
-    "list": "exit codes: 0 every golden can be read, 1 a file is missing or differs from its manifest, 3 a manifest cannot be read",
-}
-_HELP = {
-    "diff": "show how the last failed checks differ from their goldens, tensor by tensor",
-    "accept": "make the outputs of failed checks the goldens",
-    "prune": "find goldens that no test used in the last complete run",
-    "why": "tell where a golden comes from: machine, versions, inputs, and every loosening with its reason",
-    "rename": "give files that an older harness named the names that this one gives; no golden changes",
-    "list": "list every golden, and hold its file against the manifest",
-}
 
 _MAX_TIER = 50
 """Characters of the column of tiers."""
@@ -90,30 +72,6 @@ class WhySettings(GoldenSettings):
     """Golden, as the test calls it."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the verb.
-
-    Args:
-        parser: of the verb; changed.
-    """
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, text in _HELP.items():
-        add_options(actions.add_parser(name, help=text, description=text, epilog=_CODES[name]), _ACTIONS[name].settings)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Do one action.
-
-    Args:
-        args: as declared by `add_arguments`.
-
-    Returns:
-        The exit code that the action documents.
-    """
-    action = _ACTIONS[args.action]
-    return action.run(settings_of(args, action.settings))
-
-
 def _root(settings: GoldenSettings) -> Path:
     """The folder of goldens: as asked, else that of the last run, which stood at the root of the project."""
     from harness.goldens.store.usage import USAGE_FILE, read_usage
@@ -137,7 +95,7 @@ def _candidates(settings: FailedSettings) -> list[Candidate]:
     return [candidate for candidate in found if not settings.names or candidate.name in settings.names]
 
 
-def _diff(settings: DiffSettings) -> int:
+def _diff(settings: DiffSettings) -> Verdict:
     from harness.goldens.differences import Difference, difference_of
     from harness.goldens.page import write_page
     from harness.goldens.store.usage import USAGE_FILE, read_usage
@@ -148,14 +106,14 @@ def _diff(settings: DiffSettings) -> int:
         write_page(settings.html, found)
     _print(settings, [difference.to_dict() for difference in found], [line for difference in found for line in difference.lines()])
     if found:
-        return EXIT_CODES[Verdict.REGRESSION]
+        return Verdict.REGRESSION
     if read_usage(settings.cache_dir / USAGE_FILE) is None:
         print(f"{settings.cache_dir}: no run of the tests is on record; run pytest first", file=sys.stderr)
-        return EXIT_CODES[Verdict.INCONCLUSIVE]
-    return EXIT_CODES[Verdict.PASS]
+        return Verdict.INCONCLUSIVE
+    return Verdict.PASS
 
 
-def _accept(settings: AcceptSettings) -> int:
+def _accept(settings: AcceptSettings) -> Verdict:
     from harness.goldens.store.candidates import CandidateFolder
     from harness.goldens.store.store import GoldenVerdict
     from harness.goldens.store.writer import accept
@@ -171,7 +129,7 @@ def _accept(settings: AcceptSettings) -> int:
         folder.drop(candidate.name, candidate.test)
     lines = [f"written: {line}" for line in done.written] + [f"unchanged: {name}" for name in done.unchanged]
     _print(settings, {"written": list(done.written), "unchanged": list(done.unchanged)}, lines or ["nothing to accept"])
-    return EXIT_CODES[Verdict.PASS]
+    return Verdict.PASS
 
 
 def _refuse_ci(action: str) -> None:
@@ -182,16 +140,16 @@ def _refuse_ci(action: str) -> None:
         raise GoldenError(f"golden {action}: is refused, because {ci} is set and a CI machine never writes goldens; run it locally")
 
 
-def _rename(settings: GoldenSettings) -> int:
+def _rename(settings: GoldenSettings) -> Verdict:
     from harness.goldens.store.renaming import rename
 
     _refuse_ci("rename")
     done = rename(_root(settings))
     _print(settings, {"renamed": list(done)}, [f"renamed: {line}" for line in done] or ["every name is right already"])
-    return EXIT_CODES[Verdict.PASS]
+    return Verdict.PASS
 
 
-def _prune(settings: PruneSettings) -> int:
+def _prune(settings: PruneSettings) -> Verdict:
     from harness.goldens.store.listing import unused_goldens
     from harness.goldens.store.usage import USAGE_FILE, read_usage
     from harness.goldens.store.writer import remove
@@ -205,25 +163,25 @@ def _prune(settings: PruneSettings) -> int:
         if usage is None or not usage["complete"]:
             why = "; ".join(usage["gaps"]) if usage else "no run is on record"
             print(f"{root}: which goldens no test uses cannot be known ({why}); run pytest on all tests first", file=sys.stderr)
-            return EXIT_CODES[Verdict.INCONCLUSIVE]
+            return Verdict.INCONCLUSIVE
         unused, unsure = unused_goldens(root, usage)
     deleted = list(remove(root, unused)) if settings.delete and unused else []
     lines = [f"{'deleted' if deleted else 'unused'}: {name}" for name in unused]
     lines += [f"kept: {name}: its test was skipped or failed, so whether it is used cannot be known" for name in unsure]
     _print(settings, {"unused": unused, "deleted": deleted, "unknown": unsure}, lines or ["every golden is used"])
-    return EXIT_CODES[Verdict.REGRESSION if unused and not deleted else Verdict.PASS]
+    return Verdict.REGRESSION if unused and not deleted else Verdict.PASS
 
 
-def _why(settings: WhySettings) -> int:
+def _why(settings: WhySettings) -> Verdict:
     from harness.goldens.store.listing import explain, find
 
     entry: GoldenEntry = find(_root(settings), settings.name)
     data, lines = explain(entry)
     _print(settings, data, lines)
-    return EXIT_CODES[Verdict.PASS]
+    return Verdict.PASS
 
 
-def _list(settings: GoldenSettings) -> int:
+def _list(settings: GoldenSettings) -> Verdict:
     from harness.goldens.report import aligned
     from harness.goldens.store.listing import state_of_goldens
 
@@ -235,7 +193,7 @@ def _list(settings: GoldenSettings) -> int:
     total = sum(row["bytes"] for row in rows)
     table = aligned([headings, *cells]) if cells else []
     _print(settings, rows, [*table, f"{len(rows)} goldens, {total:,} bytes"])
-    return 0 if all(row["state"] == "ok" for row in rows) else 1
+    return Verdict.PASS if all(row["state"] == "ok" for row in rows) else Verdict.REGRESSION
 
 
 def _short(tier: str) -> str:
@@ -249,17 +207,44 @@ def _print(settings: GoldenSettings, data: Any, lines: Sequence[str]) -> None:
     sys.stdout.write(to_json(data) if settings.as_json else "".join(f"{line}\n" for line in lines))
 
 
-@dataclass(frozen=True)
-class _Action:
-    settings: type[GoldenSettings]
-    run: Callable[[Any], int]
-
-
-_ACTIONS: Mapping[str, _Action] = {
-    "diff": _Action(DiffSettings, _diff),
-    "accept": _Action(AcceptSettings, _accept),
-    "prune": _Action(PruneSettings, _prune),
-    "why": _Action(WhySettings, _why),
-    "rename": _Action(GoldenSettings, _rename),
-    "list": _Action(GoldenSettings, _list),
+_ACTIONS = {
+    "diff": Command(
+        "show how the last failed checks differ from their goldens, tensor by tensor",
+        DiffSettings,
+        _diff,
+        exit_codes("nothing differs from its golden", "something does", "no run of the tests is on record"),
+    ),
+    "accept": Command(
+        "make the outputs of failed checks the goldens",
+        AcceptSettings,
+        _accept,
+        exit_codes("accepted, or nothing to accept") + "; a limit loosened without a reason is bad input, and nothing is written",
+    ),
+    "prune": Command(
+        "find goldens that no test used in the last complete run",
+        PruneSettings,
+        _prune,
+        exit_codes("every golden is used, or the unused ones were deleted", "some are unused", "no complete run knows"),
+    ),
+    "why": Command(
+        "tell where a golden comes from: machine, versions, inputs, and every loosening with its reason",
+        WhySettings,
+        _why,
+        exit_codes("told"),
+    ),
+    "rename": Command(
+        "give files that an older harness named the names that this one gives; no golden changes",
+        GoldenSettings,
+        _rename,
+        exit_codes("renamed, or every name is right already")
+        + "; two goldens that would have one file are bad input, and nothing is renamed",
+    ),
+    "list": Command(
+        "list every golden, and hold its file against the manifest",
+        GoldenSettings,
+        _list,
+        exit_codes("every golden can be read", "a file is missing or differs from its manifest"),
+    ),
 }
+
+COMMAND = Actions("differences from golden outputs: look, accept, prune, explain", _ACTIONS)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from compressor.settings.kinds import Flag, Number, Text, Texts
-from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.options import Option, Settings
 from harness.profiles import PROFILES
-
-EPILOG = """exit codes: 0 every check passed or did not apply, 1 a check failed, 2 nothing can be said (a modifier that needs settings),
-3 no verdict: bad input or a failure of the harness itself"""
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 
 def _settings(text: str) -> dict[str, Any]:
@@ -56,26 +55,15 @@ class VerifySettings(Settings):
     """Print the report as JSON instead of the table."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the verb.
-
-    Args:
-        parser: of the verb; changed.
-    """
-    parser.epilog = EPILOG
-    add_options(parser, VerifySettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: VerifySettings) -> Verdict:
     """Verify, and print the report.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        The exit code of the verdict.
+        What the report says.
     """
-    settings = settings_of(args, VerifySettings)
     from harness.lifecycle.template import UnusableError, find_subject
     from harness.lifecycle.verify import TIME_LIMIT, unusable_report, verify
 
@@ -88,4 +76,12 @@ def run(args: argparse.Namespace) -> int:
         limit = settings.time_limit or TIME_LIMIT
         report = verify(subject, tags=settings.tag, checks=settings.checks, profile=settings.profile, time_limit=limit)
     print(report.to_json() if settings.as_json else report.to_text(), end="")
-    return report.exit_code
+    return report.verdict
+
+
+COMMAND = Command(
+    "hold a modifier against the lifecycle contract: checks 47 to 54 and a state machine",
+    VerifySettings,
+    run,
+    exit_codes("every check passed or did not apply", "a check failed", "nothing can be said (a modifier that needs settings)"),
+)

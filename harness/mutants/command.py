@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -12,15 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from compressor.console import positive
 from compressor.json_text import to_json
 from compressor.settings.kinds import Flag, Text, Texts, Whole
-from compressor.settings.options import Option, Settings, add_options, settings_of
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from compressor.settings.options import Option, Settings
+from harness.reporting.verdict import Verdict, exit_codes, worst
+from harness.verbs import Command
 
 if TYPE_CHECKING:
     from harness.mutants.family import Family, Fate
-
-
-EPILOG = """exit codes: 0 every planted bug was seen and nothing without one, 1 a bug survived or something was seen in sound code,
-3 bad input or a failure of the harness itself"""
 
 
 class MutantSettings(Settings):
@@ -40,26 +36,15 @@ class MutantSettings(Settings):
     """Print the result as JSON instead of the table."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the verb.
-
-    Args:
-        parser: of the verb; changed.
-    """
-    parser.epilog = EPILOG
-    add_options(parser, MutantSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: MutantSettings) -> Verdict:
     """Plant the bugs, and print what became of them.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0, or 1 if a bug survived or the control did not pass.
+        REGRESSION if a bug survived or the control did not pass, else PASS.
     """
-    settings = settings_of(args, MutantSettings)
     from harness.mutants.family import find_family, listed_families
 
     sys.path.insert(0, str(Path.cwd()))  # the repository in which the command is run
@@ -70,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         for fates in results.values():
             _print(fates)
-    return EXIT_CODES[Verdict.PASS if all(_is_well(fate) for fates in results.values() for fate in fates) else Verdict.REGRESSION]
+    return worst(fate.verdict for fates in results.values() for fate in fates)
 
 
 def _fates(family: Family, settings: MutantSettings) -> list[Fate]:
@@ -86,10 +71,6 @@ def _fates(family: Family, settings: MutantSettings) -> list[Fate]:
             fates[number] = fate
             task.advance(note=f"{fate.mutant.name if fate.mutant else 'control'}: {next(iter(fate.killed_by), 'nothing is seen')}")
     return [fates[number] for number in sorted(fates)]
-
-
-def _is_well(fate: Fate) -> bool:
-    return bool(fate.killed_by) == (fate.mutant is not None)
 
 
 def summary(fates: Sequence[Fate]) -> dict[str, Any]:
@@ -148,3 +129,11 @@ def _in_vain(fates: Sequence[Fate]) -> dict[tuple[str, ...], list[str]]:
 
 def _short(name: str) -> str:
     return name.removeprefix("lifecycle.")
+
+
+COMMAND = Command(
+    "plant known bugs, and print which check kills which",
+    MutantSettings,
+    run,
+    exit_codes("every planted bug was seen and nothing without one", "a bug survived or something was seen in sound code"),
+)

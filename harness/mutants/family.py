@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from compressor.errors import UserInputError
 from compressor.object_reference import own_names, resolve
 from compressor.spelling import suggest
+from harness.reporting.verdict import Verdict
 
 if TYPE_CHECKING:
     from harness.mutants.patches import Mutant
@@ -88,6 +89,11 @@ class Fate:
     def only_machines(self) -> bool:
         """Machines saw it, after every check had looked and seen nothing."""
         return bool(self.killed_by) and set(self.killed_by) <= self.machines
+
+    @property
+    def verdict(self) -> Verdict:
+        """A bug must be seen, and the control must not."""
+        return Verdict.PASS if bool(self.killed_by) == (self.mutant is not None) else Verdict.REGRESSION
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types."""

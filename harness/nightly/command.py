@@ -2,106 +2,128 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from compressor.atomic import check_output_file
 from compressor.console import count, positive
 from compressor.errors import UserInputError
 from compressor.json_text import to_json
+from compressor.settings.kinds import TEXT, FilePath, Flag, Numbers, Text, Texts, Whole
+from compressor.settings.options import Option, Settings
 from harness.nightly.table import show_figures, show_judgements, show_night, show_nights, show_series
-from harness.reporting.verdict import EXIT_CODES, Verdict, worst
+from harness.reporting.verdict import Verdict, exit_codes, worst
+from harness.verbs import Actions, Command
 
 if TYPE_CHECKING:
     from harness.nightly.history import History
     from harness.nightly.judging.judgement import Judgement
 
-EPILOG = """exit codes of run and judge: 0 pass, 1 regression (a metric is worse, a cell failed), 2 inconclusive, 3 no verdict"""
-DEFAULT = Path("nightly.sqlite")
+
+class HistorySettings(Settings):
+    """Where the history lies."""
+
+    history: Annotated[FilePath, Option(metavar="F", read=Path)] = Path("nightly.sqlite")
+    """File of the history."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the actions of the verb.
+class ShownSettings(HistorySettings):
+    """How what was found is printed."""
 
-    Args:
-        parser: of the verb; changed.
-    """
-    parser.epilog = EPILOG
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, (text, declare, _) in _ACTIONS.items():
-        action = actions.add_parser(name, help=text, description=text)
-        if name not in ("simulate", "run"):
-            action.add_argument("--history", type=Path, default=DEFAULT, metavar="F", help=f"file of the history (default: {DEFAULT})")
-        if name not in ("export", "import", "accept"):
-            action.add_argument("--json", action="store_true", dest="as_json", help="print data instead of text")
-        if declare is not None:
-            declare(action)
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print data instead of text."""
 
 
-def _metric(action: argparse.ArgumentParser) -> None:
-    action.add_argument("metric", metavar="METRIC", help="name of the metric")
+class NightSettings(Settings):
+    """Which night runs."""
+
+    config: Annotated[FilePath, Option(positional=True, metavar="CONFIG.yaml", read=Path)]
+    """The matrix: models, recipes, devices, checks, commands, limits."""
+    night: Annotated[Text | None, Option(metavar="DATE")] = None
+    """Label that sorts by time (default: today in UTC); one that was begun goes on."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print data instead of text."""
+    quiet: Annotated[Flag, Option()] = False
+    """Show no progress bars."""
 
 
-def _add(action: argparse.ArgumentParser) -> None:
-    _metric(action)
-    action.add_argument("values", metavar="VALUE", nargs="+", type=float, help="the repetitions, above 0")
-    action.add_argument("--better", choices=("lower", "higher"), default="lower", help="which way is better (default: lower)")
-    action.add_argument("--night", metavar="DATE", help="label that sorts by time (default: today in UTC)")
-    action.add_argument("--revision", metavar="R", default="", help="of the code that was measured")
-    action.add_argument("--device", default="cpu", help="that was measured (default: cpu)")
+class JudgeSettings(ShownSettings):
+    """What is judged."""
+
+    metrics: Annotated[Texts, Option(positional=True, nargs="*", metavar="METRIC")] = ()
+    """Names of metrics (default: all)."""
 
 
-def _accept(action: argparse.ArgumentParser) -> None:
-    _metric(action)
-    action.add_argument("night", metavar="NIGHT", help="the first one of the new level, as judge names it")
-    action.add_argument("--reason", required=True, metavar="TEXT", help="why it is meant; shown with the metric from now on")
-    action.add_argument("--until", metavar="DATE", default="", help="last day on which this counts (default: for good)")
+class AddSettings(ShownSettings):
+    """What was measured."""
+
+    metric: Annotated[Text, Option(positional=True, metavar="METRIC")]
+    """Name of the metric."""
+    values: Annotated[Numbers, Option(positional=True, nargs="+", metavar="VALUE", read=float)]
+    """The repetitions, above 0."""
+    better: Annotated[Literal["lower", "higher"], TEXT, Option()] = "lower"
+    """Which way is better."""
+    night: Annotated[Text | None, Option(metavar="DATE")] = None
+    """Label that sorts by time (default: today in UTC)."""
+    revision: Annotated[str, Option(metavar="R")] = ""
+    """Of the code that was measured."""
+    device: Annotated[Text, Option()] = "cpu"
+    """That was measured."""
 
 
-def _judge(action: argparse.ArgumentParser) -> None:
-    action.add_argument("metrics", metavar="METRIC", nargs="*", help="names of metrics (default: all)")
+class ShowSettings(ShownSettings):
+    """Which metric is asked for."""
+
+    metric: Annotated[Text, Option(positional=True, metavar="METRIC")]
+    """Name of the metric."""
 
 
-def _night(action: argparse.ArgumentParser) -> None:
-    action.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the matrix: models, recipes, devices, checks, commands, limits")
-    action.add_argument("--night", metavar="DATE", help="label that sorts by time (default: today in UTC); one that was begun goes on")
-    action.add_argument("--quiet", action="store_true", help="show no progress bars")
+class AcceptSettings(HistorySettings):
+    """Which change is meant."""
+
+    metric: Annotated[Text, Option(positional=True, metavar="METRIC")]
+    """Name of the metric."""
+    night: Annotated[Text, Option(positional=True, metavar="NIGHT")]
+    """The first one of the new level, as judge names it."""
+    reason: Annotated[str, Option(metavar="TEXT")]
+    """Why it is meant; shown with the metric from now on."""
+    until: Annotated[str, Option(metavar="DATE")] = ""
+    """Last day on which this counts (default: for good)."""
 
 
-def _export(action: argparse.ArgumentParser) -> None:
-    action.add_argument("file", type=Path, metavar="FILE.csv", help="a row a reading; replaced where it is there")
+class ExportSettings(HistorySettings):
+    """Where the readings go."""
+
+    file: Annotated[FilePath, Option(positional=True, metavar="FILE.csv", read=Path)]
+    """A row a reading; replaced where it is there."""
 
 
-def _import(action: argparse.ArgumentParser) -> None:
-    action.add_argument("file", type=Path, metavar="FILE.csv", help="written by export; what is known already is passed over")
+class ImportSettings(HistorySettings):
+    """Where the readings come from."""
+
+    file: Annotated[FilePath, Option(positional=True, metavar="FILE.csv", read=Path)]
+    """Written by export; what is known already is passed over."""
 
 
-def _simulate(action: argparse.ArgumentParser) -> None:
-    action.add_argument("--series", type=positive, default=100, metavar="N", help="histories of each kind of noise (default: 100)")
-    action.add_argument("--seed", type=count, default=0, help="of the noise (default: 0)")
-    action.add_argument("--quiet", action="store_true", help="show no progress bars")
+class SimulateSettings(Settings):
+    """How much is simulated."""
+
+    series: Annotated[Whole, Option(metavar="N", read=positive)] = 100
+    """Histories of each kind of noise."""
+    seed: Annotated[Whole, Option(read=count)] = 0
+    """Of the noise."""
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print data instead of text."""
+    quiet: Annotated[Flag, Option()] = False
+    """Show no progress bars."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do one action.
-
-    Args:
-        args: as declared by `add_arguments`.
-
-    Returns:
-        The exit code of the verdict; of `run` and `judge` alone it can be another than 0.
-    """
-    return _ACTIONS[args.action][2](args)
-
-
-def _history(args: argparse.Namespace, *, must_exist: bool = True) -> History:
+def _history(settings: HistorySettings, *, must_exist: bool = True) -> History:
     from harness.nightly.history import History
 
-    if must_exist and not args.history.exists():
-        raise UserInputError(f"{args.history}: there is no history; write one with harness nightly add, or name it with --history")
-    return History(args.history)
+    if must_exist and not settings.history.exists():
+        raise UserInputError(f"{settings.history}: there is no history; write one with harness nightly add, or name it with --history")
+    return History(settings.history)
 
 
 def _known(history: History, metric: str) -> str:
@@ -113,35 +135,38 @@ def _known(history: History, metric: str) -> str:
     return metric
 
 
-def _run_night(args: argparse.Namespace) -> int:
+def _run_night(settings: NightSettings) -> Verdict:
     from compressor.progress import RichProgress, SilentProgress
     from harness.nightly.config import read_config
     from harness.nightly.runner import Runner
 
-    config = read_config(args.config)
-    found = Runner(config, args.night, SilentProgress() if args.quiet else RichProgress()).run()
-    if args.as_json:
+    config = read_config(settings.config)
+    found = Runner(config, settings.night, SilentProgress() if settings.quiet else RichProgress()).run()
+    if settings.as_json:
         print(to_json(found.to_dict()), end="")
     else:
         show_night(found)
-    return EXIT_CODES[found.verdict]
+    return found.verdict
 
 
-def _run_add(args: argparse.Namespace) -> int:
+def _add(settings: AddSettings) -> Verdict:
     from harness.nightly.environment import current_environment
 
-    history = _history(args, must_exist=False)
-    environment = current_environment(args.device)
-    history.add(args.metric, args.values, environment=environment, night=args.night, revision=args.revision, better=args.better)
-    return _judge_and_show(history, [args.metric], args.as_json) and 0  # what it means is for judge to say
+    history = _history(settings, must_exist=False)
+    environment = current_environment(settings.device)
+    history.add(
+        settings.metric, settings.values, environment=environment, night=settings.night, revision=settings.revision, better=settings.better
+    )
+    _judge_and_show(history, [settings.metric], settings.as_json)
+    return Verdict.PASS  # what it means is for judge to say
 
 
-def _run_judge(args: argparse.Namespace) -> int:
-    history = _history(args)
-    return _judge_and_show(history, [_known(history, name) for name in args.metrics] or history.metrics(), args.as_json)
+def _judge(settings: JudgeSettings) -> Verdict:
+    history = _history(settings)
+    return _judge_and_show(history, [_known(history, name) for name in settings.metrics] or history.metrics(), settings.as_json)
 
 
-def _judge_and_show(history: History, metrics: list[str], as_json: bool) -> int:
+def _judge_and_show(history: History, metrics: list[str], as_json: bool) -> Verdict:
     from harness.nightly.judging.judge import judge
 
     found: list[Judgement] = [judge(history.series(name), history.acceptances(name)) for name in metrics]
@@ -150,73 +175,90 @@ def _judge_and_show(history: History, metrics: list[str], as_json: bool) -> int:
         print(to_json({"verdict": verdict.value, "metrics": [one.to_dict() for one in found]}), end="")
     else:
         show_judgements(found, verdict)
-    return EXIT_CODES[verdict]
+    return verdict
 
 
-def _run_history(args: argparse.Namespace) -> int:
-    history = _history(args)
+def _nights(settings: ShownSettings) -> Verdict:
+    history = _history(settings)
     rows = history.nights()
-    if args.as_json:
+    if settings.as_json:
         print(to_json([{"night": night, "metrics": metrics, "readings": readings} for night, metrics, readings in rows]), end="")
     else:
         show_nights(rows)
-    return EXIT_CODES[Verdict.PASS]
+    return Verdict.PASS
 
 
-def _run_show(args: argparse.Namespace) -> int:
+def _show(settings: ShowSettings) -> Verdict:
     from harness.nightly.judging.judge import judge
 
-    history = _history(args)
-    metric = _known(history, args.metric)
+    history = _history(settings)
+    metric = _known(history, settings.metric)
     series, words = history.series(metric), history.acceptances(metric)
     judgement = judge(series, words)
-    if args.as_json:
+    if settings.as_json:
         rows = [{"night": one.night, "environment": one.environment, "revision": one.revision, "values": one.values} for one in series]
         print(to_json(judgement.to_dict() | {"nights": rows}), end="")
     else:
         show_series(series, words, judgement)
-    return EXIT_CODES[Verdict.PASS]
+    return Verdict.PASS
 
 
-def _run_accept(args: argparse.Namespace) -> int:
-    history = _history(args)
-    word = history.accept(_known(history, args.metric), args.night, args.reason, args.until)
+def _accept(settings: AcceptSettings) -> Verdict:
+    history = _history(settings)
+    word = history.accept(_known(history, settings.metric), settings.night, settings.reason, settings.until)
     print(f"{word.metric}: the level since {word.night} is accepted {'until ' + word.until if word.until else 'for good'}: {word.reason}")
-    return EXIT_CODES[Verdict.PASS]
+    return Verdict.PASS
 
 
-def _run_export(args: argparse.Namespace) -> int:
-    check_output_file(args.file, ".csv")
-    print(f"{args.file}: {_history(args).export(args.file):,} readings")
-    return EXIT_CODES[Verdict.PASS]
+def _export(settings: ExportSettings) -> Verdict:
+    check_output_file(settings.file, ".csv")
+    print(f"{settings.file}: {_history(settings).export(settings.file):,} readings")
+    return Verdict.PASS
 
 
-def _run_import(args: argparse.Namespace) -> int:
-    new = _history(args, must_exist=False).read_in(args.file)
-    print(f"{args.history}: {new:,} new measurements")
-    return EXIT_CODES[Verdict.PASS]
+def _import(settings: ImportSettings) -> Verdict:
+    new = _history(settings, must_exist=False).read_in(settings.file)
+    print(f"{settings.history}: {new:,} new measurements")
+    return Verdict.PASS
 
 
-def _run_simulate(args: argparse.Namespace) -> int:
+def _simulate(settings: SimulateSettings) -> Verdict:
     from compressor.progress import RichProgress, SilentProgress
     from harness.nightly.judging.simulation import simulate
 
-    found = simulate(args.series, args.seed, SilentProgress() if args.quiet else RichProgress())
-    if args.as_json:
+    found = simulate(settings.series, settings.seed, SilentProgress() if settings.quiet else RichProgress())
+    if settings.as_json:
         print(to_json([one.to_dict() for one in found]), end="")
     else:
         show_figures(found)
-    return EXIT_CODES[Verdict.PASS]
+    return Verdict.PASS
 
 
-_ACTIONS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None] | None, Callable[[argparse.Namespace], int]]] = {
-    "run": ("run every cell of a matrix in a process of its own, and judge what was measured", _night, _run_night),
-    "judge": ("say which metrics are worse, since when, by how much", _judge, _run_judge),
-    "add": ("write what was measured of a metric tonight", _add, _run_add),
-    "history": ("list the nights", None, _run_history),
-    "show": ("show the nights of a metric, and what they say", _metric, _run_show),
-    "accept": ("say that a change is meant", _accept, _run_accept),
-    "export": ("write all readings as CSV", _export, _run_export),
-    "import": ("add what export wrote", _import, _run_import),
-    "simulate": ("measure false alarms and nights to detection on simulated histories", _simulate, _run_simulate),
-}
+COMMAND = Actions(
+    "measurements over nights: a history, and which change is none of noise",
+    {
+        "run": Command(
+            "run every cell of a matrix in a process of its own, and judge what was measured",
+            NightSettings,
+            _run_night,
+            exit_codes(
+                "every cell passed, no metric is worse", "a metric is worse, or a cell failed", "a cell could not tell, or is quarantined"
+            ),
+        ),
+        "judge": Command(
+            "say which metrics are worse, since when, by how much",
+            JudgeSettings,
+            _judge,
+            exit_codes("no metric is worse", "one is", "too few nights"),
+        ),
+        "add": Command("write what was measured of a metric tonight", AddSettings, _add, exit_codes("written; judge says what it means")),
+        "history": Command("list the nights", ShownSettings, _nights, exit_codes("listed")),
+        "show": Command("show the nights of a metric, and what they say", ShowSettings, _show, exit_codes("shown")),
+        "accept": Command("say that a change is meant", AcceptSettings, _accept, exit_codes("accepted")),
+        "export": Command("write all readings as CSV", ExportSettings, _export, exit_codes("written")),
+        "import": Command("add what export wrote", ImportSettings, _import, exit_codes("added")),
+        "simulate": Command(
+            "measure false alarms and nights to detection on simulated histories", SimulateSettings, _simulate, exit_codes("measured")
+        ),
+    },
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import warnings
@@ -12,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from compressor.json_text import to_json
 from compressor.settings.kinds import Flag, Texts
-from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.options import Option, Settings
 from harness.errors import HarnessError
-from harness.reporting.verdict import EXIT_CODES, worst
+from harness.reporting.verdict import Verdict, exit_codes, worst
+from harness.verbs import Command
 
 if TYPE_CHECKING:
     from harness.traceability.audit import Auditor
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 _LEVELS = ("layer", "inferred", "linear")
-EPILOG = """exit codes: 0 nothing was silently wrong and nothing crashed (refusals are shown), 1 something was or did, 3 bad input or a
-failure of the harness itself"""
 
 
 class AuditSettings(Settings):
@@ -45,29 +43,18 @@ class AuditSettings(Settings):
     """Print the verdicts as JSON instead of the table."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the verb.
-
-    Args:
-        parser: of the verb; changed.
-    """
-    parser.epilog = EPILOG
-    add_options(parser, AuditSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: AuditSettings) -> Verdict:
     """Audit, and print the verdicts.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0, or 1 if a verdict is SILENT or crash.
+        REGRESSION if a finding is SILENT or crash, else PASS.
 
     Raises:
         HarnessError: a name is unknown, or the choices do not go together.
     """
-    settings = settings_of(args, AuditSettings)
     if settings.peer and settings.engine:
         raise HarnessError("--engine: chooses an engine of this project, but --peer traces with another library; leave one of them out")
 
@@ -77,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         print(to_json(_summary(rows)), end="")
     else:
         _print(rows)
-    return EXIT_CODES[worst(row.finding.verdict for row in rows)]
+    return worst(row.finding.verdict for row in rows)
 
 
 def _auditors(settings: AuditSettings) -> list[Auditor]:
@@ -136,3 +123,11 @@ def _print(rows: Sequence[Row]) -> None:
     summary = _summary(rows)
     told = ", ".join(f"{count} {finding}" for finding, count in sorted(summary["counts"].items()))
     console.print(f"{len(rows)} audits in {summary['seconds']} s: {told}")
+
+
+COMMAND = Command(
+    "hold traced models against plain ones, bit for bit: a zoo, and toys",
+    AuditSettings,
+    run,
+    exit_codes("nothing was silently wrong and nothing crashed (refusals are shown)", "something was or did"),
+)

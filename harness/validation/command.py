@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from compressor.console import count, positive
 from compressor.settings.kinds import FilePath, Flag, Number, PathLike, Text, Whole
-from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.options import Option, Settings
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 if TYPE_CHECKING:
     from harness.validation.compare import ValidationReport
     from harness.validation.policy import Policy
-
-
-EPILOG = """exit codes: 0 pass, 1 regression (a check failed), 2 inconclusive (nothing failed, but a check could not tell),
-3 no verdict: bad input or a failure of the harness itself"""
 
 
 def _confidence(text: str) -> float:
@@ -64,25 +62,14 @@ class ValidateSettings(Settings):
     """Show no progress bars."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the verb.
-
-    Args:
-        parser: of the verb; changed.
-    """
-    parser.epilog = EPILOG
-    add_options(parser, ValidateSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: ValidateSettings) -> Verdict:
     """Validate, write the report and say what was found.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
     Returns:
-        The exit code of the verdict.
+        What the report says.
     """
-    settings = settings_of(args, ValidateSettings)
     policy = _policy(settings)
     output_dir = settings.output_dir or Path(f"{Path(settings.compressed).resolve().name}-validation")
     from compressor.progress import RichProgress, SilentProgress
@@ -105,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         progress=SilentProgress() if settings.quiet else RichProgress(),
     )
     _print(report, write_report(report, output_dir), as_json=settings.as_json)
-    return report.exit_code
+    return report.verdict
 
 
 def _policy(settings: ValidateSettings) -> Policy:
@@ -128,3 +115,11 @@ def _print(report: ValidationReport, page: Path, *, as_json: bool) -> None:
     styles = {"pass": "bold green", "regression": "bold red", "inconclusive": "bold yellow"}
     console.print(f"verdict: {report.verdict.value}", style=styles[report.verdict.value])
     console.print(f"report:  {page}", soft_wrap=True, highlight=False)
+
+
+COMMAND = Command(
+    "prove a compressed causal language model against its base: files, format, weights, behaviour",
+    ValidateSettings,
+    run,
+    exit_codes("pass", "regression (a check failed)", "inconclusive (nothing failed, but a check could not tell)"),
+)

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+from harness.cli import spelled
 from harness.lifecycle.process_state import process_kept
 
 ROOT = Path(__file__).parents[2]
@@ -113,12 +114,8 @@ def test_commands_have_the_options_that_are_shown(chapter: Path, monkeypatch: py
 
 
 def _spelled(words: list[str]) -> list[str]:
-    """The arguments as the command itself completes them: `harness replay MODEL` is short for `harness replay equivalence MODEL`."""
-    if words[0] != "harness":
-        return words[1:]
-    from harness.replay.command import spell_out
-
-    return [words[1], *(spell_out(words[2:]) if words[1] == "replay" else words[2:])]
+    """The arguments as the command itself completes them."""
+    return spelled(words[1:]) if words[0] == "harness" else words[1:]
 
 
 @pytest.mark.parametrize(

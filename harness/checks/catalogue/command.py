@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from compressor.json_text import to_json
 from compressor.settings.kinds import Flag, Text
-from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.options import Option, Settings
 from harness.checks.catalogue.kinds import KINDS
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 
 @dataclass(frozen=True)
@@ -109,30 +109,19 @@ class CatalogueSettings(Settings):
     """Print JSON instead of the table."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the verb.
-
-    Args:
-        parser: of the verb; changed.
-    """
-
-    add_options(parser, CatalogueSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: CatalogueSettings) -> Verdict:
     """Print the catalogue.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0.
+        PASS.
     """
-    settings = settings_of(args, CatalogueSettings)
     rows = listing(settings.kind)
     if settings.as_json:
         print(to_json(rows), end="")
-        return EXIT_CODES[Verdict.PASS]
+        return Verdict.PASS
     from rich import box
     from rich.table import Table
 
@@ -143,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         where = row["name"] or row["command"]
         table.add_row(str(row["number"] or ""), where, row["title"], " ".join(row["needs"]), " ".join(row["caught_by"]))
     Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False).print(table)
-    return EXIT_CODES[Verdict.PASS]
+    return Verdict.PASS
 
 
 def listing(kind: str | None = None) -> list[dict[str, Any]]:
@@ -185,3 +174,6 @@ def listing(kind: str | None = None) -> list[dict[str, Any]]:
         for one in others
     ]
     return sorted(rows, key=lambda row: (row["number"] or 1000, row["name"]))
+
+
+COMMAND = Command("list every check, with the public bugs that it would have caught", CatalogueSettings, run, exit_codes("listed"))

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from compressor.json_text import to_json
 from compressor.settings.kinds import Flag, Text
-from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.options import Option, Settings
 from harness.onnx_graph.contracts.registry import CONTRACTS, contract_from_names
 from harness.onnx_graph.skips.supervision import EVIDENCE, NOT_SEEN
-from harness.reporting.verdict import EXIT_CODES
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 
 class NamesAction(argparse.Action):
@@ -23,6 +24,9 @@ class NamesAction(argparse.Action):
         setattr(namespace, self.dest, f"{before},{values}" if given else values)
 
 
+LIMITS = f"{NOT_SEEN}. numeric-equal: {EVIDENCE}; "
+"""What contracts do not see, for the help."""
+HELD = exit_codes("the contracts hold", "one is violated", "it could not be analysed; never 0 for want of evidence")
 _NAMES = "; ".join(f"{name}: {one.text}" for name, one in CONTRACTS.items())
 
 
@@ -51,35 +55,15 @@ class CheckSettings(ContractSettings):
     """Print the result as JSON."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    end_of_contracts(parser)
-    add_options(parser, CheckSettings)
-
-
-def end_of_contracts(parser: argparse.ArgumentParser) -> None:
-    """Say in the help where contracts end.
-
-    Args:
-        parser: changed.
-    """
-    parser.epilog = f"{NOT_SEEN}. numeric-equal: {EVIDENCE}; {parser.epilog}"
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: CheckSettings) -> Verdict:
     """Check.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0 if all hold, 1 if one is violated, 2 if one could not be analysed.
+        PASS if all hold, REGRESSION if one is violated, INCONCLUSIVE if one could not be analysed.
     """
-    settings = settings_of(args, CheckSettings)
     result = contract_from_names(settings.contract).check(settings.before, settings.after)
     if settings.as_json:
         print(to_json(result.to_dict()), end="")
@@ -87,4 +71,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{' & '.join(result.contracts)}: {result.holding.value}")
         if result.message:
             print(result.message)
-    return EXIT_CODES[result.holding.verdict]
+    return result.holding.verdict
+
+
+COMMAND = Command("hold an optimized graph against the exported one", CheckSettings, run, LIMITS + HELD)

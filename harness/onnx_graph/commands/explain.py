@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Annotated
 
 from compressor.json_text import to_json
 from compressor.settings.kinds import Flag, Text
-from compressor.settings.options import Option, add_options, settings_of
-from harness.onnx_graph.commands.check import ContractSettings, end_of_contracts
+from compressor.settings.options import Option
+from harness.onnx_graph.commands.check import LIMITS, ContractSettings
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import BACKENDS
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 
 class ExplainSettings(ContractSettings):
@@ -27,27 +27,15 @@ class ExplainSettings(ContractSettings):
     """Print the explanation as JSON."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    parser.epilog = "exit codes: 0 it holds, or a set of skips keeps it; 1 no set of skips keeps it; 2 it could not be analysed"
-    end_of_contracts(parser)
-    add_options(parser, ExplainSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: ExplainSettings) -> Verdict:
     """Explain.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0 where a set of skips keeps the contract, else what is left with every pass skipped.
+        PASS where a set of skips keeps the contract, else what is left with every pass skipped.
     """
-    settings = settings_of(args, ExplainSettings)
     from harness.onnx_graph.roundtrip.explain import explain
     from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
 
@@ -55,4 +43,12 @@ def run(args: argparse.Namespace) -> int:
     exported = trip.exported(trip.exporters[0])
     explanation = explain(exported.model, contract_from_names(settings.contract), settings.backend, exported.module)
     print(to_json(explanation.to_dict()) if settings.as_json else explanation.text() + "\n", end="")
-    return EXIT_CODES[Verdict.PASS if explanation.kept else explanation.default.holding.verdict]
+    return Verdict.PASS if explanation.kept else explanation.default.holding.verdict
+
+
+COMMAND = Command(
+    "find the passes that break a contract, and the smallest set of skips",
+    ExplainSettings,
+    run,
+    LIMITS + exit_codes("it holds, or a set of skips keeps it", "no set of skips keeps it", "it could not be analysed"),
+)

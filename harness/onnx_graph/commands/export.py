@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +9,10 @@ from typing import Annotated
 from compressor.atomic import check_output_file
 from compressor.errors import UserInputError
 from compressor.settings.kinds import FilePath, Text, Texts, Whole
-from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.options import Option, Settings
 from compressor.settings.verbs import Modality
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 
 class ExportSettings(Settings):
@@ -34,29 +34,18 @@ class ExportSettings(Settings):
     """A size that may change: input_ids:0=batch."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    parser.epilog = "exit codes: 0 written, 2 it could not be exported"
-    add_options(parser, ExportSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: ExportSettings) -> Verdict:
     """Export.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0.
+        PASS.
 
     Raises:
         UserInputError: no checkpoint, a place that cannot be written to, or sizes and an opset that do not exist.
     """
-    settings = settings_of(args, ExportSettings)
     check_output_file(settings.output, ".onnx")
     from harness.onnx_graph.roundtrip.export import (
         DEFAULT_OPSET,
@@ -94,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         print("note: these sizes are fixed in the graph; --dynamic INPUT:AXIS=NAME lets one change")
     for note in exported.notes:
         print(f"note: {note}")
-    return EXIT_CODES[Verdict.PASS]
+    return Verdict.PASS
 
 
 def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, str]]:
@@ -119,3 +108,6 @@ def parse_dynamic(texts: Sequence[str]) -> dict[str, dict[int, str]]:
             raise UserInputError(f"--dynamic: axis {axis} of {name} is named twice; name it once")
         found[name][int(axis)] = size
     return found
+
+
+COMMAND = Command("export a checkpoint of transformers as a checked graph", ExportSettings, run, exit_codes("written"))

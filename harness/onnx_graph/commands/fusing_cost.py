@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Annotated
 
 from compressor.atomic import check_output_file
 from compressor.json_text import to_json
 from compressor.settings.kinds import FilePath, Flag, Text, Whole
-from compressor.settings.options import Option, Settings, add_options, settings_of
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from compressor.settings.options import Option, Settings
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 
 class CostSettings(Settings):
@@ -28,26 +28,15 @@ class CostSettings(Settings):
     """Print every projection as JSON."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    parser.epilog = "exit codes: 0 measured, 2 there is nothing to measure"
-    add_options(parser, CostSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: CostSettings) -> Verdict:
     """Measure.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0.
+        PASS.
     """
-    settings = settings_of(args, CostSettings)
     if settings.figure is not None:
         check_output_file(settings.figure, ".svg", ".png")
     from harness.onnx_graph.roundtrip.fusing_cost import draw_costs, fusing_cost, summary
@@ -59,8 +48,11 @@ def run(args: argparse.Namespace) -> int:
         draw_costs(rows, settings.figure, f"{Path(settings.model).name}: int{settings.bits}, one scale over Q, K and V against one each")
     if settings.as_json:
         print(to_json({"rows": [row.to_dict() for row in rows], "summary": summary(rows)}), end="")
-        return EXIT_CODES[Verdict.PASS]
+        return Verdict.PASS
     print(f"int{settings.bits}, one scale per tensor: own scale - one scale over Q, K and V, {len(rows) // 3} blocks")
     for role, cost in summary(rows).items():
         print(f"  {role.upper()}: {cost['mean_db']:.1f} dB lost on average, {cost['worst_db']:.1f} dB at worst")
-    return EXIT_CODES[Verdict.PASS]
+    return Verdict.PASS
+
+
+COMMAND = Command("measure what one scale over fused Q, K and V costs a quantizer", CostSettings, run, exit_codes("measured"))

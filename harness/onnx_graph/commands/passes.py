@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Annotated
 
 from compressor.json_text import to_json
 from compressor.settings.kinds import FilePath, Flag, Text, Texts
-from compressor.settings.options import Option, add_options, settings_of
-from harness.onnx_graph.commands.check import ContractSettings, NamesAction, end_of_contracts
+from compressor.settings.options import Option
+from harness.onnx_graph.commands.check import LIMITS, ContractSettings, NamesAction
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import BACKENDS
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from harness.reporting.verdict import Verdict, exit_codes, worst
+from harness.verbs import Command
 
 DEFAULT_SKIPS = "fuse_qkv,fuse_attention"
 
@@ -32,32 +32,19 @@ class PassesSettings(ContractSettings):
     """Print what was found as JSON."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    parser.epilog = (
-        "exit codes: 0 every list is known, or accepted and harmless; 1 a new list breaks the contract; 2 a new list that does not"
-    )
-    end_of_contracts(parser)
-    add_options(parser, PassesSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: PassesSettings) -> Verdict:
     """Compare, try what is new, and put it on record if asked.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0 where everything is known or was accepted, 1 where a new list breaks the contract, 2 where a new list waits to be accepted.
+        PASS where everything is known or was accepted, REGRESSION where a new list breaks the contract, INCONCLUSIVE where one waits to be
+        accepted, or no optimizer is installed.
 
     Raises:
         UserInputError: an unknown pass or contract, an optimizer that is not installed, a damaged record.
     """
-    settings = settings_of(args, PassesSettings)
     from harness.onnx_graph.roundtrip.pass_list_check import DEFAULT_PATH, accept, check_passes, read_records
     from harness.onnx_graph.skips.passes import installed_backends, resolve_skips
 
@@ -70,10 +57,17 @@ def run(args: argparse.Namespace) -> int:
         print(to_json([alarm.to_dict() for alarm in alarms]), end="")
     else:
         print("\n".join(alarm.text() for alarm in alarms))
-    if any(alarm.breaks for alarm in alarms):
-        return EXIT_CODES[Verdict.REGRESSION]
+    verdict = worst(alarm.verdict for alarm in alarms)
     unknown = [alarm for alarm in alarms if alarm.state != "known"]
-    if unknown and settings.accept:
+    if verdict is Verdict.INCONCLUSIVE and unknown and settings.accept:
         accept(path, unknown)
-        return EXIT_CODES[Verdict.PASS]
-    return EXIT_CODES[Verdict.INCONCLUSIVE if unknown else Verdict.PASS]
+        return Verdict.PASS
+    return verdict
+
+
+COMMAND = Command(
+    "compare the passes in force with those on record, and try new ones",
+    PassesSettings,
+    run,
+    LIMITS + exit_codes("every list is known, or accepted and harmless", "a new list breaks the contract", "a new list that does not"),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 from compressor.errors import UserInputError
 from compressor.json_text import to_json
 from compressor.settings.kinds import FilePath, Flag, Text, Texts, Whole
-from compressor.settings.options import Option, add_options, settings_of
-from harness.onnx_graph.commands.check import ContractSettings, end_of_contracts
+from compressor.settings.options import Option
+from harness.onnx_graph.commands.check import HELD, LIMITS, ContractSettings
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import resolve_skips
-from harness.reporting.verdict import EXIT_CODES, worst
+from harness.reporting.verdict import Verdict, worst
+from harness.verbs import Command
 
 if TYPE_CHECKING:
     from harness.onnx_graph.roundtrip.matrix import RoundTripRow
@@ -48,30 +48,19 @@ class RoundTripSettings(ContractSettings):
     """Write report.html (with pictures), report.json, junit.xml."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    end_of_contracts(parser)
-    add_options(parser, RoundTripSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: RoundTripSettings) -> Verdict:
     """Go all ways.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0 if the contract holds in every row that was asked for, 1 if one violates it, 2 if one could not be analysed.
+        PASS if the contract holds in every row that was asked for, REGRESSION if one violates it, else INCONCLUSIVE.
 
     Raises:
         UserInputError: an unknown optimizer, pass or contract, or an export setting for what is a graph already.
         OutputError: the report's folder holds something else.
     """
-    settings = settings_of(args, RoundTripSettings)
     from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
     from harness.onnx_graph.roundtrip.optimizers import find_optimizer
     from harness.onnx_graph.roundtrip.report import check_report_folder, write_roundtrip_report
@@ -98,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if settings.output_dir is not None:
         page = write_roundtrip_report(trip, rows, settings.output_dir, Path(settings.model).name)
         print(f"report: {page}", file=sys.stderr)
-    return EXIT_CODES[worst(row.result.holding.verdict for row in rows)]
+    return worst(row.result.holding.verdict for row in rows)
 
 
 def _check_skips(skips: Sequence[str], optimizers: Sequence[str]) -> None:
@@ -143,3 +132,8 @@ def _print(rows: Sequence[RoundTripRow]) -> None:
         if not row.result.holds:
             first = row.result.message.splitlines()[0]
             console.print(f"{row.exporter}, {row.optimizer}, {', '.join(row.skips) or 'nothing skipped'}: {first}", soft_wrap=True)
+
+
+COMMAND = Command(
+    "send a model through exporters and optimizers, and hold each result against contracts", RoundTripSettings, run, LIMITS + HELD
+)

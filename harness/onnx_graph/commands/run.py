@@ -16,13 +16,14 @@ from compressor.atomic import check_output_file, whole_file
 from compressor.errors import CheckpointError, UserInputError
 from compressor.json_text import to_json
 from compressor.settings.kinds import FilePath, Text, Texts
-from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.options import Option, Settings
 from harness.onnx_graph.commands.check import NamesAction
 from harness.onnx_graph.skips.call_records import Calls
 from harness.onnx_graph.skips.child_processes import Channel
 from harness.onnx_graph.skips.passes import resolve_skips
 from harness.onnx_graph.skips.supervision import OUT_OF_REACH, Ended, supervise
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 
 class RunSettings(Settings):
@@ -36,36 +37,23 @@ class RunSettings(Settings):
     """The command and its arguments, after two dashes."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    parser.epilog = f"{OUT_OF_REACH}; exit codes: 0 the command ended well and every call was forced, 2 it failed, or a call is not known"
-    parser.set_defaults(refuse=parser.error)
-    add_options(parser, RunSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: RunSettings) -> Verdict:
     """Run the command, print the calls of optimizers that it made.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0 when it ended well, an optimizer that has one of the passes was called, and every program that called one was reached;
-        otherwise 2. Never 1: no contract is asked.
+        PASS when it ended well, an optimizer that has one of the passes was called, and every program that called one was reached;
+        otherwise INCONCLUSIVE. Never REGRESSION: no contract is asked.
 
     Raises:
-        SystemExit: no command.
-        UserInputError: one that cannot be run, a file that is no .json, or a pass that no optimizer knows.
+        UserInputError: no command, or one that cannot be run, a file that is no .json, or a pass that no optimizer knows.
         HarnessError: this system does not let a command be watched.
     """
-    settings = settings_of(args, RunSettings)
     command = list(settings.command[1:] if settings.command[:1] == ["--"] else settings.command)
     if not command:
-        args.refuse("no command was given; put it after two dashes: harness onnx run --skip fuse_qkv -- python deploy.py")
+        raise UserInputError("run: no command was given; put it after two dashes: harness onnx run --skip fuse_qkv -- python deploy.py")
     if shutil.which(command[0]) is None:
         raise UserInputError(
             f"run: {command[0]!r} is no command that can be run; give its path, make it executable, or start it with `python`"
@@ -74,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         check_output_file(settings.as_json, ".json")
     skips = resolve_skips([name.strip() for name in settings.skip.split(",") if name.strip()])
     ended, calls = _run(command, skips)
-    code = _conclude(command, ended, calls, skips)
+    verdict = _conclude(command, ended, calls, skips)
     if settings.as_json is not None:
         found = {"calls": [call.to_dict() for call in calls], "unseen": [asdict(one) for one in ended.unseen]}
         report = {"command": command, "exit_code": ended.code, "skips": skips} | found
@@ -83,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
                 partial.write_text(to_json(report), encoding="utf-8")
         except CheckpointError as error:  # the command has run: to say that nothing was would be untrue
             print(f"harness onnx run: {error}", file=sys.stderr)
-            return EXIT_CODES[Verdict.INCONCLUSIVE]
-    return code
+            return Verdict.INCONCLUSIVE
+    return verdict
 
 
 def _run(command: Sequence[str], skips: dict[str, tuple[str, ...]]) -> tuple[Ended, Calls]:
@@ -98,7 +86,7 @@ def _run(command: Sequence[str], skips: dict[str, tuple[str, ...]]) -> tuple[End
         shutil.rmtree(folder)
 
 
-def _conclude(command: Sequence[str], ended: Ended, calls: Calls, skips: dict[str, tuple[str, ...]]) -> int:
+def _conclude(command: Sequence[str], ended: Ended, calls: Calls, skips: dict[str, tuple[str, ...]]) -> Verdict:
     if calls:
         print(calls.text())
     num_forced = sum(call.changed for call in calls)
@@ -111,4 +99,12 @@ def _conclude(command: Sequence[str], ended: Ended, calls: Calls, skips: dict[st
         problems.append(f"nothing was protected: no Python that the command started called {' or '.join(skips)}")
     for problem in problems:
         print(f"harness onnx run: {problem}", file=sys.stderr)
-    return 2 if problems else 0
+    return Verdict.INCONCLUSIVE if problems else Verdict.PASS
+
+
+COMMAND = Command(
+    "run a command whose code cannot be edited, and keep passes from running in it",
+    RunSettings,
+    run,
+    f"{OUT_OF_REACH}; " + exit_codes("the command ended well and every call was forced", inconclusive="it failed, or a call is not known"),
+)

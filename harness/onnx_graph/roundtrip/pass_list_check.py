@@ -24,6 +24,7 @@ from harness.onnx_graph.contracts.base import Contract
 from harness.onnx_graph.roundtrip.explain import OPTIMIZER_OF, explain
 from harness.onnx_graph.roundtrip.optimizers import OptimizerFailure, optimize
 from harness.onnx_graph.skips.passes import PassList, effective_passes
+from harness.reporting.verdict import Verdict
 
 # Small attention graphs, made without torch in a millisecond each: what a new release of an optimizer is tried on.
 #
@@ -222,6 +223,13 @@ class Alarm:
     def breaks(self) -> bool:
         """Whether the skips that are relied on no longer hold."""
         return any(not trial.holds for trial in self.trials)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What that means for who asked: a new list that breaks nothing waits for somebody who accepts it."""
+        if self.breaks:
+            return Verdict.REGRESSION
+        return Verdict.PASS if self.state == "known" else Verdict.INCONCLUSIVE
 
     def text(self) -> str:
         """Say it in a few lines."""

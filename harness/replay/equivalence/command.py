@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import warnings
 from typing import Annotated
 
 from compressor.settings.kinds import Flag, Text, Texts, Whole
-from compressor.settings.options import Option, Settings, add_options, settings_of
+from compressor.settings.options import Option, Settings
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
-EPILOG = """exit codes: 0 every mode gave the same bits, 1 one differs or refuses the step, 2 nothing can be said (too few steps, a step
-that does not repeat itself), 3 no verdict: bad input or a failure of the harness itself"""
 _MODES = ("capture", "replay")
 
 
@@ -41,29 +40,17 @@ class EquivalenceSettings(Settings):
     """Print the result as JSON instead of the text."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    parser.epilog = EPILOG
-    add_options(parser, EquivalenceSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: EquivalenceSettings) -> Verdict:
     """Compare, and print what came of it.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        The exit code of the verdict.
+        What the records say.
     """
-    settings = settings_of(args, EquivalenceSettings)
     from harness.replay.equivalence.compare import compare_modes
     from harness.replay.equivalence.models import Size, steps_of
-    from harness.reporting.verdict import EXIT_CODES
 
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # what models print must not mix with the verdict
         warnings.simplefilter("ignore")
@@ -73,4 +60,16 @@ def run(args: argparse.Namespace) -> int:
             subject.factory, subject.batch_at, settings.modes, steps=settings.steps, seed=settings.seed, every=settings.every
         )
     print(found.to_json() if settings.as_json else found.to_text(), end="")
-    return EXIT_CODES[found.verdict]
+    return found.verdict
+
+
+COMMAND = Command(
+    "train a model in eager, capture and replay, and compare all state bit for bit; `harness replay MODEL` is short for it",
+    EquivalenceSettings,
+    run,
+    exit_codes(
+        "every mode gave the same bits",
+        "one differs or refuses the step",
+        "nothing can be said (too few steps, a step that does not repeat itself)",
+    ),
+)

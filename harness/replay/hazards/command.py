@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import warnings
@@ -11,15 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from compressor.settings.kinds import Flag, Texts
-from compressor.settings.options import Option, Settings, add_options, settings_of
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from compressor.settings.options import Option, Settings
+from harness.reporting.verdict import Verdict, exit_codes, worst
+from harness.verbs import Command
 
 if TYPE_CHECKING:
     from harness.replay.hazards.registry import HazardResult
-
-
-EPILOG = """exit codes: 0 every hazard is equal or refused with the error that the table names, 1 one is silently different or otherwise not
-as the table says, 3 bad input or a failure of the harness itself"""
 
 
 class HazardSettings(Settings):
@@ -33,26 +29,15 @@ class HazardSettings(Settings):
     """Print the results as JSON instead of the table."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    parser.epilog = EPILOG
-    add_options(parser, HazardSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: HazardSettings) -> Verdict:
     """Run hazards, and print what became of them.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0, or 1 if one is red.
+        REGRESSION if one is red, else PASS.
     """
-    settings = settings_of(args, HazardSettings)
     from compressor.json_text import to_json
     from compressor.progress import RichProgress
     from harness.replay.hazards.registry import chosen_hazards, run_hazards
@@ -61,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if settings.listing:
         rows = [{"theme": theme, **_known(hazard)} for theme, hazard in chosen.values()]
         print(to_json({"hazards": rows}) if settings.as_json else _listing(rows), end="")
-        return EXIT_CODES[Verdict.PASS]
+        return Verdict.PASS
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), RichProgress().task("hazards", len(chosen)) as task:
         warnings.simplefilter("ignore")
         results = run_hazards(settings.only, lambda result: task.advance(note=f"{result.hazard.name}: {result.fate.value}"))
@@ -69,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         print(to_json(_summary(results)), end="")
     else:
         _print(results)
-    return EXIT_CODES[Verdict.PASS if all(result.is_well for result in results) else Verdict.REGRESSION]
+    return worst(result.fate.verdict for result in results)
 
 
 def _known(hazard: Any) -> dict[str, Any]:
@@ -105,3 +90,14 @@ def _print(results: Sequence[HazardResult]) -> None:
     console.print(
         f"{len(results)} hazards in {sum(one.seconds for one in results):.0f} s: {text}; {sum(not one.is_well for one in results)} red."
     )
+
+
+COMMAND = Command(
+    "run what broke captured training steps elsewhere: equal, or the named error",
+    HazardSettings,
+    run,
+    exit_codes(
+        "every hazard is equal or refused with the error that the table names",
+        "one is silently different or otherwise not as the table says",
+    ),
+)

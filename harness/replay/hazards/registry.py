@@ -23,7 +23,7 @@ from harness.replay.equivalence.first_difference import FirstDifference
 from harness.replay.equivalence.run import Batches, Refusal, Subject
 from harness.replay.hazards.building_blocks import vectors
 from harness.reporting.record import CheckRecord, Claim
-from harness.reporting.verdict import Outcome
+from harness.reporting.verdict import Outcome, Verdict
 
 # Each theme, and the module that holds its table.
 THEMES: Mapping[str, str] = MappingProxyType(
@@ -88,6 +88,11 @@ class HazardOutcome(StrEnum):
     UNEXPECTED = "unexpected"
     VACUOUS = "vacuous"
 
+    @property
+    def verdict(self) -> Verdict:
+        """What that means for who asked: the bits were equal, or the named error came; as the table says."""
+        return Verdict.PASS if self in (HazardOutcome.EQUAL, HazardOutcome.REFUSED) else Verdict.REGRESSION
+
 
 @dataclass(frozen=True)
 class HazardResult:
@@ -109,17 +114,15 @@ class HazardResult:
 
     @property
     def is_well(self) -> bool:
-        """The bits were equal, or the named error came; as the table says."""
-        return self.fate in (HazardOutcome.EQUAL, HazardOutcome.REFUSED)
+        """It is not red."""
+        return self.fate.verdict is Verdict.PASS
 
     def record(self) -> CheckRecord:
         """Return the record of this hazard."""
-        claim = Claim(f"hazards.{self.theme}.{self.hazard.name}", self.hazard.what)
-        outcome = Outcome.PASS if self.is_well else Outcome.FAIL
         expected = "equal" if self.hazard.expected is None else self.hazard.expected.__name__
-        return claim.record(
-            outcome, f"{self.fate.value}: {self.detail}", limit=expected, evidence={"fate": self.fate.value, "source": self.hazard.source}
-        )
+        evidence = {"fate": self.fate.value, "source": self.hazard.source}
+        claim = Claim(f"hazards.{self.theme}.{self.hazard.name}", self.hazard.what)
+        return claim.record(self.fate.verdict.outcome, f"{self.fate.value}: {self.detail}", limit=expected, evidence=evidence)
 
 
 def all_hazards() -> dict[str, tuple[str, Hazard]]:

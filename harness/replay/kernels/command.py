@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import warnings
@@ -11,18 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 from compressor.errors import UserInputError
 from compressor.json_text import to_json
 from compressor.settings.kinds import Flag, Number, Text, Texts, Whole
-from compressor.settings.options import Option, Settings, add_options, settings_of
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from compressor.settings.options import Option, Settings
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 if TYPE_CHECKING:
     from harness.replay.kernels.report import KernelReport
-
-
-EPILOG = """Every FUNCTION is imported from the current folder or from what is installed, and runs: give only code that you trust. It is
-called with the arguments of the op, and returns what the op returns, or writes into the arguments that the op writes. Several swaps are
-reported one by one, and then all at once, unless two mean the same op. exit codes: 0 measured, and within the tolerance where one is given;
-1 beyond it; 2 nothing can be said about the tolerance: the original does not repeat its own bits, or gives nothing but zeros; 3 bad input,
-such as a function that cannot take the op's place, or a failure of the harness itself"""
 
 
 class KernelSettings(Settings):
@@ -52,26 +45,15 @@ class KernelSettings(Settings):
     """Print the result as JSON instead of the text."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    parser.epilog = EPILOG
-    add_options(parser, KernelSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: KernelSettings) -> Verdict:
     """Exchange, measure, and print what came of it.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0, 1 or 2, as the epilog says.
+        What the tolerance says; PASS where there is none.
     """
-    settings = settings_of(args, KernelSettings)
     _check_limits(settings)
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # what models and variants print must not mix with the verdict
         warnings.simplefilter("ignore")
@@ -85,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n\n".join(report.text() for report in reports))
         if reason:
             print(f"\n{verdict.value}: {reason}")
-    return EXIT_CODES[verdict]
+    return verdict
 
 
 def _check_limits(settings: KernelSettings) -> None:
@@ -133,3 +115,20 @@ def _verdict(settings: KernelSettings, reports: list[KernelReport], beyond: list
     if all(error.scale == 0 for site in sites for error in site.errors):
         return Verdict.INCONCLUSIVE, "the original gives nothing but zeros, which any function may"
     return Verdict.PASS, "every op is within the tolerance"
+
+
+_EPILOG = """Every FUNCTION is imported from the current folder or from what is installed, and runs: give only code that you trust. It is
+called with the arguments of the op, and returns what the op returns, or writes into the arguments that the op writes. Several swaps are
+reported one by one, and then all at once, unless two mean the same op. """
+
+COMMAND = Command(
+    "exchange the implementation of an op in a training step: local error, grown error, time beside its control",
+    KernelSettings,
+    run,
+    _EPILOG
+    + exit_codes(
+        "measured, and within the tolerance where one is given",
+        "beyond it",
+        "nothing can be said about the tolerance: the original does not repeat its own bits, or gives nothing but zeros",
+    ),
+)

@@ -45,14 +45,14 @@ class Truth:
     variant_ulp: float
 
     @property
-    def verdict(self) -> str:
+    def nearness(self) -> str:
         """`nearer`, `farther`, `as near` (within MARGIN), or `mixed` where the largest and the mean error disagree."""
         signs = {_sign(self.variant_max, self.original_max), _sign(self.variant_rms, self.original_rms)} - {0}
         return {frozenset(): "as near", frozenset({-1}): "nearer", frozenset({1}): "farther"}.get(frozenset(signs), "mixed")
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON types."""
-        return asdict(self) | {"verdict": self.verdict}
+        return asdict(self) | {"nearness": self.nearness}
 
 
 def _sign(variant: float, original: float) -> int:

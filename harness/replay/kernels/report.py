@@ -92,12 +92,12 @@ class KernelReport:
             yield f"  and {len(self.sites) - len(shown)} more, none further from the original than these"
 
     def _truths(self) -> Counter[str]:
-        return Counter(error.truth.verdict for site in self.sites for error in site.errors if error.truth is not None)
+        return Counter(error.truth.nearness for site in self.sites for error in site.errors if error.truth is not None)
 
     def _truth_lines(self) -> Iterator[str]:
         truths = self._truths()
         if truths:
-            counts = ", ".join(f"{verdict} at {count}" for verdict, count in sorted(truths.items()))
+            counts = ", ".join(f"{nearness} at {count}" for nearness, count in sorted(truths.items()))
             yield f"against float64 the variant is: {counts}"
 
     def _grown_lines(self) -> Iterator[str]:
@@ -127,7 +127,7 @@ def _site_details(site: Site) -> Iterator[str]:
             text = f"{_spell(error.distance)}; largest value {error.scale:.3g}"
         if error.truth is not None:
             original, variant = error.truth.original_ulp, error.truth.variant_ulp
-            text += f"; from float64: original {original:.3g} ulp, variant {variant:.3g} ulp, {error.truth.verdict}"
+            text += f"; from float64: original {original:.3g} ulp, variant {variant:.3g} ulp, {error.truth.nearness}"
         yield label + text
     if len(site.errors) > 3:
         yield f"and {len(site.errors) - 3} more results, none further apart"
@@ -152,7 +152,7 @@ def timing_lines(timing: KernelTiming) -> list[str]:
     """
     rows: Sequence[tuple[str, str, str]] = (
         ("A/A control", str(timing.control), "the original against itself: noise"),
-        ("variant", str(timing.variant), f"{_time(timing.seconds['original'])} -> {_time(timing.seconds['variant'])}: {timing.verdict}"),
+        ("variant", str(timing.variant), f"{_time(timing.seconds['original'])} -> {_time(timing.seconds['variant'])}: {timing.speed}"),
         ("as on tape", str(timing.tape), f"{_time(timing.seconds['tape'])}: what the calling convention saves or costs"),
     )
     return [f"{name:<12} {ratio:<22} {note}" for name, ratio, note in rows]

@@ -197,7 +197,7 @@ class KernelTiming:
     tape: Ratio
 
     @property
-    def verdict(self) -> str:
+    def speed(self) -> str:
         """`faster` or `slower` where the variant's interval leaves both the control's and 1; else `no difference shown`.
 
         Fewer than 5 rounds give no interval that is worth the name, and say `too few rounds to tell`.
@@ -214,7 +214,7 @@ class KernelTiming:
             "control_over_original": self.control.to_dict(),
             "variant_over_original": self.variant.to_dict(),
             "tape_over_original": self.tape.to_dict(),
-            "verdict": self.verdict,
+            "speed": self.speed,
         }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from compressor.training import Plan, Snapshot, locate
 from compressor.training.capture.operators import Kind, Op
 from compressor.training.engines.tape import Tape
 from harness.replay.kernels.exchange import first_byte, overlaps_any, swapped
+from harness.reporting.verdict import Verdict
 
 Run = Callable[[], object]
 
@@ -80,6 +82,20 @@ WAYS: dict[str, Callable[[Plan, Op], Run | None]] = {
 }
 
 
+class TrialOutcome(StrEnum):
+    """What came of one sabotage."""
+
+    NAMED = "named"
+    ANOTHER = "another named"
+    MISSED = "missed"
+    NO_EFFECT = "no effect"
+
+    @property
+    def verdict(self) -> Verdict:
+        """What that means for who asked: where nothing depends on what was done, there is nothing to name."""
+        return Verdict.PASS if self in (TrialOutcome.NAMED, TrialOutcome.NO_EFFECT) else Verdict.REGRESSION
+
+
 @dataclass(frozen=True)
 class Trial:
     """One operator that was sabotaged.
@@ -101,15 +117,15 @@ class Trial:
     has_effect: bool
 
     @property
-    def outcome(self) -> str:
-        """`named`, `another named`, `missed`, or `no effect`: nothing that the step leaves depends on it."""
+    def outcome(self) -> TrialOutcome:
+        """Whether `locate` named the very operator."""
         if self.named is not None:
-            return "named" if self.named == self.index else "another named"
-        return "missed" if self.has_effect else "no effect"
+            return TrialOutcome.NAMED if self.named == self.index else TrialOutcome.ANOTHER
+        return TrialOutcome.MISSED if self.has_effect else TrialOutcome.NO_EFFECT
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON types."""
-        return asdict(self) | {"outcome": self.outcome}
+        return asdict(self) | {"outcome": self.outcome.value}
 
 
 def one_of_each(ops: Iterable[Op]) -> list[Op]:
@@ -190,7 +206,7 @@ def score(trials: Iterable[Trial]) -> dict[str, int]:
     Returns:
         Outcome to number; all four are there.
     """
-    counts = dict.fromkeys(("named", "another named", "missed", "no effect"), 0)
+    counts = {outcome.value: 0 for outcome in TrialOutcome}
     for trial in trials:
-        counts[trial.outcome] += 1
+        counts[trial.outcome.value] += 1
     return counts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import warnings
@@ -11,17 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from compressor.json_text import to_json
 from compressor.settings.kinds import Flag, Text, Texts, Whole
-from compressor.settings.options import Option, Settings, add_options, settings_of
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from compressor.settings.options import Option, Settings
+from harness.reporting.verdict import Verdict, exit_codes, worst
+from harness.verbs import Command
 
 if TYPE_CHECKING:
     from harness.replay.sabotage.break_ops import Trial
 
 
-EPILOG = """ways: `left out`, the op does not run; `one bit`, the lowest bit of a number that it writes is flipped; `twice`, an op that
-writes in place runs two times; `elsewhere`, it also flips a bit of a tensor that it does not write; `on a view`, an op that only makes an
-alias writes through it; `draws`, it also draws a random number. exit codes: 0 each op was named, or nothing that the step leaves depends on
-what was done to it; 1 one was missed, or another one was named; 3 bad input, or a failure of the harness itself"""
 _WAYS = ("left out", "one bit", "twice", "elsewhere", "on a view", "draws")
 
 
@@ -46,39 +42,28 @@ class SabotageSettings(Settings):
     """Print every trial as JSON."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: of the action; changed.
-    """
-    parser.epilog = EPILOG
-    add_options(parser, SabotageSettings)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(settings: SabotageSettings) -> Verdict:
     """Sabotage, and print what came of it.
 
     Args:
-        args: as declared by `add_arguments`.
+        settings: of the verb.
 
     Returns:
-        0 or 1, as the epilog says.
+        The worst of the trials.
     """
-    settings = settings_of(args, SabotageSettings)
     from harness.replay.sabotage.break_ops import score
 
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # what models print must not mix with the verdict
         warnings.simplefilter("ignore")
         trials = _trials(settings)
     counts = score(trials)
-    verdict = Verdict.REGRESSION if counts["missed"] or counts["another named"] else Verdict.PASS
+    verdict = worst(trial.outcome.verdict for trial in trials)
     if settings.as_json:
         found = {"model": settings.model, "verdict": verdict.value, "score": counts, "trials": [trial.to_dict() for trial in trials]}
         print(to_json(found), end="")
     else:
         print(_text(trials, counts))
-    return EXIT_CODES[verdict]
+    return verdict
 
 
 def _trials(settings: SabotageSettings) -> list[Trial]:
@@ -103,12 +88,31 @@ def _trials(settings: SabotageSettings) -> list[Trial]:
 
 
 def _text(trials: Sequence[Trial], counts: dict[str, int]) -> str:
+    from harness.replay.sabotage.break_ops import TrialOutcome
+
     num_ops = len({trial.index for trial in trials})
     numbers = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     lines = [f"{num_ops} ops sabotaged one at a time, {len(trials)} trials: {numbers}"]
     for trial in trials:
-        if trial.outcome == "another named":
+        if trial.outcome is TrialOutcome.ANOTHER:
             lines.append(f"  {trial.place}, {trial.way}: locate named op {trial.named}")
-        elif trial.outcome != "named":
-            lines.append(f"  {trial.place}, {trial.way}: {trial.outcome}")
+        elif trial.outcome is not TrialOutcome.NAMED:
+            lines.append(f"  {trial.place}, {trial.way}: {trial.outcome.value}")
     return "\n".join(lines)
+
+
+_EPILOG = """ways: `left out`, the op does not run; `one bit`, the lowest bit of a number that it writes is flipped; `twice`, an op that
+writes in place runs two times; `elsewhere`, it also flips a bit of a tensor that it does not write; `on a view`, an op that only makes an
+alias writes through it; `draws`, it also draws a random number. """
+
+COMMAND = Command(
+    "break the ops of a captured step one at a time, and see whether `locate` names the very one",
+    SabotageSettings,
+    run,
+    _EPILOG
+    + exit_codes(
+        "each op was named, or nothing that the step leaves depends on what was done to it",
+        "one was missed, or another one was named",
+        "none of the ways applies to any of the ops",
+    ),
+)

@@ -33,7 +33,7 @@ def test_text_names_layer_module_modifier_stage_and_prints_the_test(command, bro
         "modifier  QuantizationModifier (int8 channel",
         "stage     first_stage",
         "passes      14 over the data, where one per module would be 36",
-        "verdict     found",
+        "answer      found",
         "def test_model_layers_3_mlp_up_proj",
     ):
         assert words in out, out
@@ -42,7 +42,7 @@ def test_text_names_layer_module_modifier_stage_and_prints_the_test(command, bro
 def test_json_holds_the_same_and_the_file_is_written_whole(command, broken, tmp_path):
     code, out, _ = command(broken, "--json", "--test", str(tmp_path / "test_it.py"), "--measure", "sqnr", "--limit", "15")
     data = json.loads(out)
-    assert (code, data["verdict"], data["measure"]) == (1, "found", "sqnr")
+    assert (code, data["verdict"], data["answer"], data["measure"]) == (1, "regression", "found", "sqnr")
     assert data["limit"] == pytest.approx(10**-1.5)
     assert data["layers"][0]["modules"][0]["module"] == "model.layers.3.mlp.up_proj"
     assert (tmp_path / "test_it.py").read_text() == data["test"]
@@ -55,7 +55,7 @@ def test_exit_codes_tell_no_difference_found_and_spread(command, broken, tiny_co
     total = json.loads(command(tiny_compressed, "--json")[1])["total"]
     code, out, _ = command(tiny_compressed, "--limit", str(total * 0.9))
     assert code == 2
-    assert "verdict     spread" in out
+    assert "answer      spread" in out
     assert "model.layers.4" in out
 
 

@@ -48,7 +48,7 @@ PLANTS = {
 def test_a_planted_bug_is_found(plant, measure, spoiled, tiny_base, tiny_tokens):
     module, change = PLANTS[plant]
     report = bisect(tiny_base, spoiled(change), tiny_tokens, measure=measure, device="cpu")
-    assert report.verdict == "found", report.to_text()
+    assert report.answer == "found", report.to_text()
     assert report.layers[0].modules[0].module == module, report.to_text()
     assert len(report.layers) == 1
     assert report.num_passes < report.num_parts / 2
@@ -100,9 +100,9 @@ def test_two_broken_layers_are_both_found_the_first_one_first(spoiled, tiny_base
 
 
 def test_a_healthy_checkpoint_is_spread_or_within_the_limit(tiny_compressed, tiny_base, tiny_tokens):
-    assert bisect(tiny_base, tiny_compressed, tiny_tokens, limit=1.0, device="cpu").verdict == "no difference"
+    assert bisect(tiny_base, tiny_compressed, tiny_tokens, limit=1.0, device="cpu").answer == "no difference"
     report = bisect(tiny_base, tiny_compressed, tiny_tokens, limit=1e-9, device="cpu")
-    assert (report.verdict, report.layers, report.test) == ("spread", (), None)
+    assert (report.answer, report.layers, report.test) == ("spread", (), None)
     assert "5 layers go beyond the limit by themselves, model.layers.0 first" in report.to_text()
 
 
@@ -114,7 +114,7 @@ def test_an_accepted_checkpoint_may_stand_for_the_base(spoiled, tiny_compressed,
 
 def test_equal_checkpoints_have_no_difference(spoiled, tiny_compressed, tiny_tokens):
     report = bisect(tiny_compressed, spoiled(lambda tensors: None), tiny_tokens, device="cpu")
-    assert (report.verdict, report.num_parts, report.exit_code) == ("no difference", 0, 0)
+    assert (report.answer, report.num_parts, report.exit_code) == ("no difference", 0, 0)
 
 
 def test_a_wrong_scale_of_the_input_is_told_from_one_of_the_weight(tiny_base, tiny_tokens, tmp_path, compress, spoil_copy):

@@ -57,6 +57,5 @@ def test_bad_input_is_exit_code_3_with_the_reason(arguments: list[str], message:
 
 @pytest.mark.parametrize("arguments", [["--skip", "fuse_qkv"], ["--skip", "fuse_qkv", "--"]])
 def test_a_missing_command_is_a_wrong_argument(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["onnx", "run", *arguments])
-    assert caught.value.code == 3 and "no command was given" in capsys.readouterr().err
+    assert main(["onnx", "run", *arguments]) == 3
+    assert "no command was given" in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_an_op_that_names_its_dtype_is_held_against_float64_as_well(plans):
         return func._op(func._op(x, dtype=torch.bfloat16), **settings) + 1
 
     truths = [error.truth for site in compare(plans, "llama", func, rounded).sites for error in site.errors]
-    assert truths and all(truth.original_max == 0 and truth.variant_max == 1 and truth.verdict == "farther" for truth in truths)
+    assert truths and all(truth.original_max == 0 and truth.variant_max == 1 and truth.nearness == "farther" for truth in truths)
 
 
 def test_in_place_ops_and_optimizers_are_exchanged_by_functions_that_write_in_place(plans):
@@ -322,7 +322,7 @@ def test_timing_stands_beside_its_control_and_only_a_clear_difference_counts(pla
         monkeypatch.setattr(module, "interleave", interleave)
     report = compare(plans, "llama", "aten.silu", silu, rounds=7)
     timing = report.sites[0].timing
-    assert timing.verdict == report.timing.verdict == "slower" and timing.variant.median == pytest.approx(4.5)
+    assert timing.speed == report.timing.speed == "slower" and timing.variant.median == pytest.approx(4.5)
     assert set(timing.seconds) == {"tape", "original", "control", "variant"} and timing.control.num_rounds == 7
     text = report.text()
     assert text.index("A/A control ") < text.index("slower") and "time of the whole step, 7 interleaved rounds" in text
@@ -341,7 +341,7 @@ def test_an_original_that_does_not_repeat_itself_spoils_the_control(plans):
 
 
 @pytest.mark.parametrize(
-    ("variant", "control", "verdict"),
+    ("variant", "control", "speed"),
     [
         ((1.3, 1.2, 1.4), (1.0, 0.9, 1.1), "slower"),
         ((0.7, 0.6, 0.8), (1.0, 0.9, 1.1), "faster"),
@@ -351,11 +351,11 @@ def test_an_original_that_does_not_repeat_itself_spoils_the_control(plans):
         ((1.03, 1.02, 1.04), (0.9, 0.85, 0.95), "slower"),
     ],
 )
-def test_only_an_interval_that_leaves_the_control_and_one_is_a_verdict(variant, control, verdict):
+def test_only_an_interval_that_leaves_the_control_and_one_is_a_verdict(variant, control, speed):
     ratio = {name: Ratio(*values, 0.95, 9) for name, values in (("variant", variant), ("control", control))}
-    assert KernelTiming({}, ratio["control"], ratio["variant"], ratio["control"]).verdict == verdict
+    assert KernelTiming({}, ratio["control"], ratio["variant"], ratio["control"]).speed == speed
     few = Ratio(*variant, 0.75, 3)
-    assert KernelTiming({}, ratio["control"], few, ratio["control"]).verdict == "too few rounds to tell"
+    assert KernelTiming({}, ratio["control"], few, ratio["control"]).speed == "too few rounds to tell"
 
 
 def test_the_sign_of_a_zero_is_told_from_an_error(plans):

@@ -125,4 +125,4 @@ def test_with_scales_moved_and_weights_rounded_behind(make: Callable[[], Any], t
     assert all(name.startswith("behaviour.") and name != "behaviour.transforms" for name in failed), failed  # half of the experts are gone
     assert records["behaviour.transforms"].outcome is Outcome.PASS and records["weights.decoded"].outcome is Outcome.PASS
     found = bisect(base, tmp_path / "out", IDS[8:10])
-    assert found.verdict == "found" and found.layers
+    assert found.answer == "found" and found.layers
