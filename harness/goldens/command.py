@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from compressor.settings.kinds import FilePath, Flag, Text, Texts
 from compressor.settings.options import Option, Settings
 from harness.errors import GoldenError
+from harness.reporting.text import aligned
 from harness.reporting.verdict import Verdict, exit_codes
 from harness.verbs import Actions, Command
 
@@ -182,7 +183,6 @@ def _why(settings: WhySettings) -> Verdict:
 
 
 def _list(settings: GoldenSettings) -> Verdict:
-    from harness.goldens.report import aligned
     from harness.goldens.store.listing import state_of_goldens
 
     rows = state_of_goldens(_root(settings))

@@ -14,7 +14,7 @@ from compressor.atomic import write_whole
 from harness.errors import GoldenError
 from harness.goldens.differences import Difference
 from harness.goldens.report import HEADINGS, row_cells
-from harness.reporting.pages import render
+from harness.reporting.pages import heat_map_html, render
 from harness.reporting.verdict import Verdict
 from harness.tolerance.bits import differs
 from harness.tolerance.measures import absolute_error
@@ -92,15 +92,9 @@ def heat_map(actual: Tensor, expected: Tensor) -> str:
     cells = _pooled(strength)
     height, width = cells.shape
     rows, places = torch.nonzero(cells, as_tuple=True)
-    squares = "".join(
-        f'<rect x="{column * _CELL}" y="{row * _CELL}" width="{_CELL}" height="{_CELL}" opacity="{float(cells[row, column]):.2f}"/>'
-        for row, column in zip(rows.tolist(), places.tolist(), strict=True)
-    )
     label = f"heat map of {int(changed.sum())} differing elements of {changed.numel()}, {height} by {width} cells"
-    return (
-        f'<svg class="heat" role="img" aria-label="{label}" viewBox="0 0 {width * _CELL} {height * _CELL}" fill="var(--bad)" '
-        f'shape-rendering="crispEdges">{squares}</svg>'
-    )
+    found = [(column, row, float(cells[row, column])) for row, column in zip(rows.tolist(), places.tolist(), strict=True)]
+    return heat_map_html(label, (width, height), _CELL, found)
 
 
 def _strength(error_N: Tensor, changed_N: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from harness.reporting.text import aligned
 
 HEADINGS = ("tensor", "tier", "max abs", "ulp", "SQNR dB", "changed", "share", "first index")
 _FAR = 1 << 62
@@ -42,9 +44,3 @@ def row_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 def number(value: Any) -> str:
     """Return a number in four digits; `inf` and `nan` may have become texts on their way."""
     return "-" if value is None else f"{float(value):.4g}"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines whose columns stand below each other."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -6,17 +6,18 @@ left as it was, whatever a check finds.
 
 from __future__ import annotations
 
-import io
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from compressor.console import Console
 from compressor.json_text import to_json
 from harness.modules import copies, hooks, state
 from harness.modules.subject import ModuleCheck, NotApplicableError, Subject, untouched
-from harness.reporting.record import CheckRecord, Claim, decide, to_table
+from harness.reporting.record import CheckRecord, Claim, decide
+from harness.reporting.text import as_text, to_table
 from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 
 CALL = Claim("module.call", "The module takes the inputs that it is checked with")
@@ -68,16 +69,14 @@ class ModuleReport:
 
     def to_text(self) -> str:
         """Return the report as a table, the deviations of failed checks below it."""
-        from rich.console import Console
+        return as_text(self._show, width=140)
 
-        file = io.StringIO()
-        console = Console(file=file, width=140, no_color=True)
+    def _show(self, console: Console) -> None:
         console.print(to_table(self.records))
         for record in self.records:
             if record.outcome is Outcome.FAIL:
                 console.print(f"{record.name}: {record.title}", *record.findings, sep="\n  ", markup=False, highlight=False)
         console.print(f"{self.subject}: {self.verdict.value}", markup=False, highlight=False)
-        return file.getvalue()
 
 
 def verify_module(module: nn.Module, inputs: object) -> ModuleReport:

@@ -12,6 +12,7 @@ from compressor.console import positive
 from compressor.json_text import to_json
 from compressor.settings.kinds import Flag, Text, Texts, Whole
 from compressor.settings.options import Option, Settings
+from harness.reporting.text import plain_console, plain_table
 from harness.reporting.verdict import Verdict, exit_codes, worst
 from harness.verbs import Command
 
@@ -94,17 +95,13 @@ def summary(fates: Sequence[Fate]) -> dict[str, Any]:
 
 
 def _print(fates: Sequence[Fate]) -> None:
-    from rich.table import Table
-
-    from compressor.console import Console
-
-    table = Table("planted bug", "what is wrong", "killed by", "saw nothing", box=None, pad_edge=False)
-    for fate in fates:
-        if fate.mutant:
-            seen = ", ".join(map(_short, fate.killed_by)) or "nobody: it survives"
-            table.add_row(fate.mutant.name, fate.mutant.wrong, seen, str(len(fate.survived)))
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
-    console.print(table, "")
+    rows = [
+        (fate.mutant.name, fate.mutant.wrong, ", ".join(map(_short, fate.killed_by)) or "nobody: it survives", str(len(fate.survived)))
+        for fate in fates
+        if fate.mutant
+    ]
+    console = plain_console(160)
+    console.print(plain_table(("planted bug", "what is wrong", "killed by", "saw nothing"), rows), "")
     for checks, names in _in_vain(fates).items():
         console.print(f"Only a state machine saw these {len(names)}: {', '.join(names)}.")
         console.print(f"Each was first looked at by {', '.join(checks)}, which saw nothing.", "")

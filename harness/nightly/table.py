@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from compressor.console import Console
+from harness.reporting.text import VERDICT_STYLES, plain_table
 from harness.reporting.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -16,30 +18,33 @@ if TYPE_CHECKING:
     from harness.nightly.judging.simulation import Figures
     from harness.nightly.runner import Night
 
-_STYLES = {Verdict.PASS: "green", Verdict.REGRESSION: "bold red", Verdict.INCONCLUSIVE: "yellow"}
-
 
 def show_judgements(found: Sequence[Judgement], verdict: Verdict) -> None:
     """Print a row a metric, those that are worse first, and the verdict."""
     from rich.text import Text
 
-    table = _table("metric", "verdict", "found")
-    order = list(_STYLES)
-    for one in sorted(found, key=lambda one: -order.index(one.verdict) if one.verdict is not Verdict.REGRESSION else -len(order)):
-        table.add_row(Text(one.metric), Text(one.verdict.value, style=_STYLES[one.verdict]), Text(one.summary))
-    _print(table, f"{len(found)} metric{'' if len(found) == 1 else 's'}: {verdict.value}")
+    order = [Verdict.REGRESSION, Verdict.INCONCLUSIVE, Verdict.PASS]
+    rows = [
+        (Text(one.metric), Text(one.verdict.value, style=VERDICT_STYLES[one.verdict]), Text(one.summary))
+        for one in sorted(found, key=lambda one: order.index(one.verdict))
+    ]
+    _print(
+        plain_table(("metric", "verdict", "found"), rows, is_lined=True),
+        f"{len(found)} metric{'' if len(found) == 1 else 's'}: {verdict.value}",
+    )
 
 
 def show_night(found: Night) -> None:
     """Print a row a cell, the metrics that are worse, and the verdict."""
     from rich.text import Text
 
-    table = _table("cell", "outcome", "seconds", "GiB", "found")
+    rows = []
     for row in found.rows:
         quarantined = f"quarantined: {found.flaky[row.cell]}; " if row.cell in found.flaky else ""
         style = "green" if row.outcome == "pass" else "bold red"
         outcome = Text(row.outcome, style="yellow" if quarantined else style)
-        table.add_row(Text(row.cell), outcome, f"{row.seconds:.1f}", f"{row.memory / (1 << 30):.2f}", Text(quarantined + row.summary))
+        rows.append((Text(row.cell), outcome, f"{row.seconds:.1f}", f"{row.memory / (1 << 30):.2f}", Text(quarantined + row.summary)))
+    table = plain_table(("cell", "outcome", "seconds", "GiB", "found"), rows, is_lined=True)
     worse = [f"{one.metric}: {one.summary}" for one in found.judgements if one.verdict is Verdict.REGRESSION]
     few = sum(one.verdict is Verdict.INCONCLUSIVE for one in found.judgements)
     unsure = [f"{few} of {len(found.judgements)} metrics have too few nights to tell noise from change"] if few else []
@@ -49,32 +54,38 @@ def show_night(found: Night) -> None:
 
 def show_nights(rows: Sequence[tuple[str, int, int]]) -> None:
     """Print night, number of metrics and number of readings."""
-    table = _table("night", "metrics", "readings")
-    for night, metrics, readings in rows:
-        table.add_row(night, f"{metrics:,}", f"{readings:,}")
-    _print(table, f"{len(rows)} nights")
+    from rich.text import Text
+
+    cells = [(Text(night), f"{metrics:,}", f"{readings:,}") for night, metrics, readings in rows]
+    _print(plain_table(("night", "metrics", "readings"), cells, is_lined=True), f"{len(rows)} nights")
 
 
 def show_series(series: Sequence[Measurement], words: Sequence[Acceptance], judgement: Judgement) -> None:
     """Print the nights of a metric, and what they say."""
     from rich.text import Text
 
-    table = _table("night", "median", "spread", "times", "environment", "revision")
+    rows = []
     for one in series:
         values = sorted(one.values)
         median = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
         spread = f"{(values[-1] - values[0]) / median:.1%}"
-        table.add_row(one.night, f"{median:.5g}", spread, str(len(values)), one.environment, Text(one.revision[:12]))
+        rows.append((Text(one.night), f"{median:.5g}", spread, str(len(values)), one.environment, Text(one.revision[:12])))
+    table = plain_table(("night", "median", "spread", "times", "environment", "revision"), rows, is_lined=True)
     lines = [f"accepted since {one.night}{' until ' + one.until if one.until else ''}: {one.reason}" for one in words]
     _print(table, *lines, f"{judgement.metric}: {judgement.verdict.value}: {judgement.summary}")
 
 
 def show_figures(found: Sequence[Figures]) -> None:
     """Print false alarms, and by when changes were seen, a row a kind of noise."""
-    table = _table("noise", "false alarms", *(f"{name}" for name in found[0].seen))
-    for one in found:
-        seen = [f"{share:.0%}, night {_night(one.median_night[name])}" for name, share in one.seen.items()]
-        table.add_row(one.noise, f"{one.false_alarms:.2f}", *seen)
+    rows = [
+        (
+            one.noise,
+            f"{one.false_alarms:.2f}",
+            *(f"{share:.0%}, night {_night(one.median_night[name])}" for name, share in one.seen.items()),
+        )
+        for one in found
+    ]
+    table = plain_table(("noise", "false alarms", *found[0].seen), rows, is_lined=True)
     _print(table, "false alarms: of 50 metrics in 100 nights; changes: share seen in time (3, 15, 20 nights), median night")
 
 
@@ -82,19 +93,7 @@ def _night(night: float) -> str:
     return "never" if math.isinf(night) else f"{night:g}"
 
 
-def _table(*columns: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
 def _print(table: Table, *lines: str) -> None:
-    from compressor.console import Console
-
     console = Console()
     console.print(table)
     console.print(*lines, sep="\n", markup=False, highlight=False)

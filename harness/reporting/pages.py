@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,35 @@ def record_html(record: CheckRecord) -> str:
 def pairs_html(values: Mapping[str, Any]) -> str:
     """Return a mapping as a definition list; a mapping inside stands in one row."""
     return str(_parts().pairs(values))
+
+
+def plot_html(view_box: str, description: str, drawing: str) -> str:
+    """Return a plot as it stands on a page.
+
+    Args:
+        view_box: its size, as SVG says it.
+        description: for those who cannot see it.
+        drawing: what is inside; SVG of ours or of matplotlib, not escaped.
+
+    Returns:
+        An SVG element.
+    """
+    return str(_parts().plot(view_box, description, Markup(drawing)))
+
+
+def heat_map_html(label: str, size: tuple[int, int], cell: int, cells: Sequence[tuple[int, int, float]]) -> str:
+    """Return a heat map as it stands on a page.
+
+    Args:
+        label: for those who cannot see it.
+        size: columns and rows.
+        cell: width of one, in units of the picture.
+        cells: column, row and opacity of those that are not empty.
+
+    Returns:
+        An SVG element.
+    """
+    return str(_parts().heat_map(label, size, cell, cells))
 
 
 def _parts() -> Any:

@@ -1,4 +1,4 @@
-"""One record of a check, and three ways to show a list of them: terminal table, JSON, JUnit. Pages are in `pages`.
+"""One record of a check, and what several mean together. How they are shown stands beside: `text`, `junit`, `pages`.
 
 A check never prints and never raises for a bad subject: it returns a CheckRecord. What the records together mean is decided in one
 place, `decide`, and the exit codes of the command line follow from it.
@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree
+from typing import Any
 
 from harness.reporting.verdict import Outcome, Verdict, worst
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 MAX_SHOWN_FINDINGS = 20
 """How many single findings a rendered record lists; the JSON report holds all of them."""
@@ -96,62 +91,5 @@ def decide(records: Iterable[CheckRecord]) -> Verdict:
     Returns:
         REGRESSION if any check failed, else INCONCLUSIVE if any could not tell or if no check looked at anything, else PASS.
     """
-    meaning = {Outcome.PASS: Verdict.PASS, Outcome.FAIL: Verdict.REGRESSION, Outcome.INCONCLUSIVE: Verdict.INCONCLUSIVE}
+    meaning = {verdict.outcome: verdict for verdict in Verdict}
     return worst(meaning[record.outcome] for record in records if record.outcome is not Outcome.SKIP)
-
-
-def to_junit(records: Sequence[CheckRecord], suite: str) -> str:
-    """Return the records as a JUnit document.
-
-    Args:
-        records: one test case each; an inconclusive one is an `error`, because it must not read as a pass.
-        suite: name of the test suite.
-    Returns:
-        The XML text; without times, so that equal records give equal bytes.
-    """
-    count = {outcome: str(sum(record.outcome is outcome for record in records)) for outcome in Outcome}
-    attributes = {
-        "name": suite,
-        "tests": str(len(records)),
-        "failures": count[Outcome.FAIL],
-        "errors": count[Outcome.INCONCLUSIVE],
-        "skipped": count[Outcome.SKIP],
-    }
-    root = ElementTree.Element("testsuites")
-    parent = ElementTree.SubElement(root, "testsuite", attributes)
-    tags = {Outcome.FAIL: "failure", Outcome.INCONCLUSIVE: "error", Outcome.SKIP: "skipped"}
-    for record in records:
-        case = ElementTree.SubElement(parent, "testcase", {"classname": f"{suite}.{record.family}", "name": record.name})
-        if record.outcome in tags:
-            result = ElementTree.SubElement(case, tags[record.outcome], {"message": _printable(record.summary)})
-            if record.outcome is not Outcome.SKIP:
-                result.set("type", record.outcome.value)
-            result.text = _printable("\n".join([f"limit: {record.limit}" if record.limit else record.title, *record.findings]))
-    ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char in "\n\t" or char >= " " else "\N{REPLACEMENT CHARACTER}" for char in text)
-
-
-_WIDE = 120  # columns of a terminal
-_STYLES = {Outcome.PASS: "green", Outcome.FAIL: "bold red", Outcome.INCONCLUSIVE: "yellow", Outcome.SKIP: "dim"}
-
-
-def to_table(records: Iterable[CheckRecord], *, width: int = 80) -> Table:
-    """Return a rich table, a row per record; the limits have a column where the terminal is wide enough."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
-    columns = ("found", "limit") if width >= _WIDE else ("found",)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for record in records:
-        outcome = Text(record.outcome.value, style=_STYLES[record.outcome])
-        table.add_row(record.name, outcome, Text(record.summary), *([Text(record.limit, style="dim")] if width >= _WIDE else []))
-    return table

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from io import StringIO
 from typing import Any
 
+from compressor.console import Console
 from compressor.json_text import to_json
-from harness.reporting.record import CheckRecord, decide, to_junit, to_table
+from harness.reporting.junit import to_junit
+from harness.reporting.record import CheckRecord, decide
+from harness.reporting.text import as_text, to_table
 from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 
 
@@ -78,10 +80,9 @@ class SubjectReport:
         Returns:
             Plain text, ending in a newline.
         """
-        from rich.console import Console
+        return as_text(self._show, width)
 
-        text = StringIO()
-        console = Console(file=text, width=width, no_color=True)
+    def _show(self, console: Console) -> None:
         groups = self.causes()
         first = {one.name: group[0].name for group in groups for one in group[1:]}
         console.print(to_table([replace(one, summary=f"as {first[one.name]}") if one.name in first else one for one in self.records]))
@@ -90,7 +91,6 @@ class SubjectReport:
             findings = [f"{group[0].name}: {group[0].title}{also}", *group[0].findings]
             console.print(*findings, sep="\n  ", markup=False, highlight=False)
         console.print(f"{self.subject}: {self.verdict.value}", markup=False, highlight=False)
-        return text.getvalue()
 
     def __str__(self) -> str:
         """Return the table."""

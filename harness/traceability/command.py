@@ -13,6 +13,7 @@ from compressor.json_text import to_json
 from compressor.settings.kinds import Flag, Texts
 from compressor.settings.options import Option, Settings
 from harness.errors import HarnessError
+from harness.reporting.text import plain_console, plain_table
 from harness.reporting.verdict import Verdict, exit_codes, worst
 from harness.verbs import Command
 
@@ -110,19 +111,17 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _print(rows: Sequence[Row]) -> None:
-    from rich.table import Table
-
-    from compressor.console import Console
-
-    table = Table("subject", "targets", "engine", "verdict", "stages", "s", "first difference, or reason", box=None, pad_edge=False)
-    for row in rows:
-        engine = row.used if row.engine in (row.used, "") else f"{row.engine}: {row.used or 'none'}"
-        table.add_row(row.subject, row.level, engine, row.finding.value, str(row.num_stages), f"{row.seconds:.2f}", row.detail)
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
-    console.print(table)
+    console = plain_console(200)
+    headings = ("subject", "targets", "engine", "verdict", "stages", "s", "first difference, or reason")
+    console.print(plain_table(headings, map(_cells, rows)))
     summary = _summary(rows)
     told = ", ".join(f"{count} {finding}" for finding, count in sorted(summary["counts"].items()))
     console.print(f"{len(rows)} audits in {summary['seconds']} s: {told}")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    engine = row.used if row.engine in (row.used, "") else f"{row.engine}: {row.used or 'none'}"
+    return row.subject, row.level, engine, row.finding.value, str(row.num_stages), f"{row.seconds:.2f}", row.detail
 
 
 COMMAND = Command(

@@ -105,15 +105,14 @@ def _policy(settings: ValidateSettings) -> Policy:
 def _print(report: ValidationReport, page: Path, *, as_json: bool) -> None:
     from compressor.console import Console
     from compressor.json_text import to_json
-    from harness.reporting.record import to_table
+    from harness.reporting.text import VERDICT_STYLES, to_table
 
     if as_json:
         sys.stdout.write(to_json(report.to_dict()))
         return
     console = Console()
     console.print(to_table(report.records, width=console.width))
-    styles = {"pass": "bold green", "regression": "bold red", "inconclusive": "bold yellow"}
-    console.print(f"verdict: {report.verdict.value}", style=styles[report.verdict.value])
+    console.print(f"verdict: {report.verdict.value}", style=VERDICT_STYLES[report.verdict])
     console.print(f"report:  {page}", soft_wrap=True, highlight=False)
 
 

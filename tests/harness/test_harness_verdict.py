@@ -10,8 +10,10 @@ import pytest
 from rich.console import Console
 
 from compressor.json_text import to_json
+from harness.reporting.junit import to_junit
 from harness.reporting.pages import pairs_html, record_html
-from harness.reporting.record import Claim, decide, to_junit, to_table
+from harness.reporting.record import Claim, decide
+from harness.reporting.text import to_table
 from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 
 CLAIM = Claim("family.check", "A statement")

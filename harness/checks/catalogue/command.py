@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ from compressor.json_text import to_json
 from compressor.settings.kinds import Flag, Text
 from compressor.settings.options import Option, Settings
 from harness.checks.catalogue.kinds import KINDS
+from harness.reporting.text import plain_console, plain_table
 from harness.reporting.verdict import Verdict, exit_codes
 from harness.verbs import Command
 
@@ -122,16 +122,11 @@ def run(settings: CatalogueSettings) -> Verdict:
     if settings.as_json:
         print(to_json(rows), end="")
         return Verdict.PASS
-    from rich import box
-    from rich.table import Table
-
-    from compressor.console import Console
-
-    table = Table("no.", "check", "statement", "needs", "would have caught", box=box.SIMPLE_HEAD, pad_edge=False)
-    for row in rows:
-        where = row["name"] or row["command"]
-        table.add_row(str(row["number"] or ""), where, row["title"], " ".join(row["needs"]), " ".join(row["caught_by"]))
-    Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False).print(table)
+    cells = [
+        (str(row["number"] or ""), row["name"] or row["command"], row["title"], " ".join(row["needs"]), " ".join(row["caught_by"]))
+        for row in rows
+    ]
+    plain_console(180).print(plain_table(("no.", "check", "statement", "needs", "would have caught"), cells, is_lined=True))
     return Verdict.PASS
 
 

@@ -6,7 +6,6 @@ role; a layer that serves several roles is striped in words: `Q K V`.
 
 from __future__ import annotations
 
-import io
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -110,6 +109,8 @@ def _by_matplotlib(picture: Picture) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
+    from harness.reporting.plots import svg_of
+
     places = _places(picture)
     depth = 1 + max((box.layer for box in picture.boxes), default=0)
     breadth = max((abs(x) for x, _ in places), default=0.0) + 0.6
@@ -124,10 +125,8 @@ def _by_matplotlib(picture: Picture) -> str:
     axes.set_xlim(-breadth, breadth)
     axes.set_ylim(-depth + 0.4, 0.6)
     axes.set_axis_off()
-    stream = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "block", "svg.fonttype": "none"}):
-        figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()
+        return svg_of(figure, {"Date": None})
 
 
 def _places(picture: Picture) -> list[tuple[float, float]]:

@@ -14,6 +14,7 @@ from compressor.settings.options import Option
 from harness.onnx_graph.commands.check import HELD, LIMITS, ContractSettings
 from harness.onnx_graph.contracts.registry import contract_from_names
 from harness.onnx_graph.skips.passes import resolve_skips
+from harness.reporting.text import plain_console, plain_table
 from harness.reporting.verdict import Verdict, worst
 from harness.verbs import Command
 
@@ -116,22 +117,19 @@ def _show_progress(row: RoundTripRow) -> None:
 
 
 def _print(rows: Sequence[RoundTripRow]) -> None:
-    from rich.table import Table
-
-    from compressor.console import Console
-
-    table = Table("exporter", "optimizer", "skipped", "verdict", "nodes", "golden dB", "deploy dB", "ms", box=None, pad_edge=False)
-    for row in rows:
-        decibels = [f"{row.numbers[name].sqnr_db:.0f}" if name in row.numbers else "-" for name in ("golden", "deploy")]
-        nodes = f"{row.num_nodes[0]} -> {row.num_nodes[1]}"
-        verdict = row.result.holding.value
-        table.add_row(row.exporter, row.optimizer, ", ".join(row.skips) or "-", verdict, nodes, *decibels, f"{row.seconds * 1e3:.0f}")
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
-    console.print(table)
+    console = plain_console(160)
+    console.print(plain_table(("exporter", "optimizer", "skipped", "verdict", "nodes", "golden dB", "deploy dB", "ms"), map(_cells, rows)))
     for row in rows:
         if not row.result.holds:
             first = row.result.message.splitlines()[0]
             console.print(f"{row.exporter}, {row.optimizer}, {', '.join(row.skips) or 'nothing skipped'}: {first}", soft_wrap=True)
+
+
+def _cells(row: RoundTripRow) -> tuple[str, ...]:
+    decibels = [f"{row.numbers[name].sqnr_db:.0f}" if name in row.numbers else "-" for name in ("golden", "deploy")]
+    nodes = f"{row.num_nodes[0]} -> {row.num_nodes[1]}"
+    skips = ", ".join(row.skips) or "-"
+    return row.exporter, row.optimizer, skips, row.result.holding.value, nodes, *decibels, f"{row.seconds * 1e3:.0f}"
 
 
 COMMAND = Command(

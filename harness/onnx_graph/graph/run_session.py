@@ -15,7 +15,7 @@ from compressor.errors import UserInputError
 from harness.errors import HarnessError
 from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.view import RANDOM, GraphView, label, load_graph
-from harness.onnx_graph.plain_text import plain_text
+from harness.reporting.text import plain_text
 
 # How close two arrays are, in the one measure that limits are stated in.
 

@@ -32,8 +32,8 @@ from compressor.spelling import did_you_mean
 from harness.errors import HarnessError
 from harness.onnx_graph.graph.run_session import POLICIES, run_graph, sqnr_db
 from harness.onnx_graph.graph.view import read_proto
-from harness.onnx_graph.plain_text import plain_text
 from harness.onnx_graph.skips.passes import native_output
+from harness.reporting.text import plain_text
 
 # Write a graph whole or not at all, with its data in a file beside it where it is larger than protobuf takes.
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from compressor.atomic import whole_file
 from compressor.numerics import QuantizationArgs, fake_quantize
 from compressor.numerics.observers import weight_qparams
 from harness.errors import HarnessError
@@ -109,6 +108,8 @@ def draw_costs(rows: list[RoleCost], path: Path, title: str) -> None:
     """
     from matplotlib.figure import Figure
 
+    from harness.reporting.plots import save_figure
+
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     blocks = sorted({row.block for row in rows})
@@ -121,8 +122,7 @@ def draw_costs(rows: list[RoleCost], path: Path, title: str) -> None:
     axes.set_title(title)
     axes.legend(ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    with whole_file(path) as partial:
-        figure.savefig(partial, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save_figure(figure, path, "fusing-cost")
 
 
 def _rounded(matrix: np.ndarray, args: QuantizationArgs) -> np.ndarray:

@@ -21,9 +21,9 @@ import onnx
 from compressor.errors import UserInputError
 from compressor.spelling import did_you_mean
 from harness.errors import HarnessError
-from harness.onnx_graph.plain_text import plain_text
 from harness.onnx_graph.skips.intercept import INTERCEPTOR
 from harness.onnx_graph.skips.passes import effective_passes, native_output, resolve_skips
+from harness.reporting.text import plain_text
 
 
 class OptimizerFailure(HarnessError):

@@ -20,11 +20,10 @@ from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.graph.view import GraphView, load_graph
 from harness.onnx_graph.roundtrip.matrix import RoundTrip, RoundTripRow
 from harness.onnx_graph.skips.passes import effective_passes, installed_backends
+from harness.reporting.junit import to_junit
 from harness.reporting.pages import render
-from harness.reporting.record import CheckRecord, to_junit
-from harness.reporting.verdict import Outcome
+from harness.reporting.record import CheckRecord
 
-_OUTCOMES = {Holding.HOLDS: Outcome.PASS, Holding.VIOLATED: Outcome.FAIL, Holding.NOT_ANALYSED: Outcome.INCONCLUSIVE}
 _FILES = ("report.json", "junit.xml", "report.html")
 _MAX_BLOCKS = 3
 """Blocks drawn per row: those with findings first."""
@@ -84,7 +83,7 @@ def _record(row: RoundTripRow) -> CheckRecord:
     name = ".".join(["onnx", row.exporter, row.optimizer, *([f"skip-{'-'.join(row.skips)}"] if row.skips else [])])
     lines = row.result.message.splitlines()
     summary = lines[0] if lines else "holds"
-    return CheckRecord(name, " & ".join(row.result.contracts), _OUTCOMES[row.result.holding], summary, findings=tuple(lines))
+    return CheckRecord(name, " & ".join(row.result.contracts), row.result.holding.verdict.outcome, summary, findings=tuple(lines))
 
 
 def _page(trip: RoundTrip, rows: Sequence[RoundTripRow], title: str, provenance: dict[str, Any]) -> str:
@@ -92,7 +91,7 @@ def _page(trip: RoundTrip, rows: Sequence[RoundTripRow], title: str, provenance:
     data = {
         "title": title,
         "verdict": worst.value,
-        "outcome": _OUTCOMES[worst].value,
+        "outcome": worst.verdict.outcome.value,
         "contracts": " & ".join(rows[0].result.contracts) if rows else "",
         "ways": [_way(trip, row) for row in rows],
         "provenance": to_json(provenance),
@@ -106,7 +105,7 @@ def _way(trip: RoundTrip, row: RoundTripRow) -> dict[str, Any]:
         "optimizer": row.optimizer,
         "skips": row.skips,
         "anchor": "-".join([row.exporter, row.optimizer, *row.skips]),
-        "outcome": _OUTCOMES[row.result.holding].value,
+        "outcome": row.result.holding.verdict.outcome.value,
         "nodes": row.num_nodes,
         "decibels": [f"{row.numbers[name].sqnr_db:.0f}" if name in row.numbers else "–" for name in ("golden", "deploy")],
         "milliseconds": f"{row.seconds * 1e3:.0f}",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from compressor.settings.kinds import Flag, Texts
 from compressor.settings.options import Option, Settings
+from harness.reporting.text import plain_console, plain_table
 from harness.reporting.verdict import Verdict, exit_codes, worst
 from harness.verbs import Command
 
@@ -75,21 +76,21 @@ def _summary(results: Sequence[HazardResult]) -> dict[str, Any]:
 
 
 def _print(results: Sequence[HazardResult]) -> None:
-    from rich.table import Table
-
-    from compressor.console import Console
-
-    table = Table("theme", "hazard", "what the step does", "outcome", "error, or first difference", box=None, pad_edge=False)
-    for one in results:
-        named = one.hazard.expected.__name__ if one.is_well and one.hazard.expected is not None else ""
-        table.add_row(one.theme, one.hazard.name, one.hazard.what, one.fate.value, named if one.is_well else one.detail)
-    console = Console(width=None if sys.stdout.isatty() else 180, highlight=False, markup=False)
-    console.print(table, "")
+    console = plain_console(180)
+    headings = ("theme", "hazard", "what the step does", "outcome", "error, or first difference")
+    rows = [(one.theme, one.hazard.name, one.hazard.what, one.fate.value, _reason(one)) for one in results]
+    console.print(plain_table(headings, rows), "")
     counts = Counter(one.fate.value for one in results)
     text = ", ".join(f"{count} {fate}" for fate, count in counts.items())
     console.print(
         f"{len(results)} hazards in {sum(one.seconds for one in results):.0f} s: {text}; {sum(not one.is_well for one in results)} red."
     )
+
+
+def _reason(one: HazardResult) -> str:
+    if not one.is_well:
+        return one.detail
+    return "" if one.hazard.expected is None else one.hazard.expected.__name__
 
 
 COMMAND = Command(

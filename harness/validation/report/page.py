@@ -10,8 +10,9 @@ from typing import Any
 
 from compressor.atomic import check_output_dir, whole_or_nothing
 from compressor.json_text import to_json
+from harness.reporting.junit import to_junit
 from harness.reporting.pages import render
-from harness.reporting.record import MAX_SHOWN_FINDINGS, to_junit
+from harness.reporting.record import MAX_SHOWN_FINDINGS
 from harness.reporting.verdict import Outcome, Verdict
 from harness.validation.behaviour.metrics import perplexity, shown
 from harness.validation.compare import ValidationReport

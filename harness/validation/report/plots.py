@@ -1,77 +1,23 @@
-"""The plots of the report, as SVG that takes its colours from the page, so that one picture serves light and dark.
-
-matplotlib draws with marker colours that occur nowhere else; afterwards each is replaced by a CSS variable of the page. No pyplot, no
-global state, no date, seeded ids: equal data gives equal bytes.
-"""
+"""The plots of the report: weights, perplexity, distributions, tokens."""
 
 from __future__ import annotations
 
-import html
-import io
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
 
+from harness.reporting.plots import ACCENT, GRID, INK, LIMIT, MUTED, PAPER, inline_plot
 from harness.validation.behaviour.bootstrap import Interval
 from harness.validation.behaviour.quality import Quality
 from harness.validation.behaviour.scoring import Scores
 from harness.validation.inspection import ModuleInspection
 from harness.validation.policy import Policy
 
-_INK, _MUTED, _GRID, _ACCENT, _LIMIT, _PAPER = "#010101", "#020202", "#030303", "#040404", "#050505", "#060606"
-_VARIABLES = {_INK: "--ink", _MUTED: "--muted", _GRID: "--rule", _ACCENT: "--accent", _LIMIT: "--bad", _PAPER: "--paper"}
 _MAX_ROWS = 14
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": _INK,
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.8,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "legend.frameon": False,
-}
-
-
-def _draw(name: str, description: str, size: tuple[float, float], paint: Callable[[Axes], None]) -> str:
-    """Paint one pair of axes and return it as an inline SVG element with a text for those who cannot see it."""
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasSVG(figure)
-        figure.patch.set_alpha(0)
-        axes = figure.subplots()
-        axes.patch.set_alpha(0)
-        axes.tick_params(length=3, width=0.8)
-        paint(axes)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return _inline(buffer.getvalue(), name, description)
-
-
-def _inline(svg: str, name: str, description: str) -> str:
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    for color, variable in _VARIABLES.items():
-        svg = svg.replace(color, f"var({variable})")
-    # ids must be unique on the page, where several plots stand
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = svg.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
-    svg = re.sub(r"'DejaVu Sans'[^;\"]*", "inherit", svg)
-    view_box = re.search(r'viewBox="[^"]*"', svg)
-    assert view_box is not None
-    head = f'<svg {view_box.group()} role="img" aria-label="{html.escape(description)}" xmlns:xlink="http://www.w3.org/1999/xlink">'
-    return head + svg[svg.index(">") + 1 :].strip()
 
 
 def plot_sqnr(modules: Sequence[ModuleInspection], limits: Mapping[str, float]) -> str:
@@ -95,22 +41,22 @@ def plot_sqnr(modules: Sequence[ModuleInspection], limits: Mapping[str, float]) 
 
     def paint(axes: Axes) -> None:
         for height, kind in enumerate(reversed(kinds)):
-            axes.plot(rows[kind], [height] * len(rows[kind]), "o", color=_ACCENT, alpha=0.55, markersize=5.5, markeredgewidth=0)
-            axes.plot([float(np.median(rows[kind]))], [height], "|", color=_INK, markersize=11, markeredgewidth=1.4)
+            axes.plot(rows[kind], [height] * len(rows[kind]), "o", color=ACCENT, alpha=0.55, markersize=5.5, markeredgewidth=0)
+            axes.plot([float(np.median(rows[kind]))], [height], "|", color=INK, markersize=11, markeredgewidth=1.4)
         if decoys:
-            axes.plot(decoys, [-1] * len(decoys), "x", color=_MUTED, alpha=0.5, markersize=4.5)
+            axes.plot(decoys, [-1] * len(decoys), "x", color=MUTED, alpha=0.5, markersize=4.5)
         for limit in lines:
-            axes.axvline(limit, color=_LIMIT, linewidth=1.2, linestyle=(0, (4, 3)))
+            axes.axvline(limit, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 3)))
             axes.annotate(f"limit {limit:g} dB", (limit, 1.0), xycoords=("data", "axes fraction"), xytext=(4, 2),
-                          textcoords="offset points", color=_LIMIT, fontsize=8.5, va="bottom")  # fmt: skip
+                          textcoords="offset points", color=LIMIT, fontsize=8.5, va="bottom")  # fmt: skip
         axes.set_yticks(range(-1, len(kinds)), ["decoys", *reversed(kinds)])
         axes.set_ylim(-1.6, len(kinds) - 0.4)
-        axes.grid(axis="x", color=_GRID, linewidth=0.7)
+        axes.grid(axis="x", color=GRID, linewidth=0.7)
         axes.set_axisbelow(True)
         axes.set_xlabel("SQNR of the decoded weight, dB; a dot per module, a bar at the median of its kind")
 
     worst = ", ".join(f"{kind} {min(rows[kind]):.1f} dB" for kind in kinds)
-    return _draw("sqnr", f"Lowest SQNR by kind of module: {worst}", (6.4, 1.3 + 0.32 * len(kinds)), paint)
+    return inline_plot("sqnr", f"Lowest SQNR by kind of module: {worst}", (6.4, 1.3 + 0.32 * len(kinds)), paint)
 
 
 def plot_nll(quality: Quality, policy: Policy) -> str:
@@ -127,12 +73,12 @@ def plot_nll(quality: Quality, policy: Policy) -> str:
     def paint(axes: Axes) -> None:
         counts, edges = np.histogram(quality.resampled_nll, bins=48)
         heights = counts / max(1, counts.max())
-        axes.fill_between(np.repeat(edges, 2)[1:-1], np.repeat(heights, 2), color=_ACCENT, alpha=0.35, linewidth=0)
+        axes.fill_between(np.repeat(edges, 2)[1:-1], np.repeat(heights, 2), color=ACCENT, alpha=0.35, linewidth=0)
         _paint_interval(axes, interval, -0.12)
-        axes.axvline(0, color=_MUTED, linewidth=0.8)
-        axes.axvline(margin, color=_LIMIT, linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.axvline(0, color=MUTED, linewidth=0.8)
+        axes.axvline(margin, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 3)))
         axes.annotate(f"margin: ratio {policy.max_perplexity_ratio:g}", (margin, 1.0), xycoords=("data", "axes fraction"), xytext=(-4, -2),
-                      textcoords="offset points", color=_LIMIT, fontsize=8.5, ha="right", va="top")  # fmt: skip
+                      textcoords="offset points", color=LIMIT, fontsize=8.5, ha="right", va="top")  # fmt: skip
         axes.set_ylim(-0.28, 1.15)
         span = max(margin, interval.high) - min(0.0, interval.low)
         axes.set_xlim(min(0.0, interval.low) - 0.06 * span, max(margin, interval.high) + 0.06 * span)
@@ -141,13 +87,13 @@ def plot_nll(quality: Quality, policy: Policy) -> str:
         axes.set_xlabel("NLL of compressed minus base, nats per token; bootstrap over sequences")
 
     description = f"NLL difference {interval.estimate:.4f}, interval {interval.low:.4f} to {interval.high:.4f}, margin {margin:.4f}"
-    return _draw("nll", description, (6.4, 2.7), paint)
+    return inline_plot("nll", description, (6.4, 2.7), paint)
 
 
 def _paint_interval(axes: Axes, interval: Interval, height: float) -> None:
-    axes.plot([interval.low, interval.high], [height, height], color=_INK, linewidth=1.8, solid_capstyle="butt")
-    axes.plot([interval.low, interval.high], [height, height], "|", color=_INK, markersize=8, markeredgewidth=1.4)
-    axes.plot([interval.estimate], [height], "o", color=_INK, markersize=5)
+    axes.plot([interval.low, interval.high], [height, height], color=INK, linewidth=1.8, solid_capstyle="butt")
+    axes.plot([interval.low, interval.high], [height, height], "|", color=INK, markersize=8, markeredgewidth=1.4)
+    axes.plot([interval.estimate], [height], "o", color=INK, markersize=5)
 
 
 def plot_kl(scores: Scores, quality: Quality, policy: Policy) -> str:
@@ -162,20 +108,20 @@ def plot_kl(scores: Scores, quality: Quality, policy: Policy) -> str:
     """
     values = np.maximum(scores.tokens.kl, 1e-7)
     marks = {
-        "mean": (quality.kl.estimate, _INK, "-"),
-        "p99": (quality.kl_p99, _MUTED, "-"),
-        "limit of the mean": (policy.max_mean_kl, _LIMIT, (0, (4, 3))),
+        "mean": (quality.kl.estimate, INK, "-"),
+        "p99": (quality.kl_p99, MUTED, "-"),
+        "limit of the mean": (policy.max_mean_kl, LIMIT, (0, (4, 3))),
     }
 
     def paint(axes: Axes) -> None:
         edges = np.logspace(math.log10(values.min()), math.log10(max(values.max(), values.min() * 10)), 61)
         shares = np.histogram(values, bins=edges)[0] / len(values)
-        axes.fill_between(np.repeat(edges, 2)[1:-1], np.repeat(shares, 2), color=_ACCENT, alpha=0.35, linewidth=0)
+        axes.fill_between(np.repeat(edges, 2)[1:-1], np.repeat(shares, 2), color=ACCENT, alpha=0.35, linewidth=0)
         for level, (label, (value, color, line)) in enumerate(marks.items()):
             axes.axvline(value, color=color, linewidth=1.2, linestyle=line)
             axes.annotate(f"{label} {value:.3g}", (value, 1.0 - 0.11 * level), xycoords=("data", "axes fraction"), xytext=(4, -2),
                           textcoords="offset points", color=color, fontsize=8.5, va="top", zorder=5,
-                          bbox={"facecolor": _PAPER, "edgecolor": "none", "pad": 1.2, "alpha": 0.85})  # fmt: skip
+                          bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.2, "alpha": 0.85})  # fmt: skip
         axes.set_xscale("log")
         axes.set_xlim(edges[0], max(edges[-1], 4 * max(value for value, _, _ in marks.values())))
         axes.set_ylim(0, shares.max() * 1.15)
@@ -184,7 +130,7 @@ def plot_kl(scores: Scores, quality: Quality, policy: Policy) -> str:
         axes.set_xlabel("KL(base || compressed), nats; share of tokens, logarithmic axis")
 
     description = f"KL per token: mean {quality.kl.estimate:.4f}, 99th percentile {quality.kl_p99:.3f}, limit {policy.max_mean_kl:g}"
-    return _draw("kl", description, (6.4, 2.7), paint)
+    return inline_plot("kl", description, (6.4, 2.7), paint)
 
 
 def plot_tokens(scores: Scores) -> str:
@@ -205,13 +151,13 @@ def plot_tokens(scores: Scores) -> str:
                for i, j in zip(columns, rows, strict=True)]  # fmt: skip
 
     def paint(axes: Axes) -> None:
-        colors = [(*matplotlib.colors.to_rgb(_ACCENT), round(float(alpha), 2)) for alpha in alphas]
+        colors = [(*matplotlib.colors.to_rgb(ACCENT), round(float(alpha), 2)) for alpha in alphas]
         axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors="none", linewidths=0))
-        axes.plot([0, top], [0, top], color=_INK, linewidth=0.7, alpha=0.6)
+        axes.plot([0, top], [0, top], color=INK, linewidth=0.7, alpha=0.6)
         axes.set_xlim(0, top)
         axes.set_ylim(0, top)
         axes.set_xlabel("NLL of the token, base, nats")
         axes.set_ylabel("compressed")
 
     correlation = float(np.corrcoef(base, compressed)[0, 1]) if len(base) > 1 and base.std() and compressed.std() else math.nan
-    return _draw("tokens", f"Token NLL, base against compressed; correlation {correlation:.4f}", (6.4, 3.6), paint)
+    return inline_plot("tokens", f"Token NLL, base against compressed; correlation {correlation:.4f}", (6.4, 3.6), paint)

@@ -22,12 +22,12 @@ from harness.onnx_graph.contracts.nodes import NumericEqual
 from harness.onnx_graph.contracts.roles import SeparateQKV
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
 from harness.onnx_graph.graph.run_session import POLICIES, output_row, run_graph
-from harness.onnx_graph.plain_text import plain_text
 from harness.onnx_graph.roundtrip.export import ExportFailure, export
 from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
 from harness.onnx_graph.roundtrip.optimizers import optimize
 from harness.onnx_graph.skips import supervision
 from harness.onnx_graph.skips.context import forced_skips
+from harness.reporting.text import plain_text
 
 BAD = {
     "export dir keep.txt": "keep.txt: a file of the kind .onnx goes there",

@@ -1,0 +1,44 @@
+"""Records as JUnit, which CI servers read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from xml.etree import ElementTree
+
+from harness.reporting.record import CheckRecord
+from harness.reporting.verdict import Outcome
+
+
+def to_junit(records: Sequence[CheckRecord], suite: str) -> str:
+    """Return the records as a JUnit document.
+
+    Args:
+        records: one test case each; an inconclusive one is an `error`, because it must not read as a pass.
+        suite: name of the test suite.
+    Returns:
+        The XML text; without times, so that equal records give equal bytes.
+    """
+    count = {outcome: str(sum(record.outcome is outcome for record in records)) for outcome in Outcome}
+    attributes = {
+        "name": suite,
+        "tests": str(len(records)),
+        "failures": count[Outcome.FAIL],
+        "errors": count[Outcome.INCONCLUSIVE],
+        "skipped": count[Outcome.SKIP],
+    }
+    root = ElementTree.Element("testsuites")
+    parent = ElementTree.SubElement(root, "testsuite", attributes)
+    tags = {Outcome.FAIL: "failure", Outcome.INCONCLUSIVE: "error", Outcome.SKIP: "skipped"}
+    for record in records:
+        case = ElementTree.SubElement(parent, "testcase", {"classname": f"{suite}.{record.family}", "name": record.name})
+        if record.outcome in tags:
+            result = ElementTree.SubElement(case, tags[record.outcome], {"message": _printable(record.summary)})
+            if record.outcome is not Outcome.SKIP:
+                result.set("type", record.outcome.value)
+            result.text = _printable("\n".join([f"limit: {record.limit}" if record.limit else record.title, *record.findings]))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char in "\n\t" or char >= " " else "\N{REPLACEMENT CHARACTER}" for char in text)
