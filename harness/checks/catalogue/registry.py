@@ -68,7 +68,6 @@ MODULES: tuple[str, ...] = (
     "harness.checks.suites.observer",
     "harness.checks.suites.scales",
     "harness.checks.suites.codes",
-    "harness.checks.suites.given_scales",
     "harness.checks.suites.layer",
     "harness.checks.suites.optimality",
     "harness.checks.suites.invariances",
