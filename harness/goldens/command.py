@@ -188,7 +188,8 @@ def _list(settings: GoldenSettings) -> Verdict:
     rows = state_of_goldens(_root(settings))
     headings = ("golden", "tensors", "bytes", "tier", "platforms", "state")
     cells = [
-        (row["name"], str(row["tensors"]), f"{row['bytes']:,}", row["tier"], ", ".join(row["platforms"]), row["state"]) for row in rows
+        (row["name"], str(row["tensors"]), f"{row['bytes']:,}", _short(row["tier"]), ", ".join(row["platforms"]), row["state"])
+        for row in rows
     ]
     total = sum(row["bytes"] for row in rows)
     table = aligned([headings, *cells]) if cells else []

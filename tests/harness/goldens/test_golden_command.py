@@ -238,6 +238,14 @@ def test_list_holds_every_file_against_its_manifest(run, failed) -> None:
     }
 
 
+def test_many_tiers_do_not_push_the_state_out_of_sight(run, shelf) -> None:
+    names = [f"layer.{index}" for index in range(9)]
+    shelf.write("wide", dict.fromkeys(names, VALUE), tier=dict.fromkeys(names, T1(1)))
+    row = next(line for line in run("list")[1].splitlines() if "wide" in line)
+    assert "layer.0: T1" in row and "layer.8" not in row and row.endswith("ok") and len(row) < 140
+    assert "layer.8: T1" in run("list", "--json")[1] and "layer.8: T1" in run("why", "wide")[1]
+
+
 def test_no_store_is_bad_input(run) -> None:
     code, _, error = run("list")
     assert code == 3
