@@ -19,7 +19,7 @@ from compressor.errors import CompressorError
 from compressor.lifecycle import Modifier, Session
 from harness.lifecycle.driving.callback_actions import Actor
 from harness.lifecycle.driving.callback_recorder import Acts
-from harness.lifecycle.driving.compare import Outcome
+from harness.lifecycle.driving.compare import CallResult
 from harness.lifecycle.driving.driver import CompressorRun, Run, apply_settings, set_times
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
@@ -181,7 +181,7 @@ class Subject:
         calibration = [("CALIBRATION_START", ()), *stages, ("CALIBRATION_END", ())]
         return [("INITIALIZE", ()), *calibration, ("FINALIZE", ())]
 
-    def live(self, checked: CheckedRun, run: CompressorRun, until: int | None = None, acts: Acts | None = None) -> Outcome | None:
+    def live(self, checked: CheckedRun, run: CompressorRun, until: int | None = None, acts: Acts | None = None) -> CallResult | None:
         """Go through the life, with forwards where a calibration has them, until a failure or a number of moments.
 
         Args:

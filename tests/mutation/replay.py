@@ -15,7 +15,7 @@ def _hazard(name: str) -> str | None:
     from harness.replay.hazards.registry import all_hazards, run_hazard
 
     result = run_hazard(*all_hazards()[name], modes=("replay",))
-    return None if result.is_well else f"{result.fate.value}: {result.detail.splitlines()[0]}"
+    return None if result.is_well else f"{result.outcome.value}: {result.detail.splitlines()[0]}"
 
 
 def _binds() -> str | None:

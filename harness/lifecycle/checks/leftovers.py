@@ -18,7 +18,7 @@ from compressor.lifecycle import Session
 from compressor.model.base import check_unclaimed, contents
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.callback_recorder import Act, PlannedError, Recorder, record
-from harness.lifecycle.driving.compare import Outcome, Violation, describe
+from harness.lifecycle.driving.compare import CallResult, Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, is_added, list_differences, outermost, replaced_modules
 from harness.lifecycle.driving.snapshot import Bits, Snapshot, num_hooks
 from harness.lifecycle.machines.strategies import Setup
@@ -46,7 +46,7 @@ def _points(subject: Subject) -> list[tuple[int, str]]:
     return points
 
 
-def _faults(subject: Subject, keep_originals: bool = False) -> Iterator[tuple[CheckedRun, str, Outcome]]:
+def _faults(subject: Subject, keep_originals: bool = False) -> Iterator[tuple[CheckedRun, str, CallResult]]:
     """Fail in every way at every callback of a whole life; each time return the run, the fault in words and its outcome."""
     for number, callback in _points(subject):
         moment, names = subject.life()[number]

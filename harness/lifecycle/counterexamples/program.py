@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from harness.lifecycle.driving.callback_recorder import Act, Acts
-from harness.lifecycle.driving.compare import Outcome, Violation
+from harness.lifecycle.driving.compare import CallResult, Violation
 from harness.lifecycle.driving.driver import Run
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.snapshot import num_hooks
@@ -92,7 +92,7 @@ class _WatchedRun(CheckedRun):
 
     def perform(
         self, call: str, invoke: Callable[[], object], script: Script, acts: Acts | None = None, moment: str | None = None
-    ) -> Outcome:
+    ) -> CallResult:
         """Make a call on both sides, as CheckedRun does."""
 
         def watched() -> object:

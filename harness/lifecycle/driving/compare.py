@@ -29,7 +29,7 @@ class Violation(AssertionError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallResult:
     """What the oracle says of a call after it was told what its callbacks did.
 
     Attributes:
@@ -47,7 +47,7 @@ class Outcome:
     interrupted: bool = False
 
 
-def replay(call: str, script: Script, entries: Sequence[Entry]) -> Outcome:
+def replay(call: str, script: Script, entries: Sequence[Entry]) -> CallResult:
     """Tell the oracle what the callbacks of a call did, and have it say what should have come.
 
     Args:
@@ -72,18 +72,18 @@ def replay(call: str, script: Script, entries: Sequence[Entry]) -> Outcome:
                 )
             expected = script.send(left.pop(0).deed)
     except StopIteration as stop:
-        outcome = Outcome("done", answer=bool(stop.value))
+        outcome = CallResult("done", answer=bool(stop.value))
     except Refused:
-        outcome = Outcome("refused")
+        outcome = CallResult("refused")
     except CallFailed as failed:
-        outcome = Outcome("failed", False, failed.culprits, failed.together, failed.interrupted)
+        outcome = CallResult("failed", False, failed.culprits, failed.together, failed.interrupted)
     if left:
         more = left[0].seen
         raise Violation("callbacks", f"{call}: {show(more)} came, where no callback may come any more", [f"{more.callback} is too many"])
     return outcome
 
 
-def judge_error(call: str, outcome: Outcome, entries: Sequence[Entry], error: BaseException | None, answer: object) -> None:
+def judge_error(call: str, outcome: CallResult, entries: Sequence[Entry], error: BaseException | None, answer: object) -> None:
     """Hold what came out of a call against the oracle's outcome.
 
     Args:
@@ -114,7 +114,7 @@ def judge_error(call: str, outcome: Outcome, entries: Sequence[Entry], error: Ba
         _judge_failure(call, outcome.culprits, entries, error)
 
 
-def _judge_group(call: str, outcome: Outcome, entries: Sequence[Entry], error: BaseException) -> None:
+def _judge_group(call: str, outcome: CallResult, entries: Sequence[Entry], error: BaseException) -> None:
     if not isinstance(error, ExceptionGroup):
         raise Violation("errors", f"{call}: {failures(outcome, entries)}, and {describe(error)} came out in place of an ExceptionGroup")
     if len(error.exceptions) != len(outcome.culprits):
@@ -133,7 +133,7 @@ def _judge_failure(call: str, culprits: Sequence[int], entries: Sequence[Entry],
         raise Violation("errors", f"{call}: {describe(error)} came out in place of a RuntimeError")
 
 
-def failures(outcome: Outcome, entries: Sequence[Entry]) -> str:
+def failures(outcome: CallResult, entries: Sequence[Entry]) -> str:
     """Return which callbacks failed, and how, in words."""
     parts = []
     for entry in entries:

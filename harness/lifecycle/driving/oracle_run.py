@@ -10,7 +10,7 @@ import torch
 from compressor.errors import CompressorError
 from compressor.random_state import random_numbers_kept
 from harness.lifecycle.driving.callback_recorder import Acts, Entry
-from harness.lifecycle.driving.compare import CLAUSES, Clause, Outcome, Violation, describe, judge_error, replay, show
+from harness.lifecycle.driving.compare import CLAUSES, CallResult, Clause, Violation, describe, judge_error, replay, show
 from harness.lifecycle.driving.driver import ActingRun, Run
 from harness.lifecycle.driving.probes import CHAIN_PARTS
 from harness.lifecycle.driving.shared_code import SharedCode
@@ -173,22 +173,22 @@ class CheckedRun:
         """True after finalize or abort."""
         return self.oracle.place == "over"
 
-    def initialize(self, acts: Acts | None = None) -> Outcome:
+    def initialize(self, acts: Acts | None = None) -> CallResult:
         """Initialize both sides."""
         return self.perform("initialize()", self.run.initialize, self.oracle.initialize(), acts, "INITIALIZE")
 
-    def send(self, event: str, acts: Acts | None = None, has_loss: bool | None = None, modules: tuple[str, ...] = ()) -> Outcome:
+    def send(self, event: str, acts: Acts | None = None, has_loss: bool | None = None, modules: tuple[str, ...] = ()) -> CallResult:
         """Send an event to both sides; with a loss where one belongs to it, unless said otherwise."""
         loss = event == "LOSS_CALCULATED" if has_loss is None else has_loss
         payload = ", with a loss" * loss + f", modules={modules}" * bool(modules)
         script = self.oracle.send(event, loss, modules)
         return self.perform(f"send({event}{payload})", lambda: self.run.send(event, loss, modules), script, acts, event)
 
-    def finalize(self, acts: Acts | None = None) -> Outcome:
+    def finalize(self, acts: Acts | None = None) -> CallResult:
         """Finalize both sides."""
         return self.perform("finalize()", self.run.finalize, self.oracle.finalize(), acts, "FINALIZE")
 
-    def go(self, moment: str, acts: Acts | None = None, modules: tuple[str, ...] = ()) -> Outcome:
+    def go(self, moment: str, acts: Acts | None = None, modules: tuple[str, ...] = ()) -> CallResult:
         """Go through a moment, whatever it is."""
         if moment == "INITIALIZE":
             return self.initialize(acts)
@@ -196,11 +196,11 @@ class CheckedRun:
             return self.finalize(acts)
         return self.send(moment, acts, modules=modules if moment == "SEQUENTIAL_EPOCH_END" else ())
 
-    def abort(self) -> Outcome:
+    def abort(self) -> CallResult:
         """Abort both sides."""
         return self.perform("abort()", self.run.abort, self.oracle.abort())
 
-    def leave(self, error: BaseException | None) -> Outcome:
+    def leave(self, error: BaseException | None) -> CallResult:
         """Leave the `with` block on both sides."""
         how = f"by {type(error).__name__}" if error else "without an exception"
         answers: list[bool | None] = []
@@ -282,7 +282,7 @@ class CheckedRun:
 
     def perform(
         self, call: str, invoke: Callable[[], object], script: Script, acts: Acts | None = None, moment: str | None = None
-    ) -> Outcome:
+    ) -> CallResult:
         """Make a call on both sides, and compare all that can be seen.
 
         Args:
@@ -350,7 +350,7 @@ class CheckedRun:
         if missing := [word for word in words if "messages" in self.run.features and word.lower() not in message.lower()]:
             raise Violation("errors", f"{call}: the message of the refusal does not say {', '.join(missing)}: {message}")
 
-    def _check_changes(self, call: str, outcome: Outcome, before: Snapshot) -> None:
+    def _check_changes(self, call: str, outcome: CallResult, before: Snapshot) -> None:
         """Hold the differences between two snapshots against what the call may change."""
         found = before.differences(self.now, self.allowed)
         if outcome.kind == "refused" and found:

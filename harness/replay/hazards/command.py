@@ -50,12 +50,12 @@ def run(settings: HazardSettings) -> Verdict:
         return Verdict.PASS
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), RichProgress().task("hazards", len(chosen)) as task:
         warnings.simplefilter("ignore")
-        results = run_hazards(settings.only, lambda result: task.advance(note=f"{result.hazard.name}: {result.fate.value}"))
+        results = run_hazards(settings.only, lambda result: task.advance(note=f"{result.hazard.name}: {result.outcome.value}"))
     if settings.as_json:
         print(to_json(_summary(results)), end="")
     else:
         _print(results)
-    return worst(result.fate.verdict for result in results)
+    return worst(result.outcome.verdict for result in results)
 
 
 def _known(hazard: Any) -> dict[str, Any]:
@@ -69,18 +69,18 @@ def _listing(rows: Sequence[dict[str, Any]]) -> str:
 
 def _summary(results: Sequence[HazardResult]) -> dict[str, Any]:
     rows = [
-        {"theme": one.theme, **_known(one.hazard), "fate": one.fate.value, "detail": one.detail, "seconds": round(one.seconds, 3)}
+        {"theme": one.theme, **_known(one.hazard), "fate": one.outcome.value, "detail": one.detail, "seconds": round(one.seconds, 3)}
         for one in results
     ]
-    return {"hazards": rows, "counts": dict(Counter(one.fate.value for one in results)), "red": sum(not one.is_well for one in results)}
+    return {"hazards": rows, "counts": dict(Counter(one.outcome.value for one in results)), "red": sum(not one.is_well for one in results)}
 
 
 def _print(results: Sequence[HazardResult]) -> None:
     console = plain_console(180)
     headings = ("theme", "hazard", "what the step does", "outcome", "error, or first difference")
-    rows = [(one.theme, one.hazard.name, one.hazard.what, one.fate.value, _reason(one)) for one in results]
+    rows = [(one.theme, one.hazard.name, one.hazard.what, one.outcome.value, _reason(one)) for one in results]
     console.print(plain_table(headings, rows), "")
-    counts = Counter(one.fate.value for one in results)
+    counts = Counter(one.outcome.value for one in results)
     text = ", ".join(f"{count} {fate}" for fate, count in counts.items())
     console.print(
         f"{len(results)} hazards in {sum(one.seconds for one in results):.0f} s: {text}; {sum(not one.is_well for one in results)} red."

@@ -101,28 +101,28 @@ class HazardResult:
     Attributes:
         theme: of the hazard.
         hazard: the hazard.
-        fate: what was seen.
+        outcome: what was seen.
         detail: the error, or the first difference.
         seconds: it took.
     """
 
     theme: str
     hazard: Hazard
-    fate: HazardOutcome
+    outcome: HazardOutcome
     detail: str
     seconds: float
 
     @property
     def is_well(self) -> bool:
         """It is not red."""
-        return self.fate.verdict is Verdict.PASS
+        return self.outcome.verdict is Verdict.PASS
 
     def record(self) -> CheckRecord:
         """Return the record of this hazard."""
         expected = "equal" if self.hazard.expected is None else self.hazard.expected.__name__
-        evidence = {"fate": self.fate.value, "source": self.hazard.source}
+        evidence = {"fate": self.outcome.value, "source": self.hazard.source}
         claim = Claim(f"hazards.{self.theme}.{self.hazard.name}", self.hazard.what)
-        return claim.record(self.fate.verdict.outcome, f"{self.fate.value}: {self.detail}", limit=expected, evidence=evidence)
+        return claim.record(self.outcome.verdict.outcome, f"{self.outcome.value}: {self.detail}", limit=expected, evidence=evidence)
 
 
 def all_hazards() -> dict[str, tuple[str, Hazard]]:
@@ -183,10 +183,10 @@ def run_hazard(theme: str, hazard: Hazard, seed: int = 0, modes: Sequence[str] =
         with warnings.catch_warnings():  # what torch warns of is what the hazard is about
             warnings.simplefilter("ignore")
             found = compare_modes(hazard.stage, hazard.batches, modes, steps=hazard.steps, seed=seed)
-        fate, detail = _judge(hazard, found)
+        outcome, detail = _judge(hazard, found)
     except CompressorError as error:
-        fate, detail = _judge_error(hazard, error)
-    return HazardResult(theme, hazard, fate, detail, time.perf_counter() - begin)
+        outcome, detail = _judge_error(hazard, error)
+    return HazardResult(theme, hazard, outcome, detail, time.perf_counter() - begin)
 
 
 def _judge(hazard: Hazard, found: Equivalence) -> tuple[HazardOutcome, str]:

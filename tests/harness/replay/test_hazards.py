@@ -30,7 +30,7 @@ def one_thread():
 def test_hazard_is_equal_or_refused_by_name(name):
     modes = ("capture", "replay") if active_profile().name in ("nightly", "release") else ("replay",)
     result = run_hazard(*HAZARDS[name], modes=modes)
-    assert result.is_well, f"{result.fate.value}: {result.detail}"
+    assert result.is_well, f"{result.outcome.value}: {result.detail}"
 
 
 def test_the_table_is_wide_and_every_row_has_a_source_and_an_expectation():
@@ -61,42 +61,42 @@ def _wrong_from_replay_on(monkeypatch):
 
 
 def test_a_silent_difference_is_red(monkeypatch):
-    assert _judged().fate is HazardOutcome.EQUAL
+    assert _judged().outcome is HazardOutcome.EQUAL
     _wrong_from_replay_on(monkeypatch)
     result = _judged()
-    assert result.fate is HazardOutcome.SILENT and not result.is_well and "step 4 (replay: replay): loss" in result.detail
+    assert result.outcome is HazardOutcome.SILENT and not result.is_well and "step 4 (replay: replay): loss" in result.detail
 
 
 def test_equal_bits_where_an_error_was_expected_are_red():
     result = _judged(expected=HostReadError)
-    assert result.fate is HazardOutcome.UNEXPECTED and "equal, but HostReadError was expected" in result.detail
+    assert result.outcome is HazardOutcome.UNEXPECTED and "equal, but HostReadError was expected" in result.detail
 
 
 def test_another_error_and_another_message_are_red():
     reads = stage(lambda module, h: h * h.mean().item())
-    assert _judged(stage=reads, expected=HostReadError, match="reads a tensor").fate is HazardOutcome.REFUSED
-    assert _judged(stage=reads, expected=HostReadError, match="something else").fate is HazardOutcome.UNEXPECTED
-    assert _judged(stage=reads, expected=ReplayError).fate is HazardOutcome.UNEXPECTED
-    assert _judged(stage=reads).fate is HazardOutcome.UNEXPECTED
+    assert _judged(stage=reads, expected=HostReadError, match="reads a tensor").outcome is HazardOutcome.REFUSED
+    assert _judged(stage=reads, expected=HostReadError, match="something else").outcome is HazardOutcome.UNEXPECTED
+    assert _judged(stage=reads, expected=ReplayError).outcome is HazardOutcome.UNEXPECTED
+    assert _judged(stage=reads).outcome is HazardOutcome.UNEXPECTED
 
 
 def test_an_error_without_a_name_is_red(monkeypatch):
     monkeypatch.setattr("compressor.training.replay.plan.Plan.__call__", lambda plan, batch: plan.no_such_thing)
     result = _judged()
-    assert result.fate is HazardOutcome.UNNAMED and "AttributeError" in result.detail
+    assert result.outcome is HazardOutcome.UNNAMED and "AttributeError" in result.detail
 
 
 def test_a_refusal_that_leaves_a_changed_state_is_red(monkeypatch):
     monkeypatch.setattr("compressor.training.step.snapshot.Snapshot.put_back", lambda *given: None)
     result = _judged(stage=stage(lambda module, h: h * torch.tensor([h.sum().item()]), before=None), expected=HostReadError)
-    assert result.fate in (HazardOutcome.LEFT, HazardOutcome.REFUSED)  # the forward pass has moved nothing yet
+    assert result.outcome in (HazardOutcome.LEFT, HazardOutcome.REFUSED)  # the forward pass has moved nothing yet
     late = stage(optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     result = _judged(stage=late, expected=HostReadError, match="(optimizer)")
-    assert result.fate is HazardOutcome.LEFT and "grad:" in result.detail
+    assert result.outcome is HazardOutcome.LEFT and "grad:" in result.detail
 
 
 def test_a_hazard_that_never_comes_to_a_replay_is_red():
-    assert _judged(steps=3).fate is HazardOutcome.VACUOUS
+    assert _judged(steps=3).outcome is HazardOutcome.VACUOUS
 
 
 GUARDS = {
@@ -108,14 +108,14 @@ GUARDS = {
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_a_guard_that_is_switched_off_turns_its_hazard_red(monkeypatch, name):
-    where, hazard, fate = GUARDS[name]
+    where, hazard, expected = GUARDS[name]
     path = where.replace(":", ".")
     off = {"addresses": lambda tensors: {}, "facts": lambda before, after: None, "identities": lambda identities: True}[name]
     assert run_hazard(*HAZARDS[hazard]).is_well
     monkeypatch.setattr(path, off)
     result = run_hazard(*HAZARDS[hazard])
     assert not result.is_well
-    assert result.fate in (fate, HazardOutcome.UNEXPECTED)
+    assert result.outcome in (expected, HazardOutcome.UNEXPECTED)
 
 
 def test_hazards_are_chosen_by_name_and_by_theme():
