@@ -1,7 +1,8 @@
 """How long the harness may look, in one place: the profiles that pytest's --harness-profile and `harness verify --profile` choose from.
 
-`dev` looks at something new every time, `pr` must not fail by chance and repeats exactly, `nightly` looks ten times as long,
-and `release` twenty times. (Hypothesis has a profile of its own for CI, which never looks for anything new.)
+`dev` looks at something new every time, `pr` must not fail by chance and repeats exactly, `change` is `pr` with a quarter of the runs of
+state machines, for a suite that runs many of them, `nightly` looks ten times as long as `pr`, and `release` twenty times. (Hypothesis has
+a profile of its own for CI, which never looks for anything new.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from hypothesis import settings
 
 
-ProfileName = Literal["dev", "pr", "nightly", "release"]
+ProfileName = Literal["dev", "change", "pr", "nightly", "release"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Profile:
     """What a profile spends.
 
     Attributes:
-        name: dev, pr, nightly or release.
+        name: dev, change, pr, nightly or release.
         examples: random examples of a property test.
         runs: random runs of a state machine.
         steps: steps of one run of a state machine.
@@ -65,6 +66,7 @@ PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
         Profile("dev", examples=25, runs=40, steps=25),
+        Profile("change", examples=25, runs=60, steps=30, derandomize=True),
         Profile("pr", examples=25, runs=240, steps=30, derandomize=True),
         Profile("nightly", examples=250, runs=2400, steps=30),
         Profile("release", examples=500, runs=4800, steps=30),
@@ -77,7 +79,7 @@ def load_profile(name: str) -> None:
     """Make a profile the settings of every Hypothesis test of this process.
 
     Args:
-        name: dev, pr, nightly or release.
+        name: dev, change, pr, nightly or release.
     """
     from hypothesis import settings
 

@@ -136,7 +136,7 @@ def check(
             QuantizationArgs or QuantizationScheme, ours or compressed-tensors'.
         checks: names or numbers of the checks to run; by default all that fit the kind of the subject.
         expected_failures: reason by name of a check that fails today; one that passes all the same is a failure.
-        profile: dev, pr, nightly or release; by default that of --harness-profile, else pr, which repeats exactly.
+        profile: dev, change, pr, nightly or release; by default that of --harness-profile, else pr, which repeats exactly.
         draws: False leaves the random inputs out and looks at the fixed ones only.
         seed: of inputs that are drawn once.
 

@@ -58,7 +58,7 @@ def verify(
         refusals: exceptions with which the modifier's own code may turn down what it is asked; those of this library are always allowed.
         expected_failures: reason by name of a check that fails today; one that passes all the same is a failure.
         checks: names or numbers of the checks to run; by default all.
-        profile: dev, pr or nightly; by default that of --harness-profile, else pr, which repeats exactly.
+        profile: dev, change, pr or nightly; by default that of --harness-profile, else pr, which repeats exactly.
         time_limit: seconds that one call of the lifecycle may take before it counts as hanging.
         session_class: the session to drive it with.
 

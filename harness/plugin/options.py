@@ -37,8 +37,8 @@ class Option:
 OPTIONS: dict[str, Option] = {
     "profile": Option(
         "--harness-profile",
-        "how long property tests look: dev (at random), pr (the same every time), nightly (ten times as long, and nightly tests run), "
-        "release (twice that, and release tests run too)",
+        "how long property tests look: dev (at random), pr (the same every time), change (with a quarter of the runs of state machines), "
+        "nightly (ten times as long as pr, and nightly tests run), release (twice that, and release tests run too)",
         ini="harness_profile",
         arguments={"choices": tuple(PROFILES)},
     ),
