@@ -168,18 +168,21 @@ WITHOUT = {
 }
 
 
-def test_most_decoders_of_the_zoo_have_a_basis_that_holds() -> None:
-    decoders, without = 0, {}
-    for name, entry in zoo().items():
-        model = roughened(entry.build(0))
-        if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-            continue
-        decoders += 1
-        with unfused_experts(model, hold=True) as experts:
-            try:
-                assert turned_difference(model, sample_batches(model, None).batches[0]) < 1e-3, name
-            except TargetError as error:
-                without[name] = str(error)
-            experts.restore()
-    assert set(without) == WITHOUT
-    assert len(without) < 0.32 * decoders
+DECODERS = [name for name, entry in zoo().items() if entry.model_class.endswith(("ForCausalLM", "LMHeadModel"))]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_of_the_zoo_has_a_basis_that_holds_or_is_known_to_have_none(name: str) -> None:
+    model = roughened(zoo()[name].build(0))
+    with unfused_experts(model, hold=True) as experts:
+        if name in WITHOUT:
+            with pytest.raises(TargetError):
+                turned_difference(model, sample_batches(model, None).batches[0])
+        else:
+            assert turned_difference(model, sample_batches(model, None).batches[0]) < 1e-3
+        experts.restore()
+
+
+def test_most_decoders_of_the_zoo_have_a_basis() -> None:
+    assert set(DECODERS) >= WITHOUT
+    assert len(WITHOUT) < 0.32 * len(DECODERS)

@@ -171,7 +171,9 @@ def test_a_wrong_quantizer_is_told(name: str) -> None:
     assert record.outcome is Outcome.FAIL and says in record.summary, record.summary
 
 
-def test_the_same_quantizers_without_a_mistake_pass() -> None:
-    for subject in (Zeroes(lambda w: False), Encodes(lambda codes, values, position: codes), EncodesItself(ties_up(lambda v: False), ASYM)):
-        report = harness.check(subject, draws=False)
-        assert report.passed, report.to_text()
+@pytest.mark.parametrize(
+    "subject", [Zeroes(lambda w: False), Encodes(lambda codes, values, position: codes), EncodesItself(ties_up(lambda v: False), ASYM)]
+)
+def test_the_same_quantizers_without_a_mistake_pass(subject: OurQuantizer) -> None:
+    report = harness.check(subject, draws=False)
+    assert report.passed, report.to_text()
