@@ -133,6 +133,7 @@ def test_a_cache_that_others_may_write_to_is_not_trusted(kernel: RoundingKernel,
     assert (ran.stdout, list(folder.iterdir())) == ("True\n", []), ran.stderr
 
 
+@pytest.mark.nightly
 def test_the_library_is_built_once_and_appears_whole(kernel: RoundingKernel, tmp_path: Path, repo_root: Path) -> None:
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     written = []

@@ -109,6 +109,7 @@ def test_a_revision_of_what_has_none_is_refused(folder: Path, verb: Callable[...
             verb(model, model_revision="v2", **settings)
 
 
+@pytest.mark.nightly
 def test_the_command_reads_the_environment_of_the_hub(folder: Path, hub: Any, tmp_path: Path) -> None:
     hub.repos["models", "owner/name"].private = True
     environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}

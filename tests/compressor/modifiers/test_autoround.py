@@ -131,6 +131,7 @@ def test_the_base_as_target_brings_the_model_closer() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_the_uncompressed_stream_is_taken_where_layers_run_once() -> None:
     def run(target: str | None, **options: Any) -> str:
         return digest(oneshot(llama(), recipe=recipe(iters=3, target=target), dataset=TOKENS, **options).model)
@@ -141,6 +142,7 @@ def test_the_uncompressed_stream_is_taken_where_layers_run_once() -> None:
         run("base", engine="suspend")
 
 
+@pytest.mark.nightly
 def test_experts_learn_with_the_block_that_they_lie_in() -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES, num_key_value_heads=1, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)

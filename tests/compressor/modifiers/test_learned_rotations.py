@@ -136,6 +136,7 @@ def test_activations_that_are_rounded_take_part() -> None:
     assert difference(before, logits(model)) == 0
 
 
+@pytest.mark.nightly
 def test_what_was_learned_is_stored_and_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
     written = []

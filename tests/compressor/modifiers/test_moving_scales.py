@@ -197,6 +197,7 @@ def test_an_abort_brings_the_scales_back(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(torch.equal(one, plain.state_dict()[name]) for name, one in model.state_dict().items())
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "model"
     llama().save_pretrained(source)

@@ -105,6 +105,7 @@ def test_what_is_measured_at_the_end_is_what_is_stored(tmp_path: Path) -> None:
     assert kl(base, load_compressed(tmp_path / "out"), judges) == pytest.approx(held_out(note_of(result))[1], rel=2e-2)
 
 
+@pytest.mark.nightly
 def test_nothing_changes_where_nothing_improves() -> None:
     plain = oneshot(llama(), recipe=only(recipe()), dataset=TOKENS).model
     spoilt = oneshot(llama(), recipe=recipe(lr=0.5, steps=40, evaluate_every=5, patience=2, batch_size=1, seed=1), dataset=TOKENS[:4])
@@ -125,6 +126,7 @@ def test_both_engines_and_a_second_run_give_the_same_bytes(engine: str) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_padding_counts_nowhere() -> None:
     rows = [{"input_ids": row[: 20 + index % 11].tolist()} for index, row in enumerate(TOKENS)]
     padded = oneshot(llama(), recipe=recipe(steps=16), dataset=rows, batch_size=8)
@@ -185,6 +187,7 @@ def test_what_cannot_be_trained_is_refused_before_any_batch_runs() -> None:
         ScaleTuningModifier(held_out_frac=1.0)
 
 
+@pytest.mark.nightly
 def test_logits_behind_a_soft_cap_are_kept_whole() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 

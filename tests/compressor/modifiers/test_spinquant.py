@@ -230,6 +230,7 @@ def test_a_run_without_calibration_does_not_pass_for_a_turned_one() -> None:
         session.finalize()
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_turns_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama().save_pretrained(tmp_path / "base")
     whole = GPTQModifier.on_sequential_epoch_end

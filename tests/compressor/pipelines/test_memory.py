@@ -29,6 +29,7 @@ print(int(open("/proc/self/statm").read().split()[1]) * 4096)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
 def test_freed_blocks_leave_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):

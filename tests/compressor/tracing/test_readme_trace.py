@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.nightly
 def test_the_example_of_trace_calibrates_and_prints_what_readme_says() -> None:
     text = (ROOT / "compressor" / "tracing" / "README.md").read_text(encoding="utf-8")
     found = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)

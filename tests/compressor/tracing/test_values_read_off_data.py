@@ -182,6 +182,7 @@ def test_a_value_read_in_any_way_is_right_or_refused(read: str, engine: Engine) 
     check(lambda: ReadInLayers(read, "a global"), engine, may_refuse=True)
 
 
+@pytest.mark.nightly
 def test_samples_that_would_share_a_global_are_refused_wherever_the_odd_ones_stand() -> None:
     for odd in ({1}, {4}, {6}, {0, 2, 4, 6}, {1, 3, 5}, {3, 4, 5, 6}):
         given: list[Batch] = [(torch.full((1, 3, WIDTH), 3.0 if place in odd else 0.5 + place / 20),) for place in range(7)]

@@ -429,6 +429,7 @@ def test_a_calibration_without_training_is_one_whatever_start_says(scheme):
     assert torch.equal(models[0], models[1]) and torch.equal(models[0], models[2])
 
 
+@pytest.mark.nightly
 def test_conv1d_of_gpt2_trains_and_gives_equal_codes(cases, new_trainer):
     case = cases["gpt2"]
     times = {"start": 0, "end": 4, "leave_enabled": True}

@@ -193,6 +193,7 @@ def check(program, optimizer):
     assert tape.scratch_bytes <= 3 * tape.live_peak_bytes
 
 
+@pytest.mark.nightly
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], deadline=None)
 @given(st.lists(instructions, min_size=3, max_size=16), st.sampled_from(sorted(OPTIMIZERS)))
 def test_random_programs_are_equal_bit_for_bit(program, optimizer):

@@ -263,6 +263,7 @@ def test_a_layer_can_be_swapped_whole(tiny_base, tiny_compressed):
     assert swap_difference(tiny_base, tiny_compressed, ["model.norm"], rows) == 0.0
 
 
+@pytest.mark.nightly
 def test_a_corrupted_module_of_the_reference_model_is_found(tmp_path, compress, spoil_copy):
     (tmp_path / "tokens.safetensors").write_bytes((REFERENCE / "heldout.safetensors").read_bytes())
     folder = compress(REFERENCE, tmp_path / "w4", "{scheme: W4A16, targets: [Linear], ignore: [lm_head]}", tmp_path)

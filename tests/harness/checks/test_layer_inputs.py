@@ -127,6 +127,7 @@ def unpacks(layer: Any, x: Tensor) -> Any:
     return layer.inner(x)
 
 
+@pytest.mark.nightly
 def test_a_layer_that_keeps_what_it_has_unpacked_passes() -> None:
     report = harness.check(Wrapped(unpacks), checks=["layer.product", "layer.shapes", "layer.moves"], draws=False)
     assert report.passed, report.to_text()

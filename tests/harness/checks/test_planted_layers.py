@@ -209,6 +209,7 @@ def test_a_wrong_layer_is_told(name: str) -> None:
     assert record.outcome is Outcome.FAIL and says in record.summary, record.summary
 
 
+@pytest.mark.nightly
 def test_the_right_layer_passes() -> None:
     report = harness.check(Subject(Int8), draws=False)
     assert report.passed, report.to_text()

@@ -231,6 +231,7 @@ def test_a_shortcut_is_told(name: str) -> None:
     assert record.outcome == "fail" and says in record.summary, record.summary
 
 
+@pytest.mark.nightly
 def test_a_layer_needs_nothing_of_a_linear_one() -> None:
     assert not hasattr(Around(nn.Identity()), "bias")
     report = harness.check(Wraps(Around), draws=False)

@@ -108,6 +108,7 @@ def test_a_wrong_solver_is_told(name: str) -> None:
     assert record.outcome is Outcome.FAIL and says in record.summary, record.summary
 
 
+@pytest.mark.nightly
 def test_the_same_solver_without_a_mistake_passes() -> None:
     report = harness.check(Wrong(), draws=False)
     assert report.passed, report.to_text()

@@ -86,6 +86,7 @@ def test_a_rate_that_is_rounded_is_seen(ids: Tensor, plain: tuple[dict[str, Tens
     assert any(not torch.equal(tensor, plain[0][name]) for name, tensor in trainer.step.model.state_dict().items())
 
 
+@pytest.mark.nightly
 def test_the_script_logs_and_keeps_what_it_makes(ids: Tensor, plain: tuple[dict[str, Tensor], list[float]], tmp_path: Path) -> None:
     model, log = train(SMALL, ids, ids[:6], tmp_path)
     assert torch.equal(model.lm_head.weight, plain[0]["lm_head.weight"])

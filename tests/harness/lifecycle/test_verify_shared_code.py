@@ -210,6 +210,7 @@ def test_right_ones_pass(modifier: type[Modifier]) -> None:
     assert report.passed, report.to_text()
 
 
+@pytest.mark.nightly
 def test_a_modifier_that_was_ended_and_watches_nothing_passes() -> None:
     report = verify(Halves(start=0, end=2), TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.nothing_left"])
     assert report.records[-1].outcome is Outcome.PASS, report.to_text()

@@ -202,6 +202,7 @@ def test_a_call_that_fails_is_recorded_with_its_error(third_party: ModuleType) -
     assert [call.error.split(":")[0] for call in calls] == ["TypeError"]
 
 
+@pytest.mark.nightly
 def test_a_racing_thread_neither_gets_nor_disturbs_skips_that_are_for_one_thread(
     third_party: ModuleType, attention_graph: onnx.ModelProto, tmp_path: Path
 ) -> None:
