@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from compressor.console import count, positive
 from compressor.settings.kinds import FilePath, Flag, Number, PathLike, Text, Whole
@@ -16,6 +16,7 @@ from harness.verbs import Command
 if TYPE_CHECKING:
     from harness.validation.compare import ValidationReport
     from harness.validation.policy import Policy
+    from harness.validation.serving.servers import ServerName
 
 
 def _confidence(text: str) -> float:
@@ -44,6 +45,8 @@ class ValidateSettings(Settings):
     """Limits; what the file does not name keeps its default."""
     trained: Annotated[Flag, Option()] = False
     """It was trained too (QAT, pruning): values may differ from the base's, behaviour decides."""
+    serve: Annotated[Text, Option(choices=("vllm", "sglang", "none"))] = "vllm"
+    """The server whose loader the files are held against: vllm, sglang, none."""
     output_dir: Annotated[FilePath | None, Option(metavar="O", read=Path)] = None
     """Report folder, new or empty (default: ./<COMPRESSED>-validation)."""
     as_json: Annotated[Flag, Option("--json")] = False
@@ -85,6 +88,7 @@ def run(settings: ValidateSettings) -> Verdict:
         split=settings.split,
         policy=policy,
         trained=settings.trained,
+        serve=cast("ServerName", settings.serve),
         device=settings.device,
         max_seq_length=settings.max_seq_length,
         num_samples=settings.num_samples,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from compressor.progress import Progress, SilentProgress
 from compressor.settings.kinds import WHOLE, plain_number
 from compressor.settings.options import check_kind
 from compressor.settings.verbs import DataSettings
+from compressor.spelling import suggest
 from harness.reporting.record import CheckRecord, decide
 from harness.reporting.verdict import EXIT_CODES, Verdict
 from harness.validation.behaviour.acceptance import check_accepted, check_loads
@@ -38,6 +39,8 @@ from harness.validation.format.record import check_digests, check_quantization_c
 from harness.validation.format.sparsity import check_sparsity
 from harness.validation.inspection import ModuleInspection, inspect_modules
 from harness.validation.policy import Policy, policy_of
+from harness.validation.serving.checks import check_serving
+from harness.validation.serving.servers import SERVERS, ServerName
 from harness.validation.subject import Subject, read_subject
 from harness.validation.weights import check_weights
 
@@ -106,6 +109,7 @@ def validate(
     split: str | None = None,
     policy: Policy | str | Path | None = None,
     trained: bool = False,
+    serve: ServerName | Literal["none"] = "vllm",
     device: str = "auto",
     max_seq_length: int | None = None,
     num_samples: int = 512,
@@ -121,6 +125,7 @@ def validate(
         split: of a dataset that has several, or a part of one, such as `test[:100]`.
         policy: limits, or the path of their file; None for the defaults.
         trained: the model was trained as well (QAT, pruning): values are not compared with the base's, behaviour is.
+        serve: the server whose loader the files are held against, without the server itself: vllm, sglang, none.
         device: where both models run: auto, cpu, cuda.
         max_seq_length: tokens of a sequence; None for what the model takes, at most 2048.
         num_samples: sequences at most.
@@ -129,7 +134,7 @@ def validate(
     Returns:
         The report; a bad checkpoint gives a verdict, not an exception.
     Raises:
-        UserInputError: the seed is negative, a setting of the wrong kind, a policy that cannot be used, or torch.autocast is on.
+        UserInputError: the seed is negative, a setting of the wrong kind, no such server, an unusable policy, or torch.autocast is on.
         ModelError: a folder is missing, or the base cannot be used, because it is no causal language model for one.
         DatasetError: the data cannot be used.
     """
@@ -142,6 +147,8 @@ def validate(
     }.items():
         check_kind(name, value, WHOLE)
     policy = policy_of(policy)
+    if serve not in (*SERVERS, "none"):
+        raise UserInputError(f"serve: {serve!r} is no server that is known here; {suggest(str(serve), [*SERVERS, 'none'])}")
     if seed < 0:
         raise UserInputError(f"seed: {seed} was given, where a whole number of 0 or more belongs; correct it")
     started, clock = datetime.now(UTC), time.monotonic()
@@ -157,6 +164,8 @@ def validate(
     folder = subject.compressed.folder
     records = [*check_files(subject), *check_record(folder, base_hashes, data.sha256), check_digests(subject.compressed)]
     records += [check_quantization_config(folder, subject.config), check_accepted(subject)]
+    server = None if serve == "none" else serve
+    records += check_serving(subject, server, policy)
     loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)
     modules = inspect_modules(subject, loaded, progress=progress)
     records += [loads, *check_weights(subject, modules, policy), check_sparsity(subject)]
@@ -170,7 +179,11 @@ def validate(
         records += found
     if subject.moved or subject.unreadable:
         records.append(check_transforms(subject, base_model.model, batches[0]))
-    provenance = {**_provenance(subject, base_hashes, dataset, data, seed), "trained": trained}
+    provenance = {
+        **_provenance(subject, base_hashes, dataset, data, seed),
+        "trained": trained,
+        "served by": SERVERS[server].title if server else None,
+    }
     run = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - clock, 2), **_machine(torch_device)}
     return ValidationReport(decide(records), tuple(records), policy, tuple(modules), quality, scores, provenance, run)
 

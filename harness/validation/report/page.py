@@ -22,6 +22,7 @@ _FAMILIES = {
     "files": "Files",
     "record": "Record of the compression",
     "format": "Format",
+    "serving": "Where it is served",
     "weights": "Weights",
     "behaviour": "Behaviour on held-out data",
 }

@@ -54,6 +54,8 @@ def test_every_flag_changes_what_it_says(folders, tmp_path, capsys, monkeypatch)
     assert report("--seed", "5")["metrics"]["kl"]["low"] != plain["metrics"]["kl"]["low"]
     assert report("--confidence", "0.8")["policy"]["confidence"] == 0.8
     assert report("--device", "cpu")["run"]["device"] == "cpu"
+    served = [report("--serve", server)["provenance"]["served by"] for server in ("sglang", "none")]
+    assert [plain["provenance"]["served by"], *served] == ["vLLM 0.33.0", "SGLang 0.5.23", None]
     (tmp_path / "policy.yaml").write_text("max_mean_kl: 0.03\n")
     assert report("--policy", "policy.yaml")["policy"]["max_mean_kl"] == 0.03
 

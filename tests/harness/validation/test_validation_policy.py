@@ -31,7 +31,7 @@ def test_defaults_stand_where_the_file_is_silent(tmp_path):
     [
         ("a: 1\n\nmax_mean_lk: 1\n", "policy.yaml:3: max_mean_lk: is no limit; did you mean max_mean_kl?"),
         ("min_sqnr_db:\n  int4: 9\n  in8: 3\n", "policy.yaml:3: min_sqnr_db.in8: is no limit; did you mean int8?"),
-        ("zzz: 1\n", "policy.yaml:1: zzz: is no limit; known are allow_dequantize_load, confidence"),
+        ("zzz: 1\n", "policy.yaml:1: zzz: is no limit; known are allow_dequantize_load, allow_unserved_schemes, confidence"),
         ("confidence: 2\n", "policy.yaml:1: confidence: 2 is not allowed: input should be less than or equal to 0.9999"),
         ("max_perplexity_ratio: 0.9\n", "0.9 is not allowed: input should be greater than 1"),
         ("max_mean_kl: .nan\n", "nan is not allowed"),
