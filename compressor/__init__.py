@@ -28,6 +28,7 @@ _PUBLIC = {
     "ScaleTuningModifier": "compressor.modifiers.scale_tuning",
     "ConstantPruningModifier": "compressor.modifiers.pruning.magnitude",
     "MagnitudePruningModifier": "compressor.modifiers.pruning.magnitude",
+    "QuIPModifier": "compressor.modifiers.transforms.quip",
     "SpinQuantModifier": "compressor.modifiers.transforms.spinquant",
     "REAPPruningModifier": "compressor.modifiers.pruning.reap",
     "SparseGPTModifier": "compressor.modifiers.pruning.sparsegpt",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -67,6 +67,11 @@ class Rotation:
             x_NB = x_NB * signs_B
         return x_NB.reshape(x_ND.shape)
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> Rotation:
+        """Return the same rotation with its factors elsewhere, or in another dtype; bits of products depend on how they lie."""
+        signs_B = None if self.signs_B is None else self.signs_B.to(device, dtype)
+        return replace(self, factors=tuple(factor.to(device, dtype).contiguous() for factor in self.factors), signs_B=signs_B)
+
     def matrix(self) -> Tensor:
         """Return Q [B, B] in float64."""
         return self.turn(torch.eye(self.size, dtype=torch.float64))
@@ -109,6 +114,24 @@ def make_rotation(kind: str, size: int, *, seed: int = 0, keeps_mean: bool = Fal
         if keeps_mean:
             signs_B[0] = 1.0
     return Rotation(tuple(factors), size, signs_B, is_mirrored=keeps_mean)
+
+
+def rotation_of(matrix_BB: Tensor) -> Rotation:
+    """Find the factors of a Hadamard matrix, with which it is multiplied in B log B steps.
+
+    Args:
+        matrix_BB: float, of +1 and -1; Q sqrt(B).
+
+    Returns:
+        Q, by its factors where it is what `make_rotation` makes, with or without random signs; else by the matrix.
+    """
+    matrix_BB = matrix_BB.double().cpu()
+    size = len(matrix_BB)
+    if has_hadamard(size):
+        plain, signs_B = Rotation(tuple(_hadamard_factors(size)), size), matrix_BB[:, 0]
+        if torch.equal(signs_B[:, None] * _kronecker(plain.factors), matrix_BB):
+            return plain if bool((signs_B == 1).all()) else replace(plain, signs_B=signs_B)
+    return Rotation((matrix_BB,), size)
 
 
 def has_hadamard(size: int) -> bool:

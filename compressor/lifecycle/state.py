@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from compressor.data import CalibrationData
 from compressor.errors import TargetError, UserInputError
@@ -114,6 +115,7 @@ class State:
         originals: replaced modules by dotted name, in the order of replacement.
         swapped: names of the originals that are kept in any case, see `swap_module`.
         tensors: tables of modules that got tensors of their own, names and old tensors, see `own_tensors` and `put_tensor`.
+        handles: of hooks that a modifier has put on the model to stay, see `keep_hook`.
         settings: objects of which an attribute changed, its name and its old value, see `set_setting`.
         claims: which modifier will change which module, by dotted name; so that no two change the same.
         touched: names of modules that modifiers change as well, but not for themselves alone.
@@ -143,6 +145,7 @@ class State:
     originals: dict[str, nn.Module] = field(default_factory=dict)
     swapped: set[str] = field(default_factory=set)
     tensors: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
     settings: list[tuple[object, str, object]] = field(default_factory=list)
     claims: dict[str, str] = field(default_factory=dict)
     touched: set[str] = field(default_factory=set)
@@ -304,6 +307,15 @@ class State:
         if self.keep_originals:
             self.tensors.append((table, key, old))
 
+    def keep_hook(self, handle: RemovableHandle) -> None:
+        """Note a hook that becomes a part of the model. An abort takes it off, where originals are kept.
+
+        Args:
+            handle: of torch.
+        """
+        if self.keep_originals:
+            self.handles.append(handle)
+
     def set_setting(self, holder: object, name: str, value: object) -> None:
         """Give an attribute of the model's config, or of a module, another value. An abort brings the old one back.
 
@@ -325,6 +337,7 @@ class State:
             self.swapped.clear()
             self.settings.clear()
         self.tensors.clear()
+        self.handles.clear()
         for name in self.originals.keys() - self.swapped:
             del self.originals[name]
 
@@ -336,6 +349,8 @@ class State:
         while self.tensors:
             table, key, old = self.tensors.pop()
             table[key] = old
+        while self.handles:
+            self.handles.pop().remove()
         while self.settings:
             setattr(*self.settings.pop())
         self.swapped.clear()

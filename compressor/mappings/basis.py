@@ -308,7 +308,7 @@ def _connected(reads: Mapping[str, set[str]], first: str) -> list[str]:
         seen = seen.union(*(reads[name] for name in more))
 
 
-class _Watch:
+class Watch:
     """One forward with changed outputs.
 
     Attributes:
@@ -375,7 +375,7 @@ class _Watch:
         return hook
 
 
-class _Shift(_Watch):
+class _Shift(Watch):
     """A vector is added to what one module gives."""
 
     def __init__(self, prober: Prober, source: str, ruler_D: Tensor) -> None:
@@ -398,7 +398,7 @@ class _Shift(_Watch):
         return bool((off_N <= self._tolerance * share_N1.abs().amax().clamp_max(1.0)).all())
 
 
-class _Turned(_Watch):
+class _Turned(Watch):
     """What all writers give is turned."""
 
     def __init__(self, prober: Prober, sources: Collection[str], rotation: Rotation, tolerance: float) -> None:

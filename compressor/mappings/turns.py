@@ -35,11 +35,14 @@ class Turn:
         rotation: Q; hidden states h become h Q, run of channels by run.
         writers: dotted names of modules whose outputs are turned, or of norms whose bias is.
         readers: dotted names of layers that turn them back.
+        online: where readers are handed h Q in every forward, or what writers give is turned back: the name of the rotation in the config
+            of a checkpoint (R4, v, u). There are only readers then, or only writers.
     """
 
     rotation: Orthogonal
     writers: tuple[str, ...]
     readers: tuple[str, ...]
+    online: str = ""
 
 
 @torch.no_grad()

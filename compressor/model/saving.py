@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import ModelError, SchemeError, UserInputError
+from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.checkpoints.save import MAX_SHARD_BYTES, as_pretrained, save_checkpoint
 from compressor.model.class_readers import check_readable
 from compressor.model.experts.format import reader_notes
 from compressor.model.folder import some
 from compressor.nn import QuantizedLayer, float_layer
 from compressor.nn.kv_cache import kv_scheme_of
+from compressor.nn.online_rotation import rotated_modules
 
 _NAME = "save_pretrained"
 _TOKEN = "save"  # always the same, so that what a kill leaves behind is taken away by the next save
@@ -78,7 +80,7 @@ def save_compressed(
     """
     schemes = {name: layer.scheme for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
     check_readable(schemes, model, kv_scheme_of(model))
-    for note in reader_notes(model, schemes):
+    for note in (*reader_notes(model, schemes), *rotation_notes(model)):
         warnings.warn(note, UserWarning, stacklevel=3)
     return save_checkpoint(
         model,
@@ -105,7 +107,7 @@ def save_decompressed(model: nn.Module, output_dir: str | Path, max_shard_size: 
         The absolute path of the folder.
 
     Raises:
-        SchemeError: inputs, or keys and values, are quantized, which float weights cannot say.
+        SchemeError: inputs, or keys and values, are quantized or turned, which float weights cannot say.
         OutputError: the folder cannot be used.
         CheckpointError: the disk is full or fails; nothing is left behind.
     """
@@ -115,6 +117,12 @@ def save_decompressed(model: nn.Module, output_dir: str | Path, max_shard_size: 
         raise SchemeError(
             f"save_compressed=False: {what} are quantized, and float weights cannot say so; leave save_compressed out to save the model "
             "as it computes"
+        )
+    rotated = rotated_modules(model)
+    if rotated:
+        raise SchemeError(
+            f"save_compressed=False: {some(rotated)} turn inputs or outputs in every forward, and float weights cannot say so; leave "
+            "save_compressed out"
         )
     with _decompressed(model):
         return save_checkpoint(model, output_dir, schemes={}, record=None, max_shard_bytes=max_shard_size, token=_TOKEN, beside_others=True)

@@ -29,6 +29,7 @@ MODIFIERS: Mapping[str, str] = MappingProxyType(
         "GPTQModifier": "compressor.modifiers.gptq:GPTQModifier",
         "LogarithmicEqualizationModifier": "compressor.modifiers.transforms.smoothing:LogarithmicEqualizationModifier",
         "MagnitudePruningModifier": "compressor.modifiers.pruning.magnitude:MagnitudePruningModifier",
+        "QuIPModifier": "compressor.modifiers.transforms.quip:QuIPModifier",
         "QuantizationModifier": "compressor.modifiers.quantization:QuantizationModifier",
         "ScaleTuningModifier": "compressor.modifiers.scale_tuning:ScaleTuningModifier",
         "SmoothQuantModifier": "compressor.modifiers.transforms.smoothing:SmoothQuantModifier",

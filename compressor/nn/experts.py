@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from compressor.nn.online_rotation import is_watched, unwatched_forward
+
 # Where the weights of single experts lie in the fused tensors of transformers: taking those apart, and putting rows together.
 
 
@@ -128,7 +130,7 @@ class Expert(nn.Module):
     @property
     def is_watched(self) -> bool:
         """True while a projection carries a hook."""
-        return any(layer._forward_pre_hooks or layer._forward_hooks for layer in self.children())
+        return any(is_watched(layer) for layer in self.children())
 
     def forward(self, x_NC: Tensor) -> Tensor:
         """Compute what the expert makes of its tokens.
@@ -146,7 +148,7 @@ class Expert(nn.Module):
 
         Args:
             x_NC: [N, C]; N may be 0.
-            with_hooks: False passes the hooks of the projections by.
+            with_hooks: False passes the hooks of the projections by, but for rotations.
             own_N1: True where a token is the expert's; each projection sees zeros for the others, so that a scale over all tokens is that
                 of its own. None for all.
 
@@ -157,7 +159,7 @@ class Expert(nn.Module):
         def project(name: str, x: Tensor) -> Tensor:
             projection = self.get_submodule(name)
             x = x if own_N1 is None else torch.where(own_N1, x, torch.zeros_like(x))
-            output: Tensor = projection(x) if with_hooks else projection.forward(x)
+            output: Tensor = projection(x) if with_hooks else unwatched_forward(projection, x)
             return output
 
         layer: UnfusedExperts = self.__dict__["_layer"]

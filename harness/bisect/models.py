@@ -21,6 +21,7 @@ from compressor.model.loading.load import load_model, load_tokenizer, resolve_de
 from compressor.nn import QuantizedLayer
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.kv_cache import kv_args
+from compressor.nn.online_rotation import rotated_modules
 from harness.validation.format.container import read_checkpoint
 from harness.validation.format.fused import fused_again, with_single_experts
 from harness.validation.format.record import read_record
@@ -79,6 +80,9 @@ def load_pair(base: str | Path, compressed: str | Path, *, device: str = "auto")
         right = _with_moved_scales(load_model(base, device=device).model, base, compressed).to(resolve_device(device))
         if any(isinstance(module, UnfusedExperts) for module in suspect.modules()):
             unfuse_into(UnfusedModel(right), prove=False)
+        for name, rotations in rotated_modules(suspect).items():  # the weights in `right` are turned for them
+            for rotation in rotations:
+                rotation.attach(right.get_submodule(name))
     _give_dtype(right, _dtype(suspect))
     return Pair(right.eval(), suspect, load_tokenizer(base), tuple(differing_parts(right, suspect)), resolve_device(device))
 

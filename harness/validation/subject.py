@@ -59,9 +59,9 @@ class Subject:
 
     @property
     def quantizes_weights(self) -> bool:
-        """False where no weight has to be quantized: only keys and values are, or the model was changed otherwise and stays dense."""
+        """False where no weight has to be: only keys and values are, or the model was changed otherwise and stays dense."""
         config, is_dense = self.quantization_config, "quantization_config" not in (self.config or {})
-        return not (is_dense and (self.trained or self.pruned or self.moved)) and not (config and _only_keys_and_values(config))
+        return not (is_dense and (self.trained or self.pruned or self.moved)) and not (config and _no_weights(config))
 
     @property
     def readable_modules(self) -> dict[str, ConfigGroup]:
@@ -159,7 +159,7 @@ def _with_modules(subject: Subject, classes: Mapping[str, Sequence[str]]) -> Sub
             module, _, last = key.rpartition(".")
             # a module that the meta model does not have (experts that newer versions fuse) is taken for a Linear
             names = classes.get(module, ("Linear",))
-            if last != "weight" or len(entry.shape) != 2 or _is_ignored(module, classes, ignore):
+            if last != "weight" or len(entry.shape) != 2 or is_ignored(module, classes, ignore):
                 continue
             group = _group_of(module, names, groups)
             if group is not None:
@@ -171,17 +171,27 @@ def _with_modules(subject: Subject, classes: Mapping[str, Sequence[str]]) -> Sub
     return replace(subject, modules=modules)
 
 
-def _is_ignored(module: str, classes: Mapping[str, Sequence[str]], ignore: Sequence[str]) -> bool:
-    """Say whether ignore patterns mean a module, or the layer that keeps it fused: experts that are one module have one name there."""
+def is_ignored(module: str, classes: Mapping[str, Sequence[str]], ignore: Sequence[str]) -> bool:
+    """Say whether ignore patterns mean a module, or the layer that keeps it fused: experts that are one module have one name there.
+
+    Args:
+        module: dotted name.
+        classes: names of the classes of each module.
+        ignore: patterns.
+    Returns:
+        True where it is left out.
+    """
     meant = {module: classes.get(module, ("Linear",))}
     if module not in classes:
         parts = module.split(".")
         meant |= {".".join(parts[:count]): () for count in range(1, len(parts))}
-    return any(_matches(name, names, pattern) for name, names in meant.items() for pattern in ignore)
+    return any(is_meant(name, names, pattern) for name, names in meant.items() for pattern in ignore)
 
 
-def _only_keys_and_values(config: Mapping[str, Any]) -> bool:
-    return isinstance(config.get("kv_cache_scheme"), Mapping) and not config.get("config_groups")
+def _no_weights(config: Mapping[str, Any]) -> bool:
+    """Only keys and values are quantized, or inputs and outputs turned in every forward."""
+    others = config.get("kv_cache_scheme"), config.get("transform_config") or None
+    return any(isinstance(other, Mapping) for other in others) and not config.get("config_groups")
 
 
 def _with_problem(subject: Subject, problem: str) -> Subject:
@@ -191,14 +201,22 @@ def _with_problem(subject: Subject, problem: str) -> Subject:
 def _group_of(name: str, classes: Sequence[str], groups: Sequence[ConfigGroup]) -> ConfigGroup | None:
     """Return the group of the most specific target: exact names before regexes before classes, as compressed-tensors ranks them."""
     by_target = {target: group for group in groups for target in group.targets}
-    matching = [target for target in by_target if _matches(name, classes, target)]
+    matching = [target for target in by_target if is_meant(name, classes, target)]
     if not matching:
         return None
     return by_target[min(matching, key=lambda target: (target in classes, target.startswith("re:"), target))]
 
 
-def _matches(name: str, classes: Sequence[str], pattern: str) -> bool:
-    """Say whether a target or ignore pattern means a module: `re:` regex from the start, exact name, or class name."""
+def is_meant(name: str, classes: Sequence[str], pattern: str) -> bool:
+    """Say whether a target or ignore pattern means a module: `re:` regex from the start, exact name, or class name.
+
+    Args:
+        name: dotted name.
+        classes: names of its classes.
+        pattern: of a config.
+    Returns:
+        Whether it does.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return pattern == name or pattern in classes

@@ -37,6 +37,7 @@ def quantization_config(
     others: Collection[str] = (),
     kv_cache_scheme: QuantizationArgs | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    transforms: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Describe a quantized model for config.json.
 
@@ -49,6 +50,7 @@ def quantization_config(
         others: names among `modules` of what is no linear layer (embeddings), for which the class would not stand.
         kv_cache_scheme: format of keys and values, None where they are not quantized.
         dtype: in which the model computes.
+        transforms: the value of `transform_config`: rotations that are computed in every forward.
 
     Returns:
         The value of `quantization_config`; only JSON types.
@@ -74,14 +76,17 @@ def quantization_config(
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "sparsity_config": {},
-        "transform_config": {},
+        "transform_config": dict(transforms or {}),
         "version": FORMAT_VERSION,
     }
     return config | {"dequantize": True} if _needs_dequantize(modules, dtype, others) else config
 
 
 def config_of(
-    model: nn.Module, schemes: Mapping[str, QuantizationScheme], renamed: Mapping[str, str] | None = None
+    model: nn.Module,
+    schemes: Mapping[str, QuantizationScheme],
+    renamed: Mapping[str, str] | None = None,
+    transforms: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Describe a compressed model for config.json.
 
@@ -90,12 +95,13 @@ def config_of(
         schemes: dotted name of every quantized layer to its scheme.
         renamed: name in the model to name in the files, where the two differ. Readers that build the model's own modules look for their
             names, others for the names in the files, so the config holds both.
+        transforms: the value of `transform_config`.
 
     Returns:
-        The value of `quantization_config`; None where nothing is quantized.
+        The value of `quantization_config`; None where nothing is quantized or turned in every forward.
     """
     kv = kv_scheme_of(model)
-    if not schemes and kv is None:
+    if not schemes and kv is None and not transforms:
         return None
     names = renamed or {}
     ignore = unquantized_linears(model)
@@ -106,6 +112,7 @@ def config_of(
         others=[alias for name in embeddings for alias in (name, names.get(name, name))],
         kv_cache_scheme=kv,
         dtype=_dtype_of(model),
+        transforms=transforms,
     )
 
 

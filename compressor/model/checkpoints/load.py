@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from compressor.errors import ModelError
 from compressor.model.checkpoints.format import stored_names
+from compressor.model.checkpoints.online import read_rotations
 from compressor.model.checkpoints.save import RECORD_FILE
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 from compressor.model.folder import check_weight_files, one_line, read_config, read_json, resolve_folder, some, weight_files
@@ -82,7 +83,10 @@ def load_compressed(
     if kv_cache_scheme is not None:
         for name, attention in attention_modules(model).items():
             attach_kv_quantizer(attention, kv_cache_scheme, name=name, empty=True)
+    rotations = read_rotations(model, config["quantization_config"], tensors, folder)
     _place_layers(model, tensors, schemes, folder)
+    for name, rotation in rotations:
+        rotation.attach(model.get_submodule(name))
     _fill(model, tensors, split, folder, config)
     _read_generation_config(model, folder)
     set_matmul(model, matmul)
@@ -118,7 +122,10 @@ def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[Quantiz
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
     except (ValidationError, LookupError, TypeError, AttributeError, re.error) as error:
         raise ModelError(f"{folder}: its quantization_config cannot be used here ({one_line(error)}); restore config.json") from error
-    if not schemes and kv_cache_scheme is None:
+    transforms = found.get("transform_config")
+    if not isinstance(transforms or {}, Mapping):
+        raise ModelError(f"{folder}: its quantization_config cannot be used here (transform_config is no table); restore config.json")
+    if not schemes and kv_cache_scheme is None and not transforms:
         raise ModelError(f"{folder}: config.json names no compressed-tensors groups; give a compressed checkpoint, or use load_model")
     return schemes, kv_cache_scheme
 

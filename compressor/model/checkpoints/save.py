@@ -25,9 +25,11 @@ from compressor.atomic import check_output_dir, whole_or_nothing
 from compressor.errors import CheckpointError, OutputError
 from compressor.model.checkpoints.audit import audit_qparams, tensor_digests
 from compressor.model.checkpoints.format import config_of, stored_keys, stored_names, unquantized_linears
+from compressor.model.checkpoints.online import rotation_tensors, transform_config
 from compressor.model.experts.format import kept_fused, with_expert_settings, with_fused_floats
 from compressor.model.folder import one_line, read_json, some
 from compressor.model.loading.load import quiet_transformers
+from compressor.nn.online_rotation import rotated_modules
 from compressor.numerics.scheme import QuantizationScheme
 
 if TYPE_CHECKING:
@@ -176,9 +178,10 @@ def _write_pretrained(
     folder: Path, model: PreTrainedModel, state: dict[str, Tensor], schemes: Mapping[str, QuantizationScheme], max_shard_bytes: int | str
 ) -> None:
     config = copy.deepcopy(model.config)
-    renamed = stored_names(model, [*schemes, *unquantized_linears(model)]) if schemes else {}
-    state = _untie(model, config, state)
-    described = config_of(model, schemes, renamed)
+    rotated, matrices = rotated_modules(model), rotation_tensors(model)
+    renamed = stored_names(model, [*schemes, *unquantized_linears(model), *rotated]) if schemes or rotated else {}
+    state = _untie(model, config, state) | matrices
+    described = config_of(model, schemes, renamed, transform_config(model, renamed))
     if described is not None:
         config.quantization_config = with_expert_settings(described, model, schemes, renamed)
     shapes = {key: value.shape for key, value in state.items()}
@@ -190,7 +193,7 @@ def _write_pretrained(
             raise CheckpointError(f"{type(model).__name__}: transformers cannot save it ({one_line(error)}); nothing was kept") from error
     if model.can_generate():
         model.generation_config.to_json_file(folder / "generation_config.json")
-    _read_back(folder, _quantized_keys(model, shapes, schemes))
+    _read_back(folder, _quantized_keys(model, shapes, schemes) | {key: matrix.shape for key, matrix in matrices.items()})
 
 
 def _untie(model: PreTrainedModel, config: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,63 +1,57 @@
-"""SpinQuantModifier: hidden states are turned so that no channel stands out, in weights alone (SpinQuant, arXiv 2405.16406).
+"""SpinQuantModifier: hidden states are turned so that no channel stands out (SpinQuant, arXiv 2405.16406).
 
-R1 turns the hidden states that all layers add to, R2 the values of each attention head. Which modules write and read them is found and
-proved on the model's own forward, see `compressor.mappings.basis`. A model with LayerNorm gets a rotation that keeps the mean of a token's
-channels, so that it stays a model of its class.
+R1 turns the hidden states that all layers add to, R2 the values of each attention head, both in weights alone. Which modules write and read
+them is found and proved on the model's own forward, see `compressor.mappings.basis`. A model with LayerNorm gets a rotation that keeps the
+mean of a token's channels, so that it stays a model of its class. R4 turns the input of the last layer of each MLP in every forward.
 """
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-import numpy as np
 import torch
-from pydantic import Field, PrivateAttr, field_validator, model_validator
-from torch import Tensor, nn
+from pydantic import Field, field_validator, model_validator
+from torch import nn
 
-from compressor.algorithms.rotations import Rotation, RotationKind, make_rotation
-from compressor.data.collate import Batch, batch_to, call_model
-from compressor.errors import CalibrationError, NumericsError, RecipeError, TargetError
-from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
+from compressor.data.collate import Batch
+from compressor.errors import CalibrationError, RecipeError, TargetError
+from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
-from compressor.lifecycle.state import StageValue
 from compressor.mappings import ScalePair, find_pairs
 from compressor.mappings.basis import Basis, find_basis, find_values
+from compressor.mappings.inner import find_inner
 from compressor.mappings.turns import Turn, fold_and_turn, has_biases
-from compressor.model.checkpoints.format import stored_names
-from compressor.model.checkpoints.save import as_pretrained
+from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.loading.sample_batches import sample_batches
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
+from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, outputs_of_model
 from compressor.modifiers.transforms.written_roles import check_written, notes_of_written
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
 from compressor.modifiers.tuning.budget import Budget, Split, tune
-from compressor.nn.build import is_quantizable
-from compressor.nn.experts import UnfusedExperts
+from compressor.nn import weight_of
 from compressor.tracing.footprint import Footprint
-from compressor.tracing.picking import excerpt
 
 RotationName = Literal["R1", "R2", "R3", "R4"]
-_ONLINE = ("R3", "R4")
 _MOST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}  # relative difference of logits that is rounding
 _MOST_NARROW = 0.2  # bfloat16, whose weights are all rounded a second time
 
 
-class SpinQuantModifier(Modifier):
-    """Turn hidden states and values of attention before they are quantized.
+class SpinQuantModifier(RotatingModifier):
+    """Turn hidden states, values of attention and what MLPs end with before they are quantized.
 
     Attributes:
-        rotations: R1, R2.
+        rotations: R1, R2; R4, which is computed in every forward.
         transform_type: `hadamard`; `random-hadamard`, with random signs; `random-matrix`, orthogonal, for sizes without a Hadamard matrix.
-        randomize: a rotation of its own for the values of each layer.
-        transform_block_size: R1 turns runs of so many channels; None: all together.
+        randomize: a rotation of its own for the values of each layer; random signs.
+        transform_block_size: R1 and R4 turn runs of so many channels; None: all together.
         mappings: which modules write and read hidden states, by role, as llm-compressor has it; found on a forward, and held against it.
         norm_mappings: which layers read which norm; the same.
         precision: float64, in which all is computed.
-        learnable: train the rotations on the calibration data, against what the model predicted, rounded as the modifiers behind will.
+        learnable: train R1 and R2 on the calibration data, against what the model predicted, rounded as the modifiers behind will.
         steps: of the training.
         batch_size: sequences in a step.
         lr: angle, about, by which a step turns at its peak.
@@ -65,49 +59,27 @@ class SpinQuantModifier(Modifier):
     """
 
     rotations: list[RotationName] = Field(default=["R1", "R2"])
-    transform_type: RotationKind = "hadamard"
-    randomize: bool = False
-    transform_block_size: int | None = Field(default=None, gt=1)
     mappings: Any = None
     norm_mappings: Any = None
-    precision: Any = None
-    transform_config: Any = None
     learnable: bool = False
     steps: int = Field(default=100, gt=0)
     batch_size: int = Field(default=8, gt=0)
     lr: float = Field(default=0.02, gt=0, le=1)
     held_out_frac: float = Field(default=0.125, gt=0, lt=1)
 
-    _was_asked: bool = PrivateAttr(default=False)
-
     @field_validator("rotations", mode="before")
     @classmethod
     def _upper(cls, value: Any) -> Any:
         given = [value] if isinstance(value, str) else value
         if not isinstance(given, list | tuple) or not given:
-            raise RecipeError(f"rotations: {value!r} names none; give some of R1, R2")
+            raise RecipeError(f"rotations: {value!r} names none; give some of R1, R2, R4")
         return list(dict.fromkeys(one.upper() if isinstance(one, str) else one for one in given))
 
     @field_validator("rotations", mode="after")
     @classmethod
-    def _offline(cls, value: list[RotationName]) -> list[RotationName]:
-        online = [name for name in value if name in _ONLINE]
-        if online:
-            raise RecipeError(f"rotations: {', '.join(online)} would be computed in every forward, which is not built here; leave it out")
-        return value
-
-    @field_validator("precision", mode="after")
-    @classmethod
-    def _is_float64(cls, value: Any) -> Any:
-        if value is not None and str(value).removeprefix("torch.") != "float64":
-            raise RecipeError(f"precision={value}: weights are turned in float64 and rounded once, to their own dtype; leave it out")
-        return value
-
-    @field_validator("transform_config", mode="after")
-    @classmethod
-    def _not_given(cls, value: Any) -> Any:
-        if value is not None:
-            raise RecipeError("transform_config: rotations of one's own are not built here; give rotations, transform_type and the rest")
+    def _built(cls, value: list[RotationName]) -> list[RotationName]:
+        if "R3" in value:
+            raise RecipeError("rotations: R3 would be computed inside attention, which is not built here; leave it out")
         return value
 
     @model_validator(mode="after")
@@ -119,6 +91,8 @@ class SpinQuantModifier(Modifier):
 
     @model_validator(mode="after")
     def _settings_of_a_training(self) -> Self:
+        if self.learnable and not {"R1", "R2"} & set(self.rotations):
+            raise RecipeError("learnable: R1 and R2 are learned, and rotations names neither; leave it out")
         given = [name for name in ("steps", "batch_size", "lr", "held_out_frac") if name in self.model_fields_set]
         if given and not self.learnable:
             raise RecipeError(f"{given[0]}={getattr(self, given[0])} is for a training; add learnable: true, or leave it out")
@@ -130,20 +104,10 @@ class SpinQuantModifier(Modifier):
         return "own" if self.learnable else "none"
 
     def on_initialize(self, state: State) -> bool:
-        """Refuse what is quantized already."""
-        self._was_asked = False
-        if state.schemes:
-            first = next(iter(state.schemes))
-            raise RecipeError(f"{self.label}: {first} is quantized by a modifier before it; let it stand before those that quantize")
-        if state.sparse:
-            zeros = next(iter(state.sparse))
-            raise RecipeError(
-                f"{self.label}: a modifier before it makes zeros in {zeros}, which a rotation would fill; let it stand before that"
-            )
-        for layer, module in state.model.named_modules():
-            if isinstance(module, UnfusedExperts):  # taken apart for this run, and kept so where somebody changes them
-                state.touch(f"{layer}.{name}" for name, part in module.named_modules() if is_quantizable(part))
-        return True
+        """Refuse what is quantized already, and R4 where no checkpoint can hold it."""
+        if "R4" in self.rotations:
+            self.check_has_config(state)
+        return super().on_initialize(state)
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Find what may be turned, turn it, and see that the model computes what it did. Changes the model."""
@@ -151,27 +115,22 @@ class SpinQuantModifier(Modifier):
         self._was_asked = True
         batch = state.data.batches[0] if state.data is not None else sample_batches(state.model).batches[0]
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
+            before = outputs_of_model(state, batch)
+            online = self._fourth(state, batch) if "R4" in self.rotations else []
+            self.turn_online(state, online)
             basis = self._basis(state, batch) if "R1" in self.rotations else None
             values = self._values(state, batch) if "R2" in self.rotations else ()
             notes = notes_of_written(state.model, basis, values, self.mappings, self.norm_mappings, self.label)
             state.report.notes += notes
             turns = [*self._first(state, basis), *self._second(state, values)]
-            before = _logits(state, batch)
             folds = () if basis is None else basis.norms
             if self.learnable:
                 turns = self._learned(state, basis, turns)
             fold_and_turn(state.model, folds, turns, state.own_tensors)
             if basis is not None and basis.tied:
                 _untie(state)
-            self._check_outputs(state, before, _logits(state, batch))
-        self._report(state, basis, turns)
-
-    def on_finalize(self, state: State) -> bool:
-        """Refuse to finish where nobody asked for it: it does nothing in a training."""
-        del state
-        if not self._was_asked:
-            raise CalibrationError(f"{self.label}: nothing was turned, for that happens in a calibration; run one, or leave it out")
-        return True
+            self.check_outputs(state, before, outputs_of_model(state, batch))
+        self._report(state, basis, [*online, *turns])
 
     def forwards_of_training(self, num_samples: int) -> float:
         """Say what a training costs: a forward of everything, measurements on what is held out, steps of a forward and a backward each.
@@ -187,11 +146,6 @@ class SpinQuantModifier(Modifier):
         held_out = min(max(1, round(self.held_out_frac * num_samples)), max(1, num_samples - 1))
         return num_samples + 9 * held_out + 3 * self.steps * self.batch_size
 
-    def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
-        """Nothing: the same rotations are made again when a run is resumed."""
-        del modules
-        return {}
-
     def _basis(self, state: State, batch: Batch) -> Basis:
         try:
             return find_basis(state.model, batch, state.device, progress=state.progress)
@@ -204,7 +158,7 @@ class SpinQuantModifier(Modifier):
         block = self.transform_block_size or basis.size
         if basis.size % block:
             raise RecipeError(f"{self.label}: transform_block_size={block} does not divide the {basis.size} channels; give one that does")
-        rotation = self._rotation(block, state.seed, "R1", keeps_mean=basis.keeps_mean)
+        rotation = self.rotation(block, state.seed, "R1", keeps_mean=basis.keeps_mean)
         norms = [pair.source for pair in basis.norms if not has_biases(state.model, pair.readers)]  # they keep their bias, turned
         readers = [*basis.readers, *(name for pair in basis.norms for name in pair.readers)]
         return [Turn(rotation, (*basis.writers, *norms), tuple(readers))]
@@ -221,9 +175,23 @@ class SpinQuantModifier(Modifier):
         for number, (pair, size) in enumerate(values):
             key = number if self.randomize or self.learnable else size
             known = turns.get(key)
-            rotation = known.rotation if known else self._rotation(size, state.seed + 1 + (number if self.randomize else 0), "R2")
+            rotation = known.rotation if known else self.rotation(size, state.seed + 1 + (number if self.randomize else 0), "R2")
             writers, readers = (known.writers, known.readers) if known else ((), ())
             turns[key] = Turn(rotation, (*writers, pair.source), (*readers, *pair.readers))
+        return list(turns.values())
+
+    def _fourth(self, state: State, batch: Batch) -> list[Turn]:
+        try:
+            names = find_inner(state.model, batch, state.device, progress=state.progress)
+        except TargetError as error:
+            raise TargetError(f"{self.label}: R4: {error}; leave R4 out") from error
+        turns: dict[int, Turn] = {}
+        for name in names:
+            width = weight_of(state.model.get_submodule(name)).shape[1]
+            size = self.transform_block_size or width
+            self.check_divides(size, width, name)
+            known = turns.get(size) or Turn(self.rotation(size, state.seed, "R4"), (), (), "R4")
+            turns[size] = replace(known, readers=(*known.readers, name))
         return list(turns.values())
 
     def _learned(self, state: State, basis: Basis | None, turns: Sequence[Turn]) -> list[Turn]:
@@ -250,23 +218,6 @@ class SpinQuantModifier(Modifier):
         )
         return moves.settled() if outcome.best_step else list(turns)
 
-    def _rotation(self, size: int, seed: int, what: str, *, keeps_mean: bool = False) -> Rotation:
-        kind = "random-hadamard" if self.randomize and self.transform_type == "hadamard" else self.transform_type
-        try:
-            return make_rotation(kind, size, seed=seed, keeps_mean=keeps_mean)
-        except NumericsError as error:
-            raise RecipeError(f"{self.label}: {what}: {error}") from error
-
-    def _check_outputs(self, state: State, before: Tensor, after: Tensor) -> None:
-        """The proof was for the rule; this is for the weights as they were rounded."""
-        difference = float((after - before).square().mean().sqrt() / before.square().mean().sqrt().clamp_min(1e-30))
-        dtype = next(state.model.parameters()).dtype
-        if not difference <= _MOST.get(dtype, _MOST_NARROW):
-            raise NumericsError(
-                f"{self.label}: the turned model's outputs are {difference:.2g} off, relative, more than rounding to {dtype} explains; "
-                "leave it out, or load the model with dtype float32"
-            )
-
     def _report(self, state: State, basis: Basis | None, turns: Sequence[Turn]) -> None:
         folds = () if basis is None else basis.norms
         names = list(
@@ -277,10 +228,12 @@ class SpinQuantModifier(Modifier):
             record = ModuleRecord(name, type(self).__name__, f"turned ({self.transform_type})", 0.0, None, {})
             state.report.modules.setdefault(name, record)
         tied = {} if basis is None else basis.tied
-        state.report.transforms.append(_transform(state.model, type(self).__name__, basis, turns))
+        state.report.transforms.append(as_record(state.model, type(self).__name__, turns, basis))
         untied = f"; {', '.join(tied)} is no longer tied to {', '.join(tied.values())}" if tied else ""
         what = f"{' and '.join(self.rotations)} {'are' if self.rotations[1:] else 'is'}"
         state.report.notes.append(f"{self.label}: {what} in the weights of {len(names)} modules{untied}")
+        if any(turn.online for turn in turns):
+            state.report.notes.extend(f"{self.label}: {note}" for note in rotation_notes(state.model))
 
 
 def _untie(state: State) -> None:
@@ -308,64 +261,3 @@ def head_dim(model: nn.Module) -> int | None:
         return own
     size, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     return size // heads if isinstance(size, int) and isinstance(heads, int) and heads else None
-
-
-def _logits(state: State, batch: Batch) -> Tensor:
-    with torch.no_grad():
-        output = call_model(state.model, batch_to(excerpt(batch, 0), state.device))
-    logits = getattr(output, "logits", None)
-    first = logits if logits is not None else output if isinstance(output, Tensor) else next(iter(output.values()))
-    found: Tensor = first.detach().double().cpu()
-    return found
-
-
-def _transform(model: nn.Module, modifier: str, basis: Basis | None, turns: Sequence[Turn]) -> dict[str, Any]:
-    """What a reader of compression.json needs to do the same to the base; names are those of its files."""
-    folds = () if basis is None else basis.norms
-    names = {name for pair in folds for name in (pair.source, *pair.readers)} | {
-        name for turn in turns for name in (*turn.writers, *turn.readers)
-    }
-    stored = {} if as_pretrained(model) is None else stored_names(model, sorted(names))
-
-    def as_stored(given: Sequence[str]) -> list[str]:
-        return [stored.get(name, name) for name in given]
-
-    def as_data(turn: Turn) -> dict[str, Any]:
-        assert isinstance(turn.rotation, Rotation)
-        return {"matrix": encoded(turn.rotation), "writers": as_stored(turn.writers), "readers": as_stored(turn.readers)}
-
-    return {
-        "kind": "rotations",
-        "modifier": modifier,
-        "folds": [{"norm": as_stored([pair.source])[0], "readers": as_stored(pair.readers), "offset": pair.offset} for pair in folds],
-        "turns": [as_data(turn) for turn in turns],
-        "untied": {} if basis is None else {as_stored([head])[0]: as_stored([source])[0] for head, source in basis.tied.items()},
-    }
-
-
-def encoded(rotation: Rotation) -> dict[str, Any]:
-    """Return a matrix as plain data.
-
-    Args:
-        rotation: of any kind.
-
-    Returns:
-        `size` and, in base64, `signs`: a bit for each entry of Q sqrt(size), row by row, 1 for +1; with a `diagonal` of signs d, Q is
-        U diag(d) U^T and the bits are those of U. Where not all entries are of one size, `values`: little-endian float64.
-    """
-    size = rotation.size
-    if rotation.is_mirrored and rotation.signs_B is not None:
-        plain = encoded(replace(rotation, signs_B=None, is_mirrored=False))
-        return {**plain, "diagonal": _packed(rotation.signs_B)} if "signs" in plain else _values(rotation)
-    matrix = rotation.matrix()
-    if float((matrix.abs() - size**-0.5).abs().max()) < 1e-9:
-        return {"size": size, "signs": _packed(matrix)}
-    return _values(rotation)
-
-
-def _packed(signs: Tensor) -> str:
-    return base64.b64encode(np.packbits((signs > 0).numpy().reshape(-1)).tobytes()).decode()
-
-
-def _values(rotation: Rotation) -> dict[str, Any]:
-    return {"size": rotation.size, "values": base64.b64encode(rotation.matrix().numpy().astype("<f8").tobytes()).decode()}

@@ -11,6 +11,7 @@ from compressor.model.folder import some
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.format.container import Checkpoint
+from harness.validation.format.online import online_groups, online_misfits
 from harness.validation.format.record import read_record
 from harness.validation.loading import LOADER_ERRORS, first_line, load_compressed, load_with_our_reader
 from harness.validation.subject import Subject
@@ -46,7 +47,7 @@ def check_accepted(subject: Subject) -> CheckRecord:
             findings.append(f"quantization_status is {config.get('quantization_status')!r}: loaders take the weights for uncompressed")
     except LOADER_ERRORS as error:
         findings.append(first_line(error))
-    findings += _contradictions(config, subject.compressed)
+    findings += [*_contradictions(config, subject.compressed), *online_misfits(subject)]
     schemes = sorted({group.scheme.label for group in subject.readable_modules.values() if group.scheme})
     return ACCEPTED.found(
         findings, "; ".join(schemes) or "keys and values only", evidence={"schemes": schemes, "version": str(config.get("version"))}
@@ -64,11 +65,6 @@ def _contradictions(config: Mapping[str, Any], compressed: Checkpoint) -> list[s
     sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
     if sparse not in (None, "dense") and not any(name.endswith((".bitmask", ".compressed")) for name in compressed.entries):
         findings.append(f"sparsity_config says {sparse!r}, and no tensor is stored so")
-    transforms = config.get("transform_config")
-    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
-        findings.append(
-            f"transform_config says {some(sorted(transforms['config_groups']))}, which loaders apply or pass over; none is judged"
-        )
     return findings
 
 
@@ -88,13 +84,20 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
     plain = [name for name in subject.compressed.entries if name.rpartition(".")[0] not in subject.modules]
     evidence: dict[str, Any] = {"tensors not quantized": len(plain), "loaded with dequantize=True": False}
     announced = _is_announced(subject)  # what transformers leaves out it fills at random, some without a word
-    if attempt.model is None and not announced and _is_weight_only(subject):
+    if attempt.model is None and not announced and not online_groups(subject) and _is_weight_only(subject):
         second = load_compressed(subject.compressed.folder, dequantize=True)
         if second.model is not None and not second.problems:
             evidence["loaded with dequantize=True"] = True
             outcome = Outcome.PASS if allow_dequantize_load else Outcome.FAIL
             summary = f"loads with dequantize=True only; plain from_pretrained says {_first(attempt.problems)}"
             return LOADS.record(outcome, summary, limit=limit, evidence=evidence, findings=attempt.problems), second.model
+    online = sorted(online_groups(subject))
+    if online:
+        own = load_with_our_reader(subject.compressed.folder)
+        said = f"transformers passes over transform_config ({some(online)}), and would compute something else; compressor.load_compressed "
+        if own.model is None:
+            return LOADS.record(Outcome.FAIL, f"{said}stops: {_first(own.problems)}", evidence=evidence, findings=own.problems), None
+        return LOADS.record(Outcome.INCONCLUSIVE, f"{said}applies it", evidence=evidence, findings=attempt.problems), own.model
     if announced:
         own = load_with_our_reader(subject.compressed.folder)
         if own.model is not None:

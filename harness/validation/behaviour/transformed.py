@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -10,6 +12,7 @@ from harness.reporting.verdict import Outcome
 from harness.validation.behaviour.scoring import TokenBatch
 from harness.validation.format.fused import fused_again
 from harness.validation.format.record import RECORD_FILE
+from harness.validation.format.rotations import Rotations
 from harness.validation.format.transforms import TransformedCheckpoint, config_settings
 from harness.validation.loading import LOADER_ERRORS, first_line, load_with_tensors
 from harness.validation.subject import Subject
@@ -22,7 +25,7 @@ _MOST = 1e-3  # root mean square of the difference of logits to that of logits; 
 
 
 def check_transforms(subject: Subject, base: nn.Module, batch: TokenBatch) -> CheckRecord:
-    """Run the base with and without the moved scales in float32.
+    """Run the base with and without the moved scales in float32; rotations of the forward are no part of it, see `format.online`.
 
     Args:
         subject: its base has them moved.
@@ -35,13 +38,12 @@ def check_transforms(subject: Subject, base: nn.Module, batch: TokenBatch) -> Ch
         return TRANSFORMS.record(Outcome.FAIL, f"{RECORD_FILE}: {subject.unreadable[0]}", findings=list(subject.unreadable))
     if not isinstance(subject.base, TransformedCheckpoint):
         return TRANSFORMS.skipped(f"{RECORD_FILE} names none" if not subject.moved else "experts were taken out, and nothing moved")
+    shown = replace(subject.base, moved=tuple(move.offline if isinstance(move, Rotations) else move for move in subject.base.moved))
     moves, source, settings = subject.base.moved, subject.base.source, config_settings(subject.moved)
     modifiers = sorted({move.modifier for move in moves})
     evidence = {"transforms": len(moves), "modifiers": modifiers}
     try:
-        changed = load_with_tensors(
-            base, fused_again({name: subject.base.exact(name) for name in subject.base.entries}, subject.base), settings
-        )
+        changed = load_with_tensors(base, fused_again({name: shown.exact(name) for name in shown.entries}, shown), settings)
         if settings:  # experts are gone, which is judged as a whole, by what it predicts
             base = load_with_tensors(base, fused_again({name: source.tensor(name) for name in source.entries}, source), settings)
     except LOADER_ERRORS as error:

@@ -14,6 +14,7 @@ from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.format.container import Checkpoint
 from harness.validation.format.decoder import expected_parts
+from harness.validation.format.online import matrix_names
 from harness.validation.format.record import read_record
 from harness.validation.format.transforms import TransformedCheckpoint, config_settings
 from harness.validation.loading import LOADER_ERRORS, first_line, with_settings
@@ -245,7 +246,7 @@ def _expected_names(subject: Subject) -> tuple[set[str], set[str], set[str]]:
         shape = subject.base.entries[f"{module}.weight"].shape
         has_g_idx = f"{module}.weight_g_idx" in subject.compressed.entries
         parts |= {f"{module}.{part}" for part in expected_parts(group.scheme, shape, has_g_idx=has_g_idx)}
-    return plain, parts | _kv_names(subject), subject.modules.keys() - subject.readable_modules.keys()
+    return plain, parts | _kv_names(subject) | matrix_names(subject), subject.modules.keys() - subject.readable_modules.keys()
 
 
 def _kv_names(subject: Subject) -> set[str]:

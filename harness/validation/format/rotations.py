@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,14 @@ class Turn:
         matrix_BB: float64.
         writers: dotted names, as in the base's files.
         readers: the same.
+        online: the group of transform_config by which readers turn what they are handed, and writers turn back what they give, in every
+            forward; empty where weights do both.
     """
 
     matrix_BB: Tensor
     writers: tuple[str, ...]
     readers: tuple[str, ...]
+    online: str = ""
 
     def columns(self, value_ND: Tensor) -> Tensor:
         """Multiply rows by the matrix."""
@@ -71,6 +74,11 @@ class Rotations:
         """Whatever has other weights now."""
         folded = {name for fold in self.folds for name in (fold.norm, *fold.readers)}
         return frozenset(folded | {name for turn in self.turns for name in (*turn.writers, *turn.readers)})
+
+    @property
+    def offline(self) -> Rotations:
+        """What is in weights alone, so that the base computes the same with it."""
+        return replace(self, turns=tuple(turn for turn in self.turns if not turn.online))
 
     def changed(self, value: Tensor, name: str, kind: str, before: Callable[[str], Tensor | None]) -> Tensor:
         """Return what a tensor became.
@@ -138,7 +146,9 @@ def read_rotations(entry: Mapping[str, Any]) -> Rotations:
         KeyError, TypeError, ValueError: it cannot be read.
     """
     folds = tuple(Fold(str(one["norm"]), _names(one["readers"]), float(one["offset"])) for one in entry["folds"])
-    turns = tuple(Turn(_matrix(one["matrix"]), _names(one["writers"]), _names(one["readers"])) for one in entry["turns"])
+    turns = tuple(
+        Turn(_matrix(one["matrix"]), _names(one["writers"]), _names(one["readers"]), str(one.get("online", ""))) for one in entry["turns"]
+    )
     return Rotations(str(entry["modifier"]), folds, turns, {str(head): str(source) for head, source in dict(entry["untied"]).items()})
 
 
@@ -157,7 +167,9 @@ def misfits(found: Rotations, base: Checkpoint, sides: Callable[[str], tuple[int
         off = float((turn.matrix_BB @ turn.matrix_BB.T - torch.eye(size, dtype=torch.float64)).abs().max())
         if not off <= _ORTHOGONAL:
             yield f"matrix {number} is not orthogonal: Q Q^T is {off:.2g} off the identity"
-        if not turn.writers or not turn.readers:
+        if turn.online and bool(turn.writers) == bool(turn.readers):
+            yield f"matrix {number}, {turn.online}, is for the inputs of some modules or for the outputs of some"
+        if not turn.online and not (turn.writers and turn.readers):
             yield f"matrix {number} has no {'readers' if turn.writers else 'writers'}"
         for name, side in ((name, side) for side, names in enumerate((turn.writers, turn.readers)) for name in names):
             channels = sides(found.untied.get(name, name))

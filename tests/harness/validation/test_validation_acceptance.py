@@ -36,7 +36,7 @@ def quantization(change):
         (quantization(lambda q: q["config_groups"]["group_0"]["weights"].update(strategy="rows")), "rows"),
         (quantization(lambda q: q["config_groups"]["group_0"]["weights"].update(actorder="group")), "has been removed"),
         (quantization(lambda q: q.update(config_groups=[])), "config_groups"),
-        (quantization(lambda q: q.update(transform_config={"config_groups": HADAMARD})), "transform_config says u, which loaders apply or"),
+        (quantization(lambda q: q.update(transform_config={"config_groups": HADAMARD})), "compression.json names no such rotation"),
     ],
 )
 def test_a_config_that_loaders_refuse_is_caught(workspace, compressed, spoil, message):

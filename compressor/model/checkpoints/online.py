@@ -1,0 +1,206 @@
+"""Rotations that are computed in every forward, on disk: `transform_config` and one matrix of +1 and -1 for each group and size.
+
+The format is that of compressed-tensors 0.20, as llm-compressor 0.14 writes it: a group of `transform_config` names modules and a place
+(`input`, `output`; `weight_input` and `weight_output` are in the weights already), and the matrix lies under the name of the first module,
+`model.layers.0.mlp.down_proj.R4_input.weight`, for all modules of the group with this size. Of Hadamard matrices it is Q sqrt(B).
+
+transformers 5.23 reads neither, and gives other logits without a word: such a checkpoint is for `load_compressed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.algorithms.rotations import Rotation, RotationKind, rotation_of
+from compressor.errors import ModelError
+from compressor.model.checkpoints.format import stored_names
+from compressor.model.folder import some
+from compressor.model.targets import matches
+from compressor.nn import is_quantizable, weight_of
+from compressor.nn.online_rotation import OnlineRotation, Side, rotated_modules
+from compressor.nn.quantized_linear import is_conv1d
+
+NOTE = (
+    "{groups} turn in every forward what {modules} modules compute with, and transformers 5.23 passes over the transform_config that says "
+    "so: load the checkpoint with compressor.load_compressed"
+)
+_HADAMARD: tuple[RotationKind, ...] = ("hadamard", "random-hadamard")
+_KINDS = (*_HADAMARD, "random-matrix")
+_SIDES: Mapping[str, Side | None] = {"input": "input", "output": "output", "weight_input": None, "weight_output": None}
+
+
+def transform_config(model: nn.Module, renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Describe the rotations of a model.
+
+    Args:
+        model: with its rotations in place.
+        renamed: name in the model to name in the files, where the two differ.
+
+    Returns:
+        The value of `transform_config`; empty where there are none.
+    """
+    groups: dict[str, list[tuple[str, OnlineRotation]]] = {}
+    for name, rotations in rotated_modules(model).items():
+        for rotation in rotations:
+            groups.setdefault(rotation.group, []).append((name, rotation))
+    return {"config_groups": {group: _group(model, members, renamed) for group, members in groups.items()}} if groups else {}
+
+
+def rotation_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the matrices of a model's rotations.
+
+    Args:
+        model: of transformers, with its rotations in place.
+
+    Returns:
+        Name in the files to matrix, float32; one for each group and size.
+    """
+    found: dict[tuple[str, int], tuple[str, OnlineRotation]] = {}
+    for name, rotations in rotated_modules(model).items():
+        for rotation in rotations:
+            found.setdefault((rotation.group, rotation.rotation.size), (name, rotation))
+    stored = stored_names(model, [name for name, _ in found.values()])
+    return {f"{stored.get(name, name)}.{_key(one.group, one.side)}": _stored(one) for name, one in found.values()}
+
+
+def rotation_notes(model: nn.Module) -> list[str]:
+    """Say what a user must know about reading a checkpoint of this model.
+
+    Args:
+        model: with its rotations in place.
+
+    Returns:
+        A sentence, or none.
+    """
+    found = rotated_modules(model)
+    groups = dict.fromkeys(rotation.group for rotations in found.values() for rotation in rotations)
+    return [NOTE.format(groups=some(groups), modules=len(found))] if found else []
+
+
+def read_rotations(
+    model: nn.Module, config: Mapping[str, Any], tensors: dict[str, Tensor], folder: Path
+) -> list[tuple[str, OnlineRotation]]:
+    """Read the rotations of a checkpoint.
+
+    Args:
+        model: with the float layers still in place; not changed.
+        config: the `quantization_config`.
+        tensors: of the files; the matrices are taken out.
+        folder: for errors.
+
+    Returns:
+        Dotted names of modules, each with what is to be attached to it.
+
+    Raises:
+        ModelError: a group cannot be read, or asks for what is not built here; a matrix is missing, or of another shape.
+    """
+    groups = (config.get("transform_config") or {}).get("config_groups") or {}
+    stored = stored_names(model, [name for name, module in model.named_modules() if is_quantizable(module)]) if groups else {}
+    found = []
+    for group, scheme in groups.items():
+        where = f"{folder}: transform_config: {group}"
+        matrices = _Matrices.of(group, tensors)
+        for entry in _entries(scheme, where):
+            side = _SIDES[entry["location"]]
+            for name in _meant(model, stored, entry) if side is not None else ():
+                size = scheme.get("head_dim") or _width(model.get_submodule(name), side or "input")
+                matrix = matrices.matrix(f"{stored.get(name, name)}.{_key(group, side or 'input')}", size, where)
+                found.append((name, _read(group, side or "input", scheme["type"], matrix, inverse=bool(entry.get("inverse")))))
+    return found
+
+
+def _group(model: nn.Module, members: Sequence[tuple[str, OnlineRotation]], renamed: Mapping[str, str]) -> dict[str, Any]:
+    first = members[0][1]
+    sizes = {rotation.rotation.size for _, rotation in members}
+    whole = all(rotation.rotation.size == _width(model.get_submodule(name), rotation.side) for name, rotation in members)
+    targets = [alias for name, _ in members for alias in dict.fromkeys((name, renamed.get(name, name)))]
+    offline = {"targets": targets, "location": f"weight_{first.side}", "inverse": not first.back, "ignore": []}
+    online = {"targets": targets, "location": first.side, "inverse": first.back, "ignore": []}
+    return {
+        "apply": [online, offline] if first.side == "input" else [offline, online],
+        "head_dim": None if whole else sizes.pop(),
+        "precision": "torch.float32",
+        "randomize": False,
+        "requires_grad": False,
+        "type": _kind([rotation.rotation for _, rotation in members]),
+    }
+
+
+def _kind(rotations: Sequence[Rotation]) -> str:
+    """What a reader could make itself: of plain Hadamard matrices it knows the powers of two."""
+    if any(rotation.norm == 1 and rotation.size > 1 for rotation in rotations):
+        return "random-matrix"
+    plain = all(rotation.signs_B is None and rotation.size & (rotation.size - 1) == 0 for rotation in rotations)
+    return "hadamard" if plain else "random-hadamard"
+
+
+def _stored(rotation: OnlineRotation) -> Tensor:
+    """Q sqrt(B) of Hadamard matrices, which the reader transposes; else what the reader multiplies with."""
+    matrix = rotation.rotation.matrix()
+    if _kind([rotation.rotation]) == "random-matrix":
+        return (matrix.T if rotation.back else matrix).contiguous().float()
+    return (matrix * rotation.rotation.size**0.5).round().float()
+
+
+def _read(group: str, side: Side, kind: str, matrix: Tensor, *, inverse: bool) -> OnlineRotation:
+    if kind in _HADAMARD:
+        return OnlineRotation(group, side, rotation_of(matrix), back=inverse)
+    return OnlineRotation(group, side, Rotation((matrix.T.double() if inverse else matrix.double(),)), back=inverse)
+
+
+def _key(group: str, side: str) -> str:
+    return f"{group}_{side}.weight"
+
+
+def _width(module: nn.Module, side: Side) -> int:
+    if hasattr(module, "in_features"):
+        return int(module.in_features if side == "input" else module.out_features)  # type: ignore[arg-type]
+    rows, columns = weight_of(module).shape
+    return columns if side == "input" else rows
+
+
+def _entries(scheme: Any, where: str) -> list[Mapping[str, Any]]:
+    if not isinstance(scheme, Mapping) or scheme.get("type") not in _KINDS or scheme.get("randomize"):
+        raise ModelError(f"{where}: is no rotation of the kinds {', '.join(_KINDS)} without randomize; restore config.json")
+    entries = scheme.get("apply")
+    if not isinstance(entries, list) or not all(isinstance(one, Mapping) and isinstance(one.get("targets"), list) for one in entries):
+        raise ModelError(f"{where}: names no modules; restore config.json")
+    other = next((one.get("location") for one in entries if one.get("location") not in _SIDES), None)
+    if other is not None:
+        raise ModelError(f"{where}: {other!r} is a place in attention, which is not built here; leave R3 out, and compress again")
+    return entries
+
+
+def _meant(model: nn.Module, stored: Mapping[str, str], entry: Mapping[str, Any]) -> list[str]:
+    def is_named(name: str, module: nn.Module, patterns: Sequence[str]) -> bool:
+        names = (name, stored.get(name, name))
+        return any(matches(one, module, pattern) or (pattern == "Linear" and is_conv1d(module)) for one in names for pattern in patterns)
+
+    linears = {name: one for name, one in model.named_modules() if is_quantizable(one) and not isinstance(one, nn.Embedding)}
+    ignore = entry.get("ignore") or []
+    return [name for name, one in linears.items() if is_named(name, one, entry["targets"]) and not is_named(name, one, ignore)]
+
+
+class _Matrices:
+    """Those of one group, taken out of the files."""
+
+    def __init__(self, by_name: Mapping[str, Tensor]) -> None:
+        self._by_name = by_name
+        self._by_size = {len(matrix): matrix for matrix in reversed(by_name.values())}  # type: ignore[call-overload]
+
+    @classmethod
+    def of(cls, group: str, tensors: dict[str, Tensor]) -> _Matrices:
+        ends = tuple(f".{_key(group, side)}" for side in _SIDES)
+        return cls({name: tensors.pop(name) for name in [name for name in tensors if name.endswith(ends)]})
+
+    def matrix(self, name: str, size: int, where: str) -> Tensor:
+        """That of a module, or the one that all modules of this size have."""
+        found = self._by_name.get(name, self._by_size.get(size))
+        if found is None or found.shape != (size, size) or not bool(torch.isfinite(found).all()):
+            raise ModelError(f"{where}: the files hold no matrix of {size} x {size} for {name}; restore the folder")
+        return found

@@ -1,0 +1,268 @@
+"""What modifiers that turn weights have in common: settings, where they may stand, the proof on the model, and what they write down."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field, PrivateAttr, field_validator
+from torch import Tensor, nn
+
+from compressor.algorithms.rotations import Rotation, RotationKind, make_rotation
+from compressor.data.collate import Batch, batch_to, call_model
+from compressor.errors import CalibrationError, NumericsError, RecipeError, TargetError
+from compressor.lifecycle import Modifier, State
+from compressor.lifecycle.state import StageValue
+from compressor.mappings.basis import Basis
+from compressor.mappings.turns import Turn, fold_and_turn
+from compressor.model.checkpoints.format import stored_names
+from compressor.model.checkpoints.save import as_pretrained
+from compressor.nn.build import is_quantizable
+from compressor.nn.experts import UnfusedExperts
+from compressor.nn.online_rotation import OnlineRotation, online_rotations
+from compressor.tracing.picking import excerpt
+
+_MOST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}  # relative difference of logits that is rounding
+_MOST_NARROW = 0.2  # bfloat16, whose weights are all rounded a second time
+
+
+class RotatingModifier(Modifier):
+    """Base of the modifiers that turn weights.
+
+    Attributes:
+        transform_type: `hadamard`; `random-hadamard`, with random signs; `random-matrix`, orthogonal, for sizes without a Hadamard matrix.
+        randomize: random signs, too.
+        transform_block_size: runs of so many channels are turned; None: all together.
+        precision: float64, in which all is computed.
+    """
+
+    transform_type: RotationKind = "hadamard"
+    randomize: bool = False
+    transform_block_size: int | None = Field(default=None, gt=1)
+    precision: Any = None
+    transform_config: Any = None
+
+    _was_asked: bool = PrivateAttr(default=False)
+
+    @field_validator("precision", mode="after")
+    @classmethod
+    def _is_float64(cls, value: Any) -> Any:
+        if value is not None and str(value).removeprefix("torch.") != "float64":
+            raise RecipeError(f"precision={value}: weights are turned in float64 and rounded once, to their own dtype; leave it out")
+        return value
+
+    @field_validator("transform_config", mode="after")
+    @classmethod
+    def _not_given(cls, value: Any) -> Any:
+        if value is not None:
+            raise RecipeError("transform_config: rotations of one's own are not built here; give rotations, transform_type and the rest")
+        return value
+
+    def on_initialize(self, state: State) -> bool:
+        """Refuse what is quantized already."""
+        self._was_asked = False
+        if state.schemes:
+            first = next(iter(state.schemes))
+            raise RecipeError(f"{self.label}: {first} is quantized by a modifier before it; let it stand before those that quantize")
+        if state.sparse:
+            zeros = next(iter(state.sparse))
+            raise RecipeError(
+                f"{self.label}: a modifier before it makes zeros in {zeros}, which a rotation would fill; let it stand before that"
+            )
+        for layer, module in state.model.named_modules():
+            if isinstance(module, UnfusedExperts):  # taken apart for this run, and kept so where somebody changes them
+                state.touch(f"{layer}.{name}" for name, part in module.named_modules() if is_quantizable(part))
+        return True
+
+    def on_finalize(self, state: State) -> bool:
+        """Refuse to finish where nobody asked for it: it does nothing in a training."""
+        del state
+        if not self._was_asked:
+            raise CalibrationError(f"{self.label}: nothing was turned, for that happens in a calibration; run one, or leave it out")
+        return True
+
+    def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
+        """Nothing: the same rotations are made again when a run is resumed."""
+        del modules
+        return {}
+
+    def rotation(self, size: int, seed: int, what: str, *, keeps_mean: bool = False) -> Rotation:
+        """Make a rotation of the type that was asked for.
+
+        Args:
+            size: B.
+            seed: of what is random.
+            what: is turned, for the error.
+            keeps_mean: as for `make_rotation`.
+
+        Returns:
+            The rotation.
+
+        Raises:
+            RecipeError: there is none of this type and size.
+        """
+        kind = "random-hadamard" if self.randomize and self.transform_type == "hadamard" else self.transform_type
+        try:
+            return make_rotation(kind, size, seed=seed, keeps_mean=keeps_mean)
+        except NumericsError as error:
+            raise RecipeError(f"{self.label}: {what}: {error}") from error
+
+    def check_outputs(self, state: State, before: Tensor, after: Tensor) -> None:
+        """See that the weights as they were rounded compute what they did; a proof of the rule is another thing.
+
+        Args:
+            state: of the session.
+            before: outputs of the model as it was.
+            after: outputs of the model as it is.
+
+        Raises:
+            NumericsError: they differ by more than rounding.
+        """
+        difference = float((after - before).square().mean().sqrt() / before.square().mean().sqrt().clamp_min(1e-30))
+        dtype = next(state.model.parameters()).dtype
+        if not difference <= _MOST.get(dtype, _MOST_NARROW):
+            raise NumericsError(
+                f"{self.label}: the turned model's outputs are {difference:.2g} off, relative, more than rounding to {dtype} explains; "
+                "leave it out, or load the model with dtype float32"
+            )
+
+    def check_divides(self, size: int, width: int, name: str) -> None:
+        """Refuse blocks that do not fill a layer.
+
+        Args:
+            size: channels of a block.
+            width: channels of the layer.
+            name: of the layer.
+
+        Raises:
+            RecipeError: they do not.
+        """
+        if width % size:
+            raise RecipeError(
+                f"{self.label}: transform_block_size={size} does not divide the {width} channels of {name}; give one that does"
+            )
+
+    def check_has_config(self, state: State) -> None:
+        """Refuse rotations in every forward where no checkpoint can hold them.
+
+        Args:
+            state: of the session.
+
+        Raises:
+            TargetError: the model is none of transformers.
+        """
+        if as_pretrained(state.model) is None:
+            raise TargetError(
+                f"{self.label}: rotations in every forward are kept in config.json, and {type(state.model).__name__} is no model of "
+                "transformers; leave them out"
+            )
+
+    def turn_online(self, state: State, turns: Sequence[Turn]) -> None:
+        """Turn the weights of layers, and have these layers turn what they are handed, or give, from now on. Changes the model.
+
+        Args:
+            state: of the session.
+            turns: rotations with readers only, or writers only.
+
+        Raises:
+            TargetError: a layer has a rotation on this side already.
+        """
+        hooks = [(name, _hook(turn)) for turn in turns for name in (*turn.readers, *turn.writers)]
+        for name, hook in hooks:
+            taken = next((one.group for one in online_rotations(state.model.get_submodule(name)) if one.side == hook.side), None)
+            if taken is not None:
+                raise TargetError(f"{self.label}: the {hook.side} of {name} is turned by {taken} already; leave one of the two out")
+        fold_and_turn(state.model, (), turns, state.own_tensors)
+        for name, hook in hooks:
+            state.keep_hook(hook.attach(state.model.get_submodule(name)))
+
+
+def _hook(turn: Turn) -> OnlineRotation:
+    rotation: Any = turn.rotation
+    assert isinstance(rotation, Rotation)
+    return OnlineRotation(turn.online, "input" if turn.readers else "output", rotation, back=bool(turn.writers))
+
+
+def outputs_of_model(state: State, batch: Batch) -> Tensor:
+    """Run the model on an excerpt of a batch.
+
+    Args:
+        state: of the session.
+        batch: as the model takes it.
+
+    Returns:
+        Logits, or the first of what it gives, in float64 on the CPU.
+    """
+    with torch.no_grad():
+        output = call_model(state.model, batch_to(excerpt(batch, 0), state.device))
+    logits = getattr(output, "logits", None)
+    first = logits if logits is not None else output if isinstance(output, Tensor) else next(iter(output.values()))
+    found: Tensor = first.detach().double().cpu()
+    return found
+
+
+def as_record(model: nn.Module, modifier: str, turns: Sequence[Turn], basis: Basis | None = None) -> dict[str, Any]:
+    """Write down what a reader of compression.json needs to do the same to the base.
+
+    Args:
+        model: as it is now.
+        modifier: class that did it.
+        turns: in their order.
+        basis: of hidden states that were turned; None where they were not.
+
+    Returns:
+        Plain data; names are those of the files.
+    """
+    folds = () if basis is None else basis.norms
+    names = {name for pair in folds for name in (pair.source, *pair.readers)} | {
+        name for turn in turns for name in (*turn.writers, *turn.readers)
+    }
+    stored = {} if as_pretrained(model) is None else stored_names(model, sorted(names))
+
+    def as_stored(given: Sequence[str]) -> list[str]:
+        return [stored.get(name, name) for name in given]
+
+    def as_data(turn: Turn) -> dict[str, Any]:
+        assert isinstance(turn.rotation, Rotation)
+        written = {"matrix": encoded(turn.rotation), "writers": as_stored(turn.writers), "readers": as_stored(turn.readers)}
+        return {**written, "online": turn.online} if turn.online else written
+
+    return {
+        "kind": "rotations",
+        "modifier": modifier,
+        "folds": [{"norm": as_stored([pair.source])[0], "readers": as_stored(pair.readers), "offset": pair.offset} for pair in folds],
+        "turns": [as_data(turn) for turn in turns],
+        "untied": {} if basis is None else {as_stored([head])[0]: as_stored([source])[0] for head, source in basis.tied.items()},
+    }
+
+
+def encoded(rotation: Rotation) -> dict[str, Any]:
+    """Return a matrix as plain data.
+
+    Args:
+        rotation: of any kind.
+
+    Returns:
+        `size` and, in base64, `signs`: a bit for each entry of Q sqrt(size), row by row, 1 for +1; with a `diagonal` of signs d, Q is
+        U diag(d) U^T and the bits are those of U. Where not all entries are of one size, `values`: little-endian float64.
+    """
+    size = rotation.size
+    if rotation.is_mirrored and rotation.signs_B is not None:
+        plain = encoded(replace(rotation, signs_B=None, is_mirrored=False))
+        return {**plain, "diagonal": _packed(rotation.signs_B)} if "signs" in plain else _values(rotation)
+    matrix = rotation.matrix()
+    if float((matrix.abs() - size**-0.5).abs().max()) < 1e-9:
+        return {"size": size, "signs": _packed(matrix)}
+    return _values(rotation)
+
+
+def _packed(signs: Tensor) -> str:
+    return base64.b64encode(np.packbits((signs > 0).numpy().reshape(-1)).tobytes()).decode()
+
+
+def _values(rotation: Rotation) -> dict[str, Any]:
+    return {"size": rotation.size, "values": base64.b64encode(rotation.matrix().numpy().astype("<f8").tobytes()).decode()}

@@ -1,0 +1,133 @@
+"""Rotations that are computed in every forward: R4 of SpinQuant (arXiv:2405.16406), V and U of QuIP# (arXiv:2402.04396).
+
+A rotation is a forward hook of the layer whose input or output it turns, in front of all others: whoever watches the layer sees the input
+that meets its weight. It holds the factors of a Hadamard matrix, not the matrix, and goes with the hooks when another layer takes the place
+of its own. What it is called in a checkpoint stands in `compressor.model.checkpoints.online`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from compressor.algorithms.rotations import Rotation
+from compressor.errors import TargetError
+
+Side = Literal["input", "output"]
+
+
+class OnlineRotation:
+    """A hook that turns what a layer is handed, x Q, or gives, y Q^T: its weight has been turned so that the two take each other back.
+
+    Attributes:
+        group: its name in the transform_config of a checkpoint: R4, v, u.
+        side: what it turns.
+        rotation: Q.
+        back: multiply by Q^T.
+    """
+
+    def __init__(self, group: str, side: Side, rotation: Rotation, *, back: bool) -> None:
+        """Take the rotation; `attach` puts it to work."""
+        self.group, self.side, self.rotation, self.back = group, side, rotation, back
+        self._placed: dict[tuple[torch.device, torch.dtype], Rotation] = {}
+
+    def attach(self, module: nn.Module) -> RemovableHandle:
+        """Turn inputs or outputs of a module from now on, before any other hook sees them. Changes the module.
+
+        Args:
+            module: a linear layer, or what stands for one.
+
+        Returns:
+            torch's handle, which takes it off.
+        """
+        if self.side == "input":
+            return module.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+        return module.register_forward_hook(self, prepend=True)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], other: Any) -> Any:
+        """Do what torch asks of a hook: before the forward with keyword arguments, after it with the output."""
+        if self.side == "output":
+            if not isinstance(other, Tensor):
+                raise TargetError(
+                    f"{self.group}: {type(module).__name__} gives a {type(other).__name__}, which cannot be turned; ignore it"
+                )
+            return self.turn(other)
+        if args:
+            return (self.turn(args[0]), *args[1:]), other
+        name = next(iter(other))
+        return (), {**other, name: self.turn(other[name])}
+
+    def turn(self, x_ND: Tensor) -> Tensor:
+        """Turn rows, in float32 at least.
+
+        Args:
+            x_ND: [..., D], D a multiple of the size of Q.
+
+        Returns:
+            [..., D] in the same dtype.
+        """
+        place = x_ND.device, torch.promote_types(x_ND.dtype, torch.float32)
+        if place not in self._placed:
+            self._placed[place] = self.rotation.to(*place)
+        return self._placed[place].turn(x_ND.to(place[1]), back=self.back).to(x_ND.dtype)
+
+
+def online_rotations(module: nn.Module) -> list[OnlineRotation]:
+    """Name the rotations of a module.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Those of its input, then those of its output.
+    """
+    hooks: list[Any] = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [hook for hook in hooks if isinstance(hook, OnlineRotation)]
+
+
+def rotated_modules(model: nn.Module) -> Mapping[str, list[OnlineRotation]]:
+    """Find all rotations of a model.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Dotted names, in the order of the model, with their rotations.
+    """
+    found = {name: online_rotations(module) for name, module in model.named_modules()}
+    return {name: rotations for name, rotations in found.items() if rotations}
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Tell whether a module carries hooks other than rotations.
+
+    Args:
+        module: any module.
+
+    Returns:
+        True where somebody looks at what it is handed or gives.
+    """
+    return any(not isinstance(hook, OnlineRotation) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))
+
+
+def unwatched_forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Compute what a layer does without letting anybody see it.
+
+    Args:
+        module: a linear layer, or what stands for one.
+        x: its input.
+
+    Returns:
+        Its output.
+    """
+    rotations = online_rotations(module)
+    for rotation in rotations:
+        x = rotation.turn(x) if rotation.side == "input" else x
+    output: Tensor = module.forward(x)
+    for rotation in rotations:
+        output = rotation.turn(output) if rotation.side == "output" else output
+    return output
