@@ -58,6 +58,7 @@ FORMATS: dict[str, int | str] = {
     "W4A8": 4,
     **{name: name for name in ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A16")},
 }
+INT8_PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 INT4_GROUP32 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 # Recipes of other modifiers, beside the layers that they leave.
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
@@ -85,8 +86,22 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "SpinQuantModifier": {"rotations": ["R1", "R2"], "transform_type": "random-hadamard"},
         "GPTQModifier": {"targets": ["Linear"], "scheme": "W8A8"},
     },
+    "SpinQuant R4 W4A8": {
+        "SpinQuantModifier": {"rotations": ["R1", "R2", "R4"], "transform_type": "random-hadamard"},
+        "GPTQModifier": {
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_GROUP32, "input_activations": INT8_PER_TOKEN}}
+        },
+    },
+    "QuIP 4 bits": {
+        "QuIPModifier": {"rotations": ["v", "u"], "transform_type": "random-hadamard"},
+        "GPTQModifier": {"config_groups": {"group_0": {"targets": ["Linear"], "weights": INT4_GROUP32}}},
+    },
+    "QuIP 3 bits": {
+        "QuIPModifier": {"rotations": ["v", "u"], "transform_type": "random-hadamard"},
+        "GPTQModifier": {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {**INT4_GROUP32, "num_bits": 3}}}},
+    },
 }
-INT8_PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+ONLINE = {"SpinQuant R4 W4A8", "QuIP 4 bits", "QuIP 3 bits"}  # rotations in the forward, which transformers passes over, the peer's too
 
 # What our runs are given beside model, data and format: settings of the modifier, and of `oneshot`.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -186,7 +201,7 @@ def judge(name: str, form: str, way: str, args: argparse.Namespace) -> dict[str,
     job = {key: str(path.resolve()) for key, path in paths.items()}
     job |= {"num_samples": plan.num_samples, "seq_len": plan.seq_len, "device": plan.device, "options": options}
     run, _ = run_job(plan, "peer" if way == PEER else "ours", "compress", job, work)
-    reader = "ours" if form in model.only_ours else "transformers"
+    reader = "ours" if form in model.only_ours or form in ONLINE else "transformers"
     compared = {"base": job["model"], "model": job["output_dir"], "heldout": str(plan.heldout.resolve())}
     compared |= {"device": plan.device, "reader": reader}
     found, _ = run_job(plan, "divergence", "divergence", compared, work)

@@ -104,8 +104,8 @@ class QuIPModifier(RotatingModifier):
             size = self.transform_block_size or width
             self.check_divides(size, width, name)
             known = turns.get(size) or Turn(self.rotation(size, state.seed + (side == "u"), f"{side} of {name}"), (), (), side)
-            grown = {"readers": (*known.readers, name)} if side == "v" else {"writers": (*known.writers, name)}
-            turns[size] = replace(known, **grown)
+            turned = replace(known, readers=(*known.readers, name)) if side == "v" else replace(known, writers=(*known.writers, name))
+            turns[size] = turned
         return list(turns.values())
 
     def _report(self, state: State, turns: Sequence[Turn]) -> None:

@@ -22,6 +22,8 @@ from compressor.model.saving import attach_save
 from compressor.modifiers.pruning.reap import REAPPruningModifier
 from compressor.modifiers.transforms.awq import AWQModifier
 from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier
+from compressor.modifiers.transforms.quip import QuIPModifier
+from compressor.modifiers.transforms.rotating import RotatingModifier
 from compressor.modifiers.transforms.smoothing import LogarithmicEqualizationModifier, SmoothQuantModifier
 from compressor.modifiers.transforms.spinquant import SpinQuantModifier
 from compressor.numerics.observers import weight_qparams
@@ -32,6 +34,7 @@ from harness.checks.protocols import Pruner
 _ROUNDED = QuantizationArgs(num_bits=4, strategy="channel", symmetric=False)
 _INT4 = QuantizationArgs(num_bits=4, strategy="channel")
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"), ("gate_proj", "up_proj", "gate_up_proj", "fc1", "dense_h_to_4h")
+_MLP_ENDS = ("down_proj", "fc2")
 
 
 def rounded(weight: Tensor) -> Tensor:
@@ -106,7 +109,7 @@ class OurTransform:
         variant: what tells it from others of its class, for reports.
     """
 
-    modifier: type[ScaleMovingModifier | SpinQuantModifier]
+    modifier: type[ScaleMovingModifier | RotatingModifier]
     settings: Mapping[str, Any]
     readers: Sequence[str] = (*_QKV, *_MLP)
     fake_quantize: Callable[[Tensor], Tensor] | None = None
@@ -139,7 +142,7 @@ class OurTransform:
 
     def rotations(self, model: nn.Module) -> Mapping[str, Tensor]:
         """The matrix that turns all hidden states, of modifiers that have one."""
-        if not issubclass(self.modifier, SpinQuantModifier):
+        if not issubclass(self.modifier, SpinQuantModifier) or "R1" not in self.settings.get("rotations", ["R1"]):
             return {}
         config: Any = model.config
         kind = str(self.settings.get("transform_type", "hadamard"))
@@ -157,7 +160,8 @@ def transforms() -> list[OurTransform]:
     def int4(weight: Tensor) -> Tensor:
         return fake_quantize(weight, weight_qparams(weight, _INT4), _INT4)
 
-    drawn = {"transform_type": "random-matrix", "randomize": True}
+    whole = {"transform_type": "random-matrix"}
+    drawn = {**whole, "randomize": True}
     all_names = (*_QKV, *_MLP, "c_attn", "c_fc")
     with_values = ("llama", "mistral", "qwen2", "qwen3", "opt")
     with_basis = (*with_values, "gemma", "gpt2", "gpt_neox", "phi", "phi3", "falcon", "cohere")
@@ -173,6 +177,8 @@ def transforms() -> list[OurTransform]:
         OurTransform(
             SpinQuantModifier, {"rotations": ["R1"], "transform_block_size": 16}, all_names, architectures=with_basis, variant="R1"
         ),
+        OurTransform(SpinQuantModifier, {"rotations": ["R4"], **whole}, _MLP_ENDS, architectures=with_values, variant="R4"),
+        OurTransform(QuIPModifier, {"rotations": ["v", "u"], **whole}, architectures=with_values),
     ]
 
 

@@ -12,9 +12,11 @@ _TURNS = "compressor.mappings.turns:"
 _BASIS = "compressor.mappings.basis:"
 _MATRIX = "compressor.algorithms.rotations:"
 _SPIN = "compressor.modifiers.transforms.spinquant:"
+_ROTATING = "compressor.modifiers.transforms.rotating:"
+_ONLINE = "compressor.nn.online_rotation:"
 _FLOAT = "transform.float_output"
 _EVERY = "transform.every_architecture"
-_GUARD = Edit(_SPIN + "SpinQuantModifier._check_outputs", "if not difference <=", "if difference < 0 and not difference <=")
+_GUARD = Edit(_ROTATING + "RotatingModifier.check_outputs", "if not difference <=", "if difference < 0 and not difference <=")
 
 
 def _bug(name: str, kind: str, wrong: str, killer: str, edit: Edit) -> CodeMutant:
@@ -52,8 +54,18 @@ ROTATION_MUTANTS: tuple[Mutant, ...] = (
     _bug("head_stays_tied", "spinquant", "the config goes on to say that head and embedding are tied", "transform.tied_weights",
          Edit(_SPIN + "_untie", 'state.set_setting(part, "tie_word_embeddings", False)', 'getattr(part, "tie_word_embeddings")')),
     _bug("heads_of_another_size", "spinquant", "values are turned across two heads at once", _FLOAT,
-         Edit(_SPIN + "SpinQuantModifier._second", "rotation = known.rotation if known else self._rotation(size,",
-              "rotation = known.rotation if known else self._rotation(size * 2,")),
+         Edit(_SPIN + "SpinQuantModifier._second", "rotation = known.rotation if known else self.rotation(size,",
+              "rotation = known.rotation if known else self.rotation(size * 2,")),
     _bug("first_rotation_left_out", "spinquant", "R1 is asked for and hidden states are not turned", "transform.not_vacuous",
          Edit(_SPIN + "SpinQuantModifier.on_calibration_start", '"R1" in self.rotations', '"R1" not in self.rotations')),
+    _bug("end_of_mlps_left_out", "spinquant", "R4 is asked for and nothing is turned", "transform.not_vacuous",
+         Edit(_SPIN + "SpinQuantModifier.on_calibration_start", '"R4" in self.rotations', '"R4" not in self.rotations')),
+    _bug("online_the_other_way", "online", "what a layer is handed or gives is turned by the transposed matrix", _FLOAT,
+         Edit(_ONLINE + "OnlineRotation.turn", "back=self.back", "back=not self.back")),
+    _bug("outputs_not_turned_back", "online", "outputs are turned a second time", _FLOAT,
+         Edit(_ROTATING + "_hook", "back=bool(turn.writers)", "back=False")),
+    _bug("inputs_not_turned", "online", "weights are turned and the forward knows nothing of it", _FLOAT,
+         Edit(_ONLINE + "OnlineRotation.__call__", "return (self.turn(args[0]), *args[1:]), other", "return args, other")),
+    _bug("online_in_the_layers_dtype", "online", "rotations of the forward are rounded to bfloat16", _FLOAT,
+         Edit(_ONLINE + "OnlineRotation.turn", "x_ND.to(place[1])", "x_ND.bfloat16().to(place[1])")),
 )  # fmt: skip
