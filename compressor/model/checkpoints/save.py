@@ -178,10 +178,11 @@ def _write_pretrained(
     folder: Path, model: PreTrainedModel, state: dict[str, Tensor], schemes: Mapping[str, QuantizationScheme], max_shard_bytes: int | str
 ) -> None:
     config = copy.deepcopy(model.config)
-    rotated, matrices = rotated_modules(model), rotation_tensors(model)
+    rotated = rotated_modules(model)
+    matrices = rotation_tensors(model) if rotated else {}
     renamed = stored_names(model, [*schemes, *unquantized_linears(model), *rotated]) if schemes or rotated else {}
     state = _untie(model, config, state) | matrices
-    described = config_of(model, schemes, renamed, transform_config(model, renamed))
+    described = config_of(model, schemes, renamed, transform_config(model, renamed) if rotated else None)
     if described is not None:
         config.quantization_config = with_expert_settings(described, model, schemes, renamed)
     shapes = {key: value.shape for key, value in state.items()}

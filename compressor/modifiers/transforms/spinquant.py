@@ -130,7 +130,7 @@ class SpinQuantModifier(RotatingModifier):
             if basis is not None and basis.tied:
                 _untie(state)
             self.check_outputs(state, before, outputs_of_model(state, batch))
-        self._report(state, basis, [*online, *turns])
+        self._report(state, basis, online, turns)
 
     def forwards_of_training(self, num_samples: int) -> float:
         """Say what a training costs: a forward of everything, measurements on what is held out, steps of a forward and a backward each.
@@ -218,8 +218,8 @@ class SpinQuantModifier(RotatingModifier):
         )
         return moves.settled() if outcome.best_step else list(turns)
 
-    def _report(self, state: State, basis: Basis | None, turns: Sequence[Turn]) -> None:
-        folds = () if basis is None else basis.norms
+    def _report(self, state: State, basis: Basis | None, online: Sequence[Turn], offline: Sequence[Turn]) -> None:
+        folds, turns = () if basis is None else basis.norms, [*online, *offline]
         names = list(
             dict.fromkeys([*(pair.source for pair in folds), *(name for turn in turns for name in (*turn.writers, *turn.readers))])
         )
@@ -228,11 +228,14 @@ class SpinQuantModifier(RotatingModifier):
             record = ModuleRecord(name, type(self).__name__, f"turned ({self.transform_type})", 0.0, None, {})
             state.report.modules.setdefault(name, record)
         tied = {} if basis is None else basis.tied
-        state.report.transforms.append(as_record(state.model, type(self).__name__, turns, basis))
+        if online:  # rounded before the others are computed
+            state.report.transforms.append(as_record(state.model, type(self).__name__, online))
+        if offline:
+            state.report.transforms.append(as_record(state.model, type(self).__name__, offline, basis))
         untied = f"; {', '.join(tied)} is no longer tied to {', '.join(tied.values())}" if tied else ""
         what = f"{' and '.join(self.rotations)} {'are' if self.rotations[1:] else 'is'}"
         state.report.notes.append(f"{self.label}: {what} in the weights of {len(names)} modules{untied}")
-        if any(turn.online for turn in turns):
+        if online:
             state.report.notes.extend(f"{self.label}: {note}" for note in rotation_notes(state.model))
 
 

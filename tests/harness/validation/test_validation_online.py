@@ -62,6 +62,12 @@ def test_experts_and_floats_are_held_against_the_record(workspace: Workspace, tm
         assert failed(judged(tmp_path / "base", tmp_path / name, workspace)) == [], name
 
 
+def test_floats_that_are_turned_twice_are_rounded_twice(workspace: Workspace, tmp_path: Path) -> None:
+    oneshot(workspace.base, recipe=[R4.model_copy(deep=True)], output_dir=tmp_path / "out", device="cpu")
+    records = judged(workspace.base, tmp_path / "out", workspace)
+    assert failed(records) == [] and "2 transforms" in records["behaviour.transforms"].summary
+
+
 def group(config: dict[str, Any], name: str = "R4") -> Any:
     return config["quantization_config"]["transform_config"]["config_groups"][name]
 
