@@ -5,10 +5,12 @@ ends other programs; a disk that is full is an error of one line. And arguments:
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import rich.console
@@ -44,6 +46,48 @@ class _StoreOnce(argparse.Action):
 
 def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+# What the library logs, on the command line.
+
+
+class _Lines(logging.Handler):
+    """Writes to what standard error is when a line comes: under a progress bar, that is the bar, which makes room for it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        print(self.format(record), file=sys.stderr)
+
+
+def add_verbosity(parser: argparse.ArgumentParser) -> None:
+    """Declare `--verbose`.
+
+    Args:
+        parser: of a verb; changed.
+    """
+    parser.add_argument("-v", "--verbose", action="count", default=0, help="log phases and stages; twice: modules and steps, too")
+
+
+@contextmanager
+def logged(verbose: int) -> Iterator[None]:
+    """Write what the library logs to standard error, as far as it was asked for.
+
+    Args:
+        verbose: 0 for warnings, 1 for phases and stages, 2 for everything.
+
+    Yields:
+        Nothing.
+    """
+    logger, handler = logging.getLogger("compressor"), _Lines()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 EXIT_CLOSED_PIPE = 141

@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor.cli import inspect, mappings, trace, train
-from compressor.console import Parser, with_output
+from compressor.console import Parser, add_verbosity, logged, with_output
 from compressor.errors import AlreadyDoneError, CompressorError
 from compressor.json_text import to_json
 from compressor.settings.options import Settings, add_options, chosen
@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     try:
-        return VERBS[args.verb].run(args)
+        with logged(getattr(args, "verbose", 0)):
+            return VERBS[args.verb].run(args)
     except (CompressorError, ExceptionGroup) as error:
         print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
@@ -87,6 +88,7 @@ def _notes(error: BaseException) -> str:
 
 def _oneshot_arguments(parser: argparse.ArgumentParser) -> None:
     _model_arguments(parser, "oneshot", OneshotSettings)
+    add_verbosity(parser)
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,8 +111,9 @@ def _run_oneshot(args: argparse.Namespace) -> int:
             print(to_json({**record, "output_dir": str(Path(args.output_dir).resolve())}), end="")
         return EXIT_OK
     if args.json:
-        payload = {**result.record, "output_dir": str(result.output_dir), "seconds": result.seconds, "resumed": result.resumed}
-        print(to_json(payload), end="")
+        own = {"output_dir": str(result.output_dir), "seconds": result.seconds, "resumed": result.resumed}
+        laps = {name: [asdict(lap) for lap in getattr(result, name)] for name in ("phases", "stages")}
+        print(to_json({**result.record, **own, **laps}), end="")
     else:
         _print_result(result)
     return EXIT_OK

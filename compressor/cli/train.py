@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compressor.console import add_verbosity
 from compressor.errors import AlreadyDoneError
 from compressor.json_text import to_json
 from compressor.settings.options import add_options, chosen
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP["train"])
     add_options(parser, TrainSettings)
+    add_verbosity(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
 
 

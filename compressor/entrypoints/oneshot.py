@@ -7,7 +7,6 @@ been checked; a run that stops for any reason leaves no hook on the model and no
 from __future__ import annotations
 
 import hashlib
-import time
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -34,11 +33,12 @@ from compressor.model.folder import resolve_folder
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device, resolve_processor, resolve_tokenizer, untie
 from compressor.model.saving import attach_save, save_compressed
 from compressor.modifiers.schemes.base import SchemeModifier
+from compressor.monitor import Lap, Monitor
 from compressor.nn import QuantizedLayer
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.pipelines.stage_targets import expert_targets
-from compressor.progress import Progress, RichProgress, SilentProgress
+from compressor.progress import progress_of
 from compressor.random_state import random_numbers_kept
 from compressor.recipe import Recipe, load_recipe
 from compressor.settings.llmcompressor import translated
@@ -59,6 +59,8 @@ class OneshotResult:
         seconds: wall time by phase (load, data, compress, save).
         resumed: where the run went on, such as "resumed after stage 3 of 6"; None where it began at the beginning.
         source_dir: the folder whose tokenizer files `save` copies; None where the caller gave the model or a tokenizer.
+        phases: time and memory by phase.
+        stages: time, memory and error by stage of the calibration; without those that an earlier run finished.
     """
 
     model: nn.Module
@@ -69,6 +71,8 @@ class OneshotResult:
     seconds: dict[str, float] = field(default_factory=dict)
     resumed: str | None = None
     source_dir: Path | None = None
+    phases: tuple[Lap, ...] = ()
+    stages: tuple[Lap, ...] = ()
 
     def save(self, output_dir: str | Path, max_shard_size: int | str = MAX_SHARD_BYTES) -> Path:
         """Write the checkpoint, tokenizer included: what `output_dir=` would have written, byte for byte.
@@ -109,9 +113,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
         CheckpointError: checkpoint or run folder could not be written; finished stages are kept.
         AlreadyDoneError: `resume` of a run whose checkpoint is there already.
     """
-    shown = settings.progress
-    bars: Progress = shown if not isinstance(shown, bool) else (RichProgress() if shown else SilentProgress())
-    clock = _Clock()
+    bars, monitor = progress_of(settings.progress), Monitor()
     sequential = SequentialSettings.of(settings)
     source = None if isinstance(model, nn.Module) else model
     place = check_places(settings.output_dir, settings.run_dir, resume=settings.resume, source=source)
@@ -123,7 +125,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     base = base_hashes(loaded.source_dir)
     identity = model_identity(loaded, base, words.saved)  # before anything is done to it
     untied = () if settings.tie_word_embeddings else untie(loaded)
-    clock.lap("load")
+    monitor.end_phase("load")
     state = State(
         loaded.model,
         _run_device(loaded, settings.device),
@@ -131,7 +133,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
         Report(notes=[*loaded.notes, *untied]),
         keep_originals=loaded.from_memory,
     )
-    state.progress = bars
+    state.progress, state.monitor = bars, monitor
     with ExitStack() as held:
         with (
             random_numbers_kept(foreign=False, devices="all"),
@@ -148,7 +150,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
             data = state.data
             if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
-            clock.lap("data")
+            monitor.end_phase("data")
             own = {name: getattr(settings, name) for name in ("dtype", "model_class", "calibrate_all_experts")}
             choices = {"pipeline": chosen, **own, **_rare(settings, config_dir)}
             run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, sequential, state.device)
@@ -157,12 +159,12 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
             session.finalize()
             _note_few_tokens(state, settings.min_tokens_per_module)
             _check_changes(state, parsed, untouched)
-        clock.lap("compress")
+        monitor.end_phase("compress")
         record = loaded.source_record | run_record(parsed.dump(), base, data, state.report, choices, state.seed, run)
         folder = None if settings.output_dir is None else _save(loaded, words.saved, settings.output_dir, record, journal.token)
-        clock.lap("save")
+        monitor.end_phase("save")
         journal.finish()
-    return _result(loaded, words.saved, state.report, record, folder, clock.seconds, journal.summary)
+    return _result(loaded, words.saved, state.report, record, folder, monitor, journal.summary)
 
 
 @dataclass(frozen=True)
@@ -222,13 +224,24 @@ def _result(
     report: Report,
     record: dict[str, Any],
     folder: Path | None,
-    seconds: dict[str, float],
+    monitor: Monitor,
     resumed: str | None,
 ) -> OneshotResult:
     """Put the result together. Changes the model, which can be saved from now on."""
     attach_save(loaded.model, record)
     source = loaded.source_dir if tokenizer is None else None
-    return OneshotResult(loaded.model, tokenizer or loaded.tokenizer, report, record, folder, seconds, resumed, source)
+    return OneshotResult(
+        loaded.model,
+        tokenizer or loaded.tokenizer,
+        report,
+        record,
+        folder,
+        monitor.seconds,
+        resumed,
+        source,
+        tuple(monitor.phases),
+        tuple(monitor.stages),
+    )
 
 
 def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) -> None:
@@ -359,16 +372,3 @@ def _read(settings: OneshotSettings, model: nn.Module, tokenizer: Any) -> Calibr
     )
     check_vocabulary(data, model)
     return data
-
-
-class _Clock:
-    """Wall time between laps."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = now - self._last
-        self._last = now

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from compressor.data import CalibrationData
 from compressor.errors import TargetError, UserInputError
 from compressor.lifecycle.hooks import hand_over_hooks
+from compressor.monitor import Monitor
 from compressor.numerics import QuantizationScheme
 from compressor.progress import Progress, SilentProgress
 
@@ -81,6 +82,10 @@ class Report:
         """
         self.fallbacks.append(Fallback(module, kind, detail))
 
+    def errors(self, names: Iterable[str]) -> dict[str, float]:
+        """Return the relative errors of the named modules that were compressed."""
+        return {name: self.modules[name].error for name in names if name in self.modules}
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, sorted by name and free of times, ready for JSON."""
         modules = {}
@@ -128,6 +133,7 @@ class State:
         kept_ranges: share of its range that each group of such a weight keeps, [R, G], by dotted name.
         data: calibration data, for modifiers that run forwards of their own; None where no data flows.
         progress: where such modifiers show how far they are.
+        monitor: what the run has taken so far.
 
     Raises:
         UserInputError: no generator takes the seed.
@@ -158,6 +164,7 @@ class State:
     kept_ranges: dict[str, Tensor] = field(default_factory=dict)
     data: CalibrationData | None = None
     progress: Progress = field(default_factory=SilentProgress)
+    monitor: Monitor = field(default_factory=Monitor)
 
     def __post_init__(self) -> None:
         """Refuse a seed that no generator takes."""

@@ -30,6 +30,7 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
     """
     state, journal = session.state, journal or NullJournal()
     session.send(EventType.CALIBRATION_START)
+    state.monitor.begin_stage()
     names = tuple(name for name, _ in state.model.named_modules())
     # To the journal the whole model is one stage, so a run whose checkpoint could not be saved is resumed like any other.
     is_finished = journal.open_stage(session, 0, "", names, 1)
@@ -42,6 +43,7 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
         else:
             session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
             journal.finish_stage(session)
+            state.monitor.end_stage(1, 1, "all layers", state.report.errors(names), data.num_tokens)
     session.send(EventType.CALIBRATION_END)
     if not is_finished:
         with calibration_mode(state):

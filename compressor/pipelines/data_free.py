@@ -16,7 +16,9 @@ def run(session: Session, *, progress: Progress) -> None:
     """
     with progress.task("compress", total=1) as task:
         session.send(EventType.CALIBRATION_START)
-        model = session.state.model
+        model, monitor = session.state.model, session.state.monitor
+        monitor.begin_stage()
         with memory_explained(model, "the model", "compressed", [name for name, _ in model.named_modules()]):
             session.send(EventType.CALIBRATION_END)
-        task.advance()
+        text = monitor.end_stage(1, 1, "all layers", session.state.report.errors(session.state.report.modules), 0)
+        task.advance(1, text)

@@ -93,7 +93,7 @@ def _run_stages(
         # A sample enters once and passes each stage twice, to calibrate and to propagate; a twin of it enters once and passes each once.
         total = num_batches * (1 + 2 * len(plan.stages) + (0 if beside is None else 1 + len(plan.stages)))
         with progress.task("calibrate", total=total) as task:
-            bar = _Bar(task, total, journal.summary)
+            bar = _Bar(task, total, journal.summary, data.num_tokens)
 
             def on_sample(index: int) -> None:
                 # Twins of samples, on the uncompressed model, are numbered behind all samples and share their masks.
@@ -190,6 +190,7 @@ def _run_stage(
     session: Session, run: Run, stage: RunningStage, bar: _Bar, propagate_error: bool, journal: StageJournal, num_stages: int
 ) -> None:
     names, model = stage.module_names, session.state.model
+    session.state.monitor.begin_stage()
     # When nobody watches a later module, one sample goes on: it alone shows calls that would come too late.
     is_last = not _watched_elsewhere(session, names)
     is_finished = journal.open_stage(session, stage.index, stage.name, names, num_stages)
@@ -213,8 +214,6 @@ def _run_stage(
         else:
             session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
             journal.finish_stage(session)
-    if not is_finished:
-        bar.note(_describe(session.state, stage.name, names))
     if propagate_error:
         with memory_explained(model, stage.name, "propagated", names), ExitStack() as weights:
             for name in stage.module_names:
@@ -224,6 +223,9 @@ def _run_stage(
                     weights.enter_context(module.materialize())
             # Asked again, because a modifier may have hooked other modules while it compressed these.
             stage.propagate(only_first=is_last and not _watched_elsewhere(session, names))
+    if not is_finished:
+        monitor, errors = session.state.monitor, session.state.report.errors(names)
+        bar.note(monitor.end_stage(stage.index + 1, num_stages, stage.name, errors, bar.num_tokens))
 
 
 def _changed_by_modifiers(state: State, names: Sequence[str]) -> list[str]:
@@ -291,16 +293,12 @@ def _send_rest(session: Session, cut: Partition, uncalled: Sequence[str]) -> Non
         session.send(EventType.SEQUENTIAL_EPOCH_END, modules=rest)
 
 
-def _describe(state: State, target: str, names: Sequence[str]) -> str:
-    errors = [state.report.modules[name].error for name in names if name in state.report.modules]
-    return f"{target}, error up to {max(errors):.4f}" if errors else target
-
-
 class _Bar:
     """A progress bar whose steps may turn out fewer than planned."""
 
-    def __init__(self, task: Task, total: int, prefix: str | None) -> None:
+    def __init__(self, task: Task, total: int, prefix: str | None, num_tokens: int) -> None:
         self._task = task
+        self.num_tokens = num_tokens
         self._prefix = "" if prefix is None else f"{prefix}; "
         self._left = total
 

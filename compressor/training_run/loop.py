@@ -21,6 +21,7 @@ from compressor.data import BlockOrder
 from compressor.errors import CompressorError, NumericsError, OutOfMemoryError, ReplayError
 from compressor.lifecycle import Modifier
 from compressor.modifiers.pruning.masks import PruningModifier
+from compressor.monitor import Monitor
 from compressor.settings.verbs import StepSettings
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.training import Trainer
@@ -45,6 +46,7 @@ class Loop:
         settings: of the run.
         states: where states are kept.
         shows: tell on standard error that ctrl-C was understood.
+        monitor: is told every loss; None: nobody is.
 
     Attributes:
         losses: of all steps so far, those of an earlier run included.
@@ -61,9 +63,11 @@ class Loop:
         states: States,
         *,
         shows: bool = False,
+        monitor: Monitor | None = None,
     ) -> None:
         self._trainer, self._order, self._held_out, self._num_steps = trainer, order, held_out, num_steps
         self._settings, self._states, self._shows = settings, states, shows
+        self._monitor = monitor or Monitor()
         self._interrupt = Interrupt()
         self._told = False
         self._save_every = settings.save_interval(num_steps)
@@ -128,6 +132,7 @@ class Loop:
     def _evaluate(self) -> None:
         if self._held_out is not None:
             self.evaluations.append({"step": self._trainer.num_steps, **self.evaluate()})
+            self._monitor.end_step(self._trainer.num_steps, {"held_out_loss": self.evaluations[-1]["loss"]})
 
     def _after(self, number: int, loss: Tensor) -> None:
         """After each step."""
@@ -136,6 +141,9 @@ class Loop:
             self._told = True
             raise NumericsError(self._no_number(done, value))
         self.losses.append(value)
+        self._monitor.end_step(
+            done, {"loss": value, "learning_rate": float(self._trainer.step.optimizer.param_groups[0].get("lr", math.nan))}
+        )
         is_last = done == self._num_steps
         if is_last:  # before an evaluation, a quantizer or a modifier meets them
             self._check_weights(done)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +22,9 @@ from compressor.model.checkpoints.save import MAX_SHARD_BYTES
 from compressor.model.disk_room import check_training_room
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.model.saving import attach_save, save_compressed
+from compressor.monitor import Monitor
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity
-from compressor.progress import Progress, RichProgress, SilentProgress
+from compressor.progress import Progress, progress_of
 from compressor.random_state import random_numbers_kept
 from compressor.settings.verbs import StepSettings
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmup_cosine
@@ -111,9 +111,8 @@ class TrainingRun:
     ) -> None:
         self.settings, self.place, self.recipe, self.modifiers, self.seed = settings, place, recipe, modifiers, seed
         self.shows = progress is not False
-        self.bars: Progress = progress if not isinstance(progress, bool) else (RichProgress() if progress else SilentProgress())
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self.bars = progress_of(progress)
+        self.monitor = Monitor()
 
     def load(
         self, model: str | Path | nn.Module, tokenizer: Any, device: str, model_class: str | None, trust: bool, revision: str | None
@@ -142,7 +141,7 @@ class TrainingRun:
         self.save_dtype = saved_dtype(self.loaded, self.settings.save_dtype)
         self.base = base_hashes(self.loaded.source_dir)
         self.identity = model_identity(self.loaded, self.base, tokenizer)
-        self._lap("load")
+        self.monitor.end_phase("load")
 
     def read(self, dataset: Any, eval_dataset: Any, max_seq_length: int | None, text_column: str) -> None:
         """Read the data, and settle how long the run is."""
@@ -185,7 +184,7 @@ class TrainingRun:
             self.held_out = BlockOrder(self.eval_data, batch_size=size, extra=extra, device=self.device, name="eval_dataset")
         self.num_steps = settings.num_steps(self.order.steps_per_epoch)
         self.length = self.num_steps if settings.unit == "steps" else self.num_steps / self.order.steps_per_epoch
-        self._lap("data")
+        self.monitor.end_phase("data")
 
     def train(self) -> TrainResult:
         """Make the steps, end the session, save."""
@@ -208,10 +207,10 @@ class TrainingRun:
                     check_saveable(session.modifiers, self.loaded.model, self.save_dtype)
             self._check_room()
             trainer = self._trainer(session)
-            loop = Loop(trainer, self.order, self.held_out, self.num_steps, self.settings, states, shows=self.shows)
+            loop = Loop(trainer, self.order, self.held_out, self.num_steps, self.settings, states, shows=self.shows, monitor=self.monitor)
             loop.run()
             plans = [{"operators": len(plan.captured.ops), "bytes": plan.captured.scratch_bytes} for plan in trainer.plans]
-            self._lap("train")
+            self.monitor.end_phase("train")
             held.enter_context(_told_of_interruption(states, self.place.output_dir))
             check_unclaimed(self.loaded.model, self.frozen, state.claims.keys() | state.touched, self.trained)
             self._settle(trainer, flags)
@@ -226,7 +225,7 @@ class TrainingRun:
             folder = save_trained(self.loaded, self.own_tokenizer, self.place.output_dir, record, states.token)
             states.finish()
             attach_save(self.loaded.model, record)
-            self._lap("finish")
+            self.monitor.end_phase("finish")
         return TrainResult(
             self.loaded.model,
             self.tokenizer,
@@ -236,7 +235,7 @@ class TrainingRun:
             loop.losses,
             loop.evaluations,
             plans,
-            self.seconds,
+            self.monitor.seconds,
             states.resumed,
             self.loaded.source_dir if self.own_tokenizer is None else None,
         )
@@ -287,10 +286,6 @@ class TrainingRun:
         cast_parameters(self.loaded.model, self.save_dtype)
         for module, training in flags.items():
             module.training = training
-
-    def _lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now
 
 
 def _all_but_frozen(model: nn.Module) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from compressor import oneshot
 from compressor.cli.main import main
 
 GPTQ = "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W4A16, ignore: [lm_head]}}}"
@@ -132,6 +134,44 @@ def test_bars_go_to_standard_error_and_quiet_hides_them(run: Runner) -> None:
     assert "calibrate" in run.err
     run()
     assert run.err == ""
+
+
+def test_stages_say_their_error_speed_and_memory(run: Runner) -> None:
+    record = run(quiet=False)
+    stages = record["stages"]
+    assert [phase["name"] for phase in record["phases"]] == ["load", "data", "compress", "save"]
+    assert record["seconds"] == {phase["name"]: phase["seconds"] for phase in record["phases"]}
+    assert max(stage["error"] for stage in stages) == max(module["error"] for module in record["modules"].values())
+    assert all(stage["tokens_per_second"] > 0 and stage["host_peak_bytes"] > 1e6 for stage in stages)
+    assert sum(stage["seconds"] for stage in stages) < record["seconds"]["compress"]
+    last = stages[-1]
+    assert f"stage {len(stages)} of {len(stages)}, error up to {last['error']:.2g}, " in run.err
+    assert run.err.rstrip().endswith(last["name"])
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "data_free"])
+def test_pipelines_of_one_stage_say_theirs_too(run: Runner, pipeline: str) -> None:
+    recipe = ROUND.replace("${scheme}", "W8A16")
+    (stage,) = run("--pipeline", pipeline, recipe=recipe)["stages"]
+    assert stage["name"] == "all layers" and stage["error"] > 0
+    assert (stage["tokens_per_second"] is None) == (pipeline == "data_free")
+
+
+def test_verbose_logs_phases_and_stages_and_twice_every_module(run: Runner) -> None:
+    stages = run("--verbose")["stages"]
+    lines = run.err.splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d INFO ", line) for line in lines)
+    assert len(lines) == 4 + len(stages)  # phases
+    modules = run("-vv")["modules"]
+    assert run.err.count(" DEBUG ") == len(modules)
+    assert "model.layers.0.mlp.up_proj: relative error " in run.err
+
+
+def test_the_library_logs_through_logging(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="compressor"):
+        oneshot(run.model, recipe=ROUND, recipe_args={"scheme": "W8A16"}, pipeline="data_free")
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 5  # four phases, one stage
+    assert "stage 1 of 1" in caplog.text
 
 
 def test_the_table_names_modules_and_the_checkpoint(run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
