@@ -48,6 +48,39 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+class _Completion(argparse.Action):
+    """Prints what a shell needs to complete the command, and ends it: the shell then completes without starting Python."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        import shtab
+
+        _complete_paths(parser)
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    """Declare `--completion SHELL`.
+
+    Args:
+        parser: of the command, not of a verb; changed.
+    """
+    text = 'print the completion script of a shell, such as: eval "$(%(prog)s --completion bash)"'
+    parser.add_argument("--completion", action=_Completion, choices=("bash", "zsh", "fish"), default=argparse.SUPPRESS, help=text)
+
+
+def _complete_paths(parser: argparse.ArgumentParser) -> None:
+    """Let every argument that takes text complete to names of files. Changes the parser."""
+    import shtab
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                _complete_paths(verb)
+        elif action.choices is None and action.type is None and action.nargs != 0:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+
+
 # What the library logs, on the command line.
 
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from compressor.console import Parser, with_output
+from compressor.console import Parser, add_completion, with_output
 from compressor.errors import CompressorError
 from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE, EXIT_INTERRUPTED
 from harness.verbs import Actions, Command
@@ -86,6 +86,7 @@ def command_of(verb: str) -> Command | Actions:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="harness", description="Check claims about compressed models, and say with evidence what was found.")
+    add_completion(parser)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name in VERBS:
         command = command_of(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor.cli import inspect, mappings, trace, train
-from compressor.console import Parser, add_verbosity, logged, with_output
+from compressor.console import Parser, add_completion, add_verbosity, logged, with_output
 from compressor.errors import AlreadyDoneError, CompressorError
 from compressor.json_text import to_json
 from compressor.settings.options import Settings, add_options, chosen
@@ -62,6 +62,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="compressor", description="Compress a model by a recipe, and record what was done.")
+    add_completion(parser)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, verb in VERBS.items():
         verb.add_arguments(verbs.add_parser(name, help=verb.help, description=verb.help))
