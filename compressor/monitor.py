@@ -1,4 +1,4 @@
-"""What a run has taken so far: time and memory by phase and stage, told to the logger, and kept for the result.
+"""What a run has taken so far: time and memory by phase and stage, told to the logger and to trackers, and kept for the result.
 
 Nothing of it is part of the result, so equal runs write equal checkpoints however long they took. A stage costs two readings of a clock
 and one of the process's memory; nothing is looked at while a batch runs.
@@ -11,10 +11,12 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
+from compressor.tracking import NO_TRACKER, Tracker
 
 logger = logging.getLogger("compressor")
 
@@ -58,6 +60,7 @@ class Monitor:
     """Follows one run.
 
     Attributes:
+        tracker: gets the numbers of stages and steps, too.
         phases: that have ended, in their order.
         stages: of the calibration that have ended, in their order; without those that an earlier run finished.
     """
@@ -66,6 +69,7 @@ class Monitor:
         """Begin the first phase."""
         self.phases: list[Lap] = []
         self.stages: list[Lap] = []
+        self.tracker: Tracker = NO_TRACKER
         self._phase_began = self._stage_began = time.perf_counter()
 
     @property
@@ -111,6 +115,7 @@ class Monitor:
         logger.info(text)
         for module, error in errors.items():
             logger.debug("%s: relative error %.3g", module, error)
+        self.tracker.log(_numbers(lap), number)
         return text
 
     def end_step(self, step: int, values: Mapping[str, float]) -> None:
@@ -121,6 +126,13 @@ class Monitor:
             values: by name.
         """
         logger.debug("step %d: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+        self.tracker.log({f"train/{name}": value for name, value in values.items()}, step)
+
+
+def _numbers(lap: Lap) -> dict[str, float]:
+    """What a tracker draws of a stage."""
+    known = {f"stage/{name}": value for name, value in asdict(lap).items() if name not in ("name", "host_peak_bytes")}
+    return {name: float(value) for name, value in known.items() if value is not None}
 
 
 def _memory() -> tuple[int | None, int, int | None]:

@@ -44,6 +44,7 @@ from compressor.recipe import Recipe, load_recipe
 from compressor.settings.llmcompressor import translated
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import DataSettings, OneshotSettings
+from compressor.tracking import tracked
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     )
     state.progress, state.monitor = bars, monitor
     with ExitStack() as held:
+        told = {"model": str(source or type(model).__name__), "recipe": parsed.dump()}
+        monitor.tracker = held.enter_context(tracked(settings.trackers, told))
         with (
             random_numbers_kept(foreign=False, devices="all"),
             unfused_experts(loaded.model, hold=loaded.from_memory) as experts,

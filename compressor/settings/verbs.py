@@ -27,11 +27,13 @@ from compressor.settings.kinds import (
     RowFunction,
     SomeTexts,
     Text,
+    TextOrTexts,
     Texts,
     Tokenizer,
     Whole,
 )
 from compressor.settings.options import Option, Settings
+from compressor.tracking import TRACKERS, check_trackers
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 Engine = Annotated[Literal["auto", "graph", "suspend"], TEXT]
@@ -138,7 +140,25 @@ class DataSettings(Settings):
     """Function from a list of rows to a batch (a dict of tensors), which the model gets as it is: images, audio, masks."""
 
 
-class OneshotSettings(PlanSettings, RecordSettings, DataSettings):
+class TrackSettings(Settings):
+    """Where the numbers of a run go beside the terminal."""
+
+    report_to: Annotated[TextOrTexts, Option(choices=(*TRACKERS, "none"), repeats=True)] = ()
+    """Experiment tracker that gets the numbers of the run: `tensorboard`, `wandb` or `mlflow`; in Python also a list of them."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Names of the trackers."""
+        given = (self.report_to,) if isinstance(self.report_to, str) else self.report_to
+        return tuple(name for name in given if name != "none")
+
+    @model_validator(mode="after")
+    def _check_trackers(self) -> TrackSettings:
+        check_trackers(self.trackers)
+        return self
+
+
+class OneshotSettings(PlanSettings, RecordSettings, DataSettings, TrackSettings):
     """The choices of one run of `oneshot`."""
 
     dataset: Annotated[Any, Option(metavar="D")] = None
@@ -316,7 +336,7 @@ class StepSettings(Settings):
         return max(1, num_steps // 10) if self.save_every is None else self.save_every
 
 
-class TrainSettings(StepSettings, RecipeSettings, LoadSettings):
+class TrainSettings(StepSettings, RecipeSettings, LoadSettings, TrackSettings):
     """The choices of one run of `train`."""
 
     dataset: Annotated[Any, Option(metavar="D")]

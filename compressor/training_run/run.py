@@ -15,6 +15,7 @@ from compressor.model.loading.load import resolve_tokenizer
 from compressor.recipe import load_recipe
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import TrainSettings
+from compressor.tracking import tracked
 from compressor.training_run.phases import TrainingRun, TrainResult
 from compressor.training_run.place import check_place
 
@@ -48,4 +49,5 @@ def train(model: str | Path | nn.Module, settings: TrainSettings) -> TrainResult
     run = TrainingRun(settings, place, text, modifiers, settings.seed, settings.progress)
     run.load(model, tokenizer, settings.device, settings.model_class, settings.trust_remote_code_model, settings.model_revision)
     run.read(settings.dataset, settings.eval_dataset, settings.max_seq_length, settings.text_column)
-    return run.train()
+    with tracked(settings.trackers, {"model": str(source or type(model).__name__), "recipe": text or "none"}) as run.monitor.tracker:
+        return run.train()

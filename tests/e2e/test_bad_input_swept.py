@@ -330,6 +330,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "model_class": (5, ""),
     "seed": (1.5, "x", None, True),
     "progress": ("x", None),
+    "report_to": (5, None, ["wandb", 5]),
     "tokenizer": (5, [], object()),
     "recipe_args": ("a", 5, [5], {5: 1}, ["=1"]),
     "output_dir": (5, "", True),

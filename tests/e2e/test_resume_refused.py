@@ -187,6 +187,7 @@ def test_every_argument_is_part_of_the_fingerprint_or_known_not_to_matter() -> N
         "run_dir",
         "resume",
         "progress",
+        "report_to",
         "verify",
         "activation_memory",
         "activation_device_memory",
