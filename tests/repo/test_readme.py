@@ -66,6 +66,13 @@ def test_every_chapter_is_on_the_map() -> None:
     assert {str(chapter) for chapter in CHAPTERS} - {"README.md"} <= linked
 
 
+def test_every_message_that_is_explained_is_one_that_the_packages_give() -> None:
+    explained = re.findall(r"^\| `([^`]+)` \|", _text(Path("compressor/cli/README.md")), re.MULTILINE)
+    source = "\n".join(path.read_text(encoding="utf-8") for name in ("compressor", "harness") for path in (ROOT / name).rglob("*.py"))
+    assert len(explained) > 10
+    assert [message for message in explained if message not in source] == []
+
+
 class _CaughtError(BaseException):
     """Ends a command where it would begin to read its arguments; no handler of errors may catch it."""
 
