@@ -10,7 +10,7 @@ import onnx
 from compressor.errors import UserInputError
 from harness.errors import HarnessError
 from harness.onnx_graph.contracts.base import Contract, Finding, Pair
-from harness.onnx_graph.graph.drawn_inputs import example_inputs, other_inputs
+from harness.onnx_graph.graph.drawn_inputs import example_inputs, id_limits, other_inputs
 from harness.onnx_graph.graph.run_session import POLICIES, OutputRow, Session, output_rows, random_operators
 from harness.onnx_graph.graph.view import load_graph
 
@@ -109,6 +109,10 @@ class NumericEqual(Contract):
             return drawings
         for other in other_inputs(pair.before, first, self._seed):
             drawings.append(_accepted(before, first, other))
+        for name, rows in id_limits(pair.before).items():
+            used = len(np.unique(np.concatenate([one[name].ravel() for one, _ in drawings]))) if name in first else rows
+            if used < rows:
+                pair.notes.append(f"{self.name}: {name} named {used} of {rows:,} rows of its table; the others were not looked at")
         same = [name for name, one in first.items() if one.size and all(np.array_equal(one, other[name]) for other, _ in drawings)]
         if same:
             pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")

@@ -119,7 +119,10 @@ class SeparateQKV(RoleContract):
         if block.status in _UNCLEAR:
             yield self.not_analysed(f"block {block.index} ({block.kind}): {describe(block)}; its roles are not clear", block.index)
             return
-        was = next((index for index, one in pair.counterparts.items() if one is block), -1)
+        was = next((index for index, one in pair.counterparts.items() if one is block), None)
+        if was is None:
+            yield self.violated(f"block {block.index} ({block.kind}) was none before, and is {describe(block)}", block.index)
+            return
         for lost in pair.baseline.of_block(was):
             rows, columns = lost.projection.shape
             place = packed_in(lost.projection.matrix_IO, block)
@@ -157,7 +160,15 @@ class RoleWeights(RoleContract):
         unread = [self.not_analysed(f"block {block.index} ({block.kind}), as exported: {describe(block)}", block.index) for block in blind]
         compared = [self._compare(pair, one, pair.counterparts.get(one.block)) for one in pair.baseline.weights.values()]
         kept = [one for one, finding in zip(pair.baseline.weights.values(), compared, strict=True) if finding is None]
-        return [*unread, *(finding for finding in compared if finding is not None), *self._taken(pair, kept), *self._moved(pair)]
+        new = list(self._new(pair)) if len(pair.census_after.read) > len(pair.baseline.census.read) else []
+        return [*unread, *new, *(finding for finding in compared if finding is not None), *self._taken(pair, kept), *self._moved(pair)]
+
+    def _new(self, pair: Pair) -> Iterator[Finding]:
+        """Blocks that were none before: there is nothing to hold their weights against."""
+        known = {id(block) for block in pair.counterparts.values()}
+        for block in pair.census_after.read:
+            if id(block) not in known:
+                yield self.not_analysed(f"block {block.index} ({block.kind}) was none before, so its weights are nobody's", block.index)
 
     def _taken(self, pair: Pair, kept: Sequence[RoleWeight]) -> Iterator[Finding]:
         """Roles that have their weight, and take other columns of it than before."""

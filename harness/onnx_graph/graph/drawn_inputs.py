@@ -19,6 +19,7 @@ _DEFAULT_LENGTH = 7
 _MOST_ELEMENTS = 2**28
 _MOST_TRIES = 8
 _MOST_FLAGS = 6
+_WIDE = range(-200, 200)  # what integers are drawn from that index no table; a graph that refuses them keeps the first ones, 0 and 1
 
 
 def example_inputs(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
@@ -38,7 +39,7 @@ def example_inputs(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarra
     """
     draw = np.random.default_rng(seed)
     held = {tensor.name for tensor in model.graph.initializer}
-    limits = _id_limits(model)
+    limits = id_limits(model)
     sizes: dict[str, int] = {}
     return {value.name: _draw(value, draw, limits.get(value.name), sizes) for value in model.graph.input if value.name not in held}
 
@@ -57,7 +58,7 @@ def other_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: 
         Name to array; at least one.
     """
     draw = np.random.default_rng(seed + 1)
-    limits = _id_limits(model)
+    limits = id_limits(model)
     values = {value.name: value for value in model.graph.input if value.name in first}
     flags = [name for name, array in first.items() if _is_flag(name, array)]
     chosen = [{name} for name in flags[:_MOST_FLAGS]] + ([set(flags)] if len(flags) > 1 else [])
@@ -73,7 +74,7 @@ def _again(
     if _is_mask(value.name, first.dtype):
         return _mask(first, draw, number)
     for _ in range(_MOST_TRIES):
-        other = _values(first.shape, first.dtype, draw, limit)
+        other = _values(first.shape, first.dtype, draw, limit, _WIDE)
         if not np.array_equal(other, first):
             return other
     return first
@@ -111,11 +112,17 @@ def _draw(value: onnx.ValueInfoProto, draw: np.random.Generator, limit: int | No
     return np.ones(shape, dtype) if _is_mask(value.name, dtype) else _values(tuple(shape), dtype, draw, limit)
 
 
-def _values(shape: tuple[int, ...], dtype: Any, draw: np.random.Generator, limit: int | None) -> np.ndarray:
-    """Integers below their limit; floats in [-2, 2), in steps that every floating type holds exactly."""
-    is_integer = np.issubdtype(dtype, np.integer)
-    drawn = draw.integers(0, limit or 2, shape) if is_integer else draw.integers(-128, 128, shape) / 64
-    return np.asarray(drawn).astype(dtype)
+def _values(shape: tuple[int, ...], dtype: Any, draw: np.random.Generator, limit: int | None, free: range = range(2)) -> np.ndarray:
+    """Integers below their limit, or in `free` where they have none; floats in [-4, 4) with all bits, every 16th four times that.
+
+    So a graph that rounds its inputs, or cuts them off, is told from one that does not.
+    """
+    if not np.issubdtype(dtype, np.integer):
+        steps = np.asarray(draw.integers(-(1 << 24), 1 << 24, shape)) / (1 << 22)
+        return np.where(np.asarray(draw.integers(0, 16, shape)) == 0, 4 * steps, steps).astype(dtype)
+    info = np.iinfo(dtype)
+    low, high = (0, limit) if limit else (max(free.start, info.min), min(free.stop, info.max))
+    return np.asarray(draw.integers(low, high, shape)).astype(dtype)
 
 
 def _size(dimension: Any, axis: int, sizes: dict[str, int]) -> int:
@@ -125,8 +132,8 @@ def _size(dimension: Any, axis: int, sizes: dict[str, int]) -> int:
     return sizes.setdefault(dimension.dim_param, default) if dimension.dim_param else default
 
 
-def _id_limits(model: onnx.ModelProto) -> dict[str, int]:
-    """Input to the number of rows of the smallest table that it indexes."""
+def id_limits(model: onnx.ModelProto) -> dict[str, int]:
+    """Return the name of each input that indexes a table, and the number of rows of the smallest one."""
     rows = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if tensor.dims}
     limits: dict[str, int] = {}
     for node in model.graph.node:

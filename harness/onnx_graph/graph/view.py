@@ -6,6 +6,7 @@ operator carry what it transforms; operators that are not in the table carry it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,13 @@ RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "Random
 """Operators that draw random numbers."""
 
 
+_PACKED_BITS = {
+    getattr(onnx.TensorProto, name): bits
+    for name, bits in {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}.items()
+    if hasattr(onnx.TensorProto, name)
+}
+
+
 def load_graph(source: Any) -> ir.Model:
     """Read a model and inline its local functions, so that what they hide is seen.
 
@@ -98,7 +106,7 @@ def load_graph(source: Any) -> ir.Model:
         The model as onnx_ir; a ModelProto that was given is not modified.
 
     Raises:
-        UserInputError: not an ONNX file, truncated, external data missing, empty, or out of order.
+        UserInputError: not an ONNX file, truncated, external data missing, empty, out of order, or of sizes that do not fit.
     """
     if isinstance(source, ir.Model):
         return source
@@ -108,12 +116,52 @@ def load_graph(source: Any) -> ir.Model:
     if proto.graph.sparse_initializer:
         proto = _dense(proto)
     if proto.functions:
-        proto = inline_local_functions(proto)
+        proto = _inlined(proto)
     check_order(proto)
+    _check_sizes(proto)
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as error:
         raise UserInputError(f"graph: the model is not valid ({error.__cause__ or error}); check it with onnx.checker") from error
+
+
+def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
+    from onnx.checker import ValidationError
+
+    try:
+        return inline_local_functions(proto)
+    except ValidationError as error:
+        raise UserInputError(f"graph: its local functions cannot be inlined ({error}); check it with onnx.checker") from error
+
+
+def _check_sizes(proto: onnx.ModelProto) -> None:
+    """Tensors have as many bytes as they say, and operators the inputs that they need; what is read later relies on it."""
+    versions = {entry.domain: entry.version for entry in proto.opset_import}
+    for tensor in proto.graph.initializer:
+        bits = _bits(tensor)
+        wanted = -(-math.prod(tensor.dims) * bits // 8)
+        if min(tensor.dims, default=0) < 0 or (tensor.HasField("raw_data") and len(tensor.raw_data) != wanted):
+            held = f"{list(tensor.dims)} of {bits} bits, and {len(tensor.raw_data)} bytes"
+            raise UserInputError(f"graph: initializer {tensor.name} says {held}, which do not fit; export the model again")
+    for node in proto.graph.node:
+        try:
+            schema = onnx.defs.get_schema(node.op_type, versions.get(node.domain, 1), node.domain)
+        except onnx.defs.SchemaError:
+            continue  # an operator that onnx does not know is a block of unknown role where it mixes activations
+        if len(node.input) < schema.min_input:
+            raise UserInputError(
+                f"graph: {node.op_type} {node.name} has {len(node.input)} inputs and needs {schema.min_input}; export the model again"
+            )
+
+
+def _bits(tensor: onnx.TensorProto) -> int:
+    """Bits of an element."""
+    try:
+        return _PACKED_BITS.get(tensor.data_type) or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except KeyError as error:
+        raise UserInputError(
+            f"graph: initializer {tensor.name} has type {tensor.data_type}, which onnx {onnx.__version__} does not know; export it again"
+        ) from error
 
 
 def _dense(proto: onnx.ModelProto) -> onnx.ModelProto:
