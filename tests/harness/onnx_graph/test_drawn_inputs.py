@@ -84,3 +84,59 @@ def test_an_output_with_a_new_name_is_noted_and_one_that_moved_is_damage() -> No
 def test_a_pipe_or_a_device_is_named_as_what_it_is() -> None:
     with pytest.raises(UserInputError, match="/dev/null: this is a pipe or a device"):
         NumericEqual().check("/dev/null", "/dev/null")
+
+
+@pytest.mark.parametrize("before", ["Identity", "Neg"])
+@pytest.mark.parametrize(
+    "damage", ["c = Cast<to = 16>(x) d = Cast<to = 1>(c)", "c = Cast<to = 10>(x) d = Cast<to = 1>(c)", "d = Clip(x, low, high)"]
+)
+def test_an_input_that_is_rounded_or_cut_off_is_seen(before: str, damage: str) -> None:
+    sound, damaged = _model("", f"y = {before}(x)"), _model("", f"{damage} y = {before}(d)")
+    damaged.graph.initializer.extend(numpy_helper.from_array(np.float32(at), name) for at, name in ((-4, "low"), (4, "high")))
+    assert NumericEqual().check(sound, sound).holds
+    assert NumericEqual().check(sound, damaged).holding is Holding.VIOLATED
+
+
+@pytest.mark.parametrize("damage", ["c = Cast<to = 3>(n) d = Cast<to = 7>(c)", "d = Abs(n)"])
+def test_integers_that_index_no_table_are_drawn_wide(damage: str) -> None:
+    sound, damaged = (_model(", int64[3, 6] n", f"{text} f = Cast<to = 1>(d) y = Add(x, f)") for text in ("d = Identity(n)", damage))
+    assert NumericEqual().check(sound, damaged).holding is Holding.VIOLATED
+
+
+def test_rows_of_a_table_that_no_id_named_are_counted_in_a_note() -> None:
+    model = _model(", int64[3, 6] ids", "g = Gather(table, ids) y = Add(x, g)")
+    model.graph.initializer.append(numpy_helper.from_array(np.arange(1000, dtype=np.float32), "table"))
+    (note,) = [note for note in NumericEqual().check(model, model).notes if "rows of its table" in note]
+    assert "ids named " in note and "of 1,000 rows of its table; the others were not looked at" in note
+
+
+def _short(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].raw_data = model.graph.initializer[0].raw_data[:1]
+
+
+def _huge(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].dims[:] = [1 << 40]
+
+
+def _unknown(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].data_type = 99
+
+
+def _one_input(model: onnx.ModelProto) -> None:
+    del model.graph.node[0].input[1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_short, "initializer one says .* do not fit"),
+        (_huge, "initializer one says .* do not fit"),
+        (_unknown, "initializer one has type 99, which onnx .* does not know|99 is not a valid DataType"),
+        (_one_input, "Add .* has 1 inputs and needs 2"),
+    ],
+)
+def test_a_file_whose_sizes_do_not_fit_is_said_to_be_one(damage, message: str) -> None:
+    model = _model("", "y = Add(x, one)")
+    damage(model)
+    with pytest.raises(UserInputError, match=message):
+        NumericEqual().check(model, model)
