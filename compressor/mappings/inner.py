@@ -70,7 +70,7 @@ class _SomeChannels(Watch):
         """Take the layer."""
         super().__init__(prober, {source})
         width = prober.widths[source]
-        drawn_D = torch.rand(width, generator=torch.Generator().manual_seed(width))
+        drawn_D = torch.rand(width, generator=torch.Generator().manual_seed(width), dtype=torch.float32)
         self._chosen_D = drawn_D.argsort() < max(1, width // 4)
 
     def changed(self, output: Tensor) -> Tensor:

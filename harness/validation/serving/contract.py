@@ -23,6 +23,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # ("There is no module or parameter named", vllm/model_executor/models/utils.py): `weight_g_idx`, for one, since 0.33.
 
 
+def _always(weights: Arguments, inputs: Arguments | None) -> bool:
+    """Say yes: the tensor belongs to every layer of its kind."""
+    del weights, inputs
+    return True
+
+
 @dataclass(frozen=True)
 class Part:
     """A tensor of a layer.
@@ -37,7 +43,7 @@ class Part:
     name: str
     dtypes: tuple[torch.dtype, ...]
     shape: Callable[[int, int, Arguments], Size]
-    needed: Callable[[Arguments, Arguments | None], bool] = lambda weights, inputs: True
+    needed: Callable[[Arguments, Arguments | None], bool] = _always
 
 
 def groups_of(columns: int, weights: Arguments) -> int:
