@@ -105,6 +105,13 @@ class ImportSettings(HistorySettings):
     """Written by export; what is known already is passed over."""
 
 
+class ReportSettings(HistorySettings):
+    """Where the pages go."""
+
+    output_dir: Annotated[FilePath, Option(metavar="DIR", read=Path)]
+    """Folder for index.html, metrics, junit.xml, summary.md and night.json; must not exist, or be empty."""
+
+
 class SimulateSettings(Settings):
     """How much is simulated."""
 
@@ -222,6 +229,14 @@ def _import(settings: ImportSettings) -> Verdict:
     return Verdict.PASS
 
 
+def _report(settings: ReportSettings) -> Verdict:
+    from harness.nightly.report.site import summary_of, write_site
+
+    page, night = write_site(_history(settings), settings.output_dir)
+    print(f"{summary_of(night)}{page}")
+    return night.verdict
+
+
 def _simulate(settings: SimulateSettings) -> Verdict:
     from compressor.progress import RichProgress, SilentProgress
     from harness.nightly.judging.simulation import simulate
@@ -257,6 +272,12 @@ COMMAND = Actions(
         "accept": Command("say that a change is meant", AcceptSettings, _accept, exit_codes("accepted")),
         "export": Command("write all readings as CSV", ExportSettings, _export, exit_codes("written")),
         "import": Command("add what export wrote", ImportSettings, _import, exit_codes("added")),
+        "report": Command(
+            "write the last night as pages with trends, JUnit and Markdown",
+            ReportSettings,
+            _report,
+            exit_codes("no metric is worse, every cell passed", "a metric is worse, or a cell failed", "too few nights"),
+        ),
         "simulate": Command(
             "measure false alarms and nights to detection on simulated histories", SimulateSettings, _simulate, exit_codes("measured")
         ),

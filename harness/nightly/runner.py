@@ -54,11 +54,13 @@ class Night:
     @property
     def verdict(self) -> Verdict:
         """REGRESSION where a metric is worse, or a cell fails that is not in quarantine; metrics with too few nights do not count."""
-        cells = [Verdict.INCONCLUSIVE if self._quarantined(row) else CellOutcome(row.outcome).verdict for row in self.rows]
-        return worst([*cells, *(Verdict.REGRESSION for one in self.judgements if one.verdict is Verdict.REGRESSION)])
+        worse = [Verdict.REGRESSION for one in self.judgements if one.verdict is Verdict.REGRESSION]
+        return worst([*map(self.verdict_of, self.rows), *worse]) if self.rows or worse else worst(one.verdict for one in self.judgements)
 
-    def _quarantined(self, row: CellRow) -> bool:
-        return row.cell in self.flaky and row.outcome != CellOutcome.PASS
+    def verdict_of(self, row: CellRow) -> Verdict:
+        """Return what a cell means for the night: one in quarantine that does not pass tells nothing."""
+        quarantined = row.cell in self.flaky and row.outcome != CellOutcome.PASS
+        return Verdict.INCONCLUSIVE if quarantined else CellOutcome(row.outcome).verdict
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types."""

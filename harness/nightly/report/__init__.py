@@ -1,0 +1,1 @@
+"""A night as pages, JUnit and Markdown."""

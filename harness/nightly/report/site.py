@@ -1,0 +1,162 @@
+"""A site of a history that needs no network: a page for the night, a page for each metric with its trend, JUnit and Markdown."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from compressor.atomic import check_output_dir, whole_or_nothing
+from compressor.json_text import to_json
+from harness.nightly.cells import CellOutcome
+from harness.nightly.history import History
+from harness.nightly.judging.judge import level
+from harness.nightly.report.night import Trend, read_night
+from harness.nightly.runner import Night
+from harness.reporting.junit import to_junit
+from harness.reporting.pages import render
+from harness.reporting.plots import ACCENT, GRID, INK, LIMIT, MUTED, inline_plot
+from harness.reporting.record import CheckRecord
+from harness.reporting.verdict import Outcome, Verdict
+
+_SHOWN_NIGHTS = 365
+_SLUG = 60
+_OUTCOMES = {Verdict.PASS: Outcome.PASS, Verdict.REGRESSION: Outcome.FAIL, Verdict.INCONCLUSIVE: Outcome.INCONCLUSIVE}
+_SENTENCES = {
+    Verdict.PASS: "Every cell passed, and no metric is worse.",
+    Verdict.REGRESSION: "A metric is worse, or a cell did not pass.",
+    Verdict.INCONCLUSIVE: "Nothing is known to be worse, and not everything could be told.",
+}
+
+
+def write_site(history: History, output_dir: str | Path) -> tuple[Path, Night]:
+    """Write index.html, a page for each metric, junit.xml, summary.md and night.json.
+
+    Args:
+        history: what is shown.
+        output_dir: folder to write; must not exist, or be empty.
+
+    Returns:
+        The path of index.html, and the night.
+
+    Raises:
+        UserInputError: the history is empty.
+        OutputError: the folder cannot be used.
+        CheckpointError: the disk is full or fails; nothing is left.
+    """
+    target = check_output_dir(output_dir)
+    night, trends = read_night(history)
+    files = {f"metrics/{page_of(one.name)}": _metric_page(history, one) for one in trends}
+    files |= {
+        "index.html": _index_page(night, trends),
+        "junit.xml": to_junit(records_of(night), "nightly"),
+        "summary.md": summary_of(night),
+        "night.json": to_json(night.to_dict()),
+    }
+    with whole_or_nothing(target, num_bytes=sum(len(text.encode()) for text in files.values())) as folder:
+        (folder / "metrics").mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    return target / "index.html", night
+
+
+def page_of(metric: str) -> str:
+    """Return the file name of a metric's page, which stays the same from night to night."""
+    digest = hashlib.sha256(metric.encode()).hexdigest()[:6]
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', metric)[:_SLUG]}-{digest}.html"
+
+
+def records_of(night: Night) -> list[CheckRecord]:
+    """Return cells and metrics as records, for JUnit.
+
+    Args:
+        night: what was found.
+
+    Returns:
+        A record a cell, then a record a metric. A cell in quarantine is inconclusive.
+    """
+    cells = [
+        CheckRecord(
+            f"cell.{row.cell}",
+            f"{row.cell} passes",
+            Outcome.SKIP if row.outcome == CellOutcome.SKIPPED else _OUTCOMES[night.verdict_of(row)],
+            f"{row.outcome}: {row.summary}",
+        )
+        for row in night.rows
+    ]
+    metrics = [
+        CheckRecord(f"metric.{one.metric}", f"{one.metric} is no worse", _OUTCOMES[one.verdict], one.summary) for one in night.judgements
+    ]
+    return cells + metrics
+
+
+def summary_of(night: Night) -> str:
+    """Return the night in Markdown, for a pull request or a chat: one sentence, then a line for each thing that is not right."""
+    worse = [one for one in night.judgements if one.verdict is Verdict.REGRESSION]
+    few = sum(one.verdict is Verdict.INCONCLUSIVE for one in night.judgements)
+    not_passed = [row for row in night.rows if row.outcome != CellOutcome.PASS]
+    passed = len(night.rows) - len(not_passed)
+    head = f"**{night.verdict.value}**, night {night.night}{f' at `{night.revision[:12]}`' if night.revision else ''}: "
+    head += f"{passed} of {len(night.rows)} cells passed; {len(worse)} of {len(night.judgements)} metrics are worse"
+    head += f", {few} have too few nights to tell." if few else "."
+    lines = [f"- `{one.metric}`: {one.summary}" for one in worse]
+    lines += [f"- `{row.cell}`: {row.outcome}{' (quarantined)' if row.cell in night.flaky else ''}: {row.summary}" for row in not_passed]
+    return "\n".join([head, *([""] if lines else []), *lines]) + "\n"
+
+
+def _index_page(night: Night, trends: list[Trend]) -> str:
+    counts = Counter(one.judgement.verdict for one in trends)
+    tiles = [
+        ("cells that passed", f"{sum(row.outcome == CellOutcome.PASS for row in night.rows)} of {len(night.rows)}", "each ran by itself"),
+        ("metrics that are worse", str(counts[Verdict.REGRESSION]), f"of {len(trends)}"),
+        ("too few nights to tell", str(counts[Verdict.INCONCLUSIVE]), "or another machine than before"),
+        ("nights", str(len({one.night for trend in trends for one in trend.series})), f"until {night.night}"),
+    ]
+    cells = [(row, night.verdict_of(row), night.flaky.get(row.cell)) for row in night.rows]
+    metrics = [(one, f"metrics/{page_of(one.name)}", _plot(one, small=True)) for one in trends]
+    data = {"night": night, "sentence": _SENTENCES[night.verdict], "tiles": tiles, "cells": cells, "metrics": metrics}
+    return render("nightly.html.j2", data)
+
+
+def _metric_page(history: History, trend: Trend) -> str:
+    environments = {one.environment: dict(history.environment(one.environment).facts) for one in trend.series}
+    rows = [(one, float(np.median(one.values))) for one in reversed(trend.series[-_SHOWN_NIGHTS:])]
+    data = {"trend": trend, "plot": _plot(trend, small=False), "rows": rows, "environments": environments}
+    return render("nightly_metric.html.j2", data)
+
+
+def _plot(trend: Trend, *, small: bool) -> str:
+    """The level of every night; the environment of the last one in full ink, changes and acceptances as lines."""
+    series = trend.series[-_SHOWN_NIGHTS:]
+    paired = series[-1].kind == "paired"
+    levels = [float(np.mean(one.values)) if paired else math.exp(level(one.values, "lower")) for one in series]
+    here = [one.environment == series[-1].environment or paired for one in series]
+    places = {one.night: place for place, one in enumerate(series)}
+    changes = [places[one.night] for one in trend.judgement.changes if one.night in places and one.acceptance is None]
+    accepted = [places[one.night] for one in trend.acceptances if one.night in places]
+
+    def paint(axes: Axes) -> None:
+        for wanted, color in ((False, MUTED), (True, ACCENT)):
+            at = [place for place, one in enumerate(here) if one is wanted]
+            axes.plot(at, [levels[place] for place in at], "o", color=color, markersize=2 if small else 4, markeredgewidth=0)
+        for place in changes:
+            axes.axvline(place - 0.5, color=LIMIT, linewidth=1.2)
+        for place in accepted:
+            axes.axvline(place - 0.5, color=INK, linewidth=0.8, linestyle=(0, (3, 3)))
+        if small:
+            axes.set_axis_off()
+            return
+        shown = sorted({0, len(series) // 2, len(series) - 1})
+        axes.set_xticks(shown, [series[place].night for place in shown])
+        axes.grid(axis="y", color=GRID, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.set_ylabel(f"{series[-1].better} is better")
+
+    name = f"trend-{page_of(trend.name).removesuffix('.html')}"
+    description = f"{trend.name} over {len(series)} nights: {trend.judgement.summary}"
+    return inline_plot(name, description, (1.6, 0.34) if small else (7.2, 2.8), paint)

@@ -1,0 +1,109 @@
+"""The site of a history: a page for the night and one for each metric, which open without a network, JUnit and Markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from datetime import date, timedelta
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from compressor.errors import OutputError, UserInputError
+from harness.cli import main
+from harness.nightly import History
+from harness.nightly.environment import Environment
+from harness.nightly.history import CellRow
+from harness.nightly.report.site import page_of, write_site
+from harness.reporting.verdict import Verdict
+
+HERE = Environment({"device": "cpu"})
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def label(night: int) -> str:
+    return (date(2026, 1, 1) + timedelta(night)).isoformat()
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> History:
+    """40 nights of two metrics, one of which is worse by 5 % in the last three, and a cell that hung."""
+    history = History(tmp_path_factory.mktemp("site") / "h.sqlite")
+    for night in range(40):
+        ripple = 1 + 0.001 * (night % 5)
+        history.add("a/<b>&", [ripple * (1.05 if night >= 37 else 1.0)], environment=HERE, night=label(night), revision="f" * 40)
+        history.add("a/steady", [ripple], environment=HERE, night=label(night))
+    history.accept("a/steady", label(10), "<script>meant</script>")
+    for cell, outcome in (("a/compress", "pass"), ("replay", "timeout")):
+        history.add_cell(CellRow(label(39), HERE.digest, "f" * 40, cell, 1, outcome, 2.0, 1 << 30, "its log"), [], environment=HERE)
+    return history
+
+
+@pytest.fixture(scope="module")
+def site(history: History, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    page, night = write_site(history, tmp_path_factory.mktemp("pages") / "site")
+    assert night.verdict is Verdict.REGRESSION
+    return page.parent
+
+
+def test_every_link_leads_to_a_page_of_the_site_and_none_leaves_it(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        links = re.findall(r'(?:href|src)="([^"#]+)"', text)
+        assert links and all((page.parent / link).is_file() for link in links)
+        assert "http" not in text.replace("http://www.w3.org", "") and "<script" not in text
+    assert {path.name for path in (site / "metrics").iterdir()} == {page_of("a/<b>&"), page_of("a/steady")}
+
+
+def test_what_is_worse_stands_first_and_everything_is_said_as_data(site: Path) -> None:
+    index = (site / "index.html").read_text()
+    assert index.index("a/&lt;b&gt;&amp;") < index.index("a/steady") and f"since {label(37)}" in index
+    assert ">timeout</span>" in index and "1 of 2" in index
+    summary = (site / "summary.md").read_text()
+    assert summary.startswith(f"**regression**, night {label(39)} at `ffffffffffff`: 1 of 2 cells passed; 1 of 2 metrics are worse.\n")
+    assert "- `replay`: timeout: its log" in summary
+    cases = {case.get("name"): [child.tag for child in case] for case in ElementTree.parse(site / "junit.xml").iter("testcase")}
+    expected = {"cell.a/compress": [], "cell.replay": ["failure"], "metric.a/<b>&": ["failure"], "metric.a/steady": []}
+    assert cases == expected
+    data = json.loads((site / "night.json").read_text())
+    assert data["verdict"] == "regression" and [cell["outcome"] for cell in data["cells"]] == ["pass", "timeout"]
+
+
+def test_the_same_history_gives_the_same_bytes(history: History, site: Path, tmp_path: Path) -> None:
+    write_site(history, tmp_path / "again")
+    for path in (path for path in site.rglob("*") if path.is_file()):
+        assert path.read_bytes() == (tmp_path / "again" / path.relative_to(site)).read_bytes()
+
+
+def test_the_command_prints_the_summary_and_its_exit_code_is_the_verdict(
+    history: History, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["nightly", "report", "--history", str(history.path), "--output-dir", str(tmp_path / "out")]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("**regression**") and out.endswith(f"{tmp_path / 'out' / 'index.html'}\n")
+
+
+def test_a_folder_with_files_and_an_empty_history_are_refused(history: History, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("kept")
+    with pytest.raises(OutputError, match=r"mine\.txt|not empty"):
+        write_site(history, tmp_path)
+    with pytest.raises(UserInputError, match="the history is empty"):
+        write_site(History(tmp_path / "none.sqlite"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+def test_a_browser_goes_from_the_night_to_the_metric_and_back(site: Path, tmp_path: Path) -> None:
+    def rendered(page: Path) -> str:
+        options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
+        return subprocess.run([str(BROWSER), *options, page.as_uri()], capture_output=True, text=True, check=True, timeout=120).stdout
+
+    index = rendered(site / "index.html")
+    (link,) = re.findall(r'<a href="([^"]*)">a/&lt;b&gt;&amp;</a>', index)
+    metric = rendered(site / link)
+    assert "<h1>a/&lt;b&gt;&amp;</h1>" in metric and metric.count("<tr>") >= 40 and "<svg" in metric
+    (back,) = re.findall(r'<a href="([^"]*)">All metrics</a>', metric)
+    assert ((site / link).parent / back).resolve() == (site / "index.html").resolve()
