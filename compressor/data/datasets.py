@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, take_token_mask
 from compressor.data.encode import NO_LIMIT, Tokens, encode_row
 from compressor.data.rows import TEXT_COLUMN, Row, check_columns, read_rows
+from compressor.data.user_code import read_through
 from compressor.errors import DatasetError
 
 DEFAULT_MAX_SEQ_LENGTH = 2048
@@ -140,7 +141,7 @@ def _from_loader(loader: Iterable[Any], num_samples: int, longest: int | None) -
     raw_batches: list[Batch] = []
     masks: list[Tensor | None] = []
     taken = 0
-    for index, raw in enumerate(loader):
+    for index, raw in enumerate(read_through(loader, "dataset batch", "the DataLoader")):
         batch = as_batch(raw, f"dataset batch {index}")
         lead = leading_tensor(batch)
         if lead.dim() == 0 or lead.shape[0] == 0:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data.collate import check_strided
+from compressor.data.user_code import errors_named, read_through
 from compressor.errors import DatasetError
 
 T = TypeVar("T")
@@ -197,11 +198,14 @@ def _dataset_rows(dataset: Any, text_column: str, seed: int | None) -> Iterator[
     if not hasattr(dataset, "__len__"):
         if seed is not None:
             raise DatasetError("dataset: a stream without a length cannot be shuffled here; shuffle it before it is passed")
-        for index, row in enumerate(dataset):
+        for index, row in enumerate(read_through(dataset, "dataset row", "the dataset")):
             yield _mapping_row(row, f"dataset row {index}", text_column)
         return
     for index in _arranged(range(len(dataset)), seed):
-        yield _mapping_row(dataset[index], f"dataset row {index}", text_column)
+        where = f"dataset row {index}"
+        with errors_named(where, "the dataset"):
+            row = dataset[index]
+        yield _mapping_row(row, where, text_column)
 
 
 def _list_rows(items: list[Any] | tuple[Any, ...], text_column: str, seed: int | None) -> Iterator[Row]:

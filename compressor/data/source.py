@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from compressor.data.presets import Preset, find_preset, unknown_preset
 from compressor.data.rows import CONVERSATIONS
+from compressor.data.user_code import errors_named, function_label, read_through
 from compressor.errors import DatasetError
 from compressor.model.folder import is_there
 from compressor.model.hub import CLIENT_ERRORS
@@ -30,6 +31,7 @@ _LOADING = ("dataset_config_name", "streaming", "raw_kwargs")
 _COLUMNS = {"input_ids", "text", *CONVERSATIONS}  # of a mapping that is one batch, and no mapping of splits
 _SAVED = ("dataset_dict.json", "dataset_info.json")  # what `save_to_disk` leaves
 RowFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+NamedFunction = tuple[str, RowFunction]  # what messages call it, and the function
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 
 
@@ -67,9 +69,12 @@ def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, 
         rows = _mapped(rows, functions)
     if settings.data_collator is None:
         return rows
-    collate = _function("data_collator", settings.data_collator)
+    if shuffle_seed is not None and not hasattr(rows, "__len__"):
+        raise DatasetError("dataset: a stream without a length cannot be shuffled here; shuffle it before it is passed")
+    function = _function("data_collator", settings.data_collator)
+    collate = _Collate(function, function_label("data_collator", settings.data_collator))
     generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
-    return DataLoader(rows, batch_size or 1, shuffle=shuffle_seed is not None, generator=generator, collate_fn=collate)
+    return DataLoader(_numbered(rows), batch_size or 1, shuffle=shuffle_seed is not None, generator=generator, collate_fn=collate)
 
 
 def _refuse(settings: DataSettings, why: str, names: Iterable[str] = tuple(DataSettings.model_fields)) -> None:
@@ -93,16 +98,17 @@ def _usual(preset: Preset, settings: DataSettings) -> DataSettings:
     return DataSettings(**{**given, "split": settings.split or preset.split})
 
 
-def _functions(settings: DataSettings, usual: RowFunction | None) -> list[RowFunction]:
+def _functions(settings: DataSettings, usual: RowFunction | None) -> list[NamedFunction]:
     """What is done to each row, in order: the function of the user, or what is usual for the calibration set."""
     dropped = {*settings.remove_columns, *(() if settings.use_loss_mask else ("loss_mask",))}
-    made: list[RowFunction] = []
+    made: list[NamedFunction] = []
     if settings.preprocessing_func is not None:
-        made.append(_function("preprocessing_func", settings.preprocessing_func))
+        name, given = "preprocessing_func", settings.preprocessing_func
+        made.append((function_label(name, given), _function(name, given)))
     elif usual is not None and settings.data_collator is None:
-        made.append(usual)
+        made.append(("the usual text of this calibration set (preprocessing_func gives another)", usual))
     if dropped:
-        made.append(lambda row: {name: value for name, value in row.items() if name not in dropped})
+        made.append(("remove_columns", lambda row: {name: value for name, value in row.items() if name not in dropped}))
     return made
 
 
@@ -118,14 +124,16 @@ class _MappedRows(Dataset[Any]):
     """Rows after the functions of a user, made as they are read."""
 
     rows: Any
-    functions: list[RowFunction]
+    functions: list[NamedFunction]
     column_names = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        return _applied(self.rows[index], self.functions, index)
+        with errors_named(f"dataset row {index}", "the dataset"):
+            row = self.rows[index]
+        return _applied(row, self.functions, index)
 
 
 @dataclass(frozen=True)
@@ -133,14 +141,56 @@ class _MappedStream:
     """The same of a dataset without a length."""
 
     rows: Any
-    functions: list[RowFunction]
+    functions: list[NamedFunction]
     column_names = None
 
     def __iter__(self) -> Iterator[Any]:
-        return (_applied(row, self.functions, index) for index, row in enumerate(self.rows))
+        return (_applied(row, self.functions, index) for index, row in enumerate(read_through(self.rows, "dataset row", "the dataset")))
 
 
-def _mapped(rows: Any, functions: list[RowFunction]) -> Any:
+@dataclass(frozen=True)
+class _NumberedRows(Dataset[Any]):
+    """Rows with their numbers, by which a collator's errors name them."""
+
+    rows: Any
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        with errors_named(f"dataset row {index}", "the dataset"):
+            return index, self.rows[index]
+
+
+@dataclass(frozen=True)
+class _NumberedStream(IterableDataset[Any]):
+    """The same of a dataset without a length."""
+
+    rows: Any
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return enumerate(read_through(self.rows, "dataset row", "the dataset"))
+
+
+def _numbered(rows: Any) -> Dataset[Any]:
+    return _NumberedRows(rows) if hasattr(rows, "__len__") else _NumberedStream(rows)
+
+
+@dataclass(frozen=True)
+class _Collate:
+    """The collator of a user, on numbered rows."""
+
+    function: Callable[[list[Any]], Any]
+    label: str
+
+    def __call__(self, numbered: list[tuple[int, Any]]) -> Any:
+        first, last = numbered[0][0], numbered[-1][0]
+        where = f"dataset row {first}" if len(numbered) == 1 else f"dataset rows {first} to {last}"
+        with errors_named(where, self.label):
+            return self.function([row for _, row in numbered])
+
+
+def _mapped(rows: Any, functions: list[NamedFunction]) -> Any:
     is_rows = hasattr(rows, "column_names") or (isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows))
     if not is_rows:
         raise DatasetError(
@@ -149,9 +199,10 @@ def _mapped(rows: Any, functions: list[RowFunction]) -> Any:
     return _MappedRows(rows, functions) if hasattr(rows, "__len__") else _MappedStream(rows, functions)
 
 
-def _applied(row: Any, functions: list[RowFunction], index: int) -> Any:
-    for function in functions:
-        made = function(row)
+def _applied(row: Any, functions: list[NamedFunction], index: int) -> Any:
+    for label, function in functions:
+        with errors_named(f"dataset row {index}", label):
+            made = function(row)
         if not isinstance(made, Mapping):
             raise DatasetError(f"dataset row {index}: preprocessing_func gave a {type(made).__name__}; give back a dict of columns")
         row = made
@@ -221,20 +272,38 @@ def _loaded(what: str, settings: DataSettings, label: str, **files: Any) -> Any:
     try:
         with _bars_on_terminals():
             return load_dataset(what, settings.dataset_config_name, streaming=settings.streaming, **files, **(settings.raw_kwargs or {}))
-    except (DatasetsError, *CLIENT_ERRORS, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise DatasetError(f"{label}: no dataset can be loaded from there ({reason}); {_remedy(error)}") from error
+    except (DatasetsError, *CLIENT_ERRORS, ValueError, TypeError, KeyError, StopIteration) as error:
+        is_local = is_there(Path(label)) or bool(files)
+        raise DatasetError(f"{label}: no dataset can be loaded from there ({_reason(error)}); {_remedy(error, is_local)}") from error
 
 
-def _remedy(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """What went wrong; that a dataset could not be made of the files says nothing, and hides the cause."""
+    from datasets.exceptions import DatasetGenerationError
+
+    cause = error.__cause__ or error.__context__
+    known = cause if isinstance(error, DatasetGenerationError) and cause is not None else error
+    if isinstance(known, StopIteration):  # how `datasets` ends on a file without rows
+        return "it holds no row"
+    return " ".join(str(known).split())[:300].rstrip(".") or type(known).__name__
+
+
+def _remedy(error: BaseException, is_local: bool) -> str:
     """What to do where `datasets` has loaded nothing."""
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
+    is_name = isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error))
+    if is_local and isinstance(error, FileNotFoundError):
+        return "put files of rows there, or name another place"
+    if is_local and not is_name and not isinstance(error, ConnectionError):
+        return "convert the file to UTF-8" if "utf-8" in _reason(error).lower() else "repair the file"
+    if isinstance(error, DatasetGenerationError):
+        return "choose other files of it (raw_kwargs={'data_files': ...}), or give a file"
     if isinstance(error, DatasetNotFoundError):
         return "correct its name or revision, or set HF_TOKEN to a token that may read it"
     if isinstance(error, ConnectionError):
         return "unset HF_HUB_OFFLINE, with which nothing is fetched" if constants.HF_HUB_OFFLINE else "check the network, or give a file"
-    if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
+    if is_name:
         return "name one (dataset_config_name=)"
     return "check the name, the network and the token, or give a file"
 

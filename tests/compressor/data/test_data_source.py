@@ -10,7 +10,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from compressor.data import load_dataset_source, open_source
 from compressor.errors import DatasetError
@@ -185,3 +185,83 @@ def test_a_batch_is_no_mapping_of_splits() -> None:
     for batch in ({"input_ids": torch.tensor(PLAIN)}, {"input_ids": PLAIN, "attention_mask": PLAIN}):
         with pytest.raises(DatasetError, match="a dict is no source of calibration data"):
             ids_of(batch)
+
+
+def _no_column(row: Any) -> Any:
+    return {"input_ids": row["nope"]} if row["label"] == 2 else row
+
+
+class _Rows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": torch.tensor([_no_column(ROWS[index])["input_ids"]])}
+
+
+def _collator(rows: list[Any]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([_no_column(row)["input_ids"] for row in rows])}
+
+
+_STREAM = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "words"),
+    [
+        (ROWS, {"preprocessing_func": _no_column}, "dataset row 2: preprocessing_func _no_column raised KeyError: 'nope'; correct it"),
+        (_STREAM, {"preprocessing_func": _no_column}, "dataset row 2: preprocessing_func _no_column raised KeyError: 'nope'"),
+        (ROWS, {"data_collator": _collator}, "dataset row 2: data_collator _collator raised KeyError: 'nope'"),
+        (_STREAM, {"data_collator": _collator}, "dataset row 2: data_collator _collator raised KeyError: 'nope'"),
+        (ROWS, {"preprocessing_func": _no_column, "data_collator": _collator}, "dataset row 2: preprocessing_func _no_column"),
+        (_STREAM, {"preprocessing_func": _no_column, "data_collator": _collator}, "dataset row 2: preprocessing_func _no_column"),
+        (datasets.Dataset.from_list(ROWS).with_transform(lambda rows: rows["nope"]), {}, "dataset row 0: the dataset raised KeyError"),
+        (_STREAM.map(_no_column), {}, "dataset row 2: the dataset raised KeyError: 'nope'"),
+        (DataLoader(_Rows(), batch_size=None), {}, "dataset batch 2: the DataLoader raised KeyError: 'nope'"),
+    ],
+)
+def test_whatever_code_of_the_user_raises_is_named_with_its_row(source: Any, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(DatasetError, match=words) as caught:
+        ids_of(source, **settings)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_errors_of_ours_and_interrupts_pass_functions_of_the_user_as_they_are() -> None:
+    def stopped(row: Any) -> Any:
+        raise KeyboardInterrupt if row["label"] else DatasetError("mine")
+
+    with pytest.raises(DatasetError, match="^mine$"):
+        ids_of(ROWS, preprocessing_func=stopped)
+    with pytest.raises(KeyboardInterrupt):
+        ids_of(ROWS[1:], preprocessing_func=stopped)
+
+
+def test_a_collator_names_all_rows_of_its_batch_and_takes_no_shuffled_stream() -> None:
+    loader = open_source(ROWS, DataSettings(data_collator=_collator), batch_size=4, shuffle_seed=None)
+    with pytest.raises(DatasetError, match="dataset rows 0 to 3: data_collator"):
+        load_dataset_source(loader)
+    with pytest.raises(DatasetError, match="a stream without a length cannot be shuffled"):
+        open_source(_STREAM, DataSettings(data_collator=_collator), batch_size=4, shuffle_seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("d.csv", b"text\ncaf\xe9 caf\xe9\n", r"can't decode byte 0xe9 .*\); convert the file to UTF-8$"),
+        ("d.json", b'[{"text": "caf\xe9"}]', r"UTF-8 .*; convert the file to UTF-8$"),
+        ("folder/d.csv", b"text\ncaf\xe9\n", r"can't decode byte 0xe9 .*; convert the file to UTF-8$"),
+        ("d.json", b"5", r"\(JSON parse error: .*; repair the file$"),
+        ("d.json", b'[{"text": ', r"\((JSON parse error|Expected object).*; repair the file$"),
+        ("d.json", b"", r"\(it holds no row\); repair the file$"),
+        ("d.csv", b"", r"\(No columns to parse from file\); repair the file$"),
+        ("d.csv", b'text\n"open\nx\n', r"EOF inside string starting at row 1\); repair the file$"),
+        ("folder/notes", b"nothing", r"; put files of rows there, or name another place$"),
+    ],
+)
+def test_a_broken_file_names_its_real_cause(name: str, content: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=words):
+        ids_of(path.parent if path.parent != tmp_path else path)
