@@ -7,7 +7,7 @@
     args:                     values for ${name}
       size: 128
 
-A list at the top is the list of modifiers itself.
+A list at the top is the list of modifiers itself. `version` and `metadata` at the top are what their writer notes for himself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from compressor.spelling import suggest
 
 DEFAULT_STAGE = "default"
 RUN_TYPES = ("oneshot", "train")
+UNREAD = ("version", "metadata")  # llm-compressor allows them at the top, and reads nothing out of them
 STAGE_PATTERN = r"^(.+)_stage(_\d+)?$"
 GROUP_PATTERN = r"^(.+)_modifiers$"
 
@@ -83,7 +84,7 @@ class Builder:
 
     def _stages(self, data: Mapping[Any, Any]) -> Iterator[Stage]:
         args = self._arguments(data, (), self._given)
-        names = {key: self._stage_name(key) for key in data if key != "args"}
+        names = {key: self._stage_name(key) for key in data if key not in ("args", *UNREAD)}
         flat = [key for key, name in names.items() if name is None]
         if not any(names.values()):
             yield self._stage(DEFAULT_STAGE, {key: data[key] for key in flat}, (), args)

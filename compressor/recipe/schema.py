@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind, models_json_schema
 
 from compressor.modifiers.registry import find_modifier, known_modifiers
-from compressor.recipe.build import GROUP_PATTERN, RUN_TYPES, STAGE_PATTERN
+from compressor.recipe.build import GROUP_PATTERN, RUN_TYPES, STAGE_PATTERN, UNREAD
 
 # A setting may always be written as a reference to an argument instead.
 _REFERENCE = {"type": "string", "pattern": r"\$\{\w+\}"}
@@ -51,12 +51,13 @@ def recipe_schema() -> dict[str, Any]:
     inside = {"args": args, "run_type": {"enum": list(RUN_TYPES)}, "modifiers": {"$ref": "#/$defs/modifiers"}, **modifiers}
     groups = {GROUP_PATTERN: {"$ref": "#/$defs/modifiers"}, **anywhere}
     defs["stage"] = {"type": "object", "properties": inside, "patternProperties": groups, "additionalProperties": False}
-    flat = {**defs["stage"], "description": "a recipe of one stage", "minProperties": 1}
+    unread = {name: {"description": "for readers; changes nothing"} for name in UNREAD}
+    flat = {**defs["stage"], "properties": {**inside, **unread}, "description": "a recipe of one stage", "minProperties": 1}
     staged = {
         "type": "object",
         "description": "a recipe of several stages",
         "minProperties": 1,
-        "properties": {"args": args},
+        "properties": {"args": args, **unread},
         "patternProperties": {STAGE_PATTERN: {"$ref": "#/$defs/stage"}},
         "additionalProperties": False,
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, field_validator
@@ -407,6 +408,20 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
     "too deep": ("[" * 5000 + "]" * 5000, "recipe: its entries are nested too deeply"),
 }
+
+
+@pytest.mark.parametrize("head", ["version: 1.1.0\n", "version: '0.14'\n", "version: 2\n", "metadata: {a: [1, '${b}']}\n"])
+@pytest.mark.parametrize("body", ["quant_stage:\n  quant_modifiers:\n    ToyModifier: {}\n", "quant_modifiers:\n  ToyModifier: {}\n"])
+def test_what_a_writer_notes_at_the_top_changes_nothing(head: str, body: str) -> None:
+    schema = recipe_schema()
+    for text in (head + body, body + head):
+        assert load_recipe(text) == load_recipe(body)
+        assert load_recipe(text).text == text
+        assert accepts(schema, yaml.safe_load(text), schema)
+    with pytest.raises(RecipeError, match="no modifier"):
+        load_recipe(head)
+    with pytest.raises(RecipeError, match="'version' means nothing in a recipe"):
+        load_recipe("quant_stage:\n  version: 1\n  ToyModifier: {}")
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
