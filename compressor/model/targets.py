@@ -77,7 +77,8 @@ def loose_patterns(model: nn.Module, targets: Sequence[str], ignore: Sequence[st
         fits: whether a module is a layer of the wanted kind.
 
     Returns:
-        A sentence each: targets that match modules which hold layers, and `re:` in `ignore` that match nothing.
+        A sentence each: targets that match modules which hold layers, and `re:` in `ignore` that match nothing, or nothing but names of
+        parameters.
     """
     named = _named(model)
     said = []
@@ -90,6 +91,8 @@ def loose_patterns(model: nn.Module, targets: Sequence[str], ignore: Sequence[st
     for pattern, modules in _match_all(named, _as_list(ignore)).items():
         if not modules:
             said.append(f"ignore {pattern!r} {_explain(pattern, named)}")
+        elif not any(matches(name, module, pattern) for name, module in named):
+            said.append(f"ignore {pattern!r} names parameters, and leaves out the {len(modules)} modules that hold them")
     return said
 
 
@@ -156,6 +159,23 @@ def matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern.startswith(_REGEX_PREFIX):
         return re.match(pattern.removeprefix(_REGEX_PREFIX), name) is not None
     return pattern == name or not set(_CLASSES.get(pattern, (pattern,))).isdisjoint(_class_names(module))
+
+
+def closeness(name: str, module: nn.Module, patterns: Sequence[str]) -> int | None:
+    """Tell how closely a list of patterns means one module, in the order in which compressed-tensors prefers schemes.
+
+    Args:
+        name: dotted name of the module in its model.
+        module: the module, for class names.
+        patterns: targets of one scheme.
+
+    Returns:
+        0 for its whole name, 1 for a regular expression, 2 for its class; None where only something around or in it is meant.
+    """
+    if name in patterns:
+        return 0
+    found = [pattern for pattern in patterns if matches(name, module, pattern)]
+    return min((1 if pattern.startswith(_REGEX_PREFIX) else 2 for pattern in found), default=None)
 
 
 def check_patterns(patterns: Sequence[str], *, required: bool) -> None:

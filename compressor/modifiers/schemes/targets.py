@@ -15,7 +15,7 @@ from compressor.errors import SchemeError, TargetError
 from compressor.lifecycle import PlannedModule
 from compressor.model.experts.unfuse import check_no_unknown_experts
 from compressor.model.folder import some
-from compressor.model.targets import loose_patterns, matches, resolve_layers
+from compressor.model.targets import closeness, loose_patterns, matches, resolve_layers
 from compressor.modifiers.schemes.settings import SchemeSettings
 from compressor.nn import check_fit, is_quantizable, weight_of
 from compressor.numerics import QuantizationArgs, QuantizationScheme
@@ -115,18 +115,19 @@ class SchemeTargets(SchemeSettings):
 
         Raises:
             TargetError: a pattern matches nothing, a target is no linear layer, or a weight is tied to another module.
-            SchemeError: a group size does not divide the columns of some modules (all are named), or two schemes claim one module.
+            SchemeError: a group size does not divide the columns of some modules (all are named), or two schemes claim one module
+                equally closely.
             ModelError: all linear layers are targeted, and some experts are kept in a way that hides theirs.
         """
         self.check_settings()
-        found: dict[str, QuantizationScheme] = {}
         modules: dict[str, nn.Module] = {}
+        claims: dict[str, list[QuantizationScheme]] = {}
         for scheme in self.target_schemes():
             check_no_unknown_experts(model, scheme.targets, self.ignore)
             for name, module in resolve_layers(model, scheme.targets, self.ignore, self._is_layer).items():
-                if name in found and found[name] != scheme:
-                    raise SchemeError(f"{name}: two schemes of {type(self).__name__} claim it; make their targets disjoint")
-                found[name], modules[name] = scheme, module
+                modules[name] = module
+                claims.setdefault(name, []).append(scheme)
+        found = {name: self._closest(name, modules[name], schemes) for name, schemes in claims.items()}
         _check_kinds(modules, type(self).__name__, embeddings=self.takes_embeddings)
         check_linear_forwards(modules)
         check_fast_paths(model, modules)
@@ -136,6 +137,20 @@ class SchemeTargets(SchemeSettings):
         _check_ties(model, modules)
         order = {name: index for index, (name, _) in enumerate(model.named_modules())}
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+    def _closest(self, name: str, module: nn.Module, schemes: list[QuantizationScheme]) -> QuantizationScheme:
+        """The scheme whose targets mean a module most closely: its name, then a regular expression, then its class."""
+        if len(schemes) == 1:
+            return schemes[0]
+        ranks = [closeness(name, module, scheme.targets) for scheme in schemes]
+        known = [rank for rank in ranks if rank is not None]
+        best = [scheme for scheme, rank in zip(schemes, ranks, strict=True) if rank is None or rank == min(known)]
+        if any(scheme != best[0] for scheme in best):
+            raise SchemeError(
+                f"{name}: two schemes of {type(self).__name__} claim it equally closely ({best[0].targets} and {best[1].targets}); make "
+                "their targets disjoint, or name it in one of them (its whole name goes before re:, and re: before a class)"
+            )
+        return best[0]
 
     def pattern_notes(self, model: nn.Module) -> list[str]:
         """Say which patterns of the recipe match something else than layers, or nothing.

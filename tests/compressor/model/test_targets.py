@@ -140,6 +140,14 @@ def test_a_regular_expression_of_other_models_may_be_ignored_and_is_noted():
     ]
 
 
+def test_an_ignored_parameter_name_leaves_out_its_module_and_is_noted():
+    model = _Model()
+    left = [name for name in _LINEARS if not name.endswith("up_proj")]
+    assert list(resolve_targets(model, ["Linear"], ["re:.*up_proj.weight"])) == left
+    (said,) = loose_patterns(model, ["Linear"], ["re:.*up_proj.weight", "lm_head"], _is_linear)
+    assert said == f"ignore 're:.*up_proj.weight' names parameters, and leaves out the {len(_LINEARS) - len(left)} modules that hold them"
+
+
 def test_what_a_loose_target_matched_is_said():
     (said,) = loose_patterns(_Model(), ["re:layers[.]0", "lm_head"], [], _is_linear)
     number = len([name for name in _LINEARS if name.startswith("layers.0.")])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.utils.match import match_targets
 from torch import Tensor, nn
 
 from compressor.algorithms.hessian import Hessian
@@ -17,6 +18,7 @@ from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.schemes.input_statistics import real_tokens, token_sequences
 from compressor.nn import QuantizedLinear
+from compressor.numerics import preset_scheme
 
 GROUPED = {"weights": {"num_bits": 4, "group_size": 16}, "targets": ["Linear"]}
 
@@ -348,9 +350,49 @@ def test_targets_that_are_not_linear_are_refused() -> None:
         QuantizationModifier(scheme="W4A16", targets=["0", "1"]).resolve(nn.Sequential(nn.Linear(128, 8), nn.ReLU()))
 
 
-def test_two_schemes_for_one_module_are_refused() -> None:
-    with pytest.raises(SchemeError, match=r"q: two schemes .* claim it"):
-        QuantizationModifier(scheme={"W4A16": ["Linear"], "W8A16": ["q"]}).resolve(Block(width=128))
+def _stack() -> nn.Module:
+    return nn.Sequential(Block(width=128), Block(width=128))
+
+
+@pytest.mark.parametrize(
+    "schemes",
+    [
+        {"W8A16": ["Linear"], "W4A16": ["re:.*[.]q"]},
+        {"W4A16": ["re:.*[.]q"], "W8A16": ["Linear"]},
+        {"W8A16": ["Linear"], "W4A16": ["re:1[.]"], "W8A8": ["1.o"]},
+        {"W8A8": ["1.o", "re:0[.]k"], "W4A16": ["re:1[.]", "Linear"]},
+        {"W8A16": ["Linear", "0.v"], "W4A16": ["re:.*[.]v", "1.k"]},
+    ],
+)
+def test_of_schemes_that_overlap_the_closest_holds_as_in_compressed_tensors(schemes: dict[str, list[str]]) -> None:
+    model = _stack()
+    preset_of = {target: preset for preset, targets in schemes.items() for target in targets}
+    expected = {
+        name: preset_scheme(preset_of[match_targets(name, module, preset_of)[0]])
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    groups = {name: preset_scheme(name, targets).model_dump() for name, targets in schemes.items()}
+    for modifier in (QuantizationModifier(scheme=schemes), QuantizationModifier(config_groups=groups)):  # type: ignore[arg-type]
+        found = modifier.resolve(model)
+        assert {name: scheme.weights for name, scheme in found.items()} == {name: scheme.weights for name, scheme in expected.items()}
+    assert len({repr(scheme.weights) for scheme in expected.values()}) > 1
+
+
+@pytest.mark.parametrize(
+    "schemes",
+    [
+        {"W4A16": ["Linear"], "W8A16": ["Linear"]},
+        {"W4A16": ["re:.*q"], "W8A16": ["re:0.*"], "W8A8": ["Linear"]},
+        {"W4A16": ["0.q"], "W8A16": ["0.q"], "W8A8": ["Linear"]},
+        {"W4A16": ["Block"], "W8A16": ["re:.*q"]},
+        {"W4A16": ["re:0$"], "W8A16": ["Linear"]},
+        {"W4A16": ["re:.*q.weight"], "W8A16": ["Linear"]},
+    ],
+)
+def test_two_schemes_that_mean_a_module_equally_closely_are_refused(schemes: dict[str, list[str]]) -> None:
+    with pytest.raises(SchemeError, match=r"0\.q: two schemes .* claim it equally closely \(.*; make their targets disjoint"):
+        QuantizationModifier(scheme=schemes).resolve(_stack())
 
 
 @pytest.mark.parametrize("settings", [{}, {"scheme": "W4A16", "config_groups": {"all": GROUPED}}])
