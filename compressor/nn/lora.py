@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 # Settings of LoRA that look at the float weight, which is not there, with the values that do not.
+_ALL_LINEAR = "all-linear"
 _WITHOUT_WEIGHT: dict[str, tuple[Any, ...]] = {"init_lora_weights": (True, False, "gaussian", "orthogonal"), "use_dora": (False,)}
 
 
@@ -31,12 +32,17 @@ def for_compressed(config: LoraConfig) -> LoraConfig:
         The same object.
 
     Raises:
-        ModelError: peft is not installed, or a setting needs the float weight of a layer.
+        ModelError: peft is not installed, a setting needs the float weight of a layer, or no layers are named.
     """
     try:
         from peft.tuners.lora import Linear
     except ImportError as error:
         raise ModelError("for_compressed: adapters need the package peft; pip install peft") from error
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == _ALL_LINEAR:
+        raise ModelError(
+            f"target_modules: for {config.target_modules!r} peft takes float layers alone, and would leave out the quantized ones; give the "
+            "last parts of their names, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj'], or a regular expression"
+        )
     for name, allowed in _WITHOUT_WEIGHT.items():
         value = getattr(config, name)
         if not any(value is one or value == one for one in allowed):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -472,6 +473,16 @@ PRESETS: dict[str, QuantizationScheme] = {
 }
 
 
+# Presets of compressed-tensors that do not exist here, and what to do instead.
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        "UNQUANTIZED": "put its targets into ignore",
+        "MXFP6A16": "6-bit floats are not supported; take MXFP8A16 or MXFP4A16",
+        "MXFP6A8": "6-bit floats are not supported; take MXFP8 or MXFP4XFP8",
+    }
+)
+
+
 def preset_scheme(name: str, targets: Sequence[str] = ("Linear",)) -> QuantizationScheme:
     """Look a preset up by its compressed-tensors name.
 
@@ -485,6 +496,8 @@ def preset_scheme(name: str, targets: Sequence[str] = ("Linear",)) -> Quantizati
     Raises:
         SchemeError: no preset has this name; the message gives the nearest one.
     """
+    if name.upper() in LEFT_OUT:
+        raise SchemeError(f"scheme: {name!r} is a preset of compressed-tensors that does not exist here; {LEFT_OUT[name.upper()]}")
     if name.upper() not in PRESETS:
         raise SchemeError(f"scheme: {name!r} does not exist; {suggest(name.upper(), list(PRESETS))}")
     return PRESETS[name.upper()].model_copy(update={"targets": list(targets)})

@@ -103,6 +103,13 @@ def test_settings_that_need_float_weights_are_refused(setting: dict[str, Any]) -
         for_compressed(peft.LoraConfig(**setting))
 
 
+@pytest.mark.parametrize("word", ["all-linear", "All-Linear"])
+def test_layers_that_peft_does_not_find_by_itself_have_to_be_named(word: str) -> None:
+    with pytest.raises(ModelError, match=r"target_modules: .* would leave out the quantized ones; give the last parts of their names"):
+        for_compressed(peft.LoraConfig(target_modules=word))
+    assert for_compressed(peft.LoraConfig(target_modules=r".*\.(q|v)_proj")).target_modules == r".*\.(q|v)_proj"
+
+
 def test_a_compressed_model_generates_at_once() -> None:
     model = compressed("W8A8")
     made = model.generate(IDS[:2, :4], max_new_tokens=3, do_sample=False)

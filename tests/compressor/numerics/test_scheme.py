@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from pydantic import ValidationError
 
 from compressor.errors import SchemeError
 from compressor.numerics import PRESETS, QuantizationArgs, QuantizationScheme, preset_scheme
+from compressor.numerics.scheme import LEFT_OUT
+
+
+def test_every_preset_of_compressed_tensors_exists_or_says_what_to_take_instead():
+    assert set(PRESETS) | set(LEFT_OUT) == set(PRESET_SCHEMES) and not set(PRESETS) & set(LEFT_OUT)
+    with pytest.raises(SchemeError, match="scheme: 'unquantized' is a preset of compressed-tensors that does not exist here; put its targets"):
+        preset_scheme("unquantized")
 
 
 @pytest.mark.parametrize(("group_size", "strategy"), [(None, "tensor"), (-1, "channel"), (32, "group")])
