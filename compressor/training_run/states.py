@@ -108,13 +108,16 @@ class FolderStates(States):
             try:
                 notes = load_training(trainer, path)
             except ResumeError as error:
-                damaged.append(str(error))
+                damaged.append(str(error).rpartition("; ")[0])  # its remedy is for who chose the file
                 continue
             left_out = f" ({damaged[0]})" if damaged else ""
             self.resumed = f"resumed after step {trainer.num_steps} of {num_steps}{left_out}"
             return notes
         if damaged:
-            raise ResumeError(f"{'; '.join(damaged)}; remove {self._folder.path} to start over")
+            raise ResumeError(
+                f"{self._folder.path}: none of its states can be taken ({'; '.join(damaged)}); remove that folder and give the same "
+                "command to start over"
+            )
         return None
 
     def save(self, trainer: Trainer, notes: Mapping[str, Any]) -> None:

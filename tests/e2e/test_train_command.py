@@ -262,7 +262,7 @@ def test_code_in_the_folder_runs_only_when_trusted(run: Runner, tmp_path: Path) 
     ("flags", "words"),
     [
         (("--model-class", "AutoModel"), "no causal language model"),
-        (("--device", "gpu"), "use auto, cpu or cuda"),
+        (("--device", "gpu"), "use auto"),
         (("--max-seq-length", "65"), "65 is more than the model takes; give at most 64"),
         (("--batch-size", "99"), "fewer than the 99 of one step"),
         (("--accumulate", "40"), "batch_size=4 x accumulate=40"),

@@ -208,8 +208,19 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         resolved = torch.device(device)
         torch.empty(1, dtype=torch.float32, device=resolved).fill_(0).sum().item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ModelError(f"device: {str(device)!r} cannot be used here ({one_line(error)}); use auto, cpu or cuda") from error
+        raise ModelError(f"device: {str(device)!r} cannot be used here ({_device_fault(device, error)}") from error
     return resolved
+
+
+def _device_fault(device: str | torch.device, error: BaseException) -> str:
+    """Why a device cannot be used, and what to do."""
+    if torch.cuda.is_available():
+        return f"{one_line(error)}); use auto, cpu or cuda"
+    if not str(device).startswith("cuda"):
+        return f"{one_line(error)}); use auto or cpu"
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA); use auto or cpu, or install a torch with CUDA"
+    return "CUDA finds no GPU); use auto or cpu, or make a GPU visible (driver, CUDA_VISIBLE_DEVICES)"
 
 
 @contextmanager

@@ -188,6 +188,28 @@ def test_a_bad_argument_is_refused_in_one_line(arguments, expected, source_dir):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("is_built", "reason"),
+    [
+        (False, r"built without CUDA\); use auto or cpu, or install a torch with CUDA$"),
+        (True, r"CUDA finds no GPU\); use auto or cpu, or make a GPU visible"),
+    ],
+)
+def test_cuda_without_cuda_says_so_and_is_not_advised(is_built, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+
+    def refused(*args, **given):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch, "empty", refused)
+    for device in ("cuda", "cuda:1", torch.device("cuda")):
+        with pytest.raises(ModelError, match=reason):
+            resolve_device(device)
+    with pytest.raises(ModelError, match="use auto or cpu$"):
+        resolve_device("gpu")
+
+
 def test_the_automatic_device_exists():
     assert resolve_device("auto").type in ("cpu", "cuda")
     assert resolve_device("cpu") == torch.device("cpu")
