@@ -40,7 +40,7 @@ def for_compressed(config: LoraConfig) -> LoraConfig:
         raise ModelError("for_compressed: adapters need the package peft; pip install peft") from error
     if isinstance(config.target_modules, str) and config.target_modules.lower() == _ALL_LINEAR:
         raise ModelError(
-            f"target_modules: for {config.target_modules!r} peft takes float layers alone, and would leave out the quantized ones; give the "
+            f"target_modules: for {config.target_modules!r} peft takes float layers alone, and would pass over quantized ones; give the "
             "last parts of their names, such as ['q_proj', 'k_proj', 'v_proj', 'o_proj'], or a regular expression"
         )
     for name, allowed in _WITHOUT_WEIGHT.items():

@@ -230,7 +230,7 @@ def test_errors_of_ours_and_interrupts_pass_functions_of_the_user_as_they_are() 
     def stopped(row: Any) -> Any:
         raise KeyboardInterrupt if row["label"] else DatasetError("mine")
 
-    with pytest.raises(DatasetError, match="^mine$"):
+    with pytest.raises(DatasetError, match=r"^mine$"):
         ids_of(ROWS, preprocessing_func=stopped)
     with pytest.raises(KeyboardInterrupt):
         ids_of(ROWS[1:], preprocessing_func=stopped)

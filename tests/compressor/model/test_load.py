@@ -206,7 +206,7 @@ def test_cuda_without_cuda_says_so_and_is_not_advised(is_built, reason, monkeypa
     for device in ("cuda", "cuda:1", torch.device("cuda")):
         with pytest.raises(ModelError, match=reason):
             resolve_device(device)
-    with pytest.raises(ModelError, match="use auto or cpu$"):
+    with pytest.raises(ModelError, match=r"use auto or cpu$"):
         resolve_device("gpu")
 
 

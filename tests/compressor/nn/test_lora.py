@@ -105,7 +105,7 @@ def test_settings_that_need_float_weights_are_refused(setting: dict[str, Any]) -
 
 @pytest.mark.parametrize("word", ["all-linear", "All-Linear"])
 def test_layers_that_peft_does_not_find_by_itself_have_to_be_named(word: str) -> None:
-    with pytest.raises(ModelError, match=r"target_modules: .* would leave out the quantized ones; give the last parts of their names"):
+    with pytest.raises(ModelError, match=r"target_modules: .* would pass over quantized ones; give the last parts of their names"):
         for_compressed(peft.LoraConfig(target_modules=word))
     assert for_compressed(peft.LoraConfig(target_modules=r".*\.(q|v)_proj")).target_modules == r".*\.(q|v)_proj"
 

@@ -14,7 +14,7 @@ from compressor.numerics.scheme import LEFT_OUT
 
 def test_every_preset_of_compressed_tensors_exists_or_says_what_to_take_instead():
     assert set(PRESETS) | set(LEFT_OUT) == set(PRESET_SCHEMES) and not set(PRESETS) & set(LEFT_OUT)
-    with pytest.raises(SchemeError, match="scheme: 'unquantized' is a preset of compressed-tensors that does not exist here; put its targets"):
+    with pytest.raises(SchemeError, match="'unquantized' is a preset of compressed-tensors that does not exist here; put its targets"):
         preset_scheme("unquantized")
 
 

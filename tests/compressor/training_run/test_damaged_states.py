@@ -58,7 +58,9 @@ def test_the_state_before_a_damaged_one_is_taken(tmp_path: Path, was: bytes) -> 
     before = Snapshot.take(other.step)
     with (
         opened(tmp_path / "run", run, resume=True, output_dir=None) as states,
-        pytest.raises(ResumeError, match=r"run: none of its states can be taken \(.*\); remove that folder and give the same command to start over$") as caught,
+        pytest.raises(
+            ResumeError, match=r"run: none of its states can be taken \(.*\); remove that folder and give the same command to start over$"
+        ) as caught,
     ):
         states.load_newest(other, 9)
     assert "save_training" not in str(caught.value)
