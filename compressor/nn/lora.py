@@ -17,8 +17,8 @@ from compressor.nn.quantized_linear import QuantizedLinear
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+_ALL_LINEAR = "all-linear"  # peft's word, in any case
 # Settings of LoRA that look at the float weight, which is not there, with the values that do not.
-_ALL_LINEAR = "all-linear"
 _WITHOUT_WEIGHT: dict[str, tuple[Any, ...]] = {"init_lora_weights": (True, False, "gaussian", "orthogonal"), "use_dora": (False,)}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -474,13 +473,10 @@ PRESETS: dict[str, QuantizationScheme] = {
 
 
 # Presets of compressed-tensors that do not exist here, and what to do instead.
-LEFT_OUT: Mapping[str, str] = MappingProxyType(
-    {
-        "UNQUANTIZED": "put its targets into ignore",
-        "MXFP6A16": "6-bit floats are not supported; take MXFP8A16 or MXFP4A16",
-        "MXFP6A8": "6-bit floats are not supported; take MXFP8 or MXFP4XFP8",
-    }
-)
+LEFT_OUT: Mapping[str, str] = {
+    "UNQUANTIZED": "put its targets into ignore",
+    **dict.fromkeys(("MXFP6A16", "MXFP6A8"), "take MXFP8 or MXFP4, for floats of 6 bits are not supported"),
+}
 
 
 def preset_scheme(name: str, targets: Sequence[str] = ("Linear",)) -> QuantizationScheme:
