@@ -120,15 +120,11 @@ def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     places = [*GLOBAL_HOOKS, *((torch_module, name) for name in _HOW_CALLED)]
     stores: list[MutableMapping[Any, Any]] = [getattr(owner, name) for owner, name in places]
     contents = [(store, dict(store)) for store in (*stores, os.environ)]
-    settings = [(read(), read, write) for read, write in _SETTINGS]
     filters = warnings.filters[:]
     try:
-        with random_numbers_kept():
+        with random_numbers_kept(), settings_kept():
             yield
     finally:
-        for value, read, write in settings:
-            if read() != value:
-                write(value)
         for store, items in contents:
             if store != items:
                 store.clear()
@@ -139,6 +135,18 @@ def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
         if warnings.filters != filters:
             warnings.filters[:] = filters  # type: ignore[index]
             warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Leave the settings of torch, numpy and Python as they were, the grad mode among them."""
+    settings = [(read(), read, write) for read, write in _SETTINGS]
+    try:
+        yield
+    finally:
+        for value, read, write in settings:
+            if read() != value:
+                write(value)
 
 
 def _layers() -> set[type[nn.Module]]:

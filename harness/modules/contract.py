@@ -14,7 +14,8 @@ from torch import nn
 
 from compressor.console import Console
 from compressor.json_text import to_json
-from harness.modules import copies, hooks, state
+from harness.lifecycle.process_state import process_kept, settings_kept
+from harness.modules import copies, hooks, state, surroundings
 from harness.modules.subject import ModuleCheck, NotApplicableError, Subject, untouched
 from harness.reporting.record import CheckRecord, Claim, decide
 from harness.reporting.text import as_text, to_table
@@ -23,7 +24,7 @@ from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 CALL = Claim("module.call", "The module takes the inputs that it is checked with")
 
 
-CHECKS: tuple[ModuleCheck, ...] = (*hooks.CHECKS, *state.CHECKS, *copies.CHECKS)
+CHECKS: tuple[ModuleCheck, ...] = (*surroundings.CHECKS, *hooks.CHECKS, *state.CHECKS, *copies.CHECKS)
 """Every check, in the order of the report."""
 
 
@@ -93,13 +94,15 @@ def verify_module(module: nn.Module, inputs: object) -> ModuleReport:
         UserInputError: no module object, or a lazy one that has not seen an input.
     """
     subject = Subject.of(module, inputs)
-    called = _call(subject)
-    records = [called]
-    for check in CHECKS:
-        if check.calls and called.outcome is Outcome.FAIL:
-            records.append(check.claim.skipped("the module does not take the inputs"))
-        else:
-            records.append(_run(check, subject))
+    with process_kept(module.modules()):
+        with process_kept(module.modules()):  # the checks meet the process as the first call has met it
+            called = _call(subject)
+        records = [called]
+        for check in CHECKS:
+            if check.calls and called.outcome is Outcome.FAIL:
+                records.append(check.claim.skipped("the module does not take the inputs"))
+            else:
+                records.append(_run(check, subject))
     return ModuleReport(type(module).__name__, tuple(records))
 
 
@@ -115,7 +118,7 @@ def _call(subject: Subject) -> CheckRecord:
 
 
 def _run(check: ModuleCheck, subject: Subject) -> CheckRecord:
-    with untouched(subject.module), warnings.catch_warnings():
+    with untouched(subject.module), settings_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch warns of while it is probed is not the caller's concern
         try:
             return check.claim.found(check.run(subject), "as torch promises", noun="deviation")

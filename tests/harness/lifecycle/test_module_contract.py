@@ -305,6 +305,86 @@ class SavesAnObject(Layer):
         pass
 
 
+class ComputesInAClosure(Layer):
+    """A copy takes the function as it is, and with it the weights of the module that it was made for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compute = lambda input: super(ComputesInAClosure, self).forward(input)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.compute(input)
+
+
+class KeepsItsFirstWeight(Layer):
+    """What is loaded after the first call has no effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, input: Tensor) -> Tensor:
+        first = self.kept.setdefault("weight", self.weight.detach().clone()).to(self.weight)
+        return nn.functional.linear(input, first) + self.weight.sum() * 0
+
+
+class KeepsItsWeightUntilOneIsLoaded(KeepsItsFirstWeight):
+    """As it should."""
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        self.kept.clear()
+        super()._load_from_state_dict(*given)
+
+
+class ComputesInABoundMethod(Layer):
+    """A copy of a bound method belongs to the copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compute = self.own
+
+    def own(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.compute(input)
+
+
+class SwitchesGradientsOff(Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        torch.set_grad_enabled(False)
+        return output
+
+
+class SwitchesGradientsOn(Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        torch.set_grad_enabled(True)
+        return output
+
+
+class SetsTheDefaultDtype(Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        return super().forward(input)
+
+
+class FreezesItsWeight(Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        self.inner[1].weight.requires_grad_(False)
+        return super().forward(input)
+
+
+class ComputesWithoutGradientsForATime(Layer):
+    """As it may."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = input.abs().amax()
+        return super().forward(input) * scale
+
+
 class TakesNothing(Layer):
     def forward(self) -> None:  # type: ignore[override]
         return None
@@ -359,6 +439,11 @@ PLANTED: dict[type[nn.Module], str] = {
     TensorInAttribute: "to_device",
     CopiedByPickle: "no_pickling",
     SavesAnObject: "no_pickling",
+    ComputesInAClosure: "deepcopy",
+    KeepsItsFirstWeight: "state_dict_round_trip",
+    SwitchesGradientsOn: "surroundings",
+    SetsTheDefaultDtype: "surroundings",
+    FreezesItsWeight: "surroundings",
     TakesNothing: "call",
 }
 RAISES = {DoesNotRunInBfloat16, TakesNothing}
@@ -372,11 +457,18 @@ def test_a_planted_bug_fails_its_check_and_no_other_and_the_module_is_left_as_it
     layer._forward_hooks[-1] = leave_output
     before = Snapshot(layer)
     report = verify_module(layer, inputs_of())
-    assert not before.differences(Snapshot(layer))
+    assert not before.differences(Snapshot(layer))  # torch's settings among it
     assert report.failed == (f"module.{PLANTED[layer_class]}",), report.to_text()
     assert not report.passed and report.exit_code == 1
     found = next(record.summary for record in report.records if record.outcome is Outcome.FAIL)
     assert ("deviation" in found) == (layer_class not in RAISES), found
+
+
+def test_a_forward_that_leaves_gradients_off_is_told_and_the_caller_has_them_on() -> None:
+    report = verify_module(SwitchesGradientsOff(), inputs_of())
+    assert torch.is_grad_enabled()
+    assert "module.surroundings" in report.failed  # its backward hooks do not run either
+    assert "grad mode" in next(record.summary for record in report.records if record.name == "module.surroundings")
 
 
 def test_every_check_has_a_planted_bug() -> None:
@@ -393,6 +485,9 @@ def test_every_check_has_a_planted_bug() -> None:
         (nn.LSTM(FEATURES, 2), inputs_of()),
         (nn.MultiheadAttention(FEATURES, 2), (inputs_of(),) * 3),
         (nn.Bilinear(FEATURES, FEATURES, 2), (inputs_of(), inputs_of())),
+        (KeepsItsWeightUntilOneIsLoaded(), inputs_of()),
+        (ComputesInABoundMethod(), inputs_of()),
+        (ComputesWithoutGradientsForATime(), inputs_of()),
     ],
     ids=lambda value: type(value).__name__,
 )
