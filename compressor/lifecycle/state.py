@@ -22,7 +22,7 @@ from compressor.progress import Progress, SilentProgress
 
 Detail = float | int | str
 # What a state notes of modules, beside `phases`.
-_NOTED = ("claims", "schemes", "touched", "settled", "sparse", "settled_to_base")
+_NOTED = ("claims", "schemes", "touched", "settled", "sparse", "narrowable", "settled_to_base")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,11 +19,11 @@ from compressor.errors import CompressorError
 from compressor.lifecycle import Modifier, Session
 from harness.lifecycle.driving.callback_actions import Actor
 from harness.lifecycle.driving.callback_recorder import Acts
+from harness.lifecycle.driving.class_values import frozen_class_values
 from harness.lifecycle.driving.compare import CallResult
 from harness.lifecycle.driving.driver import CompressorRun, Run, apply_settings, set_times
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
-from harness.lifecycle.driving.snapshot import freeze
 from harness.lifecycle.driving.time_limit import Stopwatch
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings
@@ -111,6 +111,26 @@ class Subject:
     def settings(self) -> Settings:
         """The times of the modifier as it was given."""
         return Settings(self.template.start, self.template.end, self.template.update)
+
+    @contextmanager
+    def started(self) -> Iterator[bool]:
+        """Give a modifier without `start` one, for a while: a training starts it at once, and ends it after a batch.
+
+        Yields:
+            False where it has a start, or nothing that only a training calls; then nothing is another.
+        """
+        calls = any(getattr(type(self.template), name) is not getattr(Modifier, name) for name in ("on_start", "on_update", "on_end"))
+        if self.template.start is not None or not calls:
+            yield False
+            return
+        template, make = self.template, self.make
+        times = Settings(0.0, 1.0 if template.end is None else template.end, template.update)
+        self.template = self.fresh(times)
+        self.make = lambda: set_times(make() if make is not None else template.model_copy(deep=True), self.settings)
+        try:
+            yield True
+        finally:
+            self.template, self.make = template, make
 
     def open(self, setup: Setup | None = None, model: nn.Module | None = None) -> CompressorRun:
         """Open a run: the modifier first, then probes, one for each further entry of the setup.
@@ -215,19 +235,6 @@ def move_random_numbers() -> None:
     torch.rand(1)
     random.random()
     numpy.random.random()
-
-
-def frozen_class_values(modifier: Modifier) -> dict[str, object]:
-    """Freeze the plain data in the classes of a modifier and in their modules: what a run changes there, every other run sees."""
-    own = [cls for cls in type(modifier).__mro__ if issubclass(cls, Modifier) and cls is not Modifier]
-    plain = (list, dict, set, bool, int, float, str, Tensor)
-    places = {cls.__qualname__: vars(cls) for cls in own} | {cls.__module__: vars(sys.modules[cls.__module__]) for cls in own}
-    return {
-        f"{place}.{name}": freeze(value)
-        for place, names in places.items()
-        for name, value in names.items()
-        if isinstance(value, plain) and not name.startswith("__")
-    }
 
 
 def begin_random_numbers(seed: int = 1) -> None:

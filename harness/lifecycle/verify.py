@@ -17,6 +17,7 @@ from compressor.lifecycle import Modifier, Session
 from compressor.spelling import suggest
 from harness.lifecycle.checks import hooks, leftovers, machine, order, recipe, watching
 from harness.lifecycle.checks.registry import CHECKS, LifecycleCheck
+from harness.lifecycle.driving.class_values import class_values_kept
 from harness.lifecycle.driving.compare import describe
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
 from harness.lifecycle.driving.time_limit import Stopwatch, TimeLimitError, run_limited
@@ -123,7 +124,7 @@ def _run_all(chosen: Sequence[LifecycleCheck], subject: Subject, time_limit: flo
 
 def _run_alone(check: LifecycleCheck, subject: Subject) -> CheckRecord:
     """Run a check so that the next one meets the process as this one has met it."""
-    with process_kept(subject.model.modules()):
+    with process_kept(subject.model.modules()), class_values_kept(subject.template):
         return check.run(subject)
 
 

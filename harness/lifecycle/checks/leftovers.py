@@ -6,7 +6,7 @@ import copy
 import gc
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +18,13 @@ from compressor.lifecycle import Session
 from compressor.model.base import check_unclaimed, contents
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.callback_recorder import Act, PlannedError, Recorder, record
+from harness.lifecycle.driving.class_values import frozen_class_values
 from harness.lifecycle.driving.compare import CallResult, Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, is_added, list_differences, outermost, replaced_modules
 from harness.lifecycle.driving.snapshot import Bits, Snapshot, num_hooks
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import ANSWERING, BATCH_EVENTS
-from harness.lifecycle.subject import NothingToCheckError, Subject, call, frozen_class_values
+from harness.lifecycle.subject import NothingToCheckError, Subject, call
 from harness.lifecycle.witness import Witness
 
 RAISES = (Act(ending="raised"), Act(ending="interrupted", skip_own=True))
@@ -67,6 +68,7 @@ def _faults(subject: Subject, keep_originals: bool = False) -> Iterator[tuple[Ch
     "No hook, observer or patched attribute is left outside calibration, after an exception too",
     number=49,
     caught=("quic/aimet#4115", "vllm-project/llm-compressor 0.14: 14 hooks and observers stay after an exception"),
+    in_training=True,
 )
 def nothing_left(subject: Subject) -> str:
     """Fail at every callback and in a forward, and look at the model; then drop everything and see it go.
@@ -80,12 +82,12 @@ def nothing_left(subject: Subject) -> str:
     Raises:
         Violation: something is left.
     """
-    num_faults, before = 0, frozen_class_values(subject.template)
+    num_faults = 0
     for _, fault, _ in _faults(subject):
         num_faults += 1
-        _hold_classes(subject, before, fault)
+        _hold_classes(subject, fault)
     _after_forward_error(subject)
-    _hold_classes(subject, before, "a failure in a forward")
+    _hold_classes(subject, "a failure in a forward")
     if "session_hooks" not in subject.tags:
         _after_end(subject)
         if not subject.trains:
@@ -105,9 +107,9 @@ def _after_forward_error(subject: Subject) -> None:
         checked.leave(PlannedError("a forward failed"))
 
 
-def _hold_classes(subject: Subject, before: Mapping[str, object], fault: str) -> None:
+def _hold_classes(subject: Subject, fault: str) -> None:
     """What a run has learned before it failed, the next one must not find in the class or its file."""
-    now = frozen_class_values(subject.template)
+    before, now = subject.class_values, frozen_class_values(subject.template)
     changed = [key for key in {**before, **now} if before.get(key, ()) != now.get(key, ())]
     if changed:
         text = f"after {fault}, {changed[0]} is not as it was; keep state on the object, under a private name, as self._seen"
@@ -172,7 +174,9 @@ def _activations_are_freed(subject: Subject) -> None:
         raise Violation("left behind", what)
 
 
-@register("surroundings", "RNG state, training flags, requires_grad, use_cache, dtype and config are as before", number=51)
+@register(
+    "surroundings", "RNG state, training flags, requires_grad, use_cache, dtype and config are as before", number=51, in_training=True
+)
 def surroundings(subject: Subject) -> str:
     """Compare the surroundings before and after whole lives, over a model in training mode and one in evaluation mode.
 
@@ -227,7 +231,9 @@ def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
         raise Violation("left behind", f"a run changed {list_differences(found)}", causes(found))
 
 
-@register("claims", "What a run changes of the model it has claimed or touched, so that the result can be saved", number=51)
+@register(
+    "claims", "What a run changes of the model it has claimed or touched, so that the result can be saved", number=51, in_training=True
+)
 def claims(subject: Subject) -> str:
     """Go through a whole life, and hold the model's tensors against those before it, as every way of saving does.
 

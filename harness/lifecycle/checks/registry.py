@@ -27,6 +27,7 @@ class LifecycleCheck:
         number: in the catalogue of numeric, lifecycle and artifact checks; None for those that it does not list.
         tags: contract tags that take the check out.
         caught: public bugs that it would have caught.
+        in_training: it looks twice where a modifier has no start and yet callbacks of a training, then with a start.
     """
 
     name: str
@@ -35,6 +36,7 @@ class LifecycleCheck:
     number: int | None = None
     tags: frozenset[str] = frozenset()
     caught: tuple[str, ...] = ()
+    in_training: bool = False
 
     @property
     def place(self) -> int:
@@ -59,7 +61,7 @@ class LifecycleCheck:
         if excused:
             return self.claim.skipped(f"the modifier declares {excused[0]!r}")
         try:
-            summary = self.function(subject)
+            summary = self._look(subject)
         except NothingToCheckError as reason:
             return self.claim.skipped(str(reason))
         except CannotTellError as reason:
@@ -74,6 +76,17 @@ class LifecycleCheck:
             text = f"the check could not be completed: {describe(error)}"
             return self.claim.record(Outcome.FAIL, text, evidence={"causes": [describe(error)]}, findings=[text])
         return self.claim.record(Outcome.PASS, summary)
+
+    def _look(self, subject: Subject) -> str:
+        seen = self.function(subject)
+        with subject.started() as is_started:
+            if not (self.in_training and is_started):
+                return seen
+            try:
+                return f"{seen}; with a start: {self.function(subject)}"
+            except Violation as violation:
+                text = str(violation).removeprefix(f"[{violation.clause}] ")
+                raise Violation(violation.clause, f"with start=0, {text}", violation.causes) from violation
 
     def _failed(self, violation: Violation) -> CheckRecord:
         evidence = {"causes": sorted(violation.causes)}
@@ -96,7 +109,12 @@ CHECKS: dict[str, LifecycleCheck] = {}
 
 
 def register(
-    name: str, title: str, number: int | None = None, tags: tuple[str, ...] = (), caught: tuple[str, ...] = ()
+    name: str,
+    title: str,
+    number: int | None = None,
+    tags: tuple[str, ...] = (),
+    caught: tuple[str, ...] = (),
+    in_training: bool = False,
 ) -> Callable[[CheckFunction], CheckFunction]:
     """Return a decorator that puts a function into the table.
 
@@ -106,6 +124,7 @@ def register(
         number: in the catalogue.
         tags: contract tags that take the check out.
         caught: public bugs that it would have caught.
+        in_training: look once more with a start, where a modifier has none and yet callbacks of a training.
 
     Returns:
         The decorator; it gives the function back unchanged.
@@ -118,7 +137,7 @@ def register(
         full = f"lifecycle.{name}"
         if full in CHECKS:
             raise UserInputError(f"{full}: another check has this name; choose another")
-        CHECKS[full] = LifecycleCheck(full, title, function, number, frozenset(tags), caught)
+        CHECKS[full] = LifecycleCheck(full, title, function, number, frozenset(tags), caught, in_training)
         return function
 
     return put

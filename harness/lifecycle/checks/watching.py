@@ -155,6 +155,7 @@ class _Watch:
     "Hooks only watch: with them a forward gives what it gives without, and changes nothing",
     number=50,
     tags=("changes_forward",),
+    in_training=True,
 )
 def hooks_watch(subject: Subject) -> str:
     """Run forwards at every point of a whole life, and hold what flows against forwards without the modifier.

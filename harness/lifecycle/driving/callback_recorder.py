@@ -220,13 +220,22 @@ def record(modifier: AnyModifier, recorder: Recorder, number: int) -> AnyModifie
     Returns:
         The same object.
     """
-    object.__setattr__(modifier, "__class__", _recorded_class(type(modifier)))
+    object.__setattr__(modifier, "__class__", recorded_class(type(modifier)))
     modifier._recorder, modifier._number = recorder, number  # type: ignore[attr-defined]
     return modifier
 
 
 @functools.lru_cache(maxsize=256)
-def _recorded_class(cls: type[Modifier]) -> type[Modifier]:
+def recorded_class(cls: type[Modifier]) -> type[Modifier]:
+    """Return the subclass that a recorded modifier of a class has: what the modifier finds as `type(self)`.
+
+    Args:
+        cls: of the modifier.
+
+    Returns:
+        The same one for every modifier of the class.
+    """
+
     def register_hook(
         self: Any, module: Any, fn: Callable[..., Any], kind: str, with_kwargs: bool = False, always_call: bool = False
     ) -> Any:

@@ -119,7 +119,7 @@ def test_what_is_remembered_comes_back_whatever_was_added() -> None:
     assert state.report is report
 
 
-@pytest.mark.parametrize("noted", ["claims", "schemes", "touched", "settled", "sparse", "settled_to_base", "phases"])
+@pytest.mark.parametrize("noted", ["claims", "schemes", "touched", "settled", "sparse", "narrowable", "settled_to_base", "phases"])
 def test_everything_that_is_noted_of_modules_is_remembered(noted: str) -> None:
     state = State(nested())
     bring_back = state.remember()

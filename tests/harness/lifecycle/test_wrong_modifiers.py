@@ -110,6 +110,46 @@ class SharesStatistics(Willing):
         self.seen["calibrations"] = self.seen.get("calibrations", 0) + 1
 
 
+class KeepsCountInWhateverClassItHas(Willing):
+    def on_initialize(self, state: State) -> bool:
+        type(self).count_ = getattr(self, "count_", 0) + 1  # type: ignore[attr-defined]
+        return True
+
+
+class KeepsATableForAllModifiers(Willing):
+    def on_initialize(self, state: State) -> bool:
+        Modifier.table = {"seen": 1}  # type: ignore[attr-defined]
+        return True
+
+
+class _Mixin:
+    limits: ClassVar[list[int]] = []
+
+
+class KeepsLimitsInAMixin(_Mixin, Willing):
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        self.limits[:] = [3]
+
+
+class WritesItsDocstring(Willing):
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        type(self).__doc__ = "It has been used."
+
+
+class ReplacesAMethodOfItsClass(Willing):
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        ReplacesAMethodOfItsClass.check_settings = lambda self: None  # type: ignore[method-assign]
+
+
+IN_CLASSES = {
+    KeepsCountInWhateverClassItHas: "type(self).count_",
+    KeepsATableForAllModifiers: "Modifier.table",
+    KeepsLimitsInAMixin: "_Mixin.limits",
+    WritesItsDocstring: "type(self).__doc__",
+    ReplacesAMethodOfItsClass: "ReplacesAMethodOfItsClass.check_settings",
+}
+
+
 # The lifecycle.
 
 
@@ -297,6 +337,17 @@ def _as_before() -> Iterator[None]:
 def test_a_wrong_modifier_is_told(modifier: type[Modifier], check: str) -> None:
     report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), checks=[f"lifecycle.{check}"], profile="pr")
     assert report.records[-1].outcome is Outcome.FAIL, report.to_text()
+
+
+@pytest.mark.parametrize("check", ["surroundings", "nothing_left"])
+@pytest.mark.parametrize("modifier", IN_CLASSES, ids=lambda cls: cls.__name__)
+def test_state_in_a_class_is_told_by_name_each_time_and_put_back(modifier: type[Modifier], check: str) -> None:
+    for _ in range(2):  # the same values come again
+        report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.completes", f"lifecycle.{check}"], profile="pr")
+        record = report.records[-1]
+        assert record.outcome is Outcome.FAIL and IN_CLASSES[modifier] in record.summary, report.to_text()
+    assert not hasattr(Modifier, "table") and not _Mixin.limits
+    assert "check_settings" not in vars(ReplacesAMethodOfItsClass)
 
 
 def test_a_modifier_that_holds_what_cannot_be_copied_is_made_anew_for_each_run() -> None:

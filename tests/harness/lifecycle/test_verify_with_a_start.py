@@ -1,0 +1,129 @@
+"""A modifier without `start` that a training can start is tried with one, too: its hooks watch, and on_end leaves none behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from compressor.lifecycle import Event, Modifier, State
+from harness.lifecycle.driving.probes import TinyModel, tiny_batches
+from harness.lifecycle.subject import Subject
+from harness.lifecycle.verify import verify
+from harness.reporting.verdict import Outcome
+
+
+class Watches(Modifier):
+    """Nothing is wrong with it: `seen` looks on from on_start to on_end."""
+
+    _largest: float = 0.0
+
+    def on_initialize(self, state: State) -> bool:
+        return True
+
+    def on_start(self, state: State, event: Event) -> None:
+        self.register_hook(state.model.get_submodule("norm"), self.seen, "forward")
+
+    def seen(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        self._largest = float(output.detach().abs().max())
+        return None
+
+    def on_end(self, state: State, event: Event) -> None:
+        self.remove_hooks()
+
+
+class Doubles(Watches):
+    def seen(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+
+class CutsTheGradient(Watches):
+    def seen(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.detach()
+
+
+class ScalesTheGradient(Watches):
+    def seen(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 2)
+
+
+class DoublesFromAnUpdateOn(Doubles):
+    def on_start(self, state: State, event: Event) -> None:
+        pass
+
+    def on_update(self, state: State, event: Event) -> None:
+        if not self.hooked_modules():
+            super().on_start(state, event)
+
+
+class DoublesBesideACalibration(Doubles):
+    calibration = "sequential"
+
+
+class KeepsItsHooks(Watches):
+    def on_end(self, state: State, event: Event) -> None:
+        pass
+
+
+class MovesAWeight(Watches):
+    def on_start(self, state: State, event: Event) -> None:
+        state.model.get_submodule("lm_head").get_parameter("weight").data.mul_(0.5)
+
+
+class FreezesAWeight(Watches):
+    def on_end(self, state: State, event: Event) -> None:
+        state.model.get_submodule("lm_head").requires_grad_(not event.index)
+        super().on_end(state, event)
+
+
+def outcome_of(modifier: object, check: str, **options: Any) -> tuple[Outcome, str]:
+    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), checks=[f"lifecycle.{check}"], profile="pr", **options)
+    return report.records[-1].outcome, report.records[-1].summary
+
+
+WRONG: dict[type[Modifier], tuple[str, str]] = {
+    Doubles: ("hooks_watch", "the output of norm"),
+    CutsTheGradient: ("hooks_watch", "the output of norm"),
+    ScalesTheGradient: ("hooks_watch", "what gradients reach the parameters"),
+    DoublesFromAnUpdateOn: ("hooks_watch", "after BATCH_START"),
+    DoublesBesideACalibration: ("hooks_watch", "the output of norm"),
+    KeepsItsHooks: ("nothing_left", "1 hooks are on the model after on_end"),
+    MovesAWeight: ("claims", "lm_head.weight"),
+    FreezesAWeight: ("surroundings", "requires_grad"),
+}
+
+
+@pytest.mark.parametrize("modifier", WRONG, ids=lambda one: one.__name__)
+def test_what_only_a_training_starts_is_told(modifier: type[Modifier]) -> None:
+    check, says = WRONG[modifier]
+    outcome, summary = outcome_of(modifier, check)
+    assert outcome is Outcome.FAIL
+    assert "with start=0" in summary and says in summary
+
+
+def test_an_object_is_tried_with_a_start_as_a_class_is() -> None:
+    outcome, summary = outcome_of(Doubles(), "hooks_watch")
+    assert outcome is Outcome.FAIL and "with start=0" in summary
+
+
+def test_hooks_that_watch_a_training_pass() -> None:
+    for check in ("hooks_watch", "nothing_left", "surroundings", "claims"):
+        outcome, summary = outcome_of(Watches, check)
+        assert outcome is Outcome.PASS, summary
+        assert "with a start" in summary
+
+
+def test_a_start_of_its_own_stays_and_what_no_training_calls_is_not_tried() -> None:
+    class Idle(Modifier):
+        def on_initialize(self, state: State) -> bool:
+            return True
+
+    for template, tried in ((Watches(), True), (Watches(start=1.0, end=3.0), False), (Idle(), False)):
+        subject, before = Subject(template), template.start
+        with subject.started() as is_started:
+            assert is_started is tried
+            assert subject.template.start == (0.0 if tried else before)
+            assert subject.fresh().start == subject.template.start
+        assert subject.template is template and subject.fresh().start == before
