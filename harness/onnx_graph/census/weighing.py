@@ -2,7 +2,8 @@
 
 So is local attention written: each token against shifted ones, whatever shifts them, stacks the scores or normalises them. What is summed
 or normalised by a softmax is a weight; where it meets what does not come out of the same product, it weighs. Norms and gates meet only what
-they were computed from, or enter a layer before.
+they were computed from, or enter a layer before. Scores of another make, such as the sum of two tokens, are not looked for: residuals and their
+gates are written so.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _STARTS = _TIMES | {"Sub"}
 _ADDS = frozenset({"Add", "Sum", "Sub", "QLinearAdd"})
 _SUMS = frozenset({"CumSum", "GlobalAveragePool", "AveragePool", "GlobalLpPool", "LpPool", "Softmax", "LogSoftmax", "Hardmax"})
 _MOVES = frozenset({"Slice", "Gather", "GatherElements", "GatherND", "Pad", "Concat", "Split", "Conv", "Compress", "ScatterElements"})
+_SCATTERS = frozenset({"ScatterElements", "ScatterND"})
 _CUTS = frozenset({"Slice", "Split", "Gather", "GatherElements"})
 _LAYOUT = frozenset({"Reshape", "Transpose", "Cast", "Unsqueeze", "Squeeze", "Identity", "Flatten", "Expand"})
 
@@ -143,6 +145,8 @@ class Weighing:
         if self._ends_walk(node):
             return True if self._is_sum(node) else None
         if node.op_type.startswith("Reduce") or node.op_type in _SUMS or (node.op_type == "Einsum" and len(node.inputs) == 1):
+            return True
+        if node.op_type in _SCATTERS and node.inputs[2] in reach.summed and "reduction" in node.attributes:
             return True
         others = [value for value in node.inputs if value is not None and value not in reach.summed and self._flow.is_activation(value)]
         if self._weighs(node, all(states), others, reach):

@@ -137,6 +137,31 @@ def test_local_attention_is_a_block_however_it_sums(score: str, weigh: str) -> N
     _assert_unknown(_export(_local("padded", score, weigh)))
 
 
+def _scattered(values: Tensor) -> Tensor:
+    """The sum over the tokens, added up at one place."""
+    return torch.zeros(1, 1, WIDTH).scatter_add(1, torch.zeros(1, LENGTH, WIDTH, dtype=torch.long), values)
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(1, keepdim=True),
+    "running sum": lambda x: x.cumsum(1),
+    "scattered": _scattered,
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_diagonal_linear_attention_is_a_block_however_it_sums(name: str) -> None:
+    _assert_unknown(_export(lambda q, k, v: q * SUMS[name](k * v)))
+
+
+@pytest.mark.nightly
+def test_rows_that_are_added_up_at_one_place_are_a_sum() -> None:
+    def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q * torch.zeros(1, WIDTH).index_put((torch.zeros(LENGTH, dtype=torch.long),), (k * v)[0], accumulate=True)
+
+    _assert_unknown(_export(mix, "dynamo"))  # the other exporter forgets to add up
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("shift", SHIFTS)
@@ -175,6 +200,8 @@ NONE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "rotated": lambda q, k, v: (q * k) * 0.5 + torch.cat([-(q * k)[..., 8:], (q * k)[..., :8]], -1) * 0.3 + v,
     "recurrent": _unrolled,
     "unit length": lambda q, k, v: F.normalize(q * k, dim=-1) + F.normalize(v, dim=-1),
+    "gated, scattered and added": lambda q, k, v: v + _scattered(q * F.silu(k)),
+    "scattered": lambda q, k, v: q * F.silu(k) + _scattered(v),
     "pooled": lambda q, k, v: (q * k).mean(1, keepdim=True) + v,
 }
 
