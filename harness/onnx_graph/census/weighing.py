@@ -2,8 +2,8 @@
 
 So is local attention written: each token against shifted ones, whatever shifts them, stacks the scores or normalises them. What is summed
 or normalised by a softmax is a weight; where it meets what does not come out of the same product, it weighs. Norms and gates meet only what
-they were computed from, or enter a layer before. Scores of another make, such as the sum of two tokens, are not looked for: residuals and their
-gates are written so.
+they were computed from, or enter a layer before. Scores of another make, such as the sum of two tokens, are not looked for:
+residuals and their gates are written so.
 """
 
 from __future__ import annotations
