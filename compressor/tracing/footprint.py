@@ -1,7 +1,7 @@
 """What a model is before it is run for the sake of a plan, to be put back bit for bit, and what of it a forward was seen to change.
 
-Looked at are all modules: their attributes (with `training`, hooks and the tables of parameters and buffers), the lists, dicts, sets and
-objects that these hold, the attributes of the modules' classes, every tensor among all that, generators, and the random states of the
+Looked at are all modules: their attributes (with `training`, hooks and the tables of parameters and buffers), the lists, dicts, sets,
+bytes that can be written to, and objects that these hold, with slots and attributes of functions, the attributes of the modules' classes, every tensor among all that, generators, and the random states of the
 process. Not looked at: what no module holds, iterators, objects of libraries in C, and whatever lies beyond 100,000 objects
 and 100 a module.
 
@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import Any, Self
 from weakref import ReferenceType
 
@@ -32,6 +31,7 @@ from compressor.data.layouts import dense_parts, has_memory
 from compressor.errors import TracingError
 from compressor.numerics.checksum import checksum
 from compressor.random_state import generator_state, same_state, set_generator_state
+from compressor.tracing.containers import CONTAINERS, RAW, content, fill, holds, slots_of
 from compressor.tracing.targets.sample_state import TorchState
 
 # Writes to the tensors of a model, seen before they happen, for models of which no copy is kept: what is about to change is copied.
@@ -82,9 +82,9 @@ _MAX_OBJECTS = 100_000  # besides
 _OBJECTS_A_MODULE = 100  # a Linear has about fifteen: experts by the ten thousand are looked at in whole
 _LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size)
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
-_OPAQUE = (*_SCRIPTED, logging.Logger, FunctionType, MethodType, BuiltinFunctionType, ModuleType, ReferenceType)
+_OPAQUE = (*_SCRIPTED, logging.Logger, MethodType, BuiltinFunctionType, ModuleType, ReferenceType)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_CONTAINERS = (dict, list, set, deque)
+_WITHOUT_ATTRIBUTES = ("builtins", "collections")  # modules of containers that are nothing else
 _OF_ALL_MODULES = vars(torch.nn.modules.module)
 _GLOBAL_HOOKS = tuple(_OF_ALL_MODULES[name] for name in _OF_ALL_MODULES if name.startswith("_global_") and name.endswith("_hooks"))
 
@@ -305,11 +305,13 @@ class _Walk:
         if isinstance(value, Tensor):
             self.tensors[id(value)] = value
             self._queue += [vars(value), value._backward_hooks] if vars(value) or value.requires_grad else ()
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, CONTAINERS):
             self.containers[id(value)] = value
-            self._queue.extend(value.values() if isinstance(value, dict) else value)
+            self._queue.extend(value.values() if isinstance(value, dict) else () if isinstance(value, RAW) else value)
+            self._visit_attributes(value)
         elif isinstance(value, tuple | frozenset):
             self._queue.extend(value)
+            self._visit_attributes(value)
         elif isinstance(value, _GENERATORS):
             self.generators[id(value)] = value
         elif isinstance(value, nn.Module) or not (isinstance(value, _OPAQUE) or type(value).__module__.startswith("torch")):
@@ -321,17 +323,25 @@ class _Walk:
             if value.dtype.kind in "biufc" and value.size and value.flags.writeable and value.flags.c_contiguous:
                 shared = torch.from_numpy(value.reshape(-1).view(np.uint8))
                 self.tensors[id(shared)] = shared
-        elif type(getattr(value, "__dict__", None)) is dict:
-            self._visit(value.__dict__)
+        else:
+            self._visit_attributes(value)
+            if slots_of(value):
+                self.containers[id(value)] = value
+                self._queue.extend(content(value).values())
         if isinstance(value, nn.Module):
             self._visit_classes(type(value))
+
+    def _visit_attributes(self, value: Any) -> None:
+        is_bare = isinstance(value, (*CONTAINERS, tuple, frozenset)) and type(value).__module__ in _WITHOUT_ATTRIBUTES
+        if not is_bare and type(getattr(value, "__dict__", None)) is dict:
+            self._queue.append(value.__dict__)
 
     def _visit_classes(self, kind: type) -> None:
         for cls in kind.__mro__:
             if id(cls) not in self._seen and is_of_model(cls):
                 self._seen.add(id(cls))
                 self.containers[id(cls)] = cls
-                self._queue.extend(value for value in vars(cls).values() if isinstance(value, _CONTAINERS))
+                self._queue.extend(value for value in vars(cls).values() if isinstance(value, CONTAINERS))
 
 
 def all_that_may_change(model: nn.Module, watched: Collection[str]) -> Stirred:
@@ -362,64 +372,6 @@ def is_of_model(cls: type) -> bool:
         True if so.
     """
     return cls.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc")
-
-
-def content(container: Any) -> Any:
-    """Copy what a container holds, one level deep.
-
-    Args:
-        container: dict, list, set, deque, or class.
-
-    Returns:
-        A dict, list or set.
-    """
-    if isinstance(container, type):
-        return dict(vars(container))
-    if isinstance(container, dict):
-        return dict.copy(container)
-    return set.copy(container) if isinstance(container, set) else [*container]
-
-
-def holds(container: Any, kept: Any) -> bool:
-    """Say whether a container holds the very same objects as before, in the same order.
-
-    Args:
-        container: dict, list, set, deque, or class.
-        kept: its `content` from before.
-
-    Returns:
-        True if so.
-    """
-    if isinstance(container, set):
-        return len(container) == len(kept) and {*map(id, container)} == {*map(id, kept)}
-    if isinstance(kept, dict):
-        now = vars(container) if isinstance(container, type) else container
-        return len(now) == len(kept) and all(map(is_, now.values(), kept.values())) and list(now) == list(kept)
-    return len(container) == len(kept) and all(map(is_, container, kept))
-
-
-def fill(container: Any, kept: Any) -> None:
-    """Let a container hold what it held. Changes it.
-
-    Args:
-        container: dict, list, set, deque, or class.
-        kept: its `content` from before.
-    """
-    if isinstance(container, type):
-        for key in [key for key in {**kept, **vars(container)} if kept.get(key, container) is not vars(container).get(key, container)]:
-            setattr(container, key, kept[key]) if key in kept else delattr(container, key)
-    # By the methods of the base class: those of a subclass may do more than hold.
-    elif isinstance(container, OrderedDict):
-        OrderedDict.clear(container)
-        OrderedDict.update(container, kept)
-    elif isinstance(container, dict):
-        dict.clear(container)
-        dict.update(container, kept)
-    elif isinstance(container, list):
-        list.__setitem__(container, slice(None), kept)
-    else:
-        container.clear()
-        container.update(kept) if isinstance(container, set) else container.extend(kept)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

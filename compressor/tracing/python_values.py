@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from compressor.tracing.containers import RAW, content
 from compressor.tracing.footprint import is_of_model
 from compressor.tracing.graph.nested_values import SETTINGS, Modes
 
@@ -70,6 +71,8 @@ class PythonValues:
             return
         if isinstance(value, (*_PLAIN, *_CODE)):
             self._values[path] = value
+        elif isinstance(value, RAW):
+            self._values[path] = content(value)
         elif isinstance(value, np.ndarray):
             self._values[path] = (value.shape, value.dtype.str, value.tobytes())
         elif id(value) not in self._seen:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from compressor.random_state import generator_state, set_generator_state
-from compressor.tracing.footprint import KeptTensor, Stirred, content, fill, holds
+from compressor.tracing.containers import content, fill, holds
+from compressor.tracing.footprint import KeptTensor, Stirred
 
 _MISSING = object()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import dataclasses
+import functools
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -315,6 +318,120 @@ def test_a_flag_of_one_sample_is_not_that_of_the_next(engine: Engine) -> None:
     assert everything(model) == before
     assert not outputs or all(torch.equal(one, other) for one, other in zip(outputs, expected, strict=True))
     assert outputs or engine != "graph"
+
+
+class Slots:
+    __slots__ = ("__hidden", "late", "n", "seen")
+
+    def __init__(self) -> None:
+        self.n, self.seen, self.__hidden = 0, [0], 0
+
+    def count(self) -> None:
+        self.n += 1
+        self.__hidden += 1
+        self.seen.append(1)
+        self.late = self.n
+
+    def state(self) -> Any:
+        return self.n, self.__hidden, list(self.seen), hasattr(self, "late")
+
+
+class SlotsBelow(Slots):
+    __slots__ = ()
+
+
+class SlotsAndMore(Slots):
+    pass
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    n: int = 0
+
+    def count(self) -> None:
+        object.__setattr__(self, "n", self.n + 1)
+
+    def state(self) -> int:
+        return self.n
+
+
+class Attributes:
+    n = 0
+
+    def count(self) -> None:
+        self.n += 1
+
+    def state(self) -> int:
+        return self.n
+
+
+class NamedList(list[int], Attributes):
+    pass
+
+
+class NamedTuple(tuple[int, ...], Attributes):
+    pass
+
+
+def add_attribute(function: Any) -> None:
+    function.calls = getattr(function, "calls", 0) + 1
+    function.inner.append(1)
+
+
+def named_function() -> Any:
+    def made() -> None: ...
+
+    vars(made)["inner"] = []
+    return made
+
+
+def write_first(raw: Any) -> None:
+    raw[0] += 1
+
+
+def grow(raw: Any) -> None:
+    raw.extend(raw[:1])
+
+
+# what a module holds: how it is made, what a forward does to it, and how it looks
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
+    "bytearray, written": (lambda: bytearray(3), write_first, bytes),
+    "bytearray, grown": (lambda: bytearray(3), grow, bytes),
+    "array of int": (lambda: array.array("q", [1 << 40, 2]), write_first, list),
+    "array of float, grown": (lambda: array.array("d", [float("nan")]), grow, array.array.tobytes),
+    "slots": (Slots, Slots.count, Slots.state),
+    "slots of a base": (SlotsBelow, Slots.count, Slots.state),
+    "slots beside attributes": (SlotsAndMore, Slots.count, Slots.state),
+    "slots of a frozen class": (Frozen, Frozen.count, Frozen.state),
+    "function": (named_function, add_attribute, lambda function: repr(vars(function))),
+    "partial": (lambda: functools.partial(print), lambda one: vars(one).update(n=1), lambda one: dict(vars(one))),
+    "list with attributes": (NamedList, Attributes.count, Attributes.state),
+    "tuple with attributes": (NamedTuple, Attributes.count, Attributes.state),
+    "slots in a list": (lambda: [Slots()], lambda held: held[0].count(), lambda held: held[0].state()),
+    "function in slots": (lambda: Wrapping(named_function()), lambda held: add_attribute(held.n), lambda held: repr(vars(held.n))),
+}
+
+
+class Wrapping(Slots):
+    def __init__(self, n: Any) -> None:
+        self.n = n
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("kind", HELD)
+def test_whatever_a_module_holds_is_put_back(kind: str, place: int) -> None:
+    make, change, look_at = HELD[kind]
+    for engine in ENGINES:
+        model = Model(lambda model, x: change(model.held), place).eval()
+        model.held = make()
+        before = look_at(model.held)
+        with contextlib.suppress(TracingError):
+            plan = trace(model, batches()[:2], engine=engine)
+            assert look_at(model.held) == before, engine
+            ran(plan)
+        assert look_at(model.held) == before, engine
+        change(model.held)
+        assert look_at(model.held) != before
 
 
 @pytest.mark.nightly
