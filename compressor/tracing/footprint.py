@@ -1,9 +1,9 @@
 """What a model is before it is run for the sake of a plan, to be put back bit for bit, and what of it a forward was seen to change.
 
 Looked at are all modules: their attributes (with `training`, hooks and the tables of parameters and buffers), the lists, dicts, sets,
-bytes that can be written to, and objects that these hold, with slots and attributes of functions, the attributes of the modules' classes, every tensor among all that, generators, and the random states of the
-process. Not looked at: what no module holds, iterators, objects of libraries in C, and whatever lies beyond 100,000 objects
-and 100 a module.
+bytes that can be written to, objects (with slots, too) and attributes of functions that these hold, the attributes of the modules'
+classes, every tensor among all that, generators, and the random states of the process. Not looked at: what no module holds, iterators,
+objects of libraries in C, and whatever lies beyond 100,000 objects and 100 a module.
 
 The bytes of a small model are copied. Of a larger one a tensor is copied when torch is about to write to it for the first time; a
 checksum tells at the end of what was written past torch, which is then an error.

@@ -30,11 +30,10 @@ from compressor.tracing.graph.run import GraphRun, schedule
 from compressor.tracing.graph.shared_objects import exchanged, written_in_place
 from compressor.tracing.kept_weights import KeptWeights, as_batches, check_kept_weights, check_model
 from compressor.tracing.picking import excerpt, unproved
-from compressor.tracing.proof import observe
 from compressor.tracing.python_values import PythonValues
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.suspend.interleaving import check_apart, check_apart_with_other_numbers, pick_apart
-from compressor.tracing.targets.call_order import observe_trail, plain_forward, stages_of
+from compressor.tracing.targets.call_order import observe_trail, plain_forward, settles, stages_of
 from compressor.tracing.targets.order import Trail, check_orders, check_replaced, merged_rank
 from compressor.tracing.targets.partition import Partition, partition
 from compressor.tracing.targets.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
@@ -238,7 +237,7 @@ class Plan:
                 refused = error
             may_settle = self.rewritten or (isinstance(refused, Unrepeatable) and not isinstance(refused, KeptWeights))
             if self._settles is None and may_settle:
-                self._settles = self._finds_settling(batches[0])
+                self._settles = settles(self.model, self.partition.targets, lambda: self._forward(batches[0]))
             if not self._settles:
                 if refused is not None:
                     raise refused
@@ -258,15 +257,6 @@ class Plan:
         finally:
             self._footprint = outer
             self._stirred.add(footprint.stirred)
-
-    def _finds_settling(self, batch: Batch) -> bool:
-        """Say whether the first forward rewrites tensors, and the second one does not but computes the same."""
-        targets = self.partition.targets
-        with Footprint(self.model), torch.no_grad():
-            first = observe(self.model, targets, lambda: self._forward(batch))
-            with Footprint(self.model) as once:
-                second = observe(self.model, targets, lambda: self._forward(batch))
-        return first == second and not once.stirred.rewritten
 
     def _start_over(self) -> None:
         """Forget what was planned."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from compressor.tracing.symbolic import is_symbolic, plain
 
@@ -17,6 +18,17 @@ from compressor.tracing.symbolic import is_symbolic, plain
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _cuda, _mha = torch.backends.cuda, torch.backends.mha
+
+
+def parametrizations_cached() -> int:
+    """How many `parametrize.cached()` are open: in one of them a parametrized weight is computed once."""
+    return parametrize._cache_enabled
+
+
+def set_parametrizations_cached(number: int) -> None:
+    """Say how many are open. What has been kept is let go: it may be that of a weight from before compression."""
+    parametrize._cache_enabled, parametrize._cache = number, {}
+
 
 # What context managers of torch exchange for the whole process: how to ask, and how to set it.
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -32,6 +44,7 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (parametrizations_cached, set_parametrizations_cached),
 )
 
 

@@ -23,6 +23,7 @@ from compressor.data.collate import Batch
 from compressor.errors import TracingError
 from compressor.random_state import foreign_random
 from compressor.tracing.footprint import Stirred
+from compressor.tracing.graph.nested_values import parametrizations_cached, set_parametrizations_cached
 from compressor.tracing.suspend.module_calls import CallRouter
 from compressor.tracing.suspend.paused_forward import Sample
 from compressor.tracing.targets.order import Trail, check_outside, merged_rank, repeated
@@ -242,7 +243,9 @@ class SuspendedRun:
             self._router.calibrated.add(stage.name)
 
     def _propagate(self, stage: Stage, samples: list[Sample], only_first: bool) -> None:
-        torch.clear_autocast_cache()  # it would serve casts of weights that have been replaced
+        # They would serve casts, and parametrizations, of weights that have been replaced.
+        torch.clear_autocast_cache()
+        set_parametrizations_cached(parametrizations_cached())
         self._router.close(stage.name, stage.module_names)
         if only_first:
             self._kill([sample for sample in self._samples if sample is not samples[0]])

@@ -22,13 +22,14 @@ from compressor.random_state import foreign_random
 from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import without_traces
+from compressor.tracing.graph.torch_patches import noting_values
 from compressor.tracing.proof import OtherNumbers, Seen, observe
 from compressor.tracing.reads import ForeignWeights, HostReads
 from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
 from compressor.tracing.targets.records import Stage
-from compressor.tracing.targets.sample_state import TorchState
+from compressor.tracing.targets.sample_state import ModuleValues, TorchState
 
 _UNUSUAL_SEED = 3_141_592_653
 _NO_PAUSE = 'where a forward cannot pause; use pipeline="basic" or other sequential targets'
@@ -168,6 +169,30 @@ def plain_forward(model: nn.Module, batch: Batch) -> Any:
             f"forward: the model itself raises {one_line(error)}{_ids_beyond(model, batch)}; give batches that it can run "
             f"({describe(batch)})"
         ) from error
+
+
+@torch.no_grad()
+def settles(model: nn.Module, watched: Collection[str], forward: Callable[[], Any]) -> bool:
+    """Say whether the first forward rewrites weights, and the second one does not but computes the same.
+
+    What the first one only makes of a weight and keeps (a cached property) is no such state: compression would leave it as it was.
+
+    Args:
+        model: as it was afterwards.
+        watched: dotted names of the modules whose inputs and outputs are compared.
+        forward: runs the model.
+
+    Returns:
+        True if later forwards may begin where the first one ends.
+    """
+    values = ModuleValues()
+    with Footprint(model) as both:
+        with noting_values(values):
+            first = observe(model, watched, forward)
+        keeps = any(isinstance(vars(module).get(name), Tensor) for module, name in values.changed())
+        with Footprint(model) as once:
+            second = observe(model, watched, forward)
+    return first == second and bool(both.stirred.rewritten) and not keeps and not once.stirred.rewritten
 
 
 def changed_by_forwards(model: nn.Module, watched: Collection[str], batches: Sequence[Batch]) -> tuple[Stirred, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -276,3 +277,61 @@ def test_a_target_that_is_replaced_and_called_again_is_called_as_it_is_now(engin
             stage.propagate()
     with torch.no_grad():
         assert all(torch.equal(got, call_model(model, batch)) for got, batch in zip(run.outputs, given, strict=True))
+
+
+class Caching(Layer):
+    """Its norm is made of its weight and kept on it; the code around it asks for that."""
+
+    once: Tensor | None = None
+
+    @functools.cached_property
+    def norm(self) -> Tensor:
+        return self.lin.weight.norm()
+
+    @functools.cached_property
+    def number(self) -> float:
+        return self.lin.weight.norm().item()
+
+    def kept(self) -> Tensor:
+        if self.once is None:
+            self.once = self.lin.weight.norm()
+        return self.once
+
+    def registered(self) -> Any:
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", self.lin.weight.norm())
+        return self.scale
+
+    def hidden(self) -> Any:
+        return vars(self).setdefault("made", self.lin.weight.norm())
+
+
+def caching(ask: Callable[[Any], Any], place: int) -> nn.Module:
+    def way(model: Any, x: Tensor) -> Tensor:
+        for index, layer in enumerate(model.layers):
+            x = layer(x + ask(model.layers[place]) if index <= place else x)
+        return x
+
+    torch.manual_seed(0)
+    model = Model(way)
+    model.layers = nn.ModuleList(Caching() for _ in range(4))
+    return model.eval()
+
+
+KEEPERS: dict[str, Callable[[Any], Any]] = {
+    "a cached property": lambda layer: layer.norm,
+    "a cached number": lambda layer: layer.number,
+    "an attribute": Caching.kept,
+    "a buffer": Caching.registered,
+    "past setattr": Caching.hidden,
+}
+
+
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_what_is_kept_of_a_later_weight_is_refused_as_the_weight_is(keeper: str, place: int) -> None:
+    for engine in ENGINES:
+        with pytest.raises(
+            TracingError, match=rf"weight is used outside of layers.{place}|forward makes something of it once and keeps it"
+        ):
+            check_stages(caching(KEEPERS[keeper], place), engine, write)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 
 from compressor.data.collate import Batch, call_model
+from compressor.errors import TracingError
 from compressor.tracing import Engine, trace
 from compressor.tracing.graph.nested_values import Modes
 
@@ -36,6 +38,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "fast path": lambda: exchanged(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False),
     "deterministic": lambda: exchanged(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1),
     "precision": lambda: exchanged(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+    "cached parametrizations": parametrize.cached,
 }
 
 
@@ -83,3 +86,47 @@ def test_each_sample_has_its_own_settings_and_the_process_keeps_its_own(way: str
     assert settings() == before
     if not is_left:
         assert all(torch.equal(got, want) for got, want in zip(run.outputs, plain, strict=True))
+
+
+class Parametrized(Model):
+    """Computes its weights anew in every call, or once in a forward; a layer may be called twice."""
+
+    def __init__(self, setting: Callable[[], AbstractContextManager[Any]], times: int) -> None:
+        super().__init__(setting)
+        self.times = times
+        for layer in self.layers:
+            parametrize.register_parametrization(layer, "weight", nn.Tanh())
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for layer in [one for one in self.layers for _ in range(self.times)]:
+            x = layer(x)
+        return x
+
+
+@contextmanager
+def cached_twice() -> Iterator[None]:
+    with parametrize.cached(), parametrize.cached():
+        yield
+
+
+@pytest.mark.parametrize("setting", [parametrize.cached, cached_twice, nullcontext])
+def test_a_parametrization_that_is_cached_is_computed_anew_when_its_weight_is_compressed(setting: Any) -> None:
+    batches: list[Batch] = [{"x": torch.randn(rows, WIDTH)} for rows in (3, 4, 1)]
+    for engine, times in (("graph", 1), ("suspend", 1), ("suspend", 2)):
+        torch.manual_seed(0)
+        model = Parametrized(setting, times).eval()
+        with trace(model, batches, ["re:layers[.][0-9]$"], engine=engine).run(batches, keep_outputs=True) as run:
+            for stage in run:
+                layer: Any = stage.module
+                layer.parametrizations.weight.original.data.mul_(0.5)
+                stage.propagate()
+        with torch.no_grad():
+            expected = [call_model(model, batch) for batch in batches]
+        assert all(torch.equal(got, want) for got, want in zip(run.outputs, expected, strict=True)), (engine, times)
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_a_cache_of_parametrizations_around_the_run_is_refused(engine: Engine) -> None:
+    model, batches = Parametrized(nullcontext, 1).eval(), [{"x": torch.randn(3, WIDTH)}]
+    with parametrize.cached(), pytest.raises(TracingError, match="weight.original: forward makes something of it once and keeps it"):
+        trace(model, batches, ["re:layers[.][0-9]$"], engine=engine)
