@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data.collate import call_model
+from compressor.data.layouts import has_memory
 from compressor.tracing.graph.nested_values import DATA_SIZED, call_name, constant_query
 from compressor.tracing.graph.nodes import Unrepeatable, current_place
 from compressor.tracing.targets.records import short_file
@@ -39,6 +40,7 @@ _ASKS = frozenset(
         *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "_version", "_is_view"),
     )
 )
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OUTSIDE = "outside of all targets"
 _TAKES_AFTER = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
 
@@ -75,6 +77,25 @@ class ForeignWeights:
                     owners.setdefault(id(tensor), set()).update(holders.get(id(module), {_OUTSIDE}))
                     self._names.setdefault(id(tensor), f"{name}.{own}".lstrip("."))
         self._owners = {key: found for key, found in owners.items() if _OUTSIDE not in found}
+        self._views = self._add_views(model)
+
+    def _add_views(self, model: nn.Module) -> list[Tensor]:
+        """Count tensors that modules keep, in the memory of a weight, as that weight; held, so that no identity is used twice."""
+        weights: dict[int, list[Tensor]] = {}
+        for weight in model.parameters():
+            if id(weight) in self._owners and type(weight) is nn.Parameter and has_memory(weight):
+                weights.setdefault(weight.untyped_storage()._cdata, []).append(weight)
+        views = []
+        for name, module in model.named_modules():
+            kept = {**module._buffers, **{key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}}
+            for key, value in kept.items():
+                for view in _held_by(value):
+                    weight = _weight_below(view, weights)
+                    if weight is not None:
+                        views.append(view)
+                        self._owners[id(view)] = self._owners[id(weight)]
+                        self._names[id(view)] = f"{name}.{key}".lstrip(".") + f", in the memory of {self._names[id(weight)]},"
+        return views
 
     def enter(self, target: str) -> None:
         """Take note that a target is called.
@@ -123,6 +144,25 @@ class ForeignWeights:
                     f"{place}: {name} is used outside of {called[0]}, the sequential target that it belongs to, and {why} "
                     'pipeline="basic" or other sequential targets'
                 )
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """What an attribute holds: itself, or what lies in a container."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+
+
+def _weight_below(view: Any, weights: Mapping[int, list[Tensor]]) -> Tensor | None:
+    """The weight of which a tensor shows some memory; a parameter is a weight of its own."""
+    if not weights or type(view) not in (Tensor, nn.Buffer) or not has_memory(view) or not view.numel():
+        return None
+    first, last = _span(view)
+    near = weights.get(view.untyped_storage()._cdata, ())
+    return next((weight for weight in near if _span(weight)[0] < last and first < _span(weight)[1]), None)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
 
 
 def _asks(func: Any, args: tuple[Any, ...], tensor: Tensor) -> bool:

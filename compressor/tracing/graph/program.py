@@ -342,6 +342,6 @@ def check_inside(program: Program, segment: int, targets: Collection[str], insid
         later = where >= segment if owner is None else owner not in targets and position.get(owner, 0) > segment
         if name in inside and later:
             raise CalibrationError(
-                f"{name}: batch {sample} calls it outside {', '.join(targets) or 'the model'}, the sequential target that it was "
-                f"calibrated in, and after that, so its statistics miss this call; {_REMEDY}"
+                f"{name}: batch {sample} calls it outside {', '.join(targets) or 'the model'}, the sequential target that it "
+                f"lies in, and after that, so its statistics miss this call; {_REMEDY}"
             )

@@ -166,6 +166,7 @@ class GraphRun:
         self._late: dict[int, int] = {}  # twin to the segment that it has been shown to, and must still run through
         self._before: dict[str, nn.Module] = {}  # modules of the stage behind which twins are late, as they were
         self._closed: set[int] = set()
+        self._checked: set[str] = set()  # watched modules
         self._cleanup = ExitStack()
         self._is_open = False
         self._is_running = False
@@ -201,9 +202,10 @@ class GraphRun:
             yield from self._stages()
 
     def _check_watched(self) -> None:
-        """Refuse watched modules that are called behind their stage, too, before anything is compressed."""
-        watched = set(self._watched())
-        for stop in self._stops:
+        """Refuse watched modules that are called behind their stage, too: before anything is compressed, or when hooks come later."""
+        watched = set(self._watched()) - self._checked
+        self._checked |= watched
+        for stop in self._stops if watched else ():
             inside = {name for target in stop.targets for name in module_names(self.model, target)} & watched
             firsts = {id(self._programs[sample]): sample for sample in reversed(stop.samples)}
             for sample in firsts.values() if inside else ():
@@ -431,6 +433,7 @@ class GraphStage:
         A target without watched modules is not called, but by twins.
         """
         run, watched = self._run, set(self._run._watched())
+        run._check_watched()
         # Nobody looks, so the calls would only cost time; twins run on, for they have one pass only.
         if watched.isdisjoint(self.module_names):
             self._run_twins()

@@ -218,6 +218,7 @@ class SuspendedRun:
 
     def _calibrate(self, stage: Stage, samples: list[Sample]) -> None:
         watched = self._watched()
+        check_outside(self._trails, self._rank, watched)
         self._router.watch(watched)
         if set(watched).isdisjoint(stage.module_names):
             return

@@ -152,7 +152,7 @@ def missed_call(name: str, home: str, batch: int) -> str:
         A message.
     """
     return (
-        f"{name}: batch {batch} calls it outside {home or 'the model'}, the sequential target that it was calibrated in, and after that, "
+        f"{name}: batch {batch} calls it outside {home or 'the model'}, the sequential target that it lies in, and after that, "
         'so its statistics miss this call; paused forwards cannot go back; use pipeline="basic" or other sequential targets'
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -251,3 +252,62 @@ def test_a_generator_seeded_with_a_size_draws_the_same_in_all(seed: Callable[[in
         for stage in run:
             stage.propagate()
     assert all(map(torch.equal, run.outputs, expected))
+
+
+class Sharing(nn.Module):
+    """One linear layer in several places."""
+
+    def __init__(self, holders: tuple[int, ...], is_outside: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.ModuleDict({"lin": nn.Linear(4, 4), "out": nn.Linear(4, 4)}) for _ in range(3))
+        for layer in self.layers:
+            layer.forward = functools.partial(self.call, layer)  # type: ignore[method-assign]
+        for index in holders:
+            self.layers[index].lin = self.layers[holders[0]].lin
+        self.is_outside, self.first = is_outside, holders[0]
+
+    @staticmethod
+    def call(layer: Any, x: Tensor) -> Tensor:
+        return layer.out(torch.tanh(layer.lin(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.layers[self.first].lin(x) if self.is_outside else x  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+@pytest.mark.parametrize(
+    ("holders", "is_outside"), [((0, 1, 2), False), ((0, 2), False), ((1, 2), False), ((0,), True), ((2,), True), ((0, 1), True)]
+)
+def test_hooks_that_come_with_their_stage_are_refused_where_they_would_miss_calls(
+    holders: tuple[int, ...], is_outside: bool, engine: Engine
+) -> None:
+    model = Sharing(holders, is_outside).eval()
+    given: list[Batch] = [{"x": torch.randn(rows, 4)} for rows in (2, 1)]
+    changed: list[str] = []
+    told = rf"^layers.{holders[0]}.lin: batch 0 calls it outside layers.{holders[0]}, the sequential target|is used outside"
+    refused = pytest.raises((CalibrationError, TracingError), match=told)
+    with refused, trace(model, given, [r"re:layers[.]\d$"], engine=engine).run(given) as run:
+        for stage in run:
+            is_shared = stage.index in holders
+            hook = stage.module.get_submodule("lin" if is_shared else "out").register_forward_pre_hook(lambda *args: None)
+            stage.calibrate()
+            hook.remove()
+            changed += [stage.name] if is_shared else []
+            stage.propagate()
+    assert not changed
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_a_shared_module_that_nobody_looks_at_is_no_hindrance(engine: Engine) -> None:
+    model, seen = Sharing((0, 1, 2)).eval(), []
+    given: list[Batch] = [{"x": torch.randn(rows, 4)} for rows in (2, 1)]
+    with trace(model, given, [r"re:layers[.]\d$"], engine=engine).run(given) as run:
+        for stage in run:
+            hook = stage.module.get_submodule("out").register_forward_pre_hook(lambda *args, name=stage.name: seen.append(name))  # type: ignore[misc]
+            stage.calibrate()
+            hook.remove()
+            stage.propagate()
+    assert sorted(seen) == [f"layers.{index}" for index in range(3) for _ in given]

@@ -335,3 +335,41 @@ def test_what_is_kept_of_a_later_weight_is_refused_as_the_weight_is(keeper: str,
             TracingError, match=rf"weight is used outside of layers.{place}|forward makes something of it once and keeps it"
         ):
             check_stages(caching(KEEPERS[keeper], place), engine, write)
+
+
+# what a model keeps of layer 2's weight: how it is made, and how the code around the layers gets it
+VIEWS: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[Any], Tensor]]] = {
+    "a buffer": (lambda model, weight: model.register_buffer("view", weight[:2]), lambda model: model.view),
+    "the whole, detached": (lambda model, weight: model.register_buffer("view", weight), lambda model: model.view),
+    "transposed": (lambda model, weight: model.register_buffer("view", weight.T), lambda model: model.view),
+    "one number": (lambda model, weight: model.register_buffer("view", weight[-1, -1]), lambda model: model.view),
+    "an attribute": (lambda model, weight: vars(model).update(view=weight[1:]), lambda model: model.view),
+    "a list": (lambda model, weight: vars(model).update(views=[weight[1:]]), lambda model: model.views[0]),
+    "a dict": (lambda model, weight: vars(model).update(views={"a": weight[1:]}), lambda model: model.views["a"]),
+    "in another layer": (lambda model, weight: model.layers[0].register_buffer("view", weight[:2]), lambda model: model.layers[0].view),
+    "in its own layer": (lambda model, weight: model.layers[2].register_buffer("view", weight[:2]), lambda model: model.layers[2].view),
+}
+
+
+def viewing(view: str) -> nn.Module:
+    make, get = VIEWS[view]
+    model: Any = made(with_early(lambda model, x: get(model).sum()))
+    make(model, model.layers[2].lin.weight.data)
+    return model
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_tensor_in_the_memory_of_a_later_weight_counts_as_the_weight(view: str) -> None:
+    told = r"views?, in the memory of layers.2.lin.weight, is used outside of layers.2"
+    for engine in ENGINES:  # a graph knows no tensor in a container
+        with pytest.raises(TracingError, match=told if engine != "graph" else f"{told}|was not made by a recorded call"):
+            check_stages(viewing(view), engine, write)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_tensor_beside_a_weight_in_one_block_of_memory_is_none(engine: Engine) -> None:
+    model: Any = made(with_early(lambda model, x: model.view.sum()))
+    block = torch.randn(2 * WIDTH, WIDTH)
+    model.layers[2].lin.weight.data = block[WIDTH:]
+    model.register_buffer("view", block[:WIDTH])
+    check_stages(model, engine, write)

@@ -128,5 +128,5 @@ def test_a_parametrization_that_is_cached_is_computed_anew_when_its_weight_is_co
 @pytest.mark.parametrize("engine", ["graph", "suspend"])
 def test_a_cache_of_parametrizations_around_the_run_is_refused(engine: Engine) -> None:
     model, batches = Parametrized(nullcontext, 1).eval(), [{"x": torch.randn(3, WIDTH)}]
-    with parametrize.cached(), pytest.raises(TracingError, match="weight.original: forward makes something of it once and keeps it"):
+    with parametrize.cached(), pytest.raises(TracingError, match=r"weight.original: forward makes something of it once and keeps it"):
         trace(model, batches, ["re:layers[.][0-9]$"], engine=engine)
