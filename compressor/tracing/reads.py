@@ -137,12 +137,12 @@ class ForeignWeights:
         for name, (targets, place, is_late) in self._used.items():
             called = sorted(targets & self._called)
             if called:
-                why = f"what is made of it would stay as it was before {called[0]} is compressed; use"
+                held, more = "what is made of it would stay", ""
                 if is_late:
-                    why = f'a forward that pauses may still hold it as it was before {called[0]} is compressed; use engine="graph",'
+                    held, more = "a forward that pauses may still hold it", ', or engine="graph" where Python does not decide by it'
                 raise Unrepeatable(
-                    f"{place}: {name} is used outside of {called[0]}, the sequential target that it belongs to, and {why} "
-                    'pipeline="basic" or other sequential targets'
+                    f"{place}: {name} is used outside of {called[0]}, the sequential target that it belongs to, and {held} as it was before "
+                    f'{called[0]} is compressed; use pipeline="basic" or other sequential targets{more}'
                 )
 
 

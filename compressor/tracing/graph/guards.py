@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from compressor.tracing.graph.nested_values import DATA_SIZED
+from compressor.tracing.graph.nested_values import DATA_SIZED, read_field, structure
 from compressor.tracing.graph.nodes import ROOT, Constant, Place
 from compressor.tracing.graph.program import Program, target_of
 from compressor.tracing.graph.replay import needed_for
@@ -247,6 +247,9 @@ _SHAPE_METHODS = frozenset(
 )
 
 
+_TAKES_APART = (operator.getitem, getattr, len, read_field, structure)
+
+
 @dataclass(frozen=True)
 class GuardPlan:
     """How the guards of a program are decided.
@@ -382,6 +385,39 @@ def _indexes_by_mask(node: fx.Node) -> bool:
     index: Any = node.args[1]
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(part, fx.Node) and part.meta.get("tensor", (0, None))[1] is torch.bool for part in parts)
+
+
+def why_late(guard: fx.Node, program: Program, targets: Collection[str]) -> str:
+    """Say why no early check can decide a guard, and who can follow the model.
+
+    Args:
+        guard: of the late ones over values.
+        program: that it belongs to.
+        targets: dotted names of all targets.
+
+    Returns:
+        In words, without the place.
+    """
+    asked, expected = guard.args[:2]
+    targets = {name or ROOT for name in targets}
+    if any(_is_of(one, targets) for one in needed_for([guard], list(program.flat.nodes))):
+        return (
+            f"Python decides by a weight of a sequential target ({expected!r} when traced), and compression changes it; "
+            'use pipeline="basic" or other sequential targets'
+        )
+    is_built = guard.meta["guard"] == "helper" and isinstance(expected, tuple)
+    what = f"how a {expected[0]} is built" if is_built else f"the length {expected}" if asked.target is len else repr(expected)
+    while isinstance(asked, fx.Node) and asked.target in _TAKES_APART:
+        asked = asked.args[0]
+    if isinstance(asked, fx.Node) and asked.op == "call_module" and asked.target in targets:
+        return (
+            f"Python goes by {what}, which {target_of(asked) or 'the model'} gives back beside tensors, and a recorded graph would have to "
+            'know that before; only engine="suspend" can follow'
+        )
+    return (
+        f"Python decides by a value that a sequential target computes or holds ({expected!r} when traced), and compression changes it; only "
+        'engine="suspend" can follow'
+    )
 
 
 def describe_guard(node: fx.Node, segment: int, variant: int, wording: Wording) -> Guard | None:

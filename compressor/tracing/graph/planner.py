@@ -19,7 +19,7 @@ from compressor.data.layouts import digest as digest_of
 from compressor.data.layouts import kind_of, shape_of
 from compressor.errors import TracingError
 from compressor.random_state import RandomState
-from compressor.tracing.graph.guards import GuardPlan, plan_guards
+from compressor.tracing.graph.guards import GuardPlan, plan_guards, why_late
 from compressor.tracing.graph.nodes import Frame, GuardFailure, Refusal, SwallowedTarget, current_frames, one_line
 from compressor.tracing.graph.program import Program, Segment, build_program, signature_of
 from compressor.tracing.graph.recorder import Recorder
@@ -322,10 +322,7 @@ class GraphPlanner:
             node = guards.late_values[0]
             if self._add_leaf(node.meta["frames"], program.busy, f"absorbed a guard at {node.args[2]} on a value that a target computes"):
                 return None
-            raise TracingError(
-                f"{node.args[2]}: Python decides by a value that a sequential target computes or holds ({node.args[1]!r} when traced), and "
-                'compression changes it; only engine="suspend" can follow'
-            )
+            raise TracingError(f"{node.args[2]}: {why_late(node, program, tuple(self._targets))}")
         self.variants.append(Variant(len(self.variants), program, guards))
         self.variants[-1].sizes.add(shapes(batch))
         return self.variants[-1]
