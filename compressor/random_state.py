@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 Devices = torch.device | Literal["used", "all"]
 
 

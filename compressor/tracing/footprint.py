@@ -12,7 +12,6 @@ checksum tells at the end of what was written past torch, which is then an error
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compressor.data.layouts import dense_parts, has_memory
 from compressor.errors import TracingError
 from compressor.numerics.checksum import checksum
-from compressor.random_state import generator_state, same_state, set_generator_state
+from compressor.random_state import GENERATORS, generator_state, same_state, set_generator_state
 from compressor.tracing.containers import CONTAINERS, RAW, content, fill, holds, slots_of
 from compressor.tracing.targets.sample_state import TorchState
 
@@ -83,7 +82,6 @@ _OBJECTS_A_MODULE = 100  # a Linear has about fifteen: experts by the ten thousa
 _LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size)
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 _OPAQUE = (*_SCRIPTED, logging.Logger, MethodType, BuiltinFunctionType, ModuleType, ReferenceType)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _WITHOUT_ATTRIBUTES = ("builtins", "collections")  # modules of containers that are nothing else
 _OF_ALL_MODULES = vars(torch.nn.modules.module)
 _GLOBAL_HOOKS = tuple(_OF_ALL_MODULES[name] for name in _OF_ALL_MODULES if name.startswith("_global_") and name.endswith("_hooks"))
@@ -95,19 +93,21 @@ class Stirred:
 
     Attributes:
         containers: by identity; classes count as containers of their attributes.
-        tensors: whose bytes, memory or gradient changed.
+        tensors: whose bytes or memory changed.
         generators: that were drawn from.
         rewritten: names of the parameters and buffers among the tensors, and of parameters that were replaced by others.
+        marked: tensors of which only the gradient changed, or whether there is to be one.
     """
 
     containers: dict[int, Any] = field(default_factory=dict)
     tensors: dict[int, Tensor] = field(default_factory=dict)
     generators: dict[int, Any] = field(default_factory=dict)
     rewritten: dict[str, None] = field(default_factory=dict)
+    marked: dict[int, Tensor] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """True if anything was."""
-        return bool(self.containers or self.tensors or self.generators)
+        return bool(self.containers or self.tensors or self.generators or self.marked)
 
     def add(self, other: Stirred) -> None:
         """Take in what others have seen.
@@ -145,7 +145,7 @@ class KeptTensor:
             self.copies = [span.clone() for span in self.spans]
 
     def put_back(self) -> bool:
-        """Put memory, bytes and gradient back. Changes the tensor.
+        """Put memory and bytes back. Changes the tensor.
 
         Returns:
             True if there was anything to put back.
@@ -157,12 +157,21 @@ class KeptTensor:
             if not torch.equal(span, kept):
                 span.copy_(kept)
                 changed = True
-        if tensor.is_leaf and not all(map(is_, self._leaf_of(tensor), self._leaf)):
-            requires_grad, tensor.grad, hooks = self._leaf
-            tensor._backward_hooks = hooks  # torch takes one only where a gradient is asked for
-            tensor.requires_grad_(requires_grad)
-            changed = True
         return changed
+
+    def unmark(self) -> bool:
+        """Put the gradient back, and whether there is to be one. Changes the tensor.
+
+        Returns:
+            True if there was anything to put back.
+        """
+        tensor = self.tensor
+        if not tensor.is_leaf or all(map(is_, self._leaf_of(tensor), self._leaf)):
+            return False
+        requires_grad, tensor.grad, hooks = self._leaf
+        tensor._backward_hooks = hooks  # torch takes one only where a gradient is asked for
+        tensor.requires_grad_(requires_grad)
+        return True
 
 
 class Footprint:
@@ -253,6 +262,7 @@ class Footprint:
                 found.generators[id(generator)] = generator
         with torch._C.DisableTorchFunction(), torch.no_grad():
             found.tensors.update({id(kept.tensor): kept.tensor for kept in self._tensors if kept.put_back()})
+            found.marked.update({id(kept.tensor): kept.tensor for kept in self._tensors if kept.unmark()})
         found.rewritten.update(dict.fromkeys(name for name, tensor in self._names.items() if id(tensor) in found.tensors))
         self.stirred.add(found)
         return found
@@ -271,7 +281,7 @@ class Footprint:
             name: of those that were rewritten.
 
         Returns:
-            True if its bytes, memory or gradient changed.
+            True if its bytes or memory changed.
         """
         return id(self._names[name]) in self.stirred.tensors
 
@@ -312,7 +322,7 @@ class _Walk:
         elif isinstance(value, tuple | frozenset):
             self._queue.extend(value)
             self._visit_attributes(value)
-        elif isinstance(value, _GENERATORS):
+        elif isinstance(value, GENERATORS):
             self.generators[id(value)] = value
         elif isinstance(value, nn.Module) or not (isinstance(value, _OPAQUE) or type(value).__module__.startswith("torch")):
             self._visit_object(value)

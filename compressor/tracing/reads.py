@@ -32,11 +32,12 @@ from compressor.tracing.graph.nested_values import DATA_SIZED, call_name, consta
 from compressor.tracing.graph.nodes import Unrepeatable, current_place
 from compressor.tracing.targets.records import short_file
 
-# These ask a tensor for its shape, or take only shape and dtype of it; the latter, where it is not the first of their arguments.
+# These ask a tensor for its shape or mark it, or take only shape and dtype of it; the latter, where it is not the first of their arguments.
 _ASKS = frozenset(
     (
         *("shape", "ndim", "nbytes", "size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "is_contiguous"),
         *("data_ptr", "__len__", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("requires_grad", "requires_grad_", "is_leaf", "grad_fn", "dtype", "device", "layout", "names", "retain_grad"),
         *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "_version", "_is_view"),
     )
 )
@@ -141,8 +142,8 @@ class ForeignWeights:
                 if is_late:
                     held, more = "a forward that pauses may still hold it", ', or engine="graph" where Python does not decide by it'
                 raise Unrepeatable(
-                    f"{place}: {name} is used outside of {called[0]}, the sequential target that it belongs to, and {held} as it was before "
-                    f'{called[0]} is compressed; use pipeline="basic" or other sequential targets{more}'
+                    f"{place}: {name} is used outside of {called[0]}, the sequential target that it belongs to, and {held} as it was "
+                    f'before {called[0]} is compressed; use pipeline="basic" or other sequential targets{more}'
                 )
 
 

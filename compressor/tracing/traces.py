@@ -35,6 +35,7 @@ class Traces:
         self._made: dict[tuple[int, Any], tuple[Any, Any]] = {}  # container and key to what was there, and what a forward left
         self._before: list[tuple[Any, Any]] = []
         self._tensors: dict[int, KeptTensor] = {}
+        self._marked: list[KeptTensor] = []
         self._generators: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> Self:
@@ -45,6 +46,7 @@ class Traces:
             self._tensors = {key: KeptTensor(tensor) for key, tensor in self._stirred.tensors.items()}
             for kept in self._tensors.values():
                 kept.copy()
+            self._marked = [KeptTensor(tensor) for tensor in self._stirred.marked.values()]
         if self._settle is not None:
             try:
                 with self.forwards():
@@ -112,6 +114,8 @@ class Traces:
         with torch._C.DisableTorchFunction():
             for kept in self._tensors.values():
                 kept.put_back()
+            for kept in self._marked:
+                kept.unmark()
         for generator, state in self._generators:
             set_generator_state(generator, state)
 

@@ -415,8 +415,8 @@ def why_late(guard: fx.Node, program: Program, targets: Collection[str]) -> str:
             'know that before; only engine="suspend" can follow'
         )
     return (
-        f"Python decides by a value that a sequential target computes or holds ({expected!r} when traced), and compression changes it; only "
-        'engine="suspend" can follow'
+        f"Python decides by a value that a sequential target computes or holds ({expected!r} when traced), and compression changes it; "
+        'only engine="suspend" can follow'
     )
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -84,6 +85,29 @@ def one_line(error: BaseException) -> str:
     """
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= _MOST_SAID else text[:_MOST_SAID] + ' ...'}"
+
+
+def raised(error: BaseException) -> str:
+    """Say where the code of a model raised, and what; of the insides of torch and the recorder only whose they are.
+
+    Args:
+        error: that was raised.
+
+    Returns:
+        Line of the model's code, and the error in one line.
+    """
+    frames = [*walk_tb(error.__traceback__)]
+    own = [(frame, line) for frame, line in frames if _package(frame) not in ("torch", "compressor")]
+    what, inner = one_line(error), frames[-1][0] if frames else None
+    if inner is not None and _package(inner) in ("torch", "compressor"):
+        where = f" in {inner.f_globals['__name__']}" if _package(inner) == "torch" else ""
+        what = f"{type(error).__name__}{where} (what is recorded has symbolic sizes, and results are taken apart)"
+    place = f"{short_file(own[-1][0].f_code.co_filename)}:{own[-1][1]}" if own else "forward"
+    return f"{place}: recording it raised {what}"
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "?")).partition(".")[0]
 
 
 def _model_frames() -> Iterator[FrameType]:

@@ -20,7 +20,7 @@ from compressor.data.layouts import kind_of, shape_of
 from compressor.errors import TracingError
 from compressor.random_state import RandomState
 from compressor.tracing.graph.guards import GuardPlan, plan_guards, why_late
-from compressor.tracing.graph.nodes import Frame, GuardFailure, Refusal, SwallowedTarget, current_frames, one_line
+from compressor.tracing.graph.nodes import Frame, GuardFailure, Refusal, SwallowedTarget, current_frames, one_line, raised
 from compressor.tracing.graph.program import Program, Segment, build_program, signature_of
 from compressor.tracing.graph.recorder import Recorder
 from compressor.tracing.graph.replay import run_nodes, run_program
@@ -85,8 +85,7 @@ def _run(model: nn.Module, batch: Batch) -> Any:
             raise
         # Whatever the forward cannot do with symbolic numbers; a plain forward tells whether the model is to blame.
         raise Refusal(
-            f"forward: while it was recorded, {one_line(error)}; write int(...) around a size or .item() value handed to code in C, "
-            'or use engine="suspend"',
+            f'{raised(error)}; use engine="suspend", or, where code in C is handed a size or .item() value, write int(...) around it',
             current_frames(),
         ) from error
 

@@ -41,6 +41,9 @@ from compressor.tracing.traces import Traces
 # Copies of live values for a calibration pass, so that the propagation pass finds them as they were.
 
 
+_LIVE = ("this value, which lives on behind a stage,", 'use engine="suspend", or, where a sequential target is handed it, pipeline="basic"')
+
+
 def copy_live(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Copy all that is live, since what a target writes to, and in what way, may depend on the sample.
 
@@ -52,7 +55,7 @@ def copy_live(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         The values; tensors that share memory share it in the copy, too.
     """
     ordered = sorted(values, key=lambda name: not isinstance(values[name], Tensor))  # tensors before the objects that hold them as well
-    copies = copy_arguments({name: values[name] for name in ordered}, model)
+    copies = copy_arguments({name: values[name] for name in ordered}, model, _LIVE)
     return {name: copies[name] for name in values}
 
 

@@ -178,6 +178,7 @@ class CallRouter:
         # What hooks store on hooked modules, or on observers below them, are statistics of all samples, not values of one.
         hooked = {below for module in self._watched_names for below in module.modules()}
         self._isolated = WeakSet(module for module in self._model.modules() if module not in hooked)
+        self.values.keep_generators(self._isolated)
         self._hooks_of_model = WeakKeyDictionary({module: frozenset(_hooks(module)) for module in self._model.modules()})
         self._call = nn.Module.__call__
         plain = {name: getattr(nn.Module, name) for name in ("__call__", "__setattr__", "register_buffer")}

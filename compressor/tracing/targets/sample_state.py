@@ -10,14 +10,14 @@ import contextlib
 import contextvars
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from compressor.errors import TracingError
-from compressor.random_state import RandomState
+from compressor.random_state import GENERATORS, RandomState, generator_state, set_generator_state
 from compressor.tracing.graph.nested_values import Modes
 
 _ATOMS = (str, bytes, int, float, complex, type, torch.dtype, torch.device, torch.Size, nn.Module, torch.Generator)
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
     value: Any
 
 
-View = dict[tuple[nn.Module, str], _Place]
+View = dict[tuple[Any, str], _Place]  # of modules; the state of a generator goes by the generator and an empty name
 
 
 class ModuleValues:
@@ -61,6 +61,16 @@ class ModuleValues:
     def __init__(self) -> None:
         """Start with nothing set."""
         self._originals: View = {}
+        self._generators: View = {}
+
+    def keep_generators(self, modules: Iterable[nn.Module]) -> None:
+        """Let each forward draw from the generators that modules hold as if it was alone.
+
+        Args:
+            modules: whose attributes, and lists, tuples and dicts among these, are looked at.
+        """
+        held = (one for module in modules for value in vars(module).values() for one in _held_by(value) if isinstance(one, GENERATORS))
+        self._generators = {(one, ""): state for one, state in _states(held).items()}
 
     def note(self, module: nn.Module, name: str) -> None:
         """Remember what is there before a value is set for the first time.
@@ -83,7 +93,8 @@ class ModuleValues:
 
     def view(self) -> View:
         """Return all noted values as they are now: what a forward sees when it pauses."""
-        return {(module, name): _find(module, name) for module, name in self._originals}
+        states = _states(generator for generator, _ in self._generators)
+        return {(module, name): _find(module, name) for module, name in self._originals} | {(one, ""): kept for one, kept in states.items()}
 
     def restore(self, view: View) -> None:
         """Show a forward that goes on what it saw when it paused. Changes the modules.
@@ -97,6 +108,11 @@ class ModuleValues:
             # Set by another forward meanwhile.
             elif _is_data(_find(module, name).value):
                 _put(module, name, original)
+        self._restore_generators(view)
+
+    def _restore_generators(self, view: View) -> None:
+        for key, original in self._generators.items():
+            set_generator_state(key[0], view.get(key, original).value)
 
     def undo(self, view: View) -> None:
         """Take back all data that was set after a view was taken; with an empty view, all data. Changes the modules.
@@ -107,6 +123,17 @@ class ModuleValues:
         for (module, name), original in self._originals.items():
             if _is_data(_find(module, name).value):
                 _put(module, name, view.get((module, name), original))
+        self._restore_generators(view)
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+
+
+def _states(generators: Iterable[Any]) -> dict[Any, _Place]:
+    """Where generators stand, but for those without a state, as that of the operating system."""
+    states = {one: generator_state(one) for one in generators}
+    return {one: _Place(True, False, state) for one, state in states.items() if state is not None}
 
 
 def _is_data(value: Any) -> bool:
@@ -158,12 +185,16 @@ def noting_cached_properties(note: Callable[[nn.Module, str], None]) -> Iterator
         functools.cached_property.__get__ = plain  # type: ignore[method-assign]
 
 
-def copy_arguments(value: Any, model: nn.Module) -> Any:
+_ARGUMENT = ("this argument of a sequential target", 'use pipeline="basic"')
+
+
+def copy_arguments(value: Any, model: nn.Module, words: tuple[str, str] = _ARGUMENT) -> Any:
     """Copy tensors and whatever holds them, so that a call on the copy leaves the original as it was.
 
     Args:
         value: arguments of a module: tensors, containers, plain values and helper objects such as caches.
         model: its modules, parameters and buffers are not copied.
+        words: what the value is, and what to do where it cannot be copied; for the error.
 
     Returns:
         A copy in which a tensor that occurred twice still occurs twice.
@@ -171,12 +202,12 @@ def copy_arguments(value: Any, model: nn.Module) -> Any:
     Raises:
         TracingError: a helper object cannot be copied.
     """
-    return _Copier(model).copy(value)
+    return _Copier(model, words).copy(value)
 
 
 class _Copier:
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, words: tuple[str, str]) -> None:
+        self._model, self._words = model, words
         self._copies: dict[int, Any] = {}  # by id of the original: also the memo of deepcopy
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._of_model: set[int] | None = None
@@ -226,8 +257,7 @@ class _Copier:
             return copy.deepcopy(value, self._copies)
         except (TypeError, RuntimeError, copy.Error) as error:
             raise TracingError(
-                f"{type(value).__name__}: this argument of a sequential target cannot be copied ({error}), so a trial call could change "
-                'it; use pipeline="basic"'
+                f"{type(value).__name__}: {self._words[0]} cannot be copied ({error}), so a trial call could change it; {self._words[1]}"
             ) from error
 
 
