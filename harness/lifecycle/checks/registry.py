@@ -79,8 +79,10 @@ class LifecycleCheck:
 
     def _look(self, subject: Subject) -> str:
         seen = self.function(subject)
+        if not self.in_training:
+            return seen
         with subject.started() as is_started:
-            if not (self.in_training and is_started):
+            if not is_started:
                 return seen
             try:
                 return f"{seen}; with a start: {self.function(subject)}"
