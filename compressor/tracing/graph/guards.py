@@ -398,7 +398,8 @@ def why_late(guard: fx.Node, program: Program, targets: Collection[str]) -> str:
     Returns:
         In words, without the place.
     """
-    asked, expected = guard.args[:2]
+    asked: Any = guard.args[0]
+    expected: Any = guard.args[1]
     targets = {name or ROOT for name in targets}
     if any(_is_of(one, targets) for one in needed_for([guard], list(program.flat.nodes))):
         return (
