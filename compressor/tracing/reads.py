@@ -91,11 +91,11 @@ class ForeignWeights:
             kept = {**module._buffers, **{key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}}
             for key, value in kept.items():
                 for view in _held_by(value):
-                    weight = _weight_below(view, weights)
-                    if weight is not None:
+                    below = _weight_below(view, weights)
+                    if below is not None:
                         views.append(view)
-                        self._owners[id(view)] = self._owners[id(weight)]
-                        self._names[id(view)] = f"{name}.{key}".lstrip(".") + f", in the memory of {self._names[id(weight)]},"
+                        self._owners[id(view)] = self._owners[id(below)]
+                        self._names[id(view)] = f"{name}.{key}".lstrip(".") + f", in the memory of {self._names[id(below)]},"
         return views
 
     def enter(self, target: str) -> None:

@@ -203,7 +203,7 @@ def handing(more: Callable[[Tensor], Any], less: Callable[[Any], Tensor]) -> nn.
 def check_words(error: TracingError) -> None:
     told = str(error)
     assert 'engine="suspend"' in told
-    assert told.startswith("test_remedies.py:")
+    assert told.startswith("test_engine_remedies.py:")
     assert not any(inside in told for inside in ("symbolic.py", "site-packages", "meta tensor", "list or tuple", "when traced"))
 
 
@@ -234,7 +234,9 @@ def test_what_a_model_itself_raises_while_it_is_recorded_is_told_in_its_words() 
             raise ValueError("rows are counted by int")
         return recorded(model, x)
 
-    with pytest.raises(TracingError, match=r"test_remedies.py:[0-9]+: recording it raised ValueError: rows are counted by int; use engine"):
+    with pytest.raises(
+        TracingError, match=r"test_engine_remedies.py:[0-9]+: recording it raised ValueError: rows are counted by int; use engine"
+    ):
         trace(Model(way).eval(), batches(), TARGETS, engine="graph")
 
 
