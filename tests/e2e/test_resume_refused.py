@@ -409,7 +409,7 @@ def test_the_command_line(unfinished: Unfinished, whole: dict[str, str], tmp_pat
     assert main([*command, "--resume"]) == 0
     shown = capsys.readouterr()
     assert "resumed after stage 3 of 4" in shown.out
-    assert "resumed after stage 3 of 4; model.layers.3, error up to" in " ".join(shown.err.split())
+    assert "resumed after stage 3 of 4; stage 4 of 4, error up to" in " ".join(shown.err.split())
     assert digest(unfinished.out) == whole
     assert not kept.exists()
     assert main([*command, "--resume", "--json"]) == 0
