@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from compressor.console import Console
 from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
+
+    from compressor.console import Console
 
 _WIDE = 120  # columns of a terminal
 _STYLES = {Outcome.PASS: "green", Outcome.FAIL: "bold red", Outcome.INCONCLUSIVE: "yellow", Outcome.SKIP: "dim"}
@@ -34,6 +35,8 @@ def plain_console(width: int) -> Console:
     Returns:
         The console.
     """
+    from compressor.console import Console  # a session of pytest that prints no table loads no rich
+
     return Console(width=None if sys.stdout.isatty() else width, highlight=False, markup=False)
 
 
@@ -47,6 +50,8 @@ def as_text(show: Callable[[Console], None], width: int) -> str:
     Returns:
         The text.
     """
+    from compressor.console import Console
+
     text = StringIO()
     show(Console(file=text, width=width, no_color=True))
     return text.getvalue()

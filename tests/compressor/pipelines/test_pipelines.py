@@ -385,7 +385,9 @@ def test_the_bar_ends_exactly_at_its_total(name: str) -> None:
         run_pipeline(name, session, tokens(), progress=progress, settings=two_passes(name))
         session.finalize()
     assert progress.done == progress.total > 0
-    assert progress.notes == ([f"model.layers.{i}" for i in range(3)] if name == "sequential" else [])
+    stages = [f"model.layers.{i}" for i in range(3)] if name == "sequential" else ["all layers"] if name == "data_free" else []
+    assert [note.rpartition(": ")[2] for note in progress.notes] == stages
+    assert all(note.startswith(f"stage {number} of {len(stages)}, ") for number, note in enumerate(progress.notes, 1))
 
 
 class Basic(Recorder):

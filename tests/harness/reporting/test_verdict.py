@@ -130,6 +130,7 @@ GIVEN = dict.fromkeys(LEAVES, "") | {
     "nightly accept": "metric night --reason r",
     "nightly export": "a.csv",
     "nightly import": "a.csv",
+    "nightly report": "--output-dir pages",
     "onnx export": "a b.onnx",
     "onnx roundtrip": "a",
     "onnx census": "a",
