@@ -65,6 +65,8 @@ class NightlyConfig(BaseModel):
     history: Path = Path("nightly.sqlite")
     folder: Path = Path("nightly")
     """Where checkpoints and logs of the nights go."""
+    root: Path = Path()
+    """Where cells run, and whose commit is noted: the folder of the file, unless it names another."""
 
     @field_validator("commands")
     @classmethod
@@ -105,6 +107,8 @@ def read_config(path: Path) -> NightlyConfig:
         raise UserInputError(f"{path}: checks: {looking[0]} needs what compress makes; add compress")
     if not config.checks and not config.commands:
         raise UserInputError(f"{path}: checks: there are none, and no commands; name one")
+    if not (root / config.root).is_dir():
+        raise UserInputError(f"{path}: root: there is no folder {config.root}; paths are relative to the config")
     data = config.data and config.data.model_copy(
         update={name: _placed(getattr(config.data, name), root) for name in ("calibration", "held_out")}
     )
@@ -115,6 +119,7 @@ def read_config(path: Path) -> NightlyConfig:
             "recipes": {name: root / recipe for name, recipe in config.recipes.items()},
             "history": root / config.history,
             "folder": root / config.folder,
+            "root": root / config.root,
         }
     )
 

@@ -87,7 +87,7 @@ class Runner:
         """
         self.config, self.progress = config, progress or SilentProgress()
         self.night = datetime.now(UTC).date().isoformat() if night is None else night
-        self.revision = current_revision(config.history.parent)
+        self.revision = current_revision(config.root)
         self.history = History(config.history)
         self.environments = {device: current_environment(device) for device in config.devices}
 
@@ -144,7 +144,7 @@ class Runner:
                 log,
                 seconds=self.config.limits.minutes * 60,
                 memory=None if memory is None else memory * _GIB,
-                cwd=self.config.history.parent,
+                cwd=self.config.root,
             )
         except HarnessError as error:
             return self._write(cell, attempt, CellOutcome.ERROR, str(error), None, {})

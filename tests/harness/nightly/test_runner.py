@@ -108,6 +108,14 @@ def test_children_that_outlive_a_cell_are_ended(tmp_path: Path) -> None:
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
+def test_cells_run_beside_the_config_and_its_commit_is_noted_wherever_the_history_lies(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run(["git", "-C", tmp_path, *identity, "commit", "-q", "--allow-empty", "-m", "m"], check=True)
+    (row,) = run(tmp_path, history="far/h.sqlite", commands={"c": python("import pathlib; pathlib.Path('ran').touch()")}).rows
+    assert (tmp_path / "ran").exists() and row.outcome == "pass" and len(row.revision) == 40
+
+
 def test_attempts_are_rows_and_the_last_one_counts(tmp_path: Path) -> None:
     once = python("import pathlib, sys; p = pathlib.Path('tried'); there = p.exists(); p.touch(); sys.exit(0 if there else 9)")
     found = run(tmp_path, commands={"c": once}, retries=3)
@@ -176,6 +184,7 @@ WRONG = {
         "data": {"calibration": "a", "held_out": "b"},
     },
     "checks: there are none, and no commands": {},
+    "root: there is no folder elsewhere": {"root": "elsewhere", "commands": {"c": "true"}},
     "limits.minutes: 0 is not allowed": {"limits": {"minutes": 0}, "commands": {"c": "true"}},
     "compress is the name of a check": {"commands": {"compress": "true"}},
 }
