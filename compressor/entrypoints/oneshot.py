@@ -35,6 +35,7 @@ from compressor.model.saving import attach_save, save_compressed
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.monitor import Lap, Monitor
 from compressor.nn import QuantizedLayer
+from compressor.numerics.half_products import widened_products
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.pipelines.stage_targets import expert_targets
@@ -96,6 +97,7 @@ class OneshotResult:
 
 
 @from_settings(OneshotSettings, translated)
+@widened_products()
 def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> OneshotResult:
     """Compress a model in one pass over calibration data.
 

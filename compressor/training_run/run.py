@@ -12,6 +12,7 @@ from torch import nn
 
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.loading.load import resolve_tokenizer
+from compressor.numerics.half_products import widened_products
 from compressor.recipe import load_recipe
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import TrainSettings
@@ -21,6 +22,7 @@ from compressor.training_run.place import check_place
 
 
 @from_settings(TrainSettings)
+@widened_products()
 def train(model: str | Path | nn.Module, settings: TrainSettings) -> TrainResult:
     """Train a causal language model on the next token, with modifiers that prune or quantize it meanwhile.
 

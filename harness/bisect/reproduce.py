@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from compressor.errors import UserInputError
+from compressor.numerics.half_products import widened_products
 from harness.bisect.difference import MEASURES, Comparer, Tokens
 from harness.bisect.models import load_pair
 
@@ -28,6 +29,7 @@ def test_{name}():
 '''
 
 
+@widened_products()
 def swap_difference(
     base: str | Path,
     compressed: str | Path,

@@ -25,6 +25,7 @@ from compressor.data.collate import hash_batches
 from compressor.lifecycle import Report
 from compressor.model.folder import weight_files
 from compressor.model.loading.load import LoadedModel
+from compressor.numerics.half_products import slow_dtypes
 from compressor.pipelines.settings import SequentialSettings
 
 Fingerprint = dict[str, Any]
@@ -230,6 +231,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "kernel": "torch" if device.type != "cpu" or rounding_kernel() is None else "compiled",
+        "half_products": "float32" if device.type == "cpu" and slow_dtypes() else "native",
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "environment": {name: os.environ[name] for name in _DECIDES_SUMS if name in os.environ},
     }
