@@ -219,7 +219,10 @@ def _accept(settings: AcceptSettings) -> Verdict:
 
 def _export(settings: ExportSettings) -> Verdict:
     check_output_file(settings.file, ".csv")
-    print(f"{settings.file}: {_history(settings).export(settings.file):,} readings")
+    history = _history(settings)
+    print(f"{settings.file}: {history.export(settings.file):,} readings")
+    if left := history.beside_readings():
+        print(f"not in it: {left}; a copy of {settings.history} has them too")
     return Verdict.PASS
 
 

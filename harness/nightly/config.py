@@ -77,9 +77,18 @@ class NightlyConfig(BaseModel):
                 raise ValueError(f"{{{unknown[0]}}} in {name} is no place; places are {', '.join(f'{{{one}}}' for one in _PLACES)}")
             if not shlex.split(line):
                 raise ValueError(f"{name} is empty")
+            if operator := _shell_operator(line):
+                raise ValueError(f"{name} has {operator}, and no shell reads a command; write bash -c '...' around it")
             if name in ("compress", "validate", "speed"):
                 raise ValueError(f"{name} is the name of a check; give the command another")
         return commands
+
+
+def _shell_operator(line: str) -> str | None:
+    """The first word, outside of quotes, that a shell would keep for itself; here it would be an argument of the first program."""
+    words = shlex.shlex(line, posix=False, punctuation_chars="&|;<>")
+    words.whitespace_split, words.commenters = True, ""
+    return next((word for word in words if set(word) <= set("&|;<>")), None)
 
 
 def read_config(path: Path) -> NightlyConfig:

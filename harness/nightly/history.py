@@ -320,6 +320,12 @@ class History:
         write_whole(target, text.getvalue().encode())
         return len(rows)
 
+    def beside_readings(self) -> str:
+        """Say in words what `export` leaves out, for a table of readings has no place for it; nothing where there is none."""
+        there = {name for (name,) in self._read("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        counts = {name: self._read(f"SELECT COUNT(*) FROM {name}")[0][0] for name in ("acceptances", "cells") if name in there}
+        return " and ".join(f"{count:,} {name if count > 1 else name[:-1]}" for name, count in counts.items() if count)
+
     def read_in(self, source: Path) -> int:
         """Add what `export` wrote, all or nothing; measurements that are there already are passed over.
 
@@ -463,10 +469,14 @@ def _from_csv(source: Path) -> dict[tuple[Measurement, str, str], list[float]]:
     for number, row in enumerate(rows[1:], 2):
         try:
             night, facts, revision, metric, better, kind, made, _, value = row
-            environment = Environment({str(name): str(fact) for name, fact in json.loads(facts).items()})
+            held = json.loads(facts)
+            if not isinstance(held, dict):
+                raise ValueError("environment is no object of facts")
+            datetime.fromisoformat(made)
+            environment = Environment({str(name): str(fact) for name, fact in held.items()})
             one = Measurement(night, environment.digest, revision, metric, better, (), kind)  # type: ignore[arg-type]
             _check_measurement(replace(one, values=(float(value),)))
-        except (ValueError, AttributeError) as error:
+        except ValueError as error:
             raise UserInputError(f"{source}:{number}: is no reading ({error}); nothing was added") from error
         measured.setdefault((one, environment.to_json(), made), []).append(float(value))
     return measured

@@ -57,7 +57,7 @@ def show_nights(rows: Sequence[tuple[str, int, int]]) -> None:
     from rich.text import Text
 
     cells = [(Text(night), f"{metrics:,}", f"{readings:,}") for night, metrics, readings in rows]
-    _print(plain_table(("night", "metrics", "readings"), cells, is_lined=True), f"{len(rows)} nights")
+    _print(plain_table(("night", "metrics", "readings"), cells, is_lined=True), f"{len(rows)} night{'' if len(rows) == 1 else 's'}")
 
 
 def show_series(series: Sequence[Measurement], words: Sequence[Acceptance], judgement: Judgement) -> None:

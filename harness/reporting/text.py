@@ -113,3 +113,8 @@ def plain_text(text: str) -> str:
         Its words.
     """
     return " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).split())
+
+
+def printable(line: str) -> str:
+    """Write control characters of a line as escapes: names in a file of somebody else may colour a terminal, or break a line."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)

@@ -226,7 +226,7 @@ def _judgement(
     nights = f"{len(levels_N)} night{'' if len(levels_N) == 1 else 's'}"
     missing = max(LEAST_BEFORE + LEAST_AFTER - len(residuals_E), 2 * LEAST_AFTER - len(levels_N))
     if missing > 0:
-        summary = f"{nights}{since} are too few to tell noise from change; {missing} more in this environment are needed"
+        summary = f"{nights}{since}: too few to tell noise from change; {missing} more in this environment are needed"
         return Judgement(metric, Verdict.INCONCLUSIVE, summary, len(levels_N), accepted, math.nan, math.nan)
     kept_E, noise = _winsorized(residuals_E)
     seen = detectable_step(noise, _correlation(kept_E), len(levels_N), _TEN)

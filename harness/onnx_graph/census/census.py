@@ -26,6 +26,7 @@ from harness.onnx_graph.census.score_axes import ScoreAxes
 from harness.onnx_graph.census.streams import Streams, find_unread
 from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.view import GraphView, domain, label, load_graph
+from harness.reporting.text import printable
 from harness.reporting.verdict import Verdict
 
 # Which block feeds which, and which outputs of the graph it reaches: the place of a block in the data flow.
@@ -212,7 +213,8 @@ class Census:
             note = f" ({block.note})" if block.note else ""
             lines.append(f"block {block.index} {block.kind:5} {block.operator:20} {block.status.value:12} {shown_roles}{note}")
         unread = [f"not read: {one.text()}" for one in self.comparisons]
-        return "\n".join([*(lines or ["no attention block was found"]), *unread, *(f"note: {note}" for note in self.notes)])
+        shown = [*(lines or ["no attention block was found"]), *unread, *(f"note: {note}" for note in self.notes)]
+        return "\n".join(map(printable, shown))
 
 
 _MAX_SHOWN = 6

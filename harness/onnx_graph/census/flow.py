@@ -7,6 +7,7 @@ expert that is looked up are none, and a product with them mixes nothing.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
@@ -188,7 +189,12 @@ class Shapes:
                 _write_as_einsum(node)
             elif node.op_type in _KEEPS_SHAPE and domain(node) == "com.microsoft" and node.inputs[0] is not None:
                 ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0], replace_graph_outputs=True)
-        ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+        log = logging.getLogger("onnx_ir.passes.common.shape_inference")  # a traceback of shapes left unknown
+        was, log.disabled = log.disabled, True
+        try:
+            ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+        finally:
+            log.disabled = was
         return {value.name: value.shape for node in model.graph for value in node.outputs if value.shape is not None}
 
 

@@ -227,9 +227,11 @@ def _nbits(constants: Constants, node: ir.Node) -> np.ndarray | None:
         return None
     bits, size = _number(node, "bits", 4), _number(node, "block_size", 32)
     num_out, num_in = _number(node, "N", 0), _number(node, "K", 0)
+    num_blocks = -(-num_in // size)
+    if packed.size * 8 != num_out * num_blocks * size * bits or scales.size != num_out * num_blocks:
+        return None  # not the layout that the operator takes, so nothing is known of the matrix
     codes = _unpack(packed.reshape(num_out, -1), bits).reshape(num_out, -1, size).astype(np.float32)
     zero = constants.of(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else None
-    num_blocks = codes.shape[1]
     shift: Any = float(2 ** (bits - 1))
     if zero is not None:
         unpacked = _unpack(zero.reshape(num_out, -1), bits)[:, :num_blocks] if zero.dtype == np.uint8 else zero.reshape(num_out, num_blocks)

@@ -20,6 +20,7 @@ from harness.errors import ContractViolation
 from harness.onnx_graph.census.baseline import Baseline, counterparts, take_baseline
 from harness.onnx_graph.census.census import Block, Census, census
 from harness.onnx_graph.graph.view import read_proto
+from harness.reporting.text import printable
 from harness.reporting.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class ContractResult:
     @property
     def message(self) -> str:
         """All findings, a line each, then the notes."""
-        return "\n".join([*(f"{finding.contract}: {finding.text}" for finding in self.findings), *self.notes])
+        return "\n".join(map(printable, [*(f"{finding.contract}: {finding.text}" for finding in self.findings), *self.notes]))
 
     def raise_unless_holds(self) -> None:
         """Fail a test.

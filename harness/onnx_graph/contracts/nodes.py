@@ -93,10 +93,15 @@ class NumericEqual(Contract):
         drawn = [f"{when} {', '.join(random[:3])}" for when, random in _random(pair) if random]
         if drawn:
             return [self.not_analysed(f"the graph draws random numbers, so two runs differ: {'; '.join(drawn)}; export it for inference")]
+        if changed := _interface_changed(pair):
+            return [self.violated(text) for text in changed]
         drawings = self._drawings(pair)
         after = Session(pair.after, self._policy)
         names = [value.name for value in pair.before.graph.output]
         rows = [output_rows(names, expected, after.run(inputs)) for inputs, expected in drawings]
+        for name, *values in zip(names, *(expected for _, expected in drawings), strict=True):
+            if len(values) > 1 and all(np.array_equal(values[0], other, equal_nan=values[0].dtype.kind == "f") for other in values[1:]):
+                pair.notes.append(f"{self.name}: output {name} did not change with the inputs that were drawn, so it says little of them")
         judged = [self._judge(pair, list(several)) for several in zip(*rows, strict=True)]
         return [*self._renamed(pair), *(finding for finding in judged if finding is not None)]
 
@@ -156,6 +161,22 @@ def _accepted(
             continue
         kept[name] = array
     return kept, outputs
+
+
+def _interface_changed(pair: Pair) -> list[str]:
+    """Outputs that came or went, and inputs of another type: who runs the graph would notice before any number differs."""
+    outputs = [[value.name for value in one.graph.output] for one in (pair.before, pair.after)]
+    if len(outputs[0]) != len(outputs[1]):
+        found = [f"output {name} is gone" for name in outputs[0] if name not in outputs[1]]
+        found += [f"output {name} is new" for name in outputs[1] if name not in outputs[0]]
+        return found or [f"{len(outputs[0])} outputs became {len(outputs[1])}"]
+    types = [{value.name: value.type.tensor_type.elem_type for value in one.graph.input} for one in (pair.before, pair.after)]
+    kind = onnx.TensorProto.DataType.Name
+    return [
+        f"input {name}: {kind(types[0][name])} became {kind(now)}"
+        for name, now in types[1].items()
+        if name in types[0] and types[0][name] != now
+    ]
 
 
 def _random(pair: Pair) -> list[tuple[str, list[str]]]:

@@ -122,7 +122,10 @@ def output_row(name: str, expected: np.ndarray, actual: np.ndarray) -> OutputRow
         return OutputRow(name, np.inf, -np.inf, changed=changed)
     if not _is_number(expected):
         if np.array_equal(expected, actual):
-            return OutputRow(name, 0.0, np.inf)
+            same = expected.size > 1 and bool((expected == expected.flat[0]).all())
+            return OutputRow(
+                name, 0.0, np.inf, unknown=f"nothing was compared: output {name} is {expected.flat[0]!r} everywhere" if same else ""
+            )
         return OutputRow(name, np.inf, -np.inf, changed=f"{int((expected != actual).sum())} of {expected.size} values changed")
     unknown = _no_evidence(name, expected)
     before, after = expected.astype(np.float64), actual.astype(np.float64)
@@ -152,13 +155,14 @@ def _is_id(array: np.ndarray) -> bool:
 
 
 def _no_evidence(name: str, expected: np.ndarray) -> str:
-    """Say why equal outputs are no evidence. Truth values are often the same everywhere, and one number has nothing to differ from."""
+    """Say why equal outputs are no evidence. One number or truth value has nothing to differ from."""
     if expected.size == 0:
         return f"nothing was compared: output {name} is empty"
     values = expected.astype(np.float64)
     if np.isnan(values).all():
         return f"nothing was compared: output {name} is NaN everywhere"
-    if expected.dtype.kind != "b" and (expected.size > 1 or not values.any()) and (values == values.flat[0]).all():
+    lone = expected.size == 1 and (bool(values.any()) or expected.dtype.kind == "b")
+    if not lone and (values == values.flat[0]).all():
         return f"nothing was compared: output {name} is constant, {values.flat[0]:.6g} everywhere"
     return ""
 

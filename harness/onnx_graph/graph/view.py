@@ -111,14 +111,16 @@ def load_graph(source: Any) -> ir.Model:
     if isinstance(source, ir.Model):
         return source
     proto = source if isinstance(source, onnx.ModelProto) else read_proto(source)
-    if not proto.graph.node:
-        raise UserInputError("graph: the model holds no node, so there is nothing to analyse; give an exported model")
+    if not proto.graph.node or not proto.graph.output:
+        lacks = "node" if not proto.graph.node else "output"
+        raise UserInputError(f"graph: the model holds no {lacks}, so there is nothing to analyse; give an exported model")
     if proto.graph.sparse_initializer:
         proto = _dense(proto)
     if proto.functions:
         proto = _inlined(proto)
     check_order(proto)
     _check_sizes(proto)
+    _check_operators(proto.graph, _check_versions(proto))
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as error:
@@ -130,28 +132,78 @@ def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
 
     try:
         return inline_local_functions(proto)
-    except ValidationError as error:
+    except (ValidationError, RuntimeError) as error:  # the inliner's own assertions
         raise UserInputError(f"graph: its local functions cannot be inlined ({error}); check it with onnx.checker") from error
 
 
 def _check_sizes(proto: onnx.ModelProto) -> None:
-    """Tensors have as many bytes as they say, and operators the inputs that they need; what is read later relies on it."""
-    versions = {entry.domain: entry.version for entry in proto.opset_import}
+    """Tensors have as many bytes as they say; what is read later relies on it."""
     for tensor in proto.graph.initializer:
         bits = _bits(tensor)
         wanted = -(-math.prod(tensor.dims) * bits // 8)
         if min(tensor.dims, default=0) < 0 or (tensor.HasField("raw_data") and len(tensor.raw_data) != wanted):
             held = f"{list(tensor.dims)} of {bits} bits, and {len(tensor.raw_data)} bytes"
             raise UserInputError(f"graph: initializer {tensor.name} says {held}, which do not fit; export the model again")
-    for node in proto.graph.node:
-        try:
-            schema = onnx.defs.get_schema(node.op_type, versions.get(node.domain, 1), node.domain)
-        except onnx.defs.SchemaError:
-            continue  # an operator that onnx does not know is a block of unknown role where it mixes activations
-        if len(node.input) < schema.min_input:
-            raise UserInputError(
-                f"graph: {node.op_type} {node.name} has {len(node.input)} inputs and needs {schema.min_input}; export the model again"
-            )
+
+
+def _check_operators(graph: onnx.GraphProto, versions: Mapping[str, int]) -> None:
+    """Operators have the inputs and attributes that they need, of the types that they need; what is read later relies on it."""
+    for node in graph.node:
+        where = f"graph: {node.op_type} {node.name or next(iter(node.output), '')}".strip()
+        name = "" if node.domain == "ai.onnx" else node.domain
+        if name not in versions:
+            raise UserInputError(f"{where} is of domain {name!r}, of which no version is named (opset_import); export the model again")
+        if wrong := _misuse(node, name, versions[name]):
+            raise UserInputError(f"{where} {wrong}; export the model again")
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                _check_operators(inner, versions)
+
+
+_READ_NUMBERS = {"MatMulNBits": {"K": range(1, 1 << 31), "N": range(1, 1 << 31), "bits": (2, 4, 8), "block_size": range(16, 1 << 31)}}
+"""Attributes that are read of operators that onnx has no schema of, and the numbers that they may be (source: ContribOperators.md)."""
+
+
+def _misuse(node: onnx.NodeProto, domain: str, version: int) -> str:
+    """Say in words how a node breaks its operator's definition; nothing where it does not, or onnx has none."""
+    given = {attribute.name: attribute for attribute in node.attribute if not attribute.ref_attr_name}
+    for name, allowed in _READ_NUMBERS.get(node.op_type, {}).items():
+        if name not in given and name in ("K", "N"):
+            return f"lacks {name}, which it needs"
+        if name in given and (given[name].type != onnx.AttributeProto.INT or given[name].i not in allowed):
+            return f"has {name}={onnx.helper.get_attribute_value(given[name])!r}, which is no number that it takes"
+    try:
+        schema = onnx.defs.get_schema(node.op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return ""  # an operator that onnx does not know is a block of unknown role where it mixes activations
+    if not schema.min_input <= len(node.input) <= schema.max_input:
+        needs = f"{schema.min_input}" if schema.min_input == schema.max_input else f"{schema.min_input} to {schema.max_input}"
+        return f"has {len(node.input)} inputs and needs {needs}"
+    for name, known in schema.attributes.items():
+        if name not in given:
+            if known.required and not any(attribute.name == name for attribute in node.attribute):
+                return f"lacks {name}, which it needs"
+        elif given[name].type != int(known.type):
+            kinds = [onnx.AttributeProto.AttributeType.Name(kind) for kind in (given[name].type, int(known.type))]
+            return f"has {name} of type {kinds[0]}, where {kinds[1]} belongs"
+    return _no_order(given.get("perm")) if node.op_type == "Transpose" else ""
+
+
+def _no_order(perm: onnx.AttributeProto | None) -> str:
+    return (
+        "" if perm is None or sorted(perm.ints) == list(range(len(perm.ints))) else f"has perm={list(perm.ints)}, which is no order of axes"
+    )
+
+
+def _check_versions(proto: onnx.ModelProto) -> dict[str, int]:
+    """Versions by domain; those of onnx's own must be ones that the installed onnx knows, for without a definition nothing is checked."""
+    versions = {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in proto.opset_import}
+    newest = onnx.defs.onnx_opset_version()
+    if "" in versions and not 1 <= versions[""] <= newest:
+        raise UserInputError(
+            f"graph: opset {versions['']} is none that onnx {onnx.__version__} knows; export it for 1 to {newest}, or install a newer onnx"
+        )
+    return versions
 
 
 def _bits(tensor: onnx.TensorProto) -> int:

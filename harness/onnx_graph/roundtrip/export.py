@@ -381,16 +381,18 @@ _EXPORTERS: Mapping[str, Callable[[nn.Module, dict[str, torch.Tensor], Path, int
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Exporters talk: on standard output, through warnings about themselves, and through their logger."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Exporters talk: on standard output, through warnings about themselves, and through their loggers."""
+    loggers = {name: logging.getLogger(name) for name in ("torch.onnx", "onnxscript")}  # what is wrong in the end is our word to say
+    levels = {name: logger.level for name, logger in loggers.items()}
+    for logger in loggers.values():
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), native_output(1, 2):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for name, logger in loggers.items():
+            logger.setLevel(levels[name])
 
 
 @contextlib.contextmanager

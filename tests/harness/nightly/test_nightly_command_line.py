@@ -65,6 +65,9 @@ def test_add_writes_a_night_and_leaves_the_verdict_to_judge(tmp_path: Path, caps
 
 def test_nights_are_listed_and_come_back_from_an_export(history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert nightly(capsys, "export", tmp_path / "all.csv", "--history", history) == (0, f"{tmp_path / 'all.csv'}: 150 readings\n")
+    nightly(capsys, "accept", "slower", "2026-02-17", "--reason", "checks more", "--history", history)
+    said = nightly(capsys, "export", tmp_path / "all.csv", "--history", history)[1]
+    assert said.endswith(f"not in it: 1 acceptance; a copy of {history} has them too\n")
     other = tmp_path / "other.sqlite"
     assert nightly(capsys, "import", tmp_path / "all.csv", "--history", other) == (0, f"{other}: 100 new measurements\n")
     rows = [json.loads(nightly(capsys, "history", "--history", path, "--json")[1]) for path in (history, other)]

@@ -177,6 +177,8 @@ WRONG = {
     "retries: -1 is not allowed": {"retries": -1},
     "recipes.r: there is no file r.yaml": {"recipes": {"r": "r.yaml"}},
     "data: is missing, and compress need": {"checks": ["compress"], "recipes": {"r": "nightly.yaml"}},
+    "c has &&, and no shell reads a command": {"commands": {"c": "make && pytest"}},
+    "c has |, and no shell reads a command": {"commands": {"c": "echo 'a|b'|false"}},
     "{modle} in c is no place": {"commands": {"c": "true {modle}"}},
     "speed needs what compress makes": {
         "checks": ["speed"],

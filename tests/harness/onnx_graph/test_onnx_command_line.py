@@ -6,11 +6,13 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -18,6 +20,7 @@ from compressor.errors import CheckpointError, UserInputError
 from harness.cli import main
 from harness.onnx_graph.census import streams
 from harness.onnx_graph.census.census import census
+from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.contracts.nodes import NumericEqual
 from harness.onnx_graph.contracts.roles import SeparateQKV
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
@@ -270,6 +273,103 @@ def test_operators_without_a_version_are_refused(attention_graph: onnx.ModelProt
     del bare.opset_import[:]
     with pytest.raises(UserInputError, match="opset_import is empty"):
         census(bare)
+
+
+def _as_text(node: onnx.NodeProto) -> None:
+    del node.attribute[:]
+    node.attribute.append(onnx.helper.make_attribute("axis", "last"))
+
+
+MISUSED: dict[str, tuple[str, Callable[[onnx.NodeProto], None]]] = {
+    "has axis of type STRING, where INT belongs": ("Softmax", _as_text),
+    "lacks equation, which it needs": ("Softmax", lambda node: setattr(node, "op_type", "Einsum")),
+    "which is no order of axes": ("Transpose", lambda node: node.attribute[0].ints.__setitem__(0, 1)),
+    "of which no version is named": ("Softmax", lambda node: setattr(node, "domain", "foo.bar")),
+    "inputs and needs 1": ("Softmax", lambda node: node.input.append(node.input[0])),
+}
+
+
+@pytest.mark.parametrize("message", MISUSED)
+def test_an_operator_against_its_definition_is_refused(message: str, attention_graph: onnx.ModelProto) -> None:
+    damaged = onnx.ModelProto()
+    damaged.CopyFrom(attention_graph)
+    operator, damage = MISUSED[message]
+    damage(next(node for node in damaged.graph.node if node.op_type == operator))
+    with pytest.raises(UserInputError, match=message):
+        census(damaged)
+
+
+def _matmul_nbits(**attributes: Any) -> onnx.ModelProto:
+    packed = numpy_helper.from_array(np.zeros((8, 1, 16), np.uint8), "packed")
+    scales = numpy_helper.from_array(np.ones(8, np.float32), "scales")
+    node = onnx.helper.make_node("MatMulNBits", ["x", "packed", "scales"], ["y"], domain="com.microsoft", **attributes)
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [node], "one", [value("x", onnx.TensorProto.FLOAT, [2, 32])], [value("y", onnx.TensorProto.FLOAT, [2, 8])], [packed, scales]
+    )
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("com.microsoft", 1)])
+
+
+@pytest.mark.parametrize("wrong", [{"bits": 1 << 40}, {"bits": "a"}, {"N": 0}, {"block_size": -32}], ids=str)
+def test_a_packed_layer_with_impossible_numbers_is_refused(wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"K": 32, "N": 8, "bits": 4, "block_size": 32}
+    assert census(_matmul_nbits(**right)).blocks == ()
+    with pytest.raises(UserInputError, match="no number that it takes"):
+        census(_matmul_nbits(**(right | wrong)))
+
+
+def test_a_graph_without_outputs_and_one_of_a_later_opset_are_refused(attention_graph: onnx.ModelProto) -> None:
+    for damage, message in ((lambda one: one.graph.ClearField("output"), "holds no output"), (_later, "is none that onnx")):
+        damaged = onnx.ModelProto()
+        damaged.CopyFrom(attention_graph)
+        damage(damaged)
+        with pytest.raises(UserInputError, match=message):
+            census(damaged)
+
+
+def _later(model: onnx.ModelProto) -> None:
+    model.opset_import[0].version = 999
+
+
+def test_control_characters_of_names_are_written_as_escapes(attention_graph: onnx.ModelProto) -> None:
+    named = onnx.ModelProto()
+    named.CopyFrom(attention_graph)
+    for node in named.graph.node:
+        node.name = f"\x1b[31m{node.name}\n"
+    text = census(named).text()
+    assert "\x1b" not in text and "\\x1b[31m" in text
+    assert text.count("\n") == len(census(named).blocks) - 1
+
+
+def _compared(kind: int, before: float, after: float, *, output: str = "y") -> Any:
+    """Two graphs whose truth values are all the same, whatever they compare with."""
+
+    def graph(limit: float) -> onnx.ModelProto:
+        nodes = [onnx.helper.make_node("Greater", ["x", "limit"], ["t"]), onnx.helper.make_node("Cast", ["t"], [output], to=kind)]
+        value = onnx.helper.make_tensor_value_info
+        held = [numpy_helper.from_array(np.float32(limit), "limit")]
+        made = onnx.helper.make_graph(nodes, "g", [value("x", onnx.TensorProto.FLOAT, [2, 4])], [value(output, kind, [2, 4])], held)
+        return onnx.helper.make_model(made, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=9)
+
+    return graph(before), graph(after)
+
+
+@pytest.mark.parametrize("kind", [onnx.TensorProto.BOOL, onnx.TensorProto.STRING])
+def test_a_constant_truth_value_or_text_is_no_evidence(kind: int) -> None:
+    before, after = _compared(kind, -50.0, -100.0)
+    report = NumericEqual().check(before, after)
+    assert report.holding is Holding.NOT_ANALYSED
+    assert "nothing was compared" in report.message
+    drawn = _compared(kind, 0.0, 0.0)
+    assert NumericEqual().check(*drawn).holding is Holding.HOLDS
+
+
+def test_an_output_that_came_or_went_is_a_violation() -> None:
+    before, after = _compared(onnx.TensorProto.BOOL, 0.0, 0.0)
+    after.graph.output.append(onnx.helper.make_tensor_value_info("t", onnx.TensorProto.BOOL, [2, 4]))
+    report = NumericEqual().check(before, after)
+    assert report.holding is Holding.VIOLATED
+    assert "output t is new" in report.message
 
 
 def test_sizes_that_nobody_can_draw_are_refused_and_minus_one_is_open(attention_graph: onnx.ModelProto) -> None:
