@@ -179,13 +179,13 @@ def _misuse(node: onnx.NodeProto, domain: str, version: int) -> str:
     if not schema.min_input <= len(node.input) <= schema.max_input:
         needs = f"{schema.min_input}" if schema.min_input == schema.max_input else f"{schema.min_input} to {schema.max_input}"
         return f"has {len(node.input)} inputs and needs {needs}"
+    known: Any  # the stub of onnx calls the types of attributes a plain class, and they are an enum
     for name, known in schema.attributes.items():
         if name not in given:
             if known.required and not any(attribute.name == name for attribute in node.attribute):
                 return f"lacks {name}, which it needs"
-        elif given[name].type != int(known.type):
-            kinds = [onnx.AttributeProto.AttributeType.Name(kind) for kind in (given[name].type, int(known.type))]
-            return f"has {name} of type {kinds[0]}, where {kinds[1]} belongs"
+        elif (kind := onnx.AttributeProto.AttributeType.Name(given[name].type)) != known.type.name:
+            return f"has {name} of type {kind}, where {known.type.name} belongs"
     return _no_order(given.get("perm")) if node.op_type == "Transpose" else ""
 
 
