@@ -5,9 +5,9 @@ Public names are imported on first use, so that `import compressor` and the comm
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
+from compressor.lazy_names import lazy_names
 from compressor.settings.llmcompressor import NAMES
 
 _PUBLIC = {
@@ -50,13 +50,14 @@ __all__ = sorted(_PUBLIC)
 __version__ = "0.1.0"
 
 
+_look_up, _names = lazy_names(__name__, _PUBLIC)
+
+
 def __getattr__(name: str) -> Any:
     if name in NAMES:
         raise ImportError(f"compressor: {name} of llm-compressor has no place here; {NAMES[name]}")
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'compressor' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    return _look_up(name)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*_names(), "__version__"]

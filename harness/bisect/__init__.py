@@ -15,8 +15,9 @@ Names are imported on first use, so that the command line answers without loadin
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from compressor.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from harness.bisect.locate import bisect
@@ -33,11 +34,4 @@ _PUBLIC = {
 __all__ = ["BisectReport", "bisect", "swap_difference"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'harness.bisect' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

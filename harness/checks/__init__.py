@@ -13,8 +13,9 @@ Names are imported on first use, so that listing the catalogue needs no torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from compressor.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from harness.checks.catalogue.registry import Check, CheckFailed, NothingToCheckError, register
@@ -35,11 +36,4 @@ _PUBLIC = {
 __all__ = ["Check", "CheckFailed", "CheckReport", "NothingToCheckError", "check", "parametrize_with_catalogue", "register"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'harness.checks' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

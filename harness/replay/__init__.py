@@ -5,8 +5,7 @@ Public names are imported on first use, so that `import harness.replay` answers 
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from compressor.lazy_names import lazy_names
 
 _PUBLIC: dict[str, str] = {
     "Equivalence": "harness.replay.equivalence.compare",
@@ -24,11 +23,4 @@ _PUBLIC: dict[str, str] = {
 __all__ = sorted(_PUBLIC)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'harness.replay' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -9,8 +9,9 @@ Names are imported on first use, so that reading a tier from a manifest needs no
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from compressor.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from harness.tolerance.comparison import Comparison, compare
@@ -38,11 +39,4 @@ _PUBLIC = {
 __all__ = ["T0", "T1", "T2", "T3", "T4", "Comparison", "Ladder", "Tier", "TierMap", "climb", "compare", "decoys_of", "vacuous_decoys"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'harness.tolerance' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
