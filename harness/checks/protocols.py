@@ -441,7 +441,7 @@ class Transform(Protocol):
     Attributes:
         kind: "transform".
         name: for reports.
-        tags: what it promises: invariant_fp (the float output stays what it was).
+        tags: what it promises: invariant_fp (the float output stays what it was); online, see `OnlineTransform`.
         architectures: names of `harness trace-audit` that it claims to know, the one to look at most closely first.
         fake_quantize: weight [R, C] -> the values that a quantizer leaves of it; for a transform that searches its scales, else None.
     """
@@ -460,3 +460,10 @@ class Transform(Protocol):
 
     def rotations(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return the orthogonal matrices [n, n] that it uses on this model, by name; none where it does not rotate."""
+
+
+class OnlineTransform(Transform, Protocol):
+    """A transform with the tag online: layers whose weight it changes get hooks that change what these layers are handed, or give."""
+
+    def reload(self, model: nn.Module) -> nn.Module:
+        """Save a model that it has changed, and return what a loader that knows of the hooks makes of the files, in float32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,6 +18,8 @@ from compressor.data import CalibrationData
 from compressor.data.collate import Batch
 from compressor.lifecycle import EventType, Session, State
 from compressor.lifecycle.modifier import Modifier
+from compressor.model.checkpoints.load import load_compressed
+from compressor.model.checkpoints.save import save_checkpoint
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.saving import attach_save
 from compressor.modifiers.pruning.reap import REAPPruningModifier
@@ -116,7 +119,11 @@ class OurTransform:
     architectures: Sequence[str] = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt_neox")
     variant: str = ""
     kind: ClassVar[str] = "transform"
-    tags: ClassVar[frozenset[str]] = frozenset({"invariant_fp"})
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """What it promises."""
+        return frozenset({"invariant_fp", "online"} if {"R4", "v", "u"} & set(self.settings.get("rotations", ())) else {"invariant_fp"})
 
     @property
     def name(self) -> str:
@@ -139,6 +146,12 @@ class OurTransform:
     def targets(self, model: nn.Module) -> Sequence[str]:
         """Weights that must have changed: those that read a norm."""
         return [name for name, _ in model.named_parameters() if name.removesuffix(".weight").rpartition(".")[2] in self.readers]
+
+    def reload(self, model: nn.Module) -> nn.Module:
+        """Read what is written with our own loader: that of transformers passes over `transform_config`."""
+        with tempfile.TemporaryDirectory() as folder:
+            save_checkpoint(model, folder, schemes={}, record=None)
+            return load_compressed(folder, device="cpu", model_class=type(model))
 
     def rotations(self, model: nn.Module) -> Mapping[str, Tensor]:
         """The matrix that turns all hidden states, of modifiers that have one."""

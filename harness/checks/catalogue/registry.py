@@ -56,6 +56,7 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "data_free": "needs no calibration data",
         "idempotent": "applied to its own result it changes nothing",
         "invariant_fp": "the float output stays what it was",
+        "online": "layers whose weight it changes go on to change what they are handed, or give, in hooks; `reload()` brings these back",
         # pruners of experts
         "refits": "experts that stay are moved so that the layer gives what it gave",
         "router_weighted": "those experts go whose mean of router weight times size of output is least, in the model as it was",

@@ -2,7 +2,7 @@
 
 A call may change nothing that it was given, nothing that an earlier call has returned, and nothing of the process: no random number is
 drawn but for the first weights of modules that are made, no hook is left, no setting of torch is moved. A transform changes the weights
-of its model, and nothing else of it.
+of its model, and nothing else of it; one that works online, too, leaves hooks at layers whose weight it has changed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Watched:
             if isinstance(was, Snapshot) and isinstance(value, Snapshot):
                 inside = was.differences(value, (*may, *_AROUND))
                 if self._subject.kind == "transform":
-                    inside = _beside_weights(inside, was, value, given[key])
+                    inside = _beside_weights(inside, was, value, given[key], online="online" in self._subject.tags)
                 else:
                     inside = [one for one in inside if "appeared" not in one.text or one.kind == "hooks"]
                 if inside:
@@ -114,11 +114,13 @@ _OF_NEW = ("grad", "requires_grad")
 _TIES = ("_tied_weights_keys", "all_tied_weights_keys", "_dynamic_tied_weights_keys")
 
 
-def _beside_weights(found: Sequence[Difference], before: Snapshot, after: Snapshot, model: nn.Module) -> list[Difference]:
+def _beside_weights(found: Sequence[Difference], before: Snapshot, after: Snapshot, model: nn.Module, *, online: bool) -> list[Difference]:
     """Of what a transform has changed of its model, that which is neither a weight nor the word that the head is tied."""
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     # A weight in the place of another has attributes of its own: that those of the old one are gone is no change.
     new = {name for name in weights if _weight_of(before, name) != _weight_of(after, name)}
+    hooked = {one.where.rpartition(".")[0] for one in found if one.kind == "tensor"} if online else set()
+    found = [one for one in found if one.kind != "hooks" or one.where.rpartition(".")[0] not in hooked]
     left = [one for one in found if not _may_come_of_weights(one, weights, new)]
     return sorted(left, key=lambda one: one.kind in _OF_NEW)  # what a new tensor brings along comes behind it
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, reloaded, token_ids, truly
-from harness.checks.protocols import Transform
+from harness.checks.protocols import OnlineTransform, Transform
 from harness.tolerance import T3, climb, vacuous_decoys
 
 _UNITS = 32.0
@@ -146,7 +146,7 @@ def _hold(actual: Tensor, expected: Tensor, limit: float, what: str) -> None:
 
 
 @register(None, "checkpoint", "What is saved and loaded again computes what the transformed model does", kind="transform")
-def checkpoint(subject: Transform, context: CheckContext) -> str:
+def checkpoint(subject: Transform | OnlineTransform, context: CheckContext) -> str:
     """Save and load every architecture, and the first with tied weights: of a checkpoint only weights, buffers and the config count."""
     cases = [(architecture, False) for architecture in subject.architectures]
     for architecture, tied in (*cases, (subject.architectures[0], True)):
@@ -156,8 +156,9 @@ def checkpoint(subject: Transform, context: CheckContext) -> str:
         here = logits(model, ids)
         limit = _UNITS * torch.finfo(here.dtype).eps
         refuse_vacuous(here, limit)
+        loaded = subject.reload(model) if "online" in subject.tags else reloaded(model)
         what = f"{architecture}{' with tied weights' if tied else ''}: what is saved and loaded again does not compute the same"
-        _hold(logits(reloaded(model), ids), here, limit, what)
+        _hold(logits(loaded, ids), here, limit, what)
     return f"{', '.join(subject.architectures)}, and tied weights"
 
 

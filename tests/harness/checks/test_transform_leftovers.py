@@ -164,6 +164,41 @@ def test_what_comes_of_weights_passes(part: Callable[[Any], None]) -> None:
     assert not [record for record in report.records if record.outcome is Outcome.FAIL], report.to_text()
 
 
+def turned_online(model: Any) -> None:
+    """What a layer is handed is doubled, and its weight is half of what it was."""
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.div_(2)
+        layer.mlp.down_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+class Online(InPlaceTransform):
+    def reload(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+class Forgets(Online):
+    def reload(self, model: nn.Module) -> nn.Module:
+        for layer in model.model.layers:
+            layer.mlp.down_proj._forward_pre_hooks.clear()
+        return model
+
+
+def test_hooks_of_changed_layers_are_for_those_who_say_so_and_must_come_back() -> None:
+    def function(model: nn.Module, batches: Any) -> None:
+        turned_online(model)
+
+    def with_another_hook(model: nn.Module, batches: Any) -> None:
+        turned_online(model)
+        a_hook(model)
+
+    targets, tags = ["*.mlp.down_proj.weight"], frozenset({"invariant_fp", "online"})
+    assert harness.check(Online(function, targets, tags=tags)).passed
+    assert "hooks" in harness.check(InPlaceTransform(function, targets), checks=[35]).records[0].summary
+    beside = harness.check(Online(with_another_hook, targets, tags=tags), checks=[35])
+    assert "model.layers.0._forward_hooks: hooks changed" in beside.records[0].summary
+    assert "saved and loaded" in harness.check(Forgets(function, targets, tags=tags), checks=["transform.checkpoint"]).records[0].summary
+
+
 def a_bias(model: Any) -> None:
     """No checkpoint of this config has it."""
     for layer in model.model.layers:

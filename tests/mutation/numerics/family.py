@@ -47,7 +47,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "layer-fp4-group32-mx-mxfp4-pack-quantized",
     ),
     "transform": ("SmoothQuant", "AWQ-norms", "AWQ"),
-    "rotation": ("SpinQuant-random", "SpinQuant-R1"),
+    "rotation": ("SpinQuant-random", "SpinQuant-R1", "SpinQuant-R4", "QuIP"),
     "solver": (
         "gptq-r_form-int4-group16-actorder",
         "gptq-reference-int4-asym-group16-plain",

@@ -14,6 +14,7 @@ _MATRIX = "compressor.algorithms.rotations:"
 _SPIN = "compressor.modifiers.transforms.spinquant:"
 _ROTATING = "compressor.modifiers.transforms.rotating:"
 _ONLINE = "compressor.nn.online_rotation:"
+_FILES = "compressor.model.checkpoints.online:"
 _FLOAT = "transform.float_output"
 _EVERY = "transform.every_architecture"
 _GUARD = Edit(_ROTATING + "RotatingModifier.check_outputs", "if not difference <=", "if difference < 0 and not difference <=")
@@ -58,7 +59,7 @@ ROTATION_MUTANTS: tuple[Mutant, ...] = (
               "rotation = known.rotation if known else self.rotation(size * 2,")),
     _bug("first_rotation_left_out", "spinquant", "R1 is asked for and hidden states are not turned", "transform.not_vacuous",
          Edit(_SPIN + "SpinQuantModifier.on_calibration_start", '"R1" in self.rotations', '"R1" not in self.rotations')),
-    _bug("end_of_mlps_left_out", "spinquant", "R4 is asked for and nothing is turned", "transform.not_vacuous",
+    _bug("end_of_mlps_left_out", "spinquant", "R4 is asked for and nothing is turned", _FLOAT,
          Edit(_SPIN + "SpinQuantModifier.on_calibration_start", '"R4" in self.rotations', '"R4" not in self.rotations')),
     _bug("online_the_other_way", "online", "what a layer is handed or gives is turned by the transposed matrix", _FLOAT,
          Edit(_ONLINE + "OnlineRotation.turn", "back=self.back", "back=not self.back")),
@@ -68,4 +69,8 @@ ROTATION_MUTANTS: tuple[Mutant, ...] = (
          Edit(_ONLINE + "OnlineRotation.__call__", "return (self.turn(args[0]), *args[1:]), other", "return args, other")),
     _bug("online_in_the_layers_dtype", "online", "rotations of the forward are rounded to bfloat16", _FLOAT,
          Edit(_ONLINE + "OnlineRotation.turn", "x_ND.to(place[1])", "x_ND.bfloat16().to(place[1])")),
+    _bug("stored_the_other_way", "files", "the matrix in the files is the transposed one", "transform.checkpoint",
+         Edit(_FILES + "_stored", "matrix.T if rotation.back else matrix", "matrix if rotation.back else matrix.T")),
+    _bug("outputs_left_out_of_files", "files", "of the files only the inputs are read", "transform.checkpoint",
+         Edit(_FILES + "read_rotations", "if side is not None else ()", 'if side == "input" else ()')),
 )  # fmt: skip
