@@ -134,6 +134,24 @@ def rotation_of(matrix_BB: Tensor) -> Rotation:
     return Rotation((matrix_BB,), size)
 
 
+def rotation_flops(kind: str, size: int) -> float:
+    """Return the arithmetic of turning one row, without making the matrix of random numbers.
+
+    Args:
+        kind: as for `make_rotation`.
+        size: B.
+
+    Returns:
+        FLOPs: products with all factors, signs, and the division by the root of the size.
+
+    Raises:
+        NumericsError: no Hadamard matrix of this size can be built.
+    """
+    if kind == "random-matrix":
+        return 2.0 * size * size
+    return size * (2.0 * sum(map(len, _hadamard_factors(size))) + (1 if kind == "hadamard" else 2))
+
+
 def has_hadamard(size: int) -> bool:
     """Tell whether a Hadamard matrix of this size can be built."""
     return _core_order(size) is not None

@@ -27,6 +27,8 @@ from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.load import check_in_memory, resolve_device, resolve_dtype
 from compressor.model.loading.stand_in import load_skeleton
 from compressor.modifiers.gptq import Mode
+from compressor.nn import weight_of
+from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import SequentialSettings, choose_pipeline
@@ -35,8 +37,8 @@ from compressor.pipelines.memory import parse_bytes
 from compressor.pipelines.stage_targets import cut_at_inputs, expert_targets
 from compressor.planning.estimate import Estimate, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
-from compressor.planning.stages import Setting, lay_out
-from compressor.planning.workload import Batches, Target, bytes_of, guess_footprints, join_by_input, stages_of
+from compressor.planning.stages import Beside, Setting, lay_out
+from compressor.planning.workload import Batches, Searching, Target, bytes_of, guess_footprints, join_by_input, stages_of
 from compressor.recipe import Recipe, load_recipe
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import PlanSettings
@@ -89,6 +91,12 @@ class _Training(Protocol):
 
 
 @runtime_checkable
+class _TurningOnline(Protocol):
+    def online_flops(self, model: nn.Module) -> Mapping[str, float]:
+        """What rotations in the forward cost for each token, by layer."""
+
+
+@runtime_checkable
 class _Reshaping(Protocol):
     def reshape(self, state: State) -> None:
         """Take out the modules that would go."""
@@ -106,6 +114,8 @@ class Plan:
         forwards: how often a layer runs, in words.
         estimate: what the run would cost.
         modes: what it would cost in each mode, where the recipe has modes: estimates by name.
+        online: FLOPs for each token of rotations in the forward, by layer: what the result pays whenever it is used.
+        online_share: of that in the products of all linear layers.
     """
 
     modules: list[PlannedModule]
@@ -115,6 +125,8 @@ class Plan:
     forwards: str
     estimate: Estimate
     modes: dict[str, Estimate] = field(default_factory=dict)
+    online: dict[str, float] = field(default_factory=dict)
+    online_share: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -130,6 +142,8 @@ class Plan:
             "forwards": self.forwards,
             "estimate": self.estimate.to_dict(),
             "modes": {name: _figures(estimate) for name, estimate in self.modes.items()},
+            "online": self.online,
+            "online_share": self.online_share,
         }
 
 
@@ -213,9 +227,24 @@ def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettin
     setting = replace(setting, runs_once=runs_once, has_base_stream=has_base_stream)
     batches = setting.batches
     sequences = {one.label: one.forwards_of_training(batches.num_samples) for one in parsed.modifiers if isinstance(one, _Training)}
-    trained = {label: number / batches.batch_size for label, number in sequences.items()}
+    searches = {one.label: one.search_flops for one in parsed.modifiers if isinstance(one, Searching)}
+    trained = {label: Beside(number / batches.batch_size, searches.get(label)) for label, number in sequences.items()}
     estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained)
-    return Plan([target.module for target in targets.values()], skipped, chosen, layers, _in_words(skeleton, chosen, *streams), estimate)
+    modules = [target.module for target in targets.values()]
+    online = {
+        name: flops
+        for modifier in parsed.modifiers
+        if isinstance(modifier, _TurningOnline)
+        for name, flops in modifier.online_flops(skeleton).items()
+    }
+    words = _in_words(skeleton, chosen, *streams)
+    return Plan(modules, skipped, chosen, layers, words, estimate, online=online, online_share=_share_of_products(skeleton, online))
+
+
+def _share_of_products(skeleton: nn.Module, online: Mapping[str, float]) -> float:
+    """What these take beside the products of all linear layers, of every expert as if each token went to it."""
+    linears = (module for module in skeleton.modules() if is_quantizable(module) and not isinstance(module, nn.Embedding))
+    return sum(online.values()) / max(1.0, 2.0 * sum(weight_of(module).numel() for module in linears))
 
 
 def _figures(estimate: Estimate) -> dict[str, float]:
@@ -283,7 +312,7 @@ def _estimate(
     pipeline: str,
     layers: Sequence[str],
     targets: Sequence[Target],
-    trained: Mapping[str, float],
+    trained: Mapping[str, Beside],
 ) -> Estimate:
     stages = stages_of(layers, targets)
     footprints, basis = _footprints(skeleton, setting, pipeline, stages)

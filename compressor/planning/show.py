@@ -116,6 +116,10 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
         )
         for name, other in plan.modes.items()
     ]
+    if plan.online:
+        flops = sum(plan.online.values()) / 1e6
+        beside = f"{flops:,.2f} MFLOP a token in {len(plan.online)} modules, {plan.online_share:.1%} of the products of linear layers"
+        lines.append(("rotations in every forward of the result (estimate)", beside))
     return [*lines, ("time (estimate)", f"{cost.seconds:,.1f} s, at {speed}"), ("memory of forwards", cost.basis), *modes]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -57,6 +57,18 @@ class _Late(NamedTuple):
     stage: Footprint
     forward_bytes: int
     module_bytes: int
+
+
+class Beside(NamedTuple):
+    """What a modifier computes beside the stages.
+
+    Attributes:
+        num_forwards: of a full batch; a backward counts as two.
+        search_flops: as of `Searching`; None where forwards are all.
+    """
+
+    num_forwards: float
+    search_flops: Callable[[Sequence[int], int, int], float] | None = None
 
 
 class Timeline:
@@ -120,6 +132,27 @@ class Timeline:
             seconds=self._seconds(flops * batches.num_batches, stacks),
         )
         self._weights += replaced
+
+    def add_beside(self, name: str, stretches: Sequence[Footprint], targets: Sequence[Target], beside: Beside) -> None:
+        """Add what a modifier computes beside the stages: forwards of the whole model, and a search over weights with one input each.
+
+        Args:
+            name: of the modifier.
+            stretches: what a forward takes.
+            targets: modules that change in the stages.
+            beside: what it computes.
+        """
+        self.add_whole(name, stretches, [], beside.num_forwards)
+        if beside.search_flops is not None:
+            batches, calls = self._setting.batches, [call for stretch in stretches for call in stretch.calls]
+            stacks = group_stacks(targets, calls, batches.total_tokens, batches.batch_size * batches.num_tokens)
+            flops = sum(
+                beside.search_flops([one.number("rows") for one in stack.targets], stack.targets[0].number("columns"), batches.total_tokens)
+                for stack in stacks
+            )
+            last = self.stages[-1]
+            seconds = last.seconds + flops / self._setting.speed.flops
+            self.stages[-1] = replace(last, flops=last.flops + flops, seconds=seconds)
 
     def add_whole(self, name: str, stretches: Sequence[Footprint], targets: Sequence[Target], num_forwards: float) -> None:
         """Add forwards of the whole model, and the compression of modules that saw them: the pipeline `basic`, or what lies in no stage.
@@ -228,7 +261,7 @@ def lay_out(
     pipeline: str,
     footprints: Sequence[Footprint],
     layers: Mapping[str, Sequence[Target]],
-    trained: Mapping[str, float] = MappingProxyType({}),
+    beside: Mapping[str, Beside] = MappingProxyType({}),
 ) -> Timeline:
     """Put the stages of a pipeline in their order.
 
@@ -237,7 +270,7 @@ def lay_out(
         pipeline: `data_free`, `basic` or `sequential`.
         footprints: of one forward, stretch by stretch.
         layers: modules that change, by stage; "" for those in none.
-        trained: what trains behind all of these, and how many forwards of a full batch that costs; what a backward keeps is not counted.
+        beside: what modifiers compute beside all of these, by label; what a backward keeps is not counted.
 
     Returns:
         All stages.
@@ -252,7 +285,7 @@ def lay_out(
         timeline.add_whole("trace", footprints, [], 3)  # recorded, run, and held against the plain model
         _add_layers(timeline, footprints, dict(layers))
         timeline.add_whole("rest", [footprints[-1]], layers.get("", ()), setting.batches.num_batches if layers.get("") else 1)
-    for name, num_forwards in trained.items():
-        timeline.add_whole(name, footprints, [], num_forwards)
+    for name, one in beside.items():
+        timeline.add_beside(name, footprints, everything, one)
     timeline.add_fixed("save", "save", max((target.number("bytes_after") for target in everything), default=0))
     return timeline

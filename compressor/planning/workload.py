@@ -34,6 +34,14 @@ class Costed(Protocol):
         """Say what compressing some weights would cost that read one input and get one scheme, or none where they are only pruned."""
 
 
+@runtime_checkable
+class Searching(Protocol):
+    """A modifier that computes beside the stages what forwards do not say."""
+
+    def search_flops(self, rows: Sequence[int], columns: int, num_tokens: int) -> float:
+        """Say what the search over some weights takes that read one input."""
+
+
 @dataclass(frozen=True)
 class Batches:
     """Calibration batches, all of one length.

@@ -5,6 +5,7 @@ Older recipes of llm-compressor give it schemes, for AWQ rounded there as well: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -90,6 +91,20 @@ class AWQModifier(ScaleMovingModifier, SchemeSettings):
     def wants(self, state: State, pair: ScalePair) -> bool:
         """All whose readers are quantized."""
         return any(name in state.schemes for name in pair.readers)
+
+    def search_flops(self, rows: Sequence[int], columns: int, num_tokens: int) -> float:
+        """Say what the second moments of one input and the search over its readers take, as if scales moved into all of them.
+
+        Args:
+            rows: out features of each reader.
+            columns: in features of all of them.
+            num_tokens: calibration tokens.
+
+        Returns:
+            FLOPs of matrix products.
+        """
+        candidates = 2 + self.n_grid * (2 if self.duo_scaling == "both" else 1)
+        return float(columns) ** 2 * (num_tokens + 2 * candidates * sum(rows))
 
     def statistics_bytes(self, num_columns: int) -> int:
         """The second moments, in float32."""

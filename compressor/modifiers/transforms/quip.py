@@ -6,7 +6,7 @@ every forward. Nothing has to be known of the model: each layer takes back what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -83,6 +83,19 @@ class QuIPModifier(RotatingModifier):
         if shared is not None:
             raise TargetError(f"{self.label}: the weight of {shared} is tied to {tied[shared]}, which would be turned, too; ignore it")
         return True
+
+    def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int]]:
+        """All layers: their inputs, their outputs, or both.
+
+        Args:
+            model: with or without values; not modified.
+
+        Yields:
+            Dotted name and number of channels.
+        """
+        for name in resolve_layers(model, self.targets, self.ignore, _is_linear):
+            rows, columns = weight_of(model.get_submodule(name)).shape
+            yield from ((name, columns if side == "v" else rows) for side in self.rotations)
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Turn the weights, and see that the model computes what it did. Changes the model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
-from compressor.algorithms.rotations import Rotation, RotationKind, make_rotation
+from compressor.algorithms.rotations import Rotation, RotationKind, make_rotation, rotation_flops
 from compressor.data.collate import Batch, batch_to, call_model
 from compressor.errors import CalibrationError, NumericsError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, State
@@ -110,6 +110,40 @@ class RotatingModifier(Modifier):
             return make_rotation(kind, size, seed=seed, keeps_mean=keeps_mean)
         except NumericsError as error:
             raise RecipeError(f"{self.label}: {what}: {error}") from error
+
+    def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int]]:
+        """Name the layers that turn what they are handed, or give, in every forward, as far as shapes and the config say.
+
+        Args:
+            model: with or without values; not modified.
+
+        Yields:
+            Dotted name and number of channels; a layer that turns both comes twice.
+        """
+        yield from ()
+
+    def online_flops(self, model: nn.Module) -> Mapping[str, float]:
+        """Say what rotations in the forward cost.
+
+        Args:
+            model: with or without values; not modified.
+
+        Returns:
+            FLOPs for each token, by dotted name of the layer that turns.
+
+        Raises:
+            RecipeError: there is no rotation of this type and size.
+        """
+        found: dict[str, float] = {}
+        for name, width in self.turned_online(model):
+            size = self.transform_block_size or width
+            self.check_divides(size, width, name)
+            try:
+                one = rotation_flops(self.transform_type, size)
+            except NumericsError as error:
+                raise RecipeError(f"{self.label}: {name}: {error}") from error
+            found[name] = found.get(name, 0.0) + width // size * one
+        return found
 
     def check_outputs(self, state: State, before: Tensor, after: Tensor) -> None:
         """See that the weights as they were rounded compute what they did; a proof of the rule is another thing.

@@ -7,11 +7,10 @@ mean of a token's channels, so that it stays a model of its class. R4 turns the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
-import torch
 from pydantic import Field, field_validator, model_validator
 from torch import nn
 
@@ -33,11 +32,11 @@ from compressor.modifiers.transforms.written_roles import check_written, notes_o
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
 from compressor.modifiers.tuning.budget import Budget, Split, tune
 from compressor.nn import weight_of
+from compressor.nn.build import is_quantizable
 from compressor.tracing.footprint import Footprint
 
 RotationName = Literal["R1", "R2", "R3", "R4"]
-_MOST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}  # relative difference of logits that is rounding
-_MOST_NARROW = 0.2  # bfloat16, whose weights are all rounded a second time
+_INNER_SIZES = ("intermediate", "ffn", "n_inner")  # of configs, for the width inside an MLP
 
 
 class SpinQuantModifier(RotatingModifier):
@@ -145,6 +144,24 @@ class SpinQuantModifier(RotatingModifier):
             return 0.0
         held_out = min(max(1, round(self.held_out_frac * num_samples)), max(1, num_samples - 1))
         return num_samples + 9 * held_out + 3 * self.steps * self.batch_size
+
+    def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int]]:
+        """With R4, the last layers of MLPs, told by the config's sizes: which they are, a forward of the weights says.
+
+        Args:
+            model: with or without values; not modified.
+
+        Yields:
+            Dotted name and number of channels.
+        """
+        config: Any = getattr(model, "config", None)
+        given = config.get_text_config().to_dict() if "R4" in self.rotations and hasattr(config, "get_text_config") else {}
+        inner = {value for key, value in given.items() if any(part in key for part in _INNER_SIZES) and isinstance(value, int)}
+        for name, module in model.named_modules():
+            if is_quantizable(module) and not isinstance(module, nn.Embedding):
+                rows, columns = weight_of(module).shape
+                if columns in inner and rows == given.get("hidden_size"):
+                    yield name, columns
 
     def _basis(self, state: State, batch: Batch) -> Basis:
         try:

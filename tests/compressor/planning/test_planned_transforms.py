@@ -1,0 +1,86 @@
+"""What a plan says of transforms: rotations that the result pays for in every forward, and searches beside the stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from compressor import oneshot
+from compressor.cli.main import main
+from compressor.errors import RecipeError
+from compressor.modifiers.transforms.awq import AWQModifier
+from compressor.modifiers.transforms.quip import QuIPModifier
+from compressor.modifiers.transforms.spinquant import SpinQuantModifier
+from compressor.planning import Plan, plan, planner
+from compressor.planning.estimate import Speed
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+GPTQ = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
+
+
+@pytest.fixture(autouse=True)
+def speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan of this file times anything: 1 GFLOP/s, a microsecond for a column."""
+    monkeypatch.setattr(planner, "measure_speed", lambda device, dtype: Speed(1e9, 1e9, 1e-6, 1e-9))
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)).eval()
+
+
+def products(model: Any) -> int:
+    """FLOPs of matrix products in a forward of 8 tokens."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(8)[None], use_cache=False)
+    return counter.get_total_flops()
+
+
+ONLINE = {
+    "R4": SpinQuantModifier(rotations=["R1", "R2", "R4"]),
+    "R4 in blocks": SpinQuantModifier(rotations=["R4"], transform_block_size=32, transform_type="random-matrix"),
+    "QuIP": QuIPModifier(rotations=["v", "u"]),
+    "of weights alone": SpinQuantModifier(),
+}
+
+
+@pytest.mark.parametrize("modifier", ONLINE.values(), ids=ONLINE)
+def test_rotations_in_the_forward_cost_what_a_forward_of_the_result_takes(modifier: Any) -> None:
+    model = llama()
+    made = plan(model, recipe=[modifier.model_copy(deep=True)])
+    before = products(model)
+    oneshot(model, recipe=[modifier.model_copy(deep=True)], device="cpu")
+    counted = (products(model) - before) / 8
+    assert counted <= sum(made.online.values()) <= 1.2 * counted  # signs and roots are none of a product
+    if modifier is ONLINE["R4"]:
+        assert list(made.online) == [f"model.layers.{index}.mlp.down_proj" for index in range(2)]
+    weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    assert made.online_share == pytest.approx(sum(made.online.values()) / (2 * weights))
+
+
+def test_it_is_shown_and_sizes_without_a_matrix_are_refused(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().config.save_pretrained(tmp_path)
+    (tmp_path / "r.yaml").write_text("quant_stage: {quant_modifiers: {QuIPModifier: {rotations: [v]}}}")
+    assert main(["plan", str(tmp_path), "--recipe", str(tmp_path / "r.yaml")]) == 0
+    assert "rotations in every forward of the result (estimate): 0." in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(RecipeError, match="transform_block_size=24 does not divide the 64 channels"):
+        plan(llama(), recipe=[QuIPModifier(transform_block_size=24)])
+
+
+def test_the_search_of_awq_grows_with_its_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(**settings: Any) -> Plan:
+        return plan(llama(), recipe={"AWQModifier": settings, **GPTQ}, num_calibration_samples=8, max_seq_length=16)
+
+    def flops(one: Plan) -> float:
+        return next(stage.flops for stage in one.estimate.stages if stage.name == "AWQModifier[0]")
+
+    few, many, both = made(n_grid=10), made(n_grid=20), made(n_grid=10, duo_scaling="both")
+    a_candidate = 2 * 2 * (64**2 * (64 + 2 * 32 + 64 + 2 * 96) + 96**2 * 64)  # two layers: q, k, v; o; gate, up; down
+    assert flops(many) - flops(few) == flops(both) - flops(few) == 10 * a_candidate
+    monkeypatch.setattr(AWQModifier, "search_flops", lambda *args: 0.0)
+    assert made().estimate.seconds < many.estimate.seconds
