@@ -15,6 +15,7 @@ FAMILIES: Mapping[str, str] = {
     "moved-scales": "tests.mutation.numerics.family:MOVED_SCALES",
     "rotations": "tests.mutation.numerics.family:ROTATIONS",
     "experts": "tests.mutation.numerics.family:EXPERTS",
+    "algorithms": "tests.mutation.numerics.algorithms:FAMILY",
     "transforms": "tests.mutation.transforms:FAMILY",
     "goldens": "tests.mutation.goldens:FAMILY",
     "checkpoints": "tests.mutation.checkpoints:FAMILY",

@@ -10,6 +10,7 @@ import torch
 from harness.goldens.store.listing import manifests_of, state_of_goldens
 from harness.goldens.store.store import GoldenStore
 from harness.tolerance import compare, vacuous_decoys
+from tests.reference_model.algorithm_cases import ALGORITHMS, elsewhere
 from tests.reference_model.layer_cases import ALONE, Result
 from tests.reference_model.model_cases import (
     LOGIT_SCHEMES,
@@ -59,6 +60,12 @@ def test_gptq_on_stored_inputs(golden, stored, scheme: str, solver: str) -> None
     _check(golden, f"solvers/{scheme} {solver}", solved(scheme, solver, stored), elsewhere=solved_elsewhere(scheme))
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_on_stored_inputs(golden, stored, name: str) -> None:
+    result = ALGORITHMS[name](stored)
+    _check(golden, f"algorithms/{name}", result, elsewhere=elsewhere(result))
+
+
 @pytest.mark.parametrize("scheme", LOGIT_SCHEMES)
 def test_logits_of_the_compressed_reference_model(golden, reference_model: Path, scheme: str) -> None:
     _check(golden, f"logits/{scheme}", logits_of(scheme, reference_model))
@@ -76,7 +83,13 @@ def test_the_goldens_are_small_whole_and_nothing_else_lies_there(repo_root: Path
     size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file() and not {"reference", "judges"} & {*path.parts})
     assert size <= 10_000_000
     names = {name for manifest in manifests_of(root) for name in manifest.goldens}
-    assert names >= {*ALONE, SOLVER_INPUTS, "graphs/tiny llama", *(f"logits/{scheme}" for scheme in LOGIT_SCHEMES)}
+    assert names >= {
+        *ALONE,
+        SOLVER_INPUTS,
+        "graphs/tiny llama",
+        *(f"logits/{scheme}" for scheme in LOGIT_SCHEMES),
+        *(f"algorithms/{name}" for name in ALGORITHMS),
+    }
 
 
 def test_every_limit_below_bitwise_has_its_reason_and_lets_no_decoy_through(repo_root: Path) -> None:
