@@ -63,8 +63,11 @@ def find_inner(model: nn.Module, batch: Batch, device: torch.device, *, progress
     return alone
 
 
+_ALIVE = 0.01  # of the largest output
+
+
 class _SomeChannels(Watch):
-    """Some channels of the first token change in what one layer gives."""
+    """Some channels of one token change in what a layer gives: of the first that is not zero everywhere, as an embedding's padding is."""
 
     def __init__(self, prober: Prober, source: str) -> None:
         """Take the layer."""
@@ -72,24 +75,31 @@ class _SomeChannels(Watch):
         width = prober.widths[source]
         drawn_D = torch.rand(width, generator=torch.Generator().manual_seed(width), dtype=torch.float32)
         self._chosen_D = drawn_D.argsort() < max(1, width // 4)
+        self._token = 0
 
     def changed(self, output: Tensor) -> Tensor:
         """Add to them what no activation cuts off."""
         changed_ND = output.clone().reshape(-1, output.shape[-1])
         chosen_D = self._chosen_D.to(output.device)
-        changed_ND[0, chosen_D] += 4 * output.abs().amax() + 1
+        size_N = changed_ND.abs().amax(-1)
+        self._token = int((size_N >= _ALIVE * size_N.amax()).int().argmax())
+        changed_ND[self._token, chosen_D] += 4 * output.abs().amax() + 1
         return changed_ND.reshape(output.shape)
 
     def is_changed(self, x: Tensor, base: Tensor) -> bool:
-        """Say whether only the first token differs, and only in channels that come from chosen ones."""
+        """Say whether only this token differs, and only in channels that come from chosen ones."""
         off_ND = (x != base).reshape(-1, x.shape[-1])
         width, columns = len(self._chosen_D), x.shape[-1]
-        if bool(off_ND[1:].any()) or len(off_ND) < 2 or width % columns:
+        if len(off_ND) < 2 or self._token >= len(off_ND) or width % columns:
+            return False
+        off_D = off_ND[self._token].clone()
+        off_ND[self._token] = False
+        if bool(off_ND.any()):
             return False
         chosen = self._chosen_D.to(x.device)
         # Gate and up of one layer lie one after the other, or alternate.
         ways = chosen.reshape(-1, columns).any(0), chosen.reshape(columns, -1).any(1)
-        return any(not bool((off_ND[0] & ~way).any()) for way in ways)
+        return any(not bool((off_D & ~way).any()) for way in ways)
 
 
 def _is_linear(module: nn.Module) -> bool:

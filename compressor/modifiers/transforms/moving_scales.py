@@ -71,11 +71,12 @@ class ScaleMovingModifier(Modifier):
     def on_initialize(self, state: State) -> bool:
         """Resolve mappings of the recipe, before any data is read."""
         self._written, self._was_asked = None, False
-        if state.schemes:
-            first = next(iter(state.schemes))
-            raise RecipeError(f"{self.label}: {first} is quantized by a modifier before it; let it stand before those that quantize")
         if self.mappings is not None:
             self._written = resolve_written(state.model, _written_mappings(self.mappings), self.label)
+        moved = None if self._written is None else {name for source, readers in self._written.items() for name in (source, *readers)}
+        first = next((name for name in state.schemes if moved is None or name in moved), None)
+        if first is not None:
+            raise RecipeError(f"{self.label}: {first} is quantized by a modifier before it; let it stand before those that quantize")
         return True
 
     def on_calibration_start(self, state: State, event: Event) -> None:

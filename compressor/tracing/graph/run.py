@@ -304,6 +304,7 @@ class GraphRun:
         values, program = self._store.get(twin), self._programs[twin]
         call = self._call_beside(stop.targets) if hooks else self._call_as_before()
         late = self._late.pop(twin, segment)
+        is_last = is_last or program.segments[segment].is_last  # modules of stages before may be watched to the end, as for keys and values
         if late == segment and not is_last and self._waits_before(program, segment, stop):
             self._late[twin] = segment
             if hooks:

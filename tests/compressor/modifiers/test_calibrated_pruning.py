@@ -238,6 +238,11 @@ def test_two_modifiers_do_not_prune_one_weight() -> None:
         oneshot(llama(), recipe=recipe, dataset=IDS)
 
 
+def test_what_is_quantized_first_is_not_pruned_afterwards() -> None:
+    with pytest.raises(RecipeError, match=r"q_proj is quantized by GPTQModifier\[0\] before it is pruned; let this one stand before"):
+        oneshot(llama(), recipe=[GPTQModifier(config_groups=GROUPS, **REST), SparseGPTModifier(sparsity=0.5, **REST)], dataset=IDS)
+
+
 def test_the_recipes_of_llm_compressor_are_read() -> None:
     text = """
 sparsity_stage:

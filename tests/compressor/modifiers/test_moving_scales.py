@@ -156,6 +156,19 @@ def test_written_mappings_and_ignored_sources_are_honoured() -> None:
     assert changed == {"model.layers.1.input_layernorm.weight", *attention}
 
 
+def test_written_mappings_may_stand_behind_a_modifier_that_quantizes_other_layers() -> None:
+    def recipe(scaled: AWQModifier) -> list[Any]:
+        rest = QuantizationModifier(targets=[r"re:.*(gate|up|down)_proj$"], scheme="W8A8")
+        return [GPTQModifier(targets=[r"re:.*(q|k|v|o)_proj$"], scheme="W8A8"), scaled, rest]
+
+    scaled = AWQModifier(mappings=[[["re:.*gate_proj", "re:.*up_proj"], "re:.*post_attention_layernorm"]])
+    result = oneshot(llama(), recipe=recipe(scaled), dataset=IDS)
+    assert [one["source"] for one in result.report.transforms] == [f"model.layers.{index}.post_attention_layernorm" for index in range(2)]
+    touching = AWQModifier(mappings=[[[f"re:.*{name}" for name in QKV], "re:.*input_layernorm"]])
+    with pytest.raises(RecipeError, match="q_proj is quantized by a modifier before it"):
+        oneshot(llama(), recipe=recipe(touching), dataset=IDS)
+
+
 @pytest.mark.parametrize(
     ("recipe", "error", "why"),
     [

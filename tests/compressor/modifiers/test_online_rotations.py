@@ -118,6 +118,16 @@ def test_what_is_saved_again_is_the_same(tmp_path: Path) -> None:
         load_compressed(tmp_path / "out", device="cpu").save_pretrained(tmp_path / "floats", save_compressed=False)
 
 
+def test_the_end_of_an_mlp_is_found_where_the_first_token_is_zero_everywhere() -> None:
+    model = llama()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[int(IDS[0, 0])] = 0.0  # as the row of a padding token is
+    before = logits(model)
+    oneshot(model, recipe=[R4.model_copy(deep=True)], dataset=IDS, device="cpu")
+    assert list(rotated_modules(model)) == [f"model.layers.{index}.mlp.down_proj" for index in range(2)]
+    assert difference(logits(model), before) < 1e-5
+
+
 @pytest.mark.parametrize("modifier", [RECIPES["all"], RECIPES["QuIP"]], ids=["R4", "QuIP"])
 def test_a_resumed_run_turns_alike(modifier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama().save_pretrained(tmp_path / "base")
