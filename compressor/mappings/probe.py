@@ -29,7 +29,7 @@ from compressor.mappings.pairs import Mappings, Refusal, ScalePair, pattern_of, 
 from compressor.model.evaluation import evaluation_mode
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
-from compressor.nn.experts import UnfusedExperts
+from compressor.nn.experts import SortedExperts, UnfusedExperts
 from compressor.progress import Progress, SilentProgress
 from compressor.tracing.footprint import Footprint
 from compressor.tracing.picking import excerpt
@@ -102,7 +102,10 @@ def all_experts(model: nn.Module) -> Iterator[None]:
     """Have every expert called on all tokens; what a router did not choose counts for nothing."""
     layers = [module for module in model.modules() if isinstance(module, UnfusedExperts)]
 
-    def forward_of(layer: UnfusedExperts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def forward_of(layer: UnfusedExperts) -> Callable[..., Tensor]:
+        if isinstance(layer, SortedExperts):
+            return layer.forward_dense
+
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             final = torch.zeros_like(hidden_states)
             for index, expert in enumerate(layer.experts()):

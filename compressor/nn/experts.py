@@ -313,6 +313,58 @@ class UnfusedExperts(nn.Module):
             yield rows, slots, output
 
 
+class SortedExperts(UnfusedExperts):
+    """Stands where a module stood that is handed one weighted copy of all tokens for each expert, one after the other, as in Llama 4.
+
+    A row of zeros is a token that is not sent to the expert; without biases it comes out as zeros, and so it is left out.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Send to each expert its tokens.
+
+        Args:
+            hidden_states: [E * N, C], expert after expert.
+
+        Returns:
+            [E * N, C].
+        """
+        experts, outputs = list(self.experts()), torch.zeros_like(hidden_states)
+        num_tokens = len(hidden_states) // len(experts)
+        for expert, x_NC, output_NC in zip(experts, hidden_states.split(num_tokens), outputs.split(num_tokens), strict=True):
+            (rows,) = torch.where(x_NC.any(-1))
+            expert.token_rows = TokenRows(rows, num_tokens)
+            try:
+                output_NC[rows] = expert(x_NC[rows])
+            finally:
+                expert.token_rows = None
+        return outputs
+
+    def forward_dense(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Compute what `forward` does with every expert on all of its rows.
+
+        Args:
+            hidden_states: [E * N, C], expert after expert.
+
+        Returns:
+            [E * N, C].
+        """
+        experts = list(self.experts())
+        parts = hidden_states.split(len(hidden_states) // len(experts))
+        return torch.cat([expert(x_NC) for expert, x_NC in zip(experts, parts, strict=True)])
+
+    def gated(self, first: list[Tensor]) -> Tensor:
+        """Combine gate and up.
+
+        Args:
+            first: outputs of gate and up.
+
+        Returns:
+            The input of the down projection.
+        """
+        gate, up = first
+        return up * self.act_fn(gate)
+
+
 def expert_rows(model: nn.Module, name: str) -> TokenRows | None:
     """Say which tokens a projection of an expert is working on.
 

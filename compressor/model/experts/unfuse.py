@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from compressor.errors import ModelError
 from compressor.model.targets import matches
-from compressor.nn.experts import ExpertLayout, UnfusedExperts
+from compressor.nn.experts import ExpertLayout, SortedExperts, UnfusedExperts
 
 # What the files of an architecture call the projections of its experts, read off the table by which transformers converts files.
 
@@ -94,7 +94,8 @@ def _merged_names(converters: list[Any], fused_name: str) -> list[str]:
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _USUAL = MappingProxyType({"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True})
 # Classes that have the interface but not the flags, and what the flags would say.
-_UNTOLD: Mapping[str, Mapping[str, bool]] = MappingProxyType({"Step3p7Experts": _USUAL})
+_SORTED = "Llama4TextExperts"  # is handed weighted tokens, one copy for each expert, and says nothing of itself
+_UNTOLD: Mapping[str, Mapping[str, bool]] = MappingProxyType({"Step3p7Experts": _USUAL, _SORTED: {**_USUAL, "is_transposed": True}})
 _EXPERT_CLASS = re.compile(r"Experts?(?![a-z])|M[oO]E(?![a-z])|Moe(?![a-z])")
 _ROUNDINGS = 64  # how many units of the last place fused and unfused forward may differ by, relative to the largest output
 
@@ -151,13 +152,18 @@ class UnfusedModel:
         """Show every token to the hooks of every expert. Changes the model.
 
         Raises:
-            ModelError: nothing was taken apart.
+            ModelError: nothing was taken apart, or its experts are never handed the tokens of others.
         """
         if not self.modules:
             raise ModelError("calibrate_all_experts: no module with experts is going to be compressed; leave the option out")
         for name in self.modules:
             module = self.model.get_submodule(name)
             assert isinstance(module, UnfusedExperts)
+            if isinstance(module, SortedExperts):
+                raise ModelError(
+                    f"calibrate_all_experts: {name} is handed tokens that are weighted for each expert, and zeros for all others; leave "
+                    "the option out"
+                )
             module.calibrate_all = True
 
     def describe(self) -> list[str]:
@@ -220,7 +226,7 @@ def unfuse_into(unfused: UnfusedModel, *, prove: bool = True) -> None:
     for name, module in known:
         layout = layout_of(module, disk_names(converters, name))
         assert layout is not None
-        apart = UnfusedExperts(module, layout)
+        apart = (SortedExperts if type(module).__name__ == _SORTED else UnfusedExperts)(module, layout)
         difference = _difference(name, module, apart) if prove else None
         model.set_submodule(name, apart)
         unfused.fused[name] = module
@@ -323,7 +329,7 @@ def _difference(name: str, fused: nn.Module, apart: UnfusedExperts) -> float | N
     return difference
 
 
-def _probe(fused: nn.Module, apart: UnfusedExperts) -> tuple[Tensor, Tensor, Tensor]:
+def _probe(fused: nn.Module, apart: UnfusedExperts) -> tuple[Tensor, ...]:
     weight = fused.get_parameter("down_proj")
     num_experts = weight.shape[0]
     layer = next(apart.experts()).get_submodule(apart.layout.up)
@@ -332,6 +338,9 @@ def _probe(fused: nn.Module, apart: UnfusedExperts) -> tuple[Tensor, Tensor, Ten
     num_tokens = max(4, 2 * num_experts // slots)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, layer.in_features, generator=generator, dtype=torch.float32)
+    if isinstance(apart, SortedExperts):
+        sent = torch.arange(num_tokens * num_experts) % 3 > 0  # of every expert some tokens, of none all
+        return ((hidden.repeat(num_experts, 1) * sent[:, None]).to(weight.device, weight.dtype),)
     index = torch.arange(num_tokens * slots).reshape(num_tokens, slots) % num_experts
     shares = torch.rand(num_tokens, slots, generator=generator, dtype=torch.float32)
     return hidden.to(weight.device, weight.dtype), index.to(weight.device), shares.to(weight.device, weight.dtype)

@@ -23,7 +23,7 @@ from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.model.class_readers import class_twin
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.folder import one_line, some
-from compressor.nn.experts import UnfusedExperts
+from compressor.nn.experts import SortedExperts, UnfusedExperts
 from compressor.tracing.picking import excerpt
 
 _MOST = 0.05  # relative difference of a layer's output for the median token that is rounding of sums in another order
@@ -66,7 +66,14 @@ def expert_layers(model: nn.Module) -> dict[str, int]:
     Returns:
         Dotted name to number of experts.
     """
-    return {name: len(list(module.experts())) for name, module in model.named_modules() if isinstance(module, UnfusedExperts)}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, UnfusedExperts)}
+    weighted = next((name for name, module in found.items() if isinstance(module, SortedExperts)), None)
+    if weighted is not None:
+        raise ModelError(
+            f"{weighted}: {found[weighted].fused_class.__name__} is handed tokens that its router has weighted already, so what an expert "
+            "adds cannot be told from what it is sent; leave REAPPruningModifier out"
+        )
+    return {name: len(list(module.experts())) for name, module in found.items()}
 
 
 def count_experts(model: nn.Module, fewer: int) -> ExpertCount:
