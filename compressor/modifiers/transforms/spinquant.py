@@ -78,7 +78,10 @@ class SpinQuantModifier(RotatingModifier):
     @classmethod
     def _built(cls, value: list[RotationName]) -> list[RotationName]:
         if "R3" in value:
-            raise RecipeError("rotations: R3 would be computed inside attention, which is not built here; leave it out")
+            raise RecipeError(
+                "rotations: R3 would be computed inside attention, on queries and keys behind their rotary embedding; no reader does "
+                "(transformers 5.23 passes over transform_config), so it is not built here: leave it out, kv_cache_scheme works without"
+            )
         return value
 
     @model_validator(mode="after")
