@@ -231,12 +231,10 @@ def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettin
     trained = {label: Beside(number / batches.batch_size, searches.get(label)) for label, number in sequences.items()}
     estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained)
     modules = [target.module for target in targets.values()]
-    online = {
-        name: flops
-        for modifier in parsed.modifiers
-        if isinstance(modifier, _TurningOnline)
-        for name, flops in modifier.online_flops(skeleton).items()
-    }
+    online: dict[str, float] = {}
+    for modifier in parsed.modifiers:
+        for name, flops in modifier.online_flops(skeleton).items() if isinstance(modifier, _TurningOnline) else ():
+            online[name] = online.get(name, 0.0) + flops
     words = _in_words(skeleton, chosen, *streams)
     return Plan(modules, skipped, chosen, layers, words, estimate, online=online, online_share=_share_of_products(skeleton, online))
 
