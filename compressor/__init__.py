@@ -12,6 +12,9 @@ from compressor.settings.llmcompressor import NAMES
 
 _PUBLIC = {
     "oneshot": "compressor.entrypoints.oneshot",
+    "model_free": "compressor.conversion.convert",
+    "ConvertResult": "compressor.conversion.convert",
+    "model_free_ptq": "compressor.conversion.llmcompressor",
     "train": "compressor.training_run",
     "TrainResult": "compressor.training_run",
     "plan": "compressor.planning",

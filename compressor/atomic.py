@@ -282,7 +282,7 @@ def whole_or_nothing(target: Path, num_bytes: int = 0, token: str | None = None,
             shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
-        _flush_all(partial)
+        flush_all(partial)
         if inside:
             _move_into(partial, target)
         else:
@@ -351,8 +351,12 @@ def _check_space(parent: Path, num_bytes: int) -> None:
         )
 
 
-def _flush_all(folder: Path) -> None:
-    """Make files and names durable, so that the rename never shows a folder whose content is still on the way."""
+def flush_all(folder: Path) -> None:
+    """Make files and names durable, so that a rename never shows a folder whose content is still on the way.
+
+    Args:
+        folder: with all that is in it.
+    """
     mode = stat.S_IMODE(folder.stat().st_mode) & 0o666  # safetensors makes files that only their owner reads, whatever the umask says
     for path in sorted(folder.rglob("*")):
         if path.is_file():

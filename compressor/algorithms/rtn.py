@@ -40,16 +40,32 @@ def round_to_nearest(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs
     """
     weight_RC = weight_RC.detach()  # a Parameter needs no gradient of what is only measured
     codes_RC = nearest_codes(weight_RC, qparams, args)
+    error, squares = squared_sums(weight_RC, codes_RC, qparams, args)
+    return RoundedWeight(codes_RC, error / squares if squares else 0.0)
+
+
+def squared_sums(weight_RC: Tensor, codes_RC: Tensor, qparams: QParams, args: QuantizationArgs) -> tuple[float, float]:
+    """Measure what rounding has done to a weight, or to some of its rows.
+
+    Args:
+        weight_RC: [R, C] float; not modified.
+        codes_RC: [R, C], its codes.
+        qparams: scale and zero point, as they will be stored.
+        args: number format.
+
+    Returns:
+        ||W - Q||^2 and ||W||^2.
+    """
     largest = float(weight_RC.abs().max()) if weight_RC.numel() else 0.0
     if largest == 0:
-        return RoundedWeight(codes_RC, 0.0)
+        return 0.0, 0.0
     unit = 1.0 if 1e-15 < largest < 1e15 else largest  # beyond, the squares would leave float32
 
     def measured(values: Tensor) -> Tensor:
         return values.float() if unit == 1.0 else values.float() / unit
 
     error = measured(dequantize(codes_RC, qparams, args)) - measured(weight_RC)
-    return RoundedWeight(codes_RC, float(error.square().sum()) / float(measured(weight_RC).square().sum()))
+    return float(error.square().sum()) * unit**2, float(measured(weight_RC).square().sum()) * unit**2
 
 
 def nearest_codes(weight_RC: Tensor, qparams: QParams, args: QuantizationArgs, *, checked: bool = True) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor.cli import inspect, mappings, trace, train
+from compressor.cli import convert, inspect, mappings, trace, train
 from compressor.console import Parser, add_completion, add_verbosity, logged, with_output
 from compressor.errors import AlreadyDoneError, CompressorError
 from compressor.json_text import to_json
@@ -197,6 +197,7 @@ def _run_recipe(args: argparse.Namespace) -> int:
 
 VERBS: dict[str, Verb] = {
     "oneshot": Verb("Compress a model with a recipe and calibration data, and save the checkpoint.", _oneshot_arguments, _run_oneshot),
+    "convert": Verb(convert.HELP, convert.add_arguments, convert.run),
     "plan": Verb("Say what each module would get, with estimates of memory and time; run nothing.", _plan_arguments, _run_plan),
     "inspect": Verb(inspect.HELP, inspect.add_arguments, inspect.run),
     "mappings": Verb(mappings.HELP, mappings.add_arguments, mappings.run),

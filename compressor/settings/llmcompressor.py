@@ -115,7 +115,6 @@ NAMES = {
     "active_session": "a run has a session of its own, which is closed with it; what a modifier needs is in `state`",
     "reset_session": "a run has a session of its own, which is closed with it, so that there is nothing to reset",
     "callbacks": "write a modifier (`Modifier`), whose callbacks are called",
-    "model_free_ptq": "call oneshot() with a scheme that needs no data, such as FP8_DYNAMIC",
 }
 """Names that a script may import from llm-compressor, and what to do here."""
 

@@ -1,4 +1,7 @@
-"""The settings of `oneshot`, `plan`, `trace` and `train`. Parts that several share are classes of their own; nothing heavy is imported."""
+"""The settings of `oneshot`, `convert`, `plan`, `trace` and `train`.
+
+Parts that several share are classes of their own; nothing heavy is imported.
+"""
 
 from __future__ import annotations
 
@@ -205,6 +208,46 @@ class OneshotSettings(PlanSettings, RecordSettings, DataSettings, TrackSettings)
     """Show progress bars (True), or an object that shows them."""
 
 
+class ConvertSettings(LoadSettings):
+    """The choices of one `convert`."""
+
+    output_dir: Annotated[PathLike, Option(metavar="O")]
+    """Folder of the checkpoint; must not exist or be empty."""
+    scheme: Annotated[Any, Option(metavar="S")] = None
+    """Scheme that needs no data, such as FP8_DYNAMIC, FP8_BLOCK, W4A16 or NVFP4A16; in Python also a mapping of schemes to targets, or a
+    QuantizationScheme."""
+    targets: Annotated[TextOrTexts, Option(metavar="P", many=True)] = ("Linear",)
+    """Modules that get the scheme: class names, dotted names or `re:` patterns; by default all linear layers."""
+    ignore: Annotated[TextOrTexts, Option(metavar="P", many=True)] = ()
+    """Modules that stay as they are."""
+    recipe: Annotated[Any, Option(metavar="R")] = None
+    """Recipe of one QuantizationModifier, in place of scheme, targets and ignore."""
+    workers: Annotated[Whole, Option(metavar="N", read=positive)] = 1
+    """Processes that share the work; the bytes do not depend on it."""
+    max_shard_size: Annotated[Memory, Option(metavar="SIZE")] = "5GB"
+    """Size of a weight file at most."""
+    resume: Annotated[Flag, Option()] = False
+    """Go on where an earlier conversion with the same arguments stopped; the result is bitwise that of one that never stopped."""
+    device: Annotated[Device, Option()] = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`: where weights are rounded."""
+    dtype: Annotated[Dtype, Option(choices=DTYPES)] = "auto"
+    """Dtype of the model; `auto` keeps the checkpoint's own."""
+    progress: Annotated[ProgressLike, Option("--quiet", negates=True, help="show no progress bars")] = False
+    """Show progress bars (True), or an object that shows them."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ConvertSettings:
+        if self.workers < 1:
+            raise UserInputError(f"workers: {self.workers} was given, and it must be at least 1; correct it")
+        if (self.scheme is None) == (self.recipe is None):
+            given = "neither scheme nor recipe was" if self.scheme is None else "both scheme and recipe were"
+            raise UserInputError(f"scheme: {given} given; give one of them")
+        for name in ("targets", "ignore"):
+            if self.recipe is not None and getattr(self, name) != type(self).model_fields[name].default:
+                raise UserInputError(f"{name}: {getattr(self, name)!r} was given beside a recipe, which says it; leave one out")
+        return self
+
+
 class TraceSettings(TracingSettings, RecordSettings, LoadSettings):
     """The choices of one `trace`."""
 
@@ -377,6 +420,7 @@ class TrainSettings(StepSettings, RecipeSettings, LoadSettings, TrackSettings):
 
 MODEL_HELP: Mapping[str, str] = {
     "oneshot": "folder of a transformers checkpoint (config.json, *.safetensors), or its name on the Hugging Face hub (owner/name)",
+    "convert": "folder of a transformers checkpoint (config.json, *.safetensors), or its name on the Hugging Face hub (owner/name)",
     "plan": "folder of a transformers checkpoint, or its name on the hub; weights are not needed",
     "train": "folder of a transformers checkpoint (config.json, *.safetensors), or its name on the hub",
     "trace": "folder with a config.json, or its name on the hub; weights are not needed",

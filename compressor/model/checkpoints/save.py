@@ -28,6 +28,7 @@ from compressor.model.checkpoints.format import config_of, stored_keys, stored_n
 from compressor.model.checkpoints.online import rotation_tensors, transform_config
 from compressor.model.experts.format import kept_fused, with_expert_settings, with_fused_floats
 from compressor.model.folder import one_line, read_json, some
+from compressor.model.headers import write_header
 from compressor.model.loading.load import quiet_transformers
 from compressor.nn.online_rotation import rotated_modules
 from compressor.numerics.scheme import QuantizationScheme
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-__all__ = ["MAX_SHARD_BYTES", "RECORD_FILE", "as_pretrained", "check_output_dir", "save_checkpoint"]
+__all__ = ["MAX_SHARD_BYTES", "RECORD_FILE", "as_pretrained", "check_output_dir", "save_checkpoint", "save_empty", "write_record"]
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -99,9 +100,72 @@ def save_checkpoint(
             _write_tokenizer(folder, transformers_model, tokenizer, None if source_dir is None else Path(source_dir))
             described = read_json(folder / "config.json").get("quantization_config")
         if record is not None or (transformers_model is None and described is not None):
-            written = {**(record or {}), "quantization_config": described, "tensors": tensor_digests(folder)}
-            (folder / RECORD_FILE).write_text(_to_json(written), encoding="utf-8")
+            write_record(folder, record or {}, described, tensor_digests(folder))
     return target
+
+
+def write_record(folder: Path, record: Mapping[str, Any], described: Any, digests: Mapping[str, str]) -> None:
+    """Write compression.json.
+
+    Args:
+        folder: of the checkpoint.
+        record: what made it.
+        described: the value of `quantization_config`.
+        digests: of its tensors, as `tensor_digests` gives them.
+    """
+    written = {**record, "quantization_config": described, "tensors": dict(digests)}
+    (folder / RECORD_FILE).write_text(_to_json(written), encoding="utf-8")
+
+
+def save_empty(
+    folder: Path,
+    model: PreTrainedModel,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source_dir: Path,
+    schemes: Mapping[str, QuantizationScheme],
+    max_shard_bytes: int | str = MAX_SHARD_BYTES,
+) -> None:
+    """Write what `save_checkpoint` writes, but for the values: the weight files have headers, and holes in the place of tensors.
+
+    Args:
+        folder: is there, and empty.
+        model: the compressed model, on the meta device.
+        tokenizer: as for `save_checkpoint`.
+        source_dir: as for `save_checkpoint`.
+        schemes: name of every quantized layer in the model to its scheme.
+        max_shard_bytes: above this the weights are split over several files with an index; a number, or text such as "5GB".
+
+    Raises:
+        OutputError: that is no size.
+        CheckpointError: transformers cannot save the model.
+        OSError: the disk is full or fails.
+    """
+    _check_shard_size(max_shard_bytes)
+    state = with_fused_floats(model, model.state_dict())
+    with _headers_only(model, state):
+        _write_pretrained(folder, model, state, schemes, max_shard_bytes)
+    _write_tokenizer(folder, model, tokenizer, source_dir)
+
+
+@contextmanager
+def _headers_only(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let transformers write files without their tensors: it names and splits them, and has one function to write a file.
+
+    Of a tensor on the meta device it asks the model for the object, to see which are tied. Changes the model, and back.
+    """
+    from transformers import modeling_utils
+
+    first: dict[tuple[object, ...], Tensor] = {}
+    objects = {name: first.setdefault((*_place(value), value.shape), value) for name, value in state.items()}
+    own = modeling_utils.safe_save_file
+    modeling_utils.safe_save_file = lambda tensors, path, metadata: write_header(tensors, Path(path), metadata)
+    vars(model)["get_parameter_or_buffer"] = objects.__getitem__
+    try:
+        yield
+    finally:
+        modeling_utils.safe_save_file = own
+        del vars(model)["get_parameter_or_buffer"]
 
 
 def as_pretrained(model: nn.Module) -> PreTrainedModel | None:
@@ -168,7 +232,7 @@ def _unshare(state: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
     seen: set[int] = set()
     result = {}
     for name, value in state.items():
-        pointer = value.untyped_storage().data_ptr()
+        pointer = _storage(value)
         result[name] = value.clone() if name in names and pointer in seen else value
         seen.add(pointer)
     return result
@@ -204,7 +268,7 @@ def _untie(model: PreTrainedModel, config: Any, state: dict[str, Tensor]) -> dic
     """
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     state = _unshare(state, _aliases(state) - set(ties) - set(ties.values()))
-    if all(name in state and source in state and state[name].data_ptr() == state[source].data_ptr() for name, source in ties.items()):
+    if all(name in state and source in state and _place(state[name]) == _place(state[source]) for name, source in ties.items()):
         return state
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.tie_word_embeddings = False
@@ -213,14 +277,25 @@ def _untie(model: PreTrainedModel, config: Any, state: dict[str, Tensor]) -> dic
 
 def _aliases(state: Mapping[str, Tensor]) -> set[str]:
     """Names of tensors that an earlier name has as well; parts of one tensor are none."""
-    seen: set[tuple[int, torch.Size]] = set()
+    seen: set[tuple[tuple[int, int], torch.Size]] = set()
     found = set()
     for name, value in state.items():
-        place = value.data_ptr(), value.shape
+        place = _place(value), value.shape
         if value.numel() and place in seen:
             found.add(name)
         seen.add(place)
     return found
+
+
+def _storage(value: Tensor) -> int:
+    """What tells the memory of one tensor from that of another; on the meta device all have the address 0."""
+    storage = value.untyped_storage()
+    return storage._cdata if value.is_meta else storage.data_ptr()
+
+
+def _place(value: Tensor) -> tuple[int, int]:
+    """The same, with where in it the tensor begins."""
+    return (_storage(value), int(value.storage_offset())) if value.is_meta else (value.data_ptr(), 0)
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def _alone(value: Tensor) -> Tensor:
 
 
 @contextmanager
-def kept_fused(model: Any, state: Mapping[str, Tensor], schemes: Mapping[str, QuantizationScheme]) -> Iterator[None]:
+def kept_fused(model: Any, state: Mapping[str, Tensor], schemes: Mapping[str, QuantizationScheme]) -> Iterator[bool]:
     """Let `save_pretrained` write fused floats as they are, where transformers could not load them one by one. Changes the model.
 
     Args:
@@ -152,11 +152,11 @@ def kept_fused(model: Any, state: Mapping[str, Tensor], schemes: Mapping[str, Qu
         schemes: of its quantized modules; beside fp8 weights alone floats load one by one, too.
 
     Yields:
-        Nothing.
+        Whether it does.
     """
     own = getattr(model, "_weight_conversions", None)
     if not any(scheme.weights is not None and scheme.weights.type == "int" for scheme in schemes.values()):
-        yield
+        yield False
         return
     from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 
@@ -164,7 +164,7 @@ def kept_fused(model: Any, state: Mapping[str, Tensor], schemes: Mapping[str, Qu
     kept = [entry for entry in known if not isinstance(entry, PrefixChange)] if own is None else list(known)
     model._weight_conversions = [entry for entry in kept if not _splits(entry, state)]
     try:
-        yield
+        yield True
     finally:
         if own is None:
             del model._weight_conversions

@@ -165,7 +165,7 @@ def load_model(
     loader = resolve_class(model_class)
     with quiet_transformers():
         model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code, config_folder)
-        _check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
+        check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
         tokenizer = load_tokenizer(folder, trust_remote_code)
     if torch_dtype == torch.float16:
         check_float16(model, f"{folder}: dtype")
@@ -340,14 +340,25 @@ def _load_weights(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # _check_loading_info names them; transformers would print a table
+            ignore_mismatched_sizes=True,  # check_loading_info names them; transformers would print a table
         )
     except LOAD_ERRORS as error:
         raise ModelError(f"{folder}: {loader.__name__} cannot load it ({one_line(error)}); {remedy(error)}") from error
     return model, info
 
 
-def _check_loading_info(folder: Path, info: Mapping[str, Any], config: Mapping[str, Any], *, may_leave_weights: bool) -> None:
+def check_loading_info(folder: Path, info: Mapping[str, Any], config: Mapping[str, Any], *, may_leave_weights: bool) -> None:
+    """Refuse a folder that does not hold the weights of its model, no more and no less.
+
+    Args:
+        folder: of the model.
+        info: what transformers says of loading it.
+        config: its config.json.
+        may_leave_weights: the class was named, and need not take all.
+
+    Raises:
+        ModelError: weights are missing, of another shape, or have no place.
+    """
     missing, unexpected = info["missing_keys"], info["unexpected_keys"]
     mismatched = [key for key, *_ in info["mismatched_keys"]]
     named = config.get("architectures")

@@ -186,7 +186,7 @@ class RunPlace:
         if self.run_dir is None:
             return nullcontext(NullJournal())
         if self.output_dir is not None and _is_checkpoint(self.output_dir):
-            self._refuse_done(run)
+            self.refuse_done(run)
         opened = open_journal(
             self.run_dir,
             resume=self.resume,
@@ -202,7 +202,17 @@ class RunPlace:
         """Whether a run is resumed whose checkpoint is there."""
         return self.resume and self.output_dir is not None and _is_checkpoint(self.output_dir)
 
-    def _refuse_done(self, run: Fingerprint) -> None:
+    def refuse_done(self, run: Fingerprint) -> None:
+        """Refuse to run where a checkpoint is.
+
+        Args:
+            run: what the result depends on.
+
+        Raises:
+            AlreadyDoneError: it is that of this very run.
+            OutputError: it is another.
+            ResumeError: it is no longer what was written.
+        """
         assert self.output_dir is not None and self.run_dir is not None
         try:
             record = json.loads((self.output_dir / RECORD_FILE).read_text(encoding="utf-8"))

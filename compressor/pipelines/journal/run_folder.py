@@ -3,6 +3,7 @@
 lock                     held while a run works here; the kernel lets go of it when the process ends, however it ends
 journal.jsonl            a line for the run, and one for each finished stage
 stage-0000.safetensors   what each stage made
+checkpoint               of a conversion without forwards: the files of the result, which are filled tensor by tensor
 
 Each line of the journal carries a checksum over itself and all lines before it. A kill in the middle of an append leaves a last line
 without its end: that is found and dropped. Anything else that does not fit its checksum was changed after it was written, and is an error
@@ -28,7 +29,8 @@ from compressor.errors import CheckpointError, ModelError, OutputError, ResumeEr
 _SUFFIX = ".partial-run"
 _LOCK, _JOURNAL = "lock", "journal.jsonl"
 _FORMAT = 1
-_OWN_NAMES = own_names(_LOCK, rf"{re.escape(_JOURNAL)}|(stage-\d+|end)\.safetensors")
+_CHECKPOINT = "checkpoint"
+_OWN_NAMES = own_names(rf"{_LOCK}|{_CHECKPOINT}", rf"{re.escape(_JOURNAL)}|(stage-\d+|end)\.safetensors")
 
 
 class Lines:
@@ -250,7 +252,8 @@ def refuse_to_overwrite(path: Path, journal: Lines) -> None:
     stages = [entry for entry in journal.entries if entry["kind"] == "stage"]
     if stages:
         raise ResumeError(
-            f"{path}: holds a run that did not end ({len(stages)} of {stages[-1]['total']} stages are finished); continue it with --resume "
+            f"{path}: holds a run that did not end ({stages[-1].get('finished', len(stages))} of {stages[-1]['total']} "
+            f"{stages[-1].get('what', 'stages')} are finished); continue it with --resume "
             "(resume=True), or remove the folder to start over"
         )
 
@@ -268,6 +271,11 @@ class RunFolder:
     def journal(self) -> Path:
         """Path of the journal."""
         return self.path / _JOURNAL
+
+    @property
+    def checkpoint(self) -> Path:
+        """Path of the result of a conversion, as far as it has come."""
+        return self.path / _CHECKPOINT
 
     def stage_file(self, index: int | None) -> Path:
         """Path of the file of a stage; None for what the end of the calibration leaves."""

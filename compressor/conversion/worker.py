@@ -1,0 +1,63 @@
+"""A process that does units: `python -m compressor.conversion.worker BASE MADE DEVICE`.
+
+It reads a unit from each line of standard input, and writes what came of it as a line of standard output.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel
+
+from compressor.conversion.files import Files
+from compressor.conversion.rounding import run_unit
+from compressor.conversion.units import Unit
+from compressor.errors import CompressorError
+
+
+class Failure(BaseModel):
+    """Why a worker gave up.
+
+    Attributes:
+        kind: class of the error.
+        text: what it says.
+        code: of the system, for errors of files.
+    """
+
+    kind: str
+    text: str
+    code: int | None = None
+
+
+EXPECTED = (CompressorError, OSError, MemoryError, RuntimeError)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do units until there is none left, or one fails.
+
+    Args:
+        argv: folders to read and to write, and the device.
+
+    Returns:
+        0, or 1 after a failure.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C goes to all of the terminal's processes; who started this one ends it
+    base, made, device = Path(argv[0]), Path(argv[1]), torch.device(argv[2])
+    with Files(base) as read, Files(made, writable=True) as written:
+        for line in sys.stdin.buffer:
+            unit = Unit.model_validate_json(line)
+            try:
+                done = run_unit(unit, read, written, device)
+            except EXPECTED as error:
+                print(Failure(kind=type(error).__name__, text=str(error), code=getattr(error, "errno", None)).model_dump_json(), flush=True)
+                return 1
+            print(done.model_dump_json(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,155 @@
+"""The headers of safetensors files: where each tensor lies, read and written without its bytes.
+
+safetensors itself maps a file, or takes all tensors at once. Who reads and writes tensors one by one, or in parts, needs to know their
+places only. A file that is made here has the bytes that safetensors would have written, once every tensor stands in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from compressor.errors import ModelError
+
+_LENGTH_BYTES, _ALIGNMENT = 8, 8
+_MAX_HEADER = 100_000_000  # as safetensors has it
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+    }
+)
+NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        file: name of the file in its folder.
+        dtype: of the values.
+        shape: of the tensor; it lies there contiguously.
+        start: byte of the file at which it begins.
+    """
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def label(self) -> str:
+        """Dtype and shape as digests name them, such as `BF16[64,128]`."""
+        return f"{NAMES[self.dtype]}[{','.join(map(str, self.shape))}]"
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Say where the tensors of a file lie.
+
+    Args:
+        path: of a safetensors file.
+
+    Returns:
+        By name, in the order of the file.
+
+    Raises:
+        ModelError: it is no whole safetensors file, or holds a dtype that is not known here.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            if length > min(size - _LENGTH_BYTES, _MAX_HEADER):
+                raise _damaged(path, "its header is cut off")
+            content = json.loads(stream.read(length))
+    except OSError as error:
+        raise _damaged(path, error.strerror or str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, "its header is no JSON") from error
+    begin = _LENGTH_BYTES + length
+    if not isinstance(content, dict):
+        raise _damaged(path, "its header is no JSON object")
+    found = {name: _entry(path, name, one, begin) for name, one in content.items() if name != "__metadata__"}
+    end = max((one.start + one.num_bytes for one in found.values()), default=begin)
+    if end != size:
+        raise _damaged(path, f"its tensors end at byte {end:,}, and the file at {size:,}")
+    return dict(sorted(found.items(), key=lambda item: item[1].start))
+
+
+def _entry(path: Path, name: str, entry: object, begin: int) -> StoredTensor:
+    try:
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(path, f"{name} has no dtype, shape and place") from error
+    if dtype not in DTYPES:
+        raise ModelError(f"{path}: {name} is stored as {dtype!r}, and such values are not read here; convert that tensor first")
+    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
+        raise _damaged(path, f"{name} has no dtype, shape and place")
+    stored = StoredTensor(path.name, DTYPES[dtype], shape, begin + start)
+    if stored.num_bytes != end - start:
+        raise _damaged(path, f"{name} has {end - start:,} bytes, and its shape needs {stored.num_bytes:,}")
+    return stored
+
+
+def _damaged(path: Path, why: str) -> ModelError:
+    return ModelError(f"{path}: not a whole safetensors file ({why}); fetch it again")
+
+
+def write_header(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Make the file that safetensors would write of tensors, all of which are zero: its header, and a hole behind it.
+
+    Args:
+        tensors: name to tensor, of which shape and dtype are looked at.
+        path: of the file.
+        metadata: of its header.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    rank = _dtype_ranks()
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    place = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (rank[NAMES[item[1].dtype]], item[0].encode())):
+        end = place + tensor.numel() * tensor.dtype.itemsize
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("xb") as stream:
+        stream.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        os.ftruncate(stream.fileno(), _LENGTH_BYTES + len(text) + place)
+
+
+@functools.cache
+def _dtype_ranks() -> Mapping[str, int]:
+    """In which order safetensors writes tensors of several dtypes: asked of itself, for it is its own affair."""
+    whole = save({name: torch.zeros(8, dtype=torch.uint8).view(dtype) for name, dtype in DTYPES.items()})
+    begin = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES], "little")
+    entries = json.loads(whole[_LENGTH_BYTES:begin])
+    return {name: rank for rank, name in enumerate(sorted(entries, key=lambda name: entries[name]["data_offsets"]))}

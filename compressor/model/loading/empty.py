@@ -1,0 +1,229 @@
+"""A model as its folder gives it, on the meta device: its modules, names and dtypes, and from which tensors of the files its own come.
+
+transformers loads it as it loads any other, but of tensors without bytes. So all that it does on the way (renaming, merging experts, tying,
+the dtypes that it keeps) has been done, and what the files lack or have too much is known, in the time of reading headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressor.errors import ModelError
+from compressor.model.folder import check_not_quantized, one_line, read_config, read_json, resolve_folder, some, weight_files
+from compressor.model.headers import StoredTensor, read_header
+from compressor.model.loading.load import (
+    LOAD_ERRORS,
+    LoadedModel,
+    check_loading_info,
+    load_tokenizer,
+    quiet_transformers,
+    remedy,
+    resolve_class,
+    resolve_dtype,
+)
+
+_SCALE = "_scale_inv"  # of fp8 weights in blocks, as DeepSeek has called it
+_SINGLE = "model.safetensors"
+_MERGE = ("MergeModulelist",)
+_MERGE_AND_JOIN = ("MergeModulelist", "Concatenate")
+
+
+@dataclass(frozen=True)
+class EmptyModel:
+    """A model without bytes.
+
+    Attributes:
+        loaded: the model, on the meta device, with its tokenizer and folder.
+        tensors: name in the files to where the tensor lies; scales of fp8 blocks are not among them.
+        scales: name of an fp8 weight in the files to where its scales lie.
+        sources: name in the model to the names in the files of which it consists, in the order of its elements.
+        made: name in the model of what transformers makes of others in another way, to what it does.
+    """
+
+    loaded: LoadedModel
+    tensors: Mapping[str, StoredTensor]
+    scales: Mapping[str, StoredTensor]
+    sources: Mapping[str, tuple[str, ...]]
+    made: Mapping[str, str]
+
+
+def load_empty(
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    model_class: str | type | None = None,
+    revision: str | None = None,
+) -> EmptyModel:
+    """Load a model without its weights.
+
+    Args:
+        source: folder in the layout of transformers, or its name on the hub, of which the weights are fetched, too.
+        dtype: "auto" (the files' own), or one of bfloat16, float16, float32, float64.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
+        model_class: class of transformers, or its name; None for AutoModelForCausalLM.
+        revision: branch, tag or commit on the hub; None is main.
+
+    Returns:
+        The model, and where its tensors lie.
+
+    Raises:
+        ModelError: the folder is missing, incomplete or damaged, lacks weights that the class needs, or is quantized otherwise than by fp8
+            in blocks; or the hub does not give it.
+    """
+    found = resolve_folder(source, revision, code=trust_remote_code)
+    folder, config = found.path, read_config(found.path)
+    is_fp8 = _is_fp8_in_blocks(config)
+    if not is_fp8:
+        check_not_quantized(config, str(folder))
+    tensors, scales = _split_scales(folder, _read_headers(folder), is_fp8)
+    wanted = resolve_dtype(dtype)
+    with quiet_transformers():
+        model, info, sources, made = _build(folder, resolve_class(model_class), tensors, wanted, trust_remote_code)
+        check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
+        tokenizer = load_tokenizer(folder, trust_remote_code)
+    unexpected = tuple(sorted(info["unexpected_keys"]))
+    return EmptyModel(LoadedModel(model, tokenizer, folder, False, unexpected, (), found.origin), tensors, scales, sources, made)
+
+
+def _read_headers(folder: Path) -> dict[str, StoredTensor]:
+    names = weight_files(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{folder}: {len(missing)} of {len(names)} weight files are missing ({some(missing)}); fetch the folder again")
+    tensors: dict[str, StoredTensor] = {}
+    for file in names:
+        for name, stored in read_header(folder / file).items():
+            if name in tensors:
+                raise ModelError(f"{folder}: {name} stands in {tensors[name].file} and in {file}; keep one of them")
+            tensors[name] = stored
+    if names != [_SINGLE]:
+        _check_index(folder, tensors)
+    return tensors
+
+
+def _check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    index = folder / f"{_SINGLE}.index.json"
+    wrong = [name for name, file in read_json(index)["weight_map"].items() if name not in tensors or tensors[name].file != file]
+    if wrong:
+        raise ModelError(f"{index}: {len(wrong)} tensors ({some(wrong)}) are not in the files that it names; restore the files")
+
+
+def _is_fp8_in_blocks(config: Mapping[str, Any]) -> bool:
+    found = config.get("quantization_config")
+    return isinstance(found, Mapping) and found.get("quant_method") == "fp8" and bool(found.get("weight_block_size"))
+
+
+def _split_scales(
+    folder: Path, tensors: Mapping[str, StoredTensor], is_fp8: bool
+) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Weights by themselves, and the scales of those in fp8."""
+    scales = {name.removesuffix(_SCALE): stored for name, stored in tensors.items() if is_fp8 and name.endswith(_SCALE)}
+    rest = {name: stored for name, stored in tensors.items() if not (is_fp8 and name.endswith(_SCALE))}
+    narrow = {name for name, stored in rest.items() if stored.dtype.is_floating_point and stored.dtype.itemsize < 2}
+    odd = sorted(narrow ^ scales.keys())
+    if odd:
+        raise ModelError(f"{folder}: {some(odd)}: fp8 weights and their scales (weight{_SCALE}) do not match; restore the files")
+    for name, scale in scales.items():
+        if not _divides(rest[name].shape, scale.shape):
+            shapes = f"{list(scale.shape)} do not divide its shape {list(rest[name].shape)}"
+            raise ModelError(f"{folder}: {name}: its scales {shapes}; restore the files")
+    return rest, scales
+
+
+def _divides(shape: tuple[int, ...], parts: tuple[int, ...]) -> bool:
+    return len(shape) == len(parts) == 2 and all(part and size and size % part == 0 for size, part in zip(shape, parts, strict=True))
+
+
+def _build(
+    folder: Path, loader: Any, tensors: Mapping[str, StoredTensor], dtype: str | torch.dtype, trust_remote_code: bool
+) -> tuple[nn.Module, dict[str, Any], dict[str, tuple[str, ...]], dict[str, str]]:
+    from transformers import AutoConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        floats = (stored.dtype for stored in tensors.values() if stored.dtype.is_floating_point)
+        own = getattr(config, "dtype", None) or next(floats, torch.float32)
+        chosen: Any = own if dtype == "auto" else dtype
+        with torch.device("meta"):
+            if hasattr(loader, "from_config"):
+                model = loader.from_config(config, trust_remote_code=trust_remote_code, dtype=chosen)
+            else:
+                model = loader._from_config(config, dtype=chosen)
+        rules = get_model_conversion_mapping(model)
+        sources, made = _sources(model, rules, tensors)
+        info = _fill(model, rules, tensors, chosen, folder, trust_remote_code)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{folder}: {loader.__name__} cannot load it ({one_line(error)}); {remedy(error)}") from error
+    return model.eval(), info, sources, made
+
+
+def _fill(
+    model: Any, rules: list[Any], tensors: Mapping[str, StoredTensor], dtype: torch.dtype, folder: Path, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Do what `from_pretrained` does once it has a model and files. Changes the model; returns what it says of that."""
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    empty = {name: torch.empty(stored.shape, dtype=_as_float(stored.dtype), device="meta") for name, stored in tensors.items()}
+    settings = LoadStateDictConfig(
+        device_map={"": torch.device("meta")},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        weight_mapping=rules,
+        ignore_mismatched_sizes=True,
+    )
+    info, _ = convert_and_load_state_dict_in_model(model, empty, settings)
+    model.mark_tied_weights_as_initialized(info)
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+    model.config.name_or_path = str(folder)
+    if model.can_generate() and hasattr(model, "adjust_generation_fn"):
+        hub = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None, "revision": None}
+        model.adjust_generation_fn(None, True, None, folder, subfolder="", trust_remote_code=trust_remote_code, **hub)
+    return {name: getattr(info, name) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+
+
+def _as_float(dtype: torch.dtype) -> torch.dtype:
+    """What fp8 is read as."""
+    return torch.bfloat16 if dtype.is_floating_point and dtype.itemsize < 2 else dtype
+
+
+def _sources(model: Any, rules: list[Any], tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """From which tensors of the files each of the model comes: by the names that transformers gives them while it loads."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    own = model.state_dict()
+    renamings = [deepcopy(rule) for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [deepcopy(rule) for rule in rules if isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    direct: dict[str, tuple[str, ...]] = {}
+    merged: dict[str, dict[str, list[str]]] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if key not in own and name in own:
+            key, pattern = rename_source_key(name, [], [], model.base_model_prefix, own)
+        if pattern is None:
+            direct[key] = (name,)
+        else:
+            merged.setdefault(key, {}).setdefault(pattern, []).append(name)
+    made: dict[str, str] = {}
+    for key, parts in merged.items():
+        converter = of_pattern[next(iter(parts))]
+        done = tuple(type(operation).__name__ for operation in converter.operations)
+        lists = [parts.get(pattern, []) for pattern in converter.source_patterns]
+        if done == _MERGE or (done == _MERGE_AND_JOIN and converter.operations[1].dim == 1):
+            direct[key] = tuple(name for row in zip(*lists, strict=False) for name in row)
+        else:
+            made[key] = ", ".join(done)
+    return direct, made

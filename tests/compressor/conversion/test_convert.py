@@ -1,0 +1,197 @@
+"""A conversion without forwards gives the bytes of `oneshot`, in little memory, whatever the number of processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compressor import load_compressed, model_free, model_free_ptq, oneshot
+from compressor.cli.main import main
+from compressor.conversion import rounding
+from compressor.errors import RecipeError, SchemeError, UserInputError
+from compressor.numerics import preset_scheme
+from compressor.numerics.scheme import PRESETS
+
+Folders = Callable[[str], Path]
+Expected = Callable[..., Path]
+Check = Callable[[Path, Path], None]
+Differences = Callable[[Path, Path], list[str]]
+
+_WITHOUT_DATA = [name for name, scheme in PRESETS.items() if scheme.input_activations is None or scheme.input_activations.dynamic is True]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut even the weights of a tiny model into several blocks."""
+    monkeypatch.setattr(rounding, "BLOCK_VALUES", 1 << 14)
+
+
+@pytest.mark.parametrize("scheme", sorted(_WITHOUT_DATA))
+def test_every_scheme_gives_what_oneshot_gives(
+    scheme: str, base: Folders, expected: Expected, tmp_path: Path, small_blocks: None, check_same: Check
+) -> None:
+    """Cut into blocks of rows, too."""
+    model_free(base("dense"), output_dir=tmp_path / "made", scheme=scheme, ignore="lm_head")
+    check_same(tmp_path / "made", expected(base("dense"), scheme=scheme, ignore=["lm_head"]))
+
+
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "W4A16_ASYM", "NVFP4A16"])
+@pytest.mark.parametrize("name", ["tied", "biases", "experts", "fused"])
+@pytest.mark.filterwarnings("ignore:transformers")
+def test_every_architecture_gives_what_oneshot_gives(
+    name: str, scheme: str, base: Folders, expected: Expected, tmp_path: Path, check_same: Check
+) -> None:
+    """Tied heads, biases, experts that the files hold one by one or fused."""
+    asked: dict[str, Any] = {"scheme": scheme, "ignore": ["lm_head"]}
+    model_free(base(name), output_dir=tmp_path / "made", **asked)
+    check_same(tmp_path / "made", expected(base(name), **asked))
+
+
+@pytest.mark.filterwarnings("ignore:transformers")
+def test_experts_that_stay_floats_are_written_as_oneshot_writes_them(
+    base: Folders, expected: Expected, tmp_path: Path, check_same: Check
+) -> None:
+    """Fused beside integers."""
+    for ignore in (["lm_head", "re:.*experts.*"], ["lm_head", "re:.*w2$"]):
+        made = tmp_path / f"made{len(ignore[1])}"
+        model_free(base("experts"), output_dir=made, scheme="W4A16", ignore=ignore)
+        check_same(made, expected(base("experts"), scheme="W4A16", ignore=ignore))
+
+
+def test_an_observer_and_groups_of_schemes_and_a_scale_of_the_whole_weight(
+    base: Folders, expected: Expected, tmp_path: Path, small_blocks: None, check_same: Check
+) -> None:
+    """By a recipe, and by a scheme of one's own."""
+    eight, four = PRESETS["W8A8"].model_dump(mode="json"), PRESETS["W4A16"].model_dump(mode="json")
+    four["weights"]["observer"] = "mse"
+    whole = {"weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+    groups = {
+        "a": {**eight, "targets": ["re:.*mlp.*"]},
+        "b": {**four, "targets": ["re:.*q_proj"]},
+        "c": {**whole, "targets": ["re:.*k_proj"]},
+    }
+    model_free(base("dense"), output_dir=tmp_path / "made", recipe={"QuantizationModifier": {"config_groups": groups}})
+    wanted = tmp_path / "wanted"
+    oneshot(base("dense"), recipe={"QuantizationModifier": {"config_groups": groups}}, output_dir=wanted)
+    check_same(tmp_path / "made", wanted)
+
+    model_free(base("dense"), output_dir=tmp_path / "own", scheme=preset_scheme("W8A16", ["re:.*mlp.*"]))
+    assert set(json.loads((tmp_path / "own" / "compression.json").read_text())["modules"]) == {
+        f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")
+    }
+
+
+def test_files_are_split_as_oneshot_splits_them(base: Folders, tmp_path: Path, check_same: Check) -> None:
+    """Whatever the files of the base are."""
+    result = oneshot(base("dense"), recipe={"QuantizationModifier": {"scheme": "FP8_DYNAMIC", "ignore": ["lm_head"]}})
+    result.save(tmp_path / "wanted", max_shard_size="100KB")
+    model_free(base("dense"), output_dir=tmp_path / "made", scheme="FP8_DYNAMIC", ignore="lm_head", max_shard_size="100KB")
+    check_same(tmp_path / "made", tmp_path / "wanted")
+    assert len(list((tmp_path / "made").glob("model-*.safetensors"))) > 2
+
+
+def test_another_dtype_is_cast_as_oneshot_casts_it(base: Folders, expected: Expected, tmp_path: Path, differences: Differences) -> None:
+    """Up without loss; down with a note."""
+    asked: dict[str, Any] = {"scheme": "FP8_DYNAMIC", "ignore": ["lm_head"]}
+    oneshot(base("dense"), recipe={"QuantizationModifier": asked}, output_dir=tmp_path / "wanted", dtype="float32")
+    made = model_free(base("dense"), output_dir=tmp_path / "made", dtype="float32", **asked)
+    assert "compression.json" not in differences(tmp_path / "made", tmp_path / "wanted") and not made.report.notes
+    down = model_free(base("dense"), output_dir=tmp_path / "down", dtype="float16", **asked)
+    assert any("were rounded to the dtype of the model" in note for note in down.report.notes)
+
+
+def test_fp8_blocks_are_read_as_floats(base: Folders, expected: Expected, tmp_path: Path, differences: Differences) -> None:
+    """A base of the DeepSeek kind gives what the floats give that it stands for."""
+    coded, floats = tmp_path / "coded", tmp_path / "floats"
+    config = json.loads((base("dense") / "config.json").read_text())
+    tensors = {name: value for path in sorted(base("dense").glob("*.safetensors")) for name, value in load_file(path).items()}
+    kept: dict[str, torch.Tensor] = {}
+    for name, value in list(tensors.items()):
+        if "proj" in name:
+            blocks = value.float().reshape(value.shape[0] // 64, 64, value.shape[1] // 64, 64)
+            scale = blocks.abs().amax((1, 3)) / 448
+            codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+            kept |= {name: codes.reshape(value.shape), f"{name}_scale_inv": scale}
+            tensors[name] = (codes.float() * scale[:, None, :, None]).reshape(value.shape).to(torch.bfloat16)
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [64, 64]}
+    for folder, content, more in ((coded, tensors | kept, {"quantization_config": fp8}), (floats, tensors, {})):
+        folder.mkdir()
+        save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config | more))
+    made = model_free(coded, output_dir=tmp_path / "made", scheme="W4A16", ignore=["lm_head", "re:.*q_proj"])
+    wanted = expected(floats, scheme="W4A16", ignore=["lm_head", "re:.*q_proj"])
+    assert set(differences(tmp_path / "made", wanted)) <= {"compression.json", "generation_config.json"}
+    assert made.report.notes[0] == "7 weights of the base are fp8 in blocks, and were read as floats"
+
+
+def test_memory_is_less_than_two_tensors(base: Folders, tmp_path: Path, peak_bytes: Callable[[Callable[[], object]], int]) -> None:
+    """Of a model whose largest tensor has 16 MB."""
+    tensors = {name: value for path in base("dense").glob("*.safetensors") for name, value in load_file(path).items()}
+    wide = {"gate_proj": (65536, 128), "up_proj": (65536, 128), "down_proj": (128, 65536)}
+    for part, shape in wide.items():
+        tensors[f"model.layers.0.mlp.{part}.weight"] = torch.full(shape, 0.5, dtype=torch.bfloat16)
+    folder = tmp_path / "base"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((base("dense") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 65536}))
+    del tensors
+    peak = peak_bytes(lambda: model_free(folder, output_dir=tmp_path / "made", scheme="FP8_DYNAMIC", ignore="lm_head"))
+    assert peak < 2 * 65536 * 128 * 2
+
+
+def test_the_command_says_what_it_did(
+    base: Folders, expected: Expected, tmp_path: Path, capsys: pytest.CaptureFixture[str], check_same: Check
+) -> None:
+    """With workers of their own, a bar, and as data."""
+    arguments = ["convert", str(base("dense")), "--scheme", "FP8_DYNAMIC", "--ignore", "lm_head", "--json"]
+    assert main([*arguments, "--output-dir", str(tmp_path / "made"), "--workers", "2"]) == 0
+    output = capsys.readouterr()
+    assert "convert " in output.err and json.loads(output.out)["pipeline"] == "data_free"
+    check_same(tmp_path / "made", expected(base("dense"), scheme="FP8_DYNAMIC", ignore=["lm_head"]))
+    assert load_compressed(tmp_path / "made")(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+    assert main([*arguments, "--output-dir", str(tmp_path / "made"), "--resume", "--quiet"]) == 0
+    output = capsys.readouterr()
+    assert "holds the result of this very run already" in output.err and json.loads(output.out)["modules"]
+
+
+def test_the_words_of_llm_compressor_are_taken(base: Folders, expected: Expected, tmp_path: Path, check_same: Check) -> None:
+    """Or it is said what is meant."""
+    asked: dict[str, Any] = {"scheme": "FP8_DYNAMIC", "ignore": ["lm_head"], "max_workers": 1, "device": "cpu"}
+    model_free_ptq(model_stub=base("dense"), save_directory=tmp_path / "made", **asked)
+    check_same(tmp_path / "made", expected(base("dense"), scheme="FP8_DYNAMIC", ignore=["lm_head"]))
+    for wrong, words in (
+        ({"converter": object()}, "converter: object"),
+        ({"device": ["cpu", "cpu"]}, "2 devices"),
+        ({"config": {}}, "config:"),
+    ):
+        with pytest.raises(UserInputError, match=words):
+            model_free_ptq(base("dense"), tmp_path / "other", **asked | wrong)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "words"),
+    [
+        ({"scheme": "FP8"}, SchemeError, "FP8 has static scales of inputs, which only calibration data can give; take FP8_DYNAMIC"),
+        ({"scheme": "NVFP4"}, SchemeError, "take NVFP4A16"),
+        ({"scheme": "W4A17"}, RecipeError, "did you mean 'W4A16'"),
+        ({"scheme": "W4A16", "recipe": "x"}, UserInputError, "both scheme and recipe"),
+        ({}, UserInputError, "neither scheme nor recipe"),
+        ({"scheme": "W4A16", "workers": 0}, UserInputError, "at least 1"),
+        ({"recipe": {"GPTQModifier": {"scheme": "W4A16"}}}, RecipeError, "needs more than the weights by themselves"),
+        ({"recipe": {"QuantizationModifier": {"scheme": "W4A16"}}, "ignore": "lm_head"}, UserInputError, "beside a recipe"),
+    ],
+)
+def test_what_needs_more_than_weights_is_refused(
+    asked: dict[str, Any], kind: type[Exception], words: str, base: Folders, tmp_path: Path
+) -> None:
+    """By name, before anything is written."""
+    with pytest.raises(kind, match=words):
+        model_free(base("dense"), output_dir=tmp_path / "made", **asked)
+    assert not list(tmp_path.iterdir())

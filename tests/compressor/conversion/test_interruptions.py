@@ -1,0 +1,234 @@
+"""Whatever ends a conversion, one message says what, and the next one ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compressor import model_free
+from compressor.errors import CheckpointError, CompressorError, ModelError, NumericsError, OutputError, ResumeError, UserInputError
+
+Folders = Callable[[str], Path]
+_ASKED: dict[str, Any] = {"scheme": "NVFP4A16", "ignore": ["lm_head"]}
+
+
+class _Stop(BaseException):
+    """What ends a run in the middle."""
+
+
+class _Bar:
+    """A bar that ends the run after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    @contextmanager
+    def task(self, description: str, total: int) -> Iterator[_Bar]:
+        del description, total
+        yield self
+
+    def advance(self, amount: int = 1, note: str | None = None) -> None:
+        del amount
+        self.left -= note is not None
+        if self.left < 0:
+            raise _Stop
+
+
+@pytest.fixture
+def wanted(base: Folders, tmp_path: Path) -> Path:
+    """What a conversion gives that nothing ends."""
+    return model_free(base("dense"), output_dir=tmp_path / "wanted", **_ASKED).output_dir
+
+
+def test_a_run_goes_on_wherever_it_stopped(
+    base: Folders, wanted: Path, tmp_path: Path, differences: Callable[[Path, Path], list[str]]
+) -> None:
+    """After each seventh step; what is damaged meanwhile is done again."""
+    for steps in range(0, 24, 7):
+        out = tmp_path / f"made{steps}"
+        run = out.with_name(f"{out.name}.partial-run")
+        with pytest.raises(_Stop) as stopped:
+            model_free(base("dense"), output_dir=out, progress=_Bar(steps), **_ASKED)
+        kept = steps + 1
+        assert f"{kept} of 24 parts are kept in {run}; go on with --resume" in "".join(stopped.value.__notes__)
+        assert not out.exists()
+        with pytest.raises(ResumeError, match=f"{kept} of 24 parts are finished.*--resume"):
+            model_free(base("dense"), output_dir=out, **_ASKED)
+        with pytest.raises(ResumeError, match="holds another run"):
+            model_free(base("dense"), output_dir=out, resume=True, scheme="W4A16", ignore=["lm_head"])
+        file = run / "checkpoint" / "model.safetensors"
+        with file.open("r+b") as stream:  # a loss of power
+            stream.seek(-20_000, os.SEEK_END)
+            stream.write(b"\0" * 20_000)
+        journal = run / "journal.jsonl"
+        journal.write_bytes(journal.read_bytes() + b"0123")  # a line that was cut off
+        result = model_free(base("dense"), output_dir=out, resume=True, **_ASKED)
+        assert not run.exists() and differences(out, wanted) == []
+        assert result.resumed is None or result.resumed.startswith("resumed after ")
+
+
+def test_a_killed_worker_ends_the_run_at_once(
+    base: Folders, wanted: Path, tmp_path: Path, differences: Callable[[Path, Path], list[str]]
+) -> None:
+    """With its number and how it ended; two workers finish the work."""
+    out = tmp_path / "made"
+    killed = threading.Thread(target=_kill_a_child)
+    killed.start()
+    with pytest.raises(CheckpointError, match=r"worker \d+: was killed by SIGKILL while it converted .*go on with --resume"):
+        model_free(base("dense"), output_dir=out, workers=2, **_ASKED)
+    killed.join()
+    assert not _children()
+    model_free(base("dense"), output_dir=out, workers=2, resume=True, **_ASKED)
+    assert differences(out, wanted) == []
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def _kill_a_child() -> None:
+    while not (found := _children()):
+        time.sleep(0.01)
+    os.kill(found[-1], signal.SIGKILL)
+
+
+@pytest.mark.nightly
+def test_a_kill_at_any_moment_changes_no_byte(
+    base: Folders, wanted: Path, tmp_path: Path, differences: Callable[[Path, Path], list[str]]
+) -> None:
+    """Of the whole process, from its start to its end."""
+    out = tmp_path / "made"
+    program = f"from compressor import model_free; model_free({str(base('dense'))!r}, output_dir={str(out)!r}, resume=True, **{_ASKED!r})"
+    begun = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode == 0
+    seconds = time.monotonic() - begun
+    shutil.rmtree(out)
+    for share in (0.5, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.99):
+        with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as process:
+            time.sleep(share * seconds)
+            process.kill()
+    if not out.exists():
+        model_free(base("dense"), output_dir=out, resume=True, **_ASKED)
+    assert differences(out, wanted) == []
+
+
+class _Damage(NamedTuple):
+    do: Callable[[Path], None]
+    kind: type[CompressorError]
+    words: str
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _truncate(folder: Path) -> None:
+    with _shards(folder)[0].open("r+b") as stream:
+        stream.truncate(_shards(folder)[0].stat().st_size - 1)
+
+
+def _lose(folder: Path) -> None:
+    _shards(folder)[1].unlink()
+
+
+def _double(folder: Path) -> None:
+    first, second = _shards(folder)[:2]
+    save_file(load_file(first) | load_file(second), second, metadata={"format": "pt"})
+
+
+def _unknown_dtype(folder: Path) -> None:
+    path = _shards(folder)[0]
+    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"F6_X"'))
+
+
+def _move(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    places = content["weight_map"]
+    name, file = next(iter(places.items()))
+    places[name] = next(other for other in places.values() if other != file)
+    index.write_text(json.dumps(content))
+
+
+def _spoil(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for path in _shards(folder):
+            tensors = load_file(path)
+            if name in tensors:
+                tensors[name].view(-1)[0] = float("nan")
+                save_file(tensors, path, metadata={"format": "pt"})
+
+    return write
+
+
+def _more(folder: Path) -> None:
+    path = _shards(folder)[0]
+    save_file(load_file(path) | {"odd": torch.ones(2, dtype=torch.bfloat16)}, path, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["odd"] = path.name
+    index.write_text(json.dumps(content))
+
+
+def _quantized(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+
+
+_DAMAGES = {
+    "cut off": _Damage(_truncate, ModelError, "not a whole safetensors file .*its tensors end at byte"),
+    "a missing file": _Damage(_lose, ModelError, "1 of [0-9]+ weight files are missing"),
+    "a name in two files": _Damage(_double, ModelError, "stands in model-00001.* and in model-00002"),
+    "an unknown dtype": _Damage(_unknown_dtype, ModelError, "is stored as 'F6_X'"),
+    "an index of other files": _Damage(_move, ModelError, "1 tensors .* are not in the files that it names"),
+    "NaN in a weight": _Damage(_spoil("model.layers.0.mlp.up_proj.weight"), NumericsError, "up_proj.weight: holds NaN or infinity"),
+    "a weight too much": _Damage(_more, ModelError, r"1 weights in its files have no place in the model \(odd\)"),
+    "a quantized base": _Damage(_quantized, ModelError, r"quantized already \(gptq\)"),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGES.values(), ids=list(_DAMAGES))
+def test_a_damaged_base_is_refused_in_one_line(damage: _Damage, base: Folders, tmp_path: Path) -> None:
+    """And nothing is there afterwards."""
+    folder = shutil.copytree(base("dense"), tmp_path / "base")
+    damage.do(folder)
+    with pytest.raises(damage.kind, match=damage.words):
+        model_free(folder, output_dir=tmp_path / "made", scheme="W4A16", ignore="lm_head")
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_stays_as_it_is_may_hold_nan(base: Folders, tmp_path: Path) -> None:
+    """A note says so."""
+    folder = shutil.copytree(base("dense"), tmp_path / "base")
+    _spoil("model.norm.weight")(folder)
+    made = model_free(folder, output_dir=tmp_path / "made", scheme="W4A16", ignore="lm_head")
+    assert made.report.notes == ["1 parameters that stay as they are hold NaN or infinity (model.norm.weight)"]
+
+
+def test_places_that_cannot_be_used_are_refused(base: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, a folder with something in it, a model in memory."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(OutputError, match="not empty"):
+        model_free(base("dense"), output_dir=tmp_path / "full", **_ASKED)
+    with pytest.raises(UserInputError, match="a Linear in memory was given, and only files are converted"):
+        model_free(torch.nn.Linear(2, 2), output_dir=tmp_path / "made", **_ASKED)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"this run will write about [0-9,]+ bytes there, and 1,000 are free"):
+        model_free(base("dense"), output_dir=tmp_path / "made", **_ASKED)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
