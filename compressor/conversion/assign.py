@@ -18,7 +18,7 @@ from compressor.model.folder import some
 from compressor.model.headers import NAMES, read_header
 from compressor.model.loading.empty import EmptyModel
 from compressor.modifiers.schemes.base import siblings
-from compressor.nn import empty_layer, weight_of
+from compressor.nn import QuantizedLayer, empty_layer, weight_of
 from compressor.numerics import QuantizationScheme
 
 
@@ -142,12 +142,17 @@ def units_of(folder: Path, origins: Origins, schemes: Mapping[str, QuantizationS
         for path in sorted(folder.glob("*.safetensors"))
         for name, one in read_header(path).items()
     }
-    rounded = list(_rounded(model, origins, schemes, weights, open_targets))
-    copied = list(_copied(model, origins, schemes, open_targets))
+    own = model.state_dict()
+    state = {key: own.get(key, value) for key, value in with_fused_floats(model, own).items()}  # which copies parts of tensors
+    with kept_fused(model, state, schemes) as are_kept:
+        whole = [key for key in state if are_kept or len(origins.parts(key)) <= 1]  # others are taken apart when they are saved
+        stored = stored_keys(model, whole)
+    rounded = list(_rounded(model, origins, schemes, weights, stored, open_targets))
+    copied = list(_copied(origins, state, stored, open_targets))
     if open_targets:
         raise CheckpointError(f"checkpoint: {len(open_targets)} tensors ({some(open_targets)}) come from nowhere; use oneshot")
     ranges = [one.model_copy(update={"kind": "range", "targets": {}, "needs": ()}) for one in rounded if one.needs]
-    files = sorted({one.file for one in (*origins.empty.tensors.values(),)})
+    files = sorted({one.file for one in origins.empty.tensors.values()})
     hashed = [Unit(kind="hash", name=name) for name in (*files, "config.json")]
     return [*sorted(ranges, key=lambda unit: unit.place), *sorted((*rounded, *copied, *hashed), key=lambda unit: unit.place)]
 
@@ -157,23 +162,23 @@ def _rounded(
     origins: Origins,
     schemes: Mapping[str, QuantizationScheme],
     weights: Mapping[str, Tensor],
+    stored: Mapping[str, str],
     targets: dict[str, Target],
 ) -> Iterator[Unit]:
     """One unit for each quantized layer. Takes its tensors out of the targets."""
-    buffers = {name: [key for key, _ in model.get_submodule(name).named_buffers()] for name in schemes}
-    stored = stored_keys(model, [f"{name}.{key}" for name, keys in buffers.items() for key in keys])
     for name, scheme in schemes.items():
-        assert scheme.weights is not None
-        shared = [one for one in siblings(name) if one in schemes and one in weights] if scheme.weights.has_global_scale else [name]
-        shared = [name, *(one for one in shared if one != name and _has_global_scale(schemes[one]))]
+        layer = model.get_submodule(name)
+        assert isinstance(layer, QuantizedLayer) and scheme.weights is not None
+        fused = [one for one in siblings(name) if one != name and one in schemes] if _has_global_scale(scheme) else []
+        needed = (name, *(one for one in fused if _has_global_scale(schemes[one])))
         yield Unit(
             kind="round",
             name=name,
             views=(origins.view(weights[name], f"{name}.weight"),),
             dtype=NAMES[weights[name].dtype],
-            targets={key: targets.pop(stored[f"{name}.{key}"]) for key in buffers[name]},
+            targets={key: targets.pop(stored[f"{name}.{key}"]) for key in layer.specs()},
             scheme=scheme,
-            needs=tuple(shared) if needs_ranges(scheme.weights) else (),
+            needs=needed if needs_ranges(scheme.weights) else (),
         )
 
 
@@ -181,13 +186,9 @@ def _has_global_scale(scheme: QuantizationScheme) -> bool:
     return scheme.weights is not None and scheme.weights.has_global_scale
 
 
-def _copied(model: nn.Module, origins: Origins, schemes: Mapping[str, QuantizationScheme], targets: dict[str, Target]) -> Iterator[Unit]:
+def _copied(origins: Origins, state: Mapping[str, Tensor], stored: Mapping[str, str], targets: dict[str, Target]) -> Iterator[Unit]:
     """One unit for each other tensor of the checkpoint. Takes it out of the targets."""
-    own = model.state_dict()
-    state = {key: own.get(key, value) for key, value in with_fused_floats(model, own).items()}  # which copies parts of tensors
-    with kept_fused(model, state, schemes) as are_kept:
-        whole = [key for key in state if are_kept or len(origins.parts(key)) <= 1]  # others are taken apart when they are saved
-        key_of = {stored: key for key, stored in stored_keys(model, whole).items()}
+    key_of = {name: key for key, name in stored.items()}
     for name in list(targets):
         target = targets[name]
         value = state.get(key_of.get(name, name))

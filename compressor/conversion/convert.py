@@ -162,7 +162,7 @@ def _prepare(empty: EmptyModel, modifier: QuantizationModifier, device: torch.de
         check_readable(schemes, model)
         readers = [*reader_notes(model, schemes), *class_notes(model, schemes)]
         for note in readers:
-            warnings.warn(note, UserWarning, stacklevel=5)
+            warnings.warn(note, UserWarning, stacklevel=4)
         notes = [*state.report.notes, *experts.describe(), *readers]
         if empty.scales:
             notes.insert(0, f"{len(empty.scales)} weights of the base are fp8 in blocks, and were read as floats")

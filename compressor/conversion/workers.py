@@ -124,7 +124,7 @@ class _Worker:
     output: IO[bytes]
 
     def __init__(self, base: Path, made: Path, device: torch.device, workers: int) -> None:
-        threads = max(1, len(os.sched_getaffinity(0)) // workers)
+        threads = max(1, torch.get_num_threads() // workers)
         root = str(Path(errors.__file__).parents[1])  # the child shall be of this very package
         paths = os.pathsep.join(path for path in (root, os.environ.get("PYTHONPATH")) if path)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)

@@ -91,7 +91,8 @@ def test_files_are_split_as_oneshot_splits_them(base: Folders, tmp_path: Path, c
     """Whatever the files of the base are."""
     result = oneshot(base("dense"), recipe={"QuantizationModifier": {"scheme": "FP8_DYNAMIC", "ignore": ["lm_head"]}})
     result.save(tmp_path / "wanted", max_shard_size="100KB")
-    model_free(base("dense"), output_dir=tmp_path / "made", scheme="FP8_DYNAMIC", ignore="lm_head", max_shard_size="100KB")
+    arguments = ["convert", str(base("dense")), "--scheme", "FP8_DYNAMIC", "--ignore", "lm_head", "--quiet"]
+    assert main([*arguments, "--output-dir", str(tmp_path / "made"), "--max-shard-size", "100KB"]) == 0
     check_same(tmp_path / "made", tmp_path / "wanted")
     assert len(list((tmp_path / "made").glob("model-*.safetensors"))) > 2
 
