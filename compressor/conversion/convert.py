@@ -21,7 +21,7 @@ from compressor.conversion.units import Done, Kind, Unit
 from compressor.conversion.workers import run_units
 from compressor.errors import AlreadyDoneError, NumericsError, UserInputError
 from compressor.lifecycle import ModuleRecord, Report, Session, State
-from compressor.model.checkpoints.save import save_empty, write_record
+from compressor.model.checkpoints.save import as_pretrained, save_empty, write_record
 from compressor.model.class_readers import check_readable, class_notes
 from compressor.model.experts.format import reader_notes
 from compressor.model.experts.unfuse import unfused_experts
@@ -35,7 +35,7 @@ from compressor.numerics import QuantizationScheme
 from compressor.pipelines import SequentialSettings
 from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.pipelines.journal.fingerprint import Fingerprint, versions
-from compressor.progress import progress_of
+from compressor.progress import Progress, progress_of
 from compressor.recipe import Recipe
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import ConvertSettings
@@ -101,31 +101,11 @@ def model_free(model: str | Path, settings: ConvertSettings) -> ConvertResult:
     monitor.end_phase("load")
     with PartialRun(place.run_dir, run.identity(), resume=settings.resume) as partial:
         if partial.is_new:
-            loaded = empty.loaded
-            assert loaded.source_dir is not None
-            transformers_model: Any = loaded.model
-            save_empty(
-                partial.begin(),
-                transformers_model,
-                tokenizer=loaded.tokenizer,
-                source_dir=loaded.source_dir,
-                schemes=work.schemes,
-                max_shard_bytes=settings.max_shard_size,
-            )
+            _begin(partial, empty, work, settings)
         units = units_of(partial.checkpoint, work.origins, work.schemes, work.weights)
         done = partial.open(units, place.output_dir)
         resumed = f"resumed after {len(done)} of {len(units)} parts" if done else None
-        left = [unit for unit in units if (unit.kind, unit.name) not in done]
-        ranges = {one.name: one.extremes for one in done.values() if one.extremes is not None}
-        with bars.task("convert", total=sum(map(_effort, units))) as task:
-            task.advance(sum(map(_effort, units)) - sum(map(_effort, left)))
-            effort = {(unit.kind, unit.name): _effort(unit) for unit in left}
-            assert empty.loaded.source_dir is not None
-            for one in run_units(left, ranges, empty.loaded.source_dir, partial.checkpoint, device, settings.workers):
-                _check_copied(one, work.schemes)
-                partial.finish(one)
-                done[one.kind, one.name] = one
-                task.advance(effort[one.kind, one.name], one.name)
+        _fill(partial, units, done, work, device, settings.workers, bars)
         monitor.end_phase("convert")
         report = _report(work, units, done)
         record = run.record(report, {one.name: one.sha256 for one in done.values() if one.sha256 is not None})
@@ -167,6 +147,44 @@ def _prepare(empty: EmptyModel, modifier: QuantizationModifier, device: torch.de
         if empty.scales:
             notes.insert(0, f"{len(empty.scales)} weights of the base are fp8 in blocks, and were read as floats")
         return _Work(origins, schemes, place_empty_layers(model, schemes), notes)
+
+
+def _begin(partial: PartialRun, empty: EmptyModel, work: _Work, settings: ConvertSettings) -> None:
+    """Write all files of the result but for the values of its tensors."""
+    loaded, model = empty.loaded, as_pretrained(empty.loaded.model)
+    assert loaded.source_dir is not None and model is not None
+    save_empty(
+        partial.begin(),
+        model,
+        tokenizer=loaded.tokenizer,
+        source_dir=loaded.source_dir,
+        schemes=work.schemes,
+        max_shard_bytes=settings.max_shard_size,
+    )
+
+
+def _fill(
+    partial: PartialRun,
+    units: Sequence[Unit],
+    done: dict[tuple[Kind, str], Done],
+    work: _Work,
+    device: torch.device,
+    workers: int,
+    bars: Progress,
+) -> None:
+    """Do what is left to do, and add it to what is done."""
+    folder = work.origins.empty.loaded.source_dir
+    assert folder is not None
+    efforts = {(unit.kind, unit.name): _effort(unit) for unit in units}
+    left = [unit for unit in units if (unit.kind, unit.name) not in done]
+    ranges = {one.name: one.extremes for one in done.values() if one.extremes is not None}
+    with bars.task("convert", total=sum(efforts.values())) as task:
+        task.advance(sum(efforts[key] for key in done))
+        for one in run_units(left, ranges, folder, partial.checkpoint, device, workers):
+            _check_copied(one, work.schemes)
+            partial.finish(one)
+            done[one.kind, one.name] = one
+            task.advance(efforts[one.kind, one.name], one.name)
 
 
 class _Conversion:

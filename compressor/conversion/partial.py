@@ -62,6 +62,7 @@ class PartialRun:
         self._lines = found if resume and found is not None and self.checkpoint.is_dir() else None
         self.is_new = self._lines is None
         self._done: list[Done] = []
+        self._num_noted = 0 if self._lines is None else int(self._lines.entries[-1].get("finished", 0))
         self._said, self._total = 0.0, 0
         self._is_published = False
 
@@ -83,8 +84,8 @@ class PartialRun:
             return
         with suppress(CheckpointError):  # the error that is on its way says more; what is not noted is done again
             self._write_down()
-        if error is not None and self._lines is not None and self._finished():
-            error.add_note(f"{self._finished()} of {self._total} parts are kept in {self._folder.path}; go on with --resume")
+        if error is not None and self._num_noted:
+            error.add_note(f"{self._num_noted} of {self._total} parts are kept in {self._folder.path}; go on with --resume")
         elif error is not None:
             self._folder.clear()
         self._folder.give_up()
@@ -121,7 +122,9 @@ class PartialRun:
             return {}
         noted = [Done.model_validate(one) for entry in self._lines.entries[1:] for one in entry["done"]]
         found = {(done.kind, done.name): done for done in noted}
-        return {key: found[key] for unit in units if (key := (unit.kind, unit.name)) in found and self._stands(unit, found[key])}
+        whole = {key: found[key] for unit in units if (key := (unit.kind, unit.name)) in found and self._stands(unit, found[key])}
+        self._num_noted = len(whole)
+        return whole
 
     def _stands(self, unit: Unit, done: Done) -> bool:
         with Files(self.checkpoint) as files:
@@ -159,18 +162,16 @@ class PartialRun:
                 "kind": "stage",
                 "what": "parts",
                 "total": self._total,
-                "finished": self._finished() + len(self._done),
+                "finished": self._num_noted + len(self._done),
                 "done": [one.model_dump(mode="json", exclude_defaults=True) for one in self._done],
             }
             try:
                 self._lines.append(entry)
             except OSError as error:
                 raise CheckpointError(f"{self._lines.path}: cannot be written ({reason(error)}); make room or repair the disk") from error
+            self._num_noted += len(self._done)
             self._done = []
         self._said = time.monotonic()
-
-    def _finished(self) -> int:
-        return 0 if self._lines is None else int(self._lines.entries[-1].get("finished", 0))
 
     def publish(self, output_dir: Path) -> None:
         """Let the result appear, and remove the run folder.

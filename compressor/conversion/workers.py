@@ -113,12 +113,7 @@ def _said(failure: Failure, name: str) -> CompressorError:
 
 
 class _Worker:
-    """One process, and what it has been given.
-
-    Attributes:
-        units: given and not yet answered.
-        output: where it answers.
-    """
+    """One process, with the units that it has been given and has not answered, and the pipe on which it answers."""
 
     units: deque[Unit]
     output: IO[bytes]

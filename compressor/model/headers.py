@@ -63,11 +63,6 @@ class StoredTensor:
         """Bytes that it takes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def label(self) -> str:
-        """Dtype and shape as digests name them, such as `BF16[64,128]`."""
-        return f"{NAMES[self.dtype]}[{','.join(map(str, self.shape))}]"
-
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Say where the tensors of a file lie.
