@@ -28,6 +28,7 @@ VERBS: Mapping[str, str] = {
     "replay": "harness.replay.command",
     "mutants": "harness.mutants.command",
     "nightly": "harness.nightly.command",
+    "release": "harness.release.command",
     "onnx": "harness.onnx_graph.commands.main",
 }
 """Name to the module that does it, in the order of the help."""

@@ -39,18 +39,19 @@ class LoadAttempt:
     problems: list[str] = field(default_factory=list)
 
 
-def load_compressed(folder: Path, *, dequantize: bool = False) -> LoadAttempt:
+def load_compressed(folder: Path, *, dequantize: bool = False, dtype: str = "auto") -> LoadAttempt:
     """Load a compressed checkpoint on the CPU and run one token through it, which makes compressed-tensors decompress the weights.
 
     Args:
         folder: the checkpoint.
         dequantize: ask the loader to dequantize while it reads, instead of at the first forward.
+        dtype: of the model, by its name in torch; `auto` for that of its config.
     Returns:
         The model, or why there is none.
     """
     try:
         with _quiet(), torch.no_grad():
-            model, info = _from_pretrained(folder, dequantize)
+            model, info = _from_pretrained(folder, dequantize, dtype)
             problems = [f"{kind}: {_shown(item)}" for kind, items in sorted(info.items()) for item in sorted(items, key=str)]
             if info["missing_keys"] or info["mismatched_keys"]:
                 return LoadAttempt(None, problems)
@@ -61,12 +62,26 @@ def load_compressed(folder: Path, *, dequantize: bool = False) -> LoadAttempt:
     return LoadAttempt(model, problems)
 
 
-def _from_pretrained(folder: Path, dequantize: bool) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+def save_again(folder: Path, target: Path) -> None:
+    """Load a checkpoint and save it with `save_pretrained`, without a forward between: it would decompress the weights.
+
+    Args:
+        folder: the checkpoint.
+        target: new folder for the other one.
+    Raises:
+        Exception: one of `LOADER_ERRORS`.
+    """
+    with _quiet():
+        model: Any = _from_pretrained(folder, False, "auto")[0]
+        model.save_pretrained(target)
+
+
+def _from_pretrained(folder: Path, dequantize: bool, dtype: str) -> tuple[torch.nn.Module, Mapping[str, Any]]:
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     options: dict[str, Any] = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", output_loading_info=True, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True, **options
+        folder, dtype=dtype, output_loading_info=True, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True, **options
     )
     return model, info
 

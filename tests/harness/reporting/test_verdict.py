@@ -131,6 +131,8 @@ GIVEN = dict.fromkeys(LEAVES, "") | {
     "nightly export": "a.csv",
     "nightly import": "a.csv",
     "nightly report": "--output-dir pages",
+    "release check": "a b",
+    "release verify": "statement.json a",
     "onnx export": "a b.onnx",
     "onnx roundtrip": "a",
     "onnx census": "a",

@@ -1,0 +1,121 @@
+"""Both models as the checks see them; loaded once, when the first check asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressor.errors import ModelError
+from harness.release.policy import ReleasePolicy
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome
+from harness.validation.loading import LOADER_ERRORS, first_line, load_compressed
+
+
+@dataclass
+class Candidate:
+    """What is to be signed.
+
+    Attributes:
+        base: folder of the base.
+        compressed: folder of the checkpoint.
+        policy: the limits.
+        rows: token ids of the held-out data, a list a sequence.
+        device: where models run.
+        seed: of what is sampled.
+        texts: what was generated once, for the checks that look at it.
+    """
+
+    base: Path
+    compressed: Path
+    policy: ReleasePolicy
+    rows: list[list[int]]
+    device: torch.device
+    seed: int
+    texts: dict[tuple[str, bool, int], list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def base_model(self) -> torch.nn.Module:
+        """The base in its own dtype."""
+        return self._loaded(self.base, "auto")
+
+    @cached_property
+    def model(self) -> torch.nn.Module:
+        """The checkpoint in its own dtype."""
+        return self._loaded(self.compressed, "auto")
+
+    @cached_property
+    def wide_base(self) -> torch.nn.Module:
+        """The base in float32, where rounding hides nothing."""
+        return self._loaded(self.base, "float32")
+
+    @cached_property
+    def wide_model(self) -> torch.nn.Module:
+        """The checkpoint in float32."""
+        return self._loaded(self.compressed, "float32")
+
+    @cached_property
+    def prompts(self) -> list[torch.Tensor]:
+        """Token ids [1, T] of the prompts, each a token shorter than the one before."""
+        asked = self.policy.generation
+        length = min(asked.prompt_tokens, min(map(len, self.rows)))
+        return [self._tensor(row[: max(2, length - number)]) for number, row in enumerate(self.rows[: asked.prompts])]
+
+    @cached_property
+    def num_positions(self) -> int:
+        """Positions that the base has."""
+        return int(getattr(self.base_model.config, "max_position_embeddings", None) or self.policy.generation.long_context)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that are generated."""
+        return max(1, min(self.policy.generation.new_tokens, self.num_positions - self.policy.generation.prompt_tokens))
+
+    @cached_property
+    def long_row(self) -> torch.Tensor:
+        """Held-out tokens [1, T] up to the last position."""
+        length = min(self.policy.generation.long_context, self.num_positions)
+        return self._tensor([token for row in self.rows for token in row][:length])
+
+    def _tensor(self, ids: list[int]) -> torch.Tensor:
+        return torch.tensor([ids], dtype=torch.long, device=self.device)
+
+    def _loaded(self, folder: Path, dtype: str) -> torch.nn.Module:
+        attempt = load_compressed(folder, dtype=dtype)
+        if attempt.model is None:
+            raise ModelError(f"{folder.name} does not load in {dtype}: {attempt.problems[0]}; see format.loads")
+        return attempt.model.to(self.device)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A claim, and who looks into it. What stops the look is told, and never reads as a pass."""
+
+    claim: Claim
+    look: Callable[[Candidate], CheckRecord]
+
+    def record(self, candidate: Candidate) -> CheckRecord:
+        """Look.
+
+        Args:
+            candidate: both models.
+
+        Returns:
+            What was found; inconclusive where it could not be looked at.
+        """
+        try:
+            with torch.no_grad():
+                return self.look(candidate)
+        except (ModelError, *LOADER_ERRORS) as error:
+            return self.claim.record(Outcome.INCONCLUSIVE, f"could not be looked at: {first_line(error)}")
+
+
+def vocabulary_of(model: torch.nn.Module) -> int:
+    """Return how many tokens a model predicts."""
+    config: Any = model.config
+    return int(config.get_text_config().vocab_size)

@@ -1,0 +1,100 @@
+"""The folder as bytes: nothing in it runs when it is read, nothing is there that belongs to nobody, and it stays as it was looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from harness.release.candidate import Candidate, Check
+from harness.reporting.record import CheckRecord, Claim
+from harness.validation.format.files import TOKENIZER_FILES
+
+SAFE = Claim("files.safe", "No file runs code when it is read: no pickle, no Python, no link, no auto_map")
+FOREIGN = Claim("files.foreign", "Every file is the base's, or one that a checkpoint has")
+STABLE = Claim("files.stable", "The files are the same after all checks as before them")
+
+_CODE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py", ".so", ".dill", ".joblib", ".npy", ".npz", ".h5")
+_PICKLES = (*(bytes([128, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")  # protocols 2 to 5; torch.save writes a zip
+_KNOWN = (
+    *("config.json", "generation_config.json", "compression.json", "*.safetensors", "*.safetensors.index.json"),
+    *("README.md", "LICENSE*", "NOTICE*", *TOKENIZER_FILES),
+)
+
+
+def _look_for_code(candidate: Candidate) -> CheckRecord:
+    findings = [found for path in sorted(candidate.compressed.rglob("*")) for found in _dangers(path, candidate.compressed)]
+    return SAFE.found(findings, "every file is data", noun="danger")
+
+
+def _dangers(path: Path, folder: Path) -> Iterator[str]:
+    name = path.relative_to(folder).as_posix()
+    if path.is_symlink() and not _is_cached(path, folder):
+        yield f"{name}: is a link"
+    if not path.is_file():
+        return
+    if path.suffix.lower() in _CODE_SUFFIXES:
+        yield f"{name}: files of this kind can run code when they are loaded"
+        return
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start.startswith(_PICKLES):
+        yield f"{name}: begins as a pickle or an archive does"
+    if path.suffix == ".json" and "auto_map" in _object(path):
+        yield f"{name}: auto_map asks a loader to run code"
+
+
+def _is_cached(path: Path, folder: Path) -> bool:
+    """Say whether a link is one of the hub's cache, where every file of a snapshot is a link to its blob."""
+    return folder.parent.name == "snapshots" and path.resolve().parent == (folder.parent.parent / "blobs").resolve()
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}  # what cannot be read is told by the check of that file
+    return value if isinstance(value, dict) else {}
+
+
+def _look_for_strangers(candidate: Candidate) -> CheckRecord:
+    folder, base = candidate.compressed, candidate.base
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    strange = [name for name in names if not (base / name).is_file() and not any(fnmatchcase(name, known) for known in _KNOWN)]
+    return FOREIGN.found([f"{name}: belongs to nobody" for name in strange], f"{len(names)} files", noun="file")
+
+
+def stable_record(before: Mapping[str, str], after: Mapping[str, str]) -> CheckRecord:
+    """Hold the digests that go into the statement against those after the checks.
+
+    Args:
+        before: sha256 by name.
+        after: likewise.
+
+    Returns:
+        The record.
+    """
+    return STABLE.found(differences(before, after), f"{len(before)} files", noun="file")
+
+
+def differences(noted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """Return a line for each file that is missing, added or has another digest.
+
+    Args:
+        noted: sha256 by name.
+        found: likewise.
+
+    Returns:
+        The lines, by name.
+    """
+    words = {
+        name: "is missing" if name not in found else "was added" if name not in noted else "has other bytes"
+        for name in noted.keys() | found.keys()
+        if noted.get(name) != found.get(name)
+    }
+    return [f"{name}: {words[name]}" for name in sorted(words)]
+
+
+CHECKS = (Check(SAFE, _look_for_code), Check(FOREIGN, _look_for_strangers))

@@ -1,0 +1,126 @@
+"""Checks that run in other processes: other versions in environments of their own, and commands such as servers, tasks and ONNX."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.release import elsewhere
+from harness.release.candidate import Candidate
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.text import plain_text
+from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
+
+ENVIRONMENTS = ("oldest", "newest")
+"""Always on the page, also where the policy names no interpreter for them."""
+COMMANDS = ("vllm", "sglang", "lm-eval", "onnx")
+"""Likewise, of commands."""
+_MEANINGS = {EXIT_CODES[verdict]: verdict.outcome for verdict in Verdict}
+
+
+def check_environments(candidate: Candidate) -> list[CheckRecord]:
+    """Load the checkpoint in each environment of the policy.
+
+    Args:
+        candidate: what is to be signed.
+
+    Returns:
+        One record per environment, and for those that every release should have.
+    """
+    given = candidate.policy.environments
+    return [_environment(candidate, name, given.get(name)) for name in dict.fromkeys((*ENVIRONMENTS, *given))]
+
+
+def _environment(candidate: Candidate, name: str, python: Path | None) -> CheckRecord:
+    claim = Claim(f"environment.{name}", f"The environment {name} loads it and predicts the same")
+    if python is None:
+        return claim.skipped("not run: the policy names no interpreter")
+    if shutil.which(python) is None:
+        return claim.skipped(f"not run: there is no interpreter {python}")
+    ids = [str(token) for token in candidate.prompts[0][0].tolist()]
+    done = _process([str(python), "-I", elsewhere.__file__, str(candidate.compressed.absolute()), *ids], candidate)
+    if isinstance(done, str):
+        return claim.record(Outcome.INCONCLUSIVE, done)
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        return claim.record(Outcome.INCONCLUSIVE, f"it gave no answer: {_end(done)}")
+    return _judge(claim, candidate, answer)
+
+
+def _judge(claim: Claim, candidate: Candidate, answer: dict[str, Any]) -> CheckRecord:
+    if "cannot" in answer:
+        return claim.record(Outcome.INCONCLUSIVE, f"could not be tried: {answer['cannot']}")
+    versions = {name: answer[name] for name in ("transformers", "compressed-tensors", "torch")}
+    told = f"transformers {versions['transformers']}, compressed-tensors {versions['compressed-tensors']}"
+    if "error" in answer:
+        return claim.record(Outcome.FAIL, f"{told}: {answer['error']}", evidence=versions)
+    own = candidate.model(input_ids=candidate.prompts[0], use_cache=False).logits[0, -1].float().cpu()
+    found, limit = torch.tensor(answer["last"]), candidate.policy.generation.max_dtype_deviation
+    if found.shape != own.shape:
+        return claim.record(Outcome.FAIL, f"{told}: predicts {len(found)} tokens, here {len(own)}", evidence=versions)
+    apart = ((found - own).abs().max() / own.abs().max().clamp(min=1e-30)).item()
+    is_apart = not math.isfinite(apart) or apart > limit
+    findings = [f"logits part by {apart:.1e} of the largest"] if is_apart else []
+    return claim.found(findings, f"{told}: logits part by {apart:.1e} of the largest", limit=f"<= {limit:g}", evidence=versions)
+
+
+def check_commands(candidate: Candidate) -> list[CheckRecord]:
+    """Run each command of the policy.
+
+    Args:
+        candidate: what is to be signed.
+
+    Returns:
+        One record per command, and for those that every release should have.
+    """
+    given = candidate.policy.commands
+    return [_command(candidate, name, given.get(name)) for name in dict.fromkeys((*COMMANDS, *given))]
+
+
+def _command(candidate: Candidate, name: str, line: str | None) -> CheckRecord:
+    claim = Claim(f"command.{name}", f"The command {name} of the policy passes")
+    if line is None:
+        return claim.skipped("not run: the policy names no such command")
+    places = {"base": candidate.base.absolute(), "compressed": candidate.compressed.absolute(), "python": sys.executable}
+    words = [word.format_map({key: str(value) for key, value in places.items()}) for word in shlex.split(line)]
+    if shutil.which(words[0]) is None:
+        return claim.skipped(f"not run: {words[0]} is not installed")
+    done = _process(words, candidate)
+    if isinstance(done, str):
+        return claim.record(Outcome.INCONCLUSIVE, done)
+    outcome = _MEANINGS.get(done.returncode, Outcome.INCONCLUSIVE)
+    findings = [] if outcome is Outcome.PASS else _lines(done)
+    return claim.record(outcome, f"exit code {done.returncode}: {_end(done)}", evidence={"command": shlex.join(words)}, findings=findings)
+
+
+def _process(words: Sequence[str], candidate: Candidate) -> subprocess.CompletedProcess[str] | str:
+    """Run a program to its end, or say why it has none."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=60 * candidate.policy.minutes, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end within {candidate.policy.minutes:g} minutes"
+    except OSError as error:
+        return f"cannot be started ({error.strerror})"
+
+
+def _lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [plain_text(line) for line in (done.stdout + done.stderr).splitlines() if line.strip()][-8:]
+
+
+def _end(done: subprocess.CompletedProcess[str]) -> str:
+    lines = _lines(done)
+    return lines[-1][:200] if lines else "it printed nothing"

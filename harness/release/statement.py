@@ -1,0 +1,167 @@
+"""What was signed off, as an in-toto statement; and whether a folder is still that.
+
+The form is in-toto's Statement v1 (github.com/in-toto/attestation, spec/v1/statement.md) with the predicate test-result v0.1, whose readers
+pass over fields that they do not know: ours are `verdict`, `waivers` and `versions`. Nothing is signed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from compressor.errors import UserInputError
+from compressor.json_text import to_json
+from harness.release.files import differences
+from harness.release.policy import Waiver
+from harness.release.report import ReleaseReport
+from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome, Verdict
+from harness.validation.format.record import file_hashes
+
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
+
+FILES = Claim("statement.files", "Every file is the one that was signed off, and there is no other")
+RESULT = Claim("statement.result", "The sign-off passed, and no waiver that it took has ended")
+
+_RESULTS = {Verdict.PASS: "PASSED", Verdict.REGRESSION: "FAILED", Verdict.INCONCLUSIVE: "WARNED"}
+_FROZEN = ConfigDict(frozen=True)  # unknown fields are passed over, as in-toto asks
+
+
+class Digest(BaseModel):
+    """Of a file."""
+
+    model_config = _FROZEN
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Resource(BaseModel):
+    """A file or another thing with a digest."""
+
+    model_config = _FROZEN
+    name: str
+    digest: Digest
+
+
+class Predicate(BaseModel):
+    """What was found."""
+
+    model_config = _FROZEN
+    result: Literal["PASSED", "WARNED", "FAILED"]
+    configuration: tuple[Resource, ...]
+    passed: Annotated[tuple[str, ...], Field(alias="passedTests")] = ()
+    warned: Annotated[tuple[str, ...], Field(alias="warnedTests")] = ()
+    failed: Annotated[tuple[str, ...], Field(alias="failedTests")] = ()
+    verdict: Verdict
+    waivers: dict[str, Waiver] = Field(default_factory=dict)
+
+
+class Statement(BaseModel):
+    """The part of a statement that is checked."""
+
+    model_config = _FROZEN
+    type: Annotated[Literal["https://in-toto.io/Statement/v1"], Field(alias="_type")]
+    subject: Annotated[tuple[Resource, ...], Field(min_length=1)]
+    predicate_type: Annotated[Literal["https://in-toto.io/attestation/test-result/v0.1"], Field(alias="predicateType")]
+    predicate: Predicate
+
+
+def statement_of(report: ReleaseReport) -> dict[str, Any]:
+    """Return the statement on a sign-off.
+
+    Args:
+        report: of the sign-off.
+
+    Returns:
+        JSON types: a subject per file of the checkpoint; base, data, policy and recipe as configuration.
+    """
+    provenance = report.provenance
+    policy = hashlib.sha256(to_json(report.policy.model_dump(mode="json")).encode()).hexdigest()
+    configuration = {f"base/{name}": sha256 for name, sha256 in provenance["base"].items()}
+    configuration |= {"dataset": provenance["data"]["sha256"], "policy": policy}
+    is_clean = report.verdict is Verdict.PASS and not report.waived
+    waived = report.names(*Outcome, waived=True)
+    return {
+        "_type": STATEMENT_TYPE,
+        "subject": _resources(provenance["compressed"]),
+        "predicateType": PREDICATE_TYPE,
+        "predicate": {
+            "result": "PASSED" if is_clean else _RESULTS[report.verdict] if report.verdict is not Verdict.PASS else "WARNED",
+            "configuration": _resources(configuration),
+            "passedTests": report.names(Outcome.PASS),
+            "warnedTests": sorted([*report.names(Outcome.INCONCLUSIVE), *waived]),
+            "failedTests": report.names(Outcome.FAIL),
+            "verdict": report.verdict.value,
+            "waivers": {name: waiver.model_dump(mode="json") for name, waiver in report.waived.items()},
+            "versions": provenance["versions"],
+        },
+    }
+
+
+def _resources(hashes: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [{"name": name, "digest": {"sha256": sha256}} for name, sha256 in sorted(hashes.items())]
+
+
+def read_statement(path: Path) -> Statement:
+    """Read a statement.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        What of it is checked.
+
+    Raises:
+        UserInputError: it cannot be read, is no statement of this kind, or names a file twice.
+    """
+    try:
+        statement = Statement.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserInputError(f"{path}: cannot be read ({error.strerror}); name the statement.json of a sign-off") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise UserInputError(f"{path}: is no statement of a sign-off: {place}: {first['msg']}; name its statement.json") from error
+    except ValueError as error:
+        raise UserInputError(f"{path}: is not JSON: {error}; name the statement.json of a sign-off") from error
+    names = [one.name for one in statement.subject]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserInputError(f"{path}: names {twice[0]} twice; name the statement.json of a sign-off")
+    return statement
+
+
+def verify_statement(statement: str | Path, folder: str | Path, *, today: date) -> list[CheckRecord]:
+    """Hold a folder against the statement of its sign-off.
+
+    Args:
+        statement: the file.
+        folder: the checkpoint, wherever it lies now.
+        today: waivers until yesterday do not count.
+
+    Returns:
+        A record about the files and one about the result.
+
+    Raises:
+        UserInputError: the statement cannot be read, or there is no such folder.
+    """
+    told, place = read_statement(Path(statement)), Path(folder)
+    if not place.is_dir():
+        raise UserInputError(f"{place}: no such folder; name the folder of the checkpoint")
+    noted = {one.name: one.digest.sha256 for one in told.subject}
+    findings = differences(noted, file_hashes(place))
+    return [FILES.found(findings, f"{len(noted)} files have their sha256", noun="file"), _result(told.predicate, today)]
+
+
+def _result(predicate: Predicate, today: date) -> CheckRecord:
+    if predicate.verdict is not Verdict.PASS:
+        first = (*predicate.failed, *predicate.warned, "no check looked")[0]
+        return RESULT.record(predicate.verdict.outcome, f"the sign-off said {predicate.verdict.value}: {first}", findings=predicate.failed)
+    ended = [f"{name}: its waiver ended on {waiver.until}" for name, waiver in predicate.waivers.items() if waiver.until < today]
+    return RESULT.found(ended, f"{len(predicate.passed)} checks passed, {len(predicate.waivers)} waived", noun="waiver")

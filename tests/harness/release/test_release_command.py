@@ -1,0 +1,124 @@
+"""`harness release` from the command line: the page, the statement, and a folder that is held against it later."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from harness import cli
+from harness.release.statement import verify_statement
+from harness.reporting.verdict import Outcome
+from tests.harness.release.conftest import POLICY, Release
+
+POLICY_TEXT = """
+dataset: {dataset}
+required: [files.config, environment.own, command.right]
+limits: {limits}
+generation: {generation}
+environments: {{own: {python}, newest: nowhere/python}}
+commands:
+  right: "{{python}} -c pass"
+  wrong: "{{python}} -c 'print(7); raise SystemExit(1)'"
+  unsure: "{{python}} -c 'raise SystemExit(5)'"
+  vllm: no-such-program {{compressed}}
+waivers:
+  command.wrong: {{reason: the reason of the waiver, until: 2999-01-01}}
+  command.unsure: {{reason: it is not known, until: 2999-01-01}}
+"""
+
+
+@pytest.fixture(scope="module")
+def signed(made: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signed")
+    limits, generation = (json.dumps(part.model_dump(mode="json")) for part in (POLICY.limits, POLICY.generation))
+    text = POLICY_TEXT.format(dataset=made.dataset, limits=limits, generation=generation, python=sys.executable)
+    (folder / "p.yaml").write_text(text)
+    options = ["--policy", str(folder / "p.yaml"), "--output-dir", str(folder / "out"), "--device", "cpu", "--num-samples", "30"]
+    assert cli.main(["release", str(made.base), str(made.compressed), *options, "--seed", "3", "--quiet"]) == 0
+    return folder / "out"
+
+
+def test_the_report_holds_what_was_asked_for(signed: Path) -> None:
+    data = json.loads((signed / "release.json").read_text())
+    assert (data["verdict"], data["provenance"]["seed"], data["provenance"]["data"]["num_samples"]) == ("pass", 3, 30)
+    assert data["run"]["device"] == "cpu"
+    found = {one["name"]: one for one in data["checks"]}
+    assert found["environment.own"]["outcome"] == "pass" and "transformers" in found["environment.own"]["summary"]
+    assert "there is no interpreter" in found["environment.newest"]["summary"]
+    outcomes = {name: found[f"command.{name}"]["outcome"] for name in ("right", "wrong", "unsure", "vllm", "onnx")}
+    assert outcomes == {"right": "pass", "wrong": "fail", "unsure": "inconclusive", "vllm": "skip", "onnx": "skip"}
+    assert found["command.vllm"]["summary"] == "not run: no-such-program is not installed"
+
+
+def test_the_page_names_waivers_and_what_was_not_run_and_needs_no_network(signed: Path) -> None:
+    page = (signed / "release.html").read_text()
+    assert "Waived until 2999-01-01" in page and "the reason of the waiver" in page and "not run: this machine" in page
+    assert "Released by" in page and not any(word in page for word in ("src=", "<script", "@import", 'href="http'))
+    assert (signed / "junit.xml").is_file()
+
+
+def test_the_statement_is_of_in_toto_and_names_every_file(signed: Path, made: Release) -> None:
+    statement = json.loads((signed / "statement.json").read_text())
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    assert {one["name"] for one in statement["subject"]} == {path.name for path in made.compressed.iterdir()}
+    predicate = statement["predicate"]
+    assert predicate["result"] == "WARNED" and predicate["warnedTests"] == ["command.unsure", "command.wrong"]
+    assert {"dataset", "policy", "base/model.safetensors"} <= {one["name"] for one in predicate["configuration"]}
+
+
+def test_a_folder_is_verified_wherever_it_lies_and_each_change_is_named(
+    signed: Path, release: Release, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["release", "verify", str(signed / "statement.json"), str(release.compressed)]
+    assert cli.main(words) == 0
+    (release.compressed / "config.json").write_text("{}")
+    (release.compressed / "generation_config.json").unlink()
+    (release.compressed / "extra.txt").write_text("x")
+    capsys.readouterr()
+    assert cli.main([*words, "--json"]) == 1
+    told = next(one for one in json.loads(capsys.readouterr().out)["checks"] if one["name"] == "statement.files")
+    assert told["findings"] == ["config.json: has other bytes", "extra.txt: was added", "generation_config.json: is missing"]
+    assert cli.main(words) == 1 and "extra.txt: was added" in capsys.readouterr().out
+
+
+def test_a_waiver_that_has_ended_since_and_a_failed_sign_off_are_told(signed: Path, made: Release, tmp_path: Path) -> None:
+    statement = signed / "statement.json"
+    _, result = verify_statement(statement, made.compressed, today=date(2999, 1, 2))
+    assert result.outcome is Outcome.FAIL and "command.unsure: its waiver ended on 2999-01-01" in result.findings
+    data = json.loads(statement.read_text())
+    data["predicate"] |= {"verdict": "regression", "result": "FAILED", "failedTests": ["files.config"]}
+    (tmp_path / "statement.json").write_text(json.dumps(data))
+    _, result = verify_statement(tmp_path / "statement.json", made.compressed, today=date(2026, 11, 25))
+    assert (result.outcome, result.summary) == (Outcome.FAIL, "the sign-off said regression: files.config")
+
+
+MISTAKES = {
+    "nowhere.json": (None, "cannot be read"),
+    "text": ("no", "is not JSON"),
+    "empty": ("{}", "is no statement of a sign-off"),
+    "list": ("[]", "is no statement of a sign-off"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_no_statement_is_bad_input(name: str, made: Release, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, said = MISTAKES[name]
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert cli.main(["release", "verify", str(tmp_path / name), str(made.compressed)]) == 3
+    assert said in capsys.readouterr().err
+
+
+def test_mistakes_on_the_command_line_are_no_verdict(made: Release, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = ["release", str(made.base), str(made.compressed), "--output-dir", str(tmp_path / "out"), "--quiet", "--json"]
+    assert cli.main(folders) == 3 and "dataset: none was given" in capsys.readouterr().err
+    assert cli.main([*folders, "--dataset", "nowhere.jsonl"]) == 3 and "nowhere.jsonl" in capsys.readouterr().err
+    shutil.copytree(made.compressed, tmp_path / "own")
+    inside = ["release", str(made.base), str(tmp_path / "own"), "--output-dir", str(tmp_path / "own" / "out")]
+    assert cli.main(inside) == 3 and "only read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
