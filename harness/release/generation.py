@@ -139,13 +139,15 @@ def _eos(candidate: Candidate) -> CheckRecord:
     expected, found = _ends(candidate.base_model), _ends(candidate.model)
     if not expected and not found:
         return EOS.record(Outcome.PASS, "neither names a token that ends a text")
-    findings = [f"{token}: ends no text here" for token in sorted(expected - found)]
-    findings += [f"{token}: ends a text here, and not in the base" for token in sorted(found - expected)]
-    findings += [f"{token}: is outside of the vocabulary" for token in sorted(found) if not 0 <= token < vocabulary_of(candidate.model)]
+    findings = [f"token {token}: ends no text here" for token in sorted(expected - found)]
+    findings += [f"token {token}: ends a text here, and not in the base" for token in sorted(found - expected)]
+    findings += [
+        f"token {token}: is outside of the vocabulary" for token in sorted(found) if not 0 <= token < vocabulary_of(candidate.model)
+    ]
     prompt = candidate.prompts[0]
     for token in sorted(expected - {one for one in expected if (one + 1) in expected}):
         written, _ = _continue(candidate.model, candidate, prompt, logits_processor=[_Force(token, prompt.shape[1])])
-        findings += [] if len(written) == 3 else [f"{token}: was written third, and {len(written)} tokens came"]
+        findings += [] if len(written) == 3 else [f"token {token}: was forced as the third, and {len(written)} tokens came"]
     return EOS.found(findings, f"{', '.join(map(str, sorted(expected)))}; a text stops there")
 
 

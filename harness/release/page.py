@@ -82,7 +82,7 @@ def _power(power: Mapping[str, float]) -> str:
     """How likely a loss at the limit shows, and the smallest that shows in 80 % of samples; the checks have different names for both."""
     chance, least = power.get("to detect the margin", power.get("power")), power.get("as perplexity ratio")
     smallest = f"a ratio of {least:.4f}" if least is not None else f"{power['smallest_detectable_difference']:.2%}"
-    return f"a loss at the limit shows in {chance:.1%} of samples of this size; in 80 % shows {smallest}"
+    return f"a loss at the limit is seen with a power of {chance:.1%}; the smallest seen with 80 % is {smallest}"
 
 
 def _tiles(provenance: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from harness.release.candidate import Candidate
+from harness.release.report import ReleaseReport
 from harness.release.sign_off import sign_off
+from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome, Verdict
 from tests.harness.release.conftest import POLICY, TEMPLATE, Release
 
@@ -182,14 +185,25 @@ def test_a_planted_defect_is_found_by_the_check_that_is_there_for_it(name: str, 
     assert check in report.names(Outcome.FAIL)
 
 
-def test_a_sound_release_passes_and_nothing_else_is_found(made: Release) -> None:
-    report = sign_off(made.base, made.compressed, made.dataset, policy=POLICY)
-    assert report.verdict is Verdict.PASS and report.exit_code == 0
-    assert report.names(Outcome.FAIL, Outcome.INCONCLUSIVE) == []
-    assert {check for _, check in DEFECTS.values()} <= set(report.names(Outcome.PASS))
+@pytest.fixture(scope="module")
+def sound(made: Release) -> ReleaseReport:
+    return sign_off(made.base, made.compressed, made.dataset, policy=POLICY)
 
 
-def test_calibration_data_are_no_held_out_data(release: Release) -> None:
+def test_a_sound_release_passes_and_nothing_else_is_found(sound: ReleaseReport) -> None:
+    assert sound.verdict is Verdict.PASS and sound.exit_code == 0
+    assert sound.names(Outcome.FAIL, Outcome.INCONCLUSIVE) == []
+    assert {check for _, check in DEFECTS.values()} <= set(sound.names(Outcome.PASS))
+
+
+def test_data_of_the_calibration_and_files_that_change_meanwhile_are_told(
+    sound: ReleaseReport, release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meddle(candidate: Candidate) -> list[CheckRecord]:
+        (candidate.compressed / "config.json").write_text("{}")
+        return []
+
+    release.edit_json("compression.json", lambda data: data["data"].update(sha256=sound.provenance["data"]["sha256"]))
+    monkeypatch.setattr("harness.release.sign_off.check_commands", meddle)
     report = sign_off(release.base, release.compressed, release.dataset, policy=POLICY)
-    release.edit_json("compression.json", lambda data: data["data"].update(sha256=report.provenance["data"]["sha256"]))
-    assert "record.data" in sign_off(release.base, release.compressed, release.dataset, policy=POLICY).names(Outcome.FAIL)
+    assert {"record.data", "files.stable"} <= set(report.names(Outcome.FAIL))

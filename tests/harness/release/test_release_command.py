@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from datetime import date
 from pathlib import Path
 
 import pytest
 
 from harness import cli
+from harness.release.page import render_page
+from harness.release.policy import ReleasePolicy
+from harness.release.report import ReleaseReport
 from harness.release.statement import verify_statement
+from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome
 from tests.harness.release.conftest import POLICY, Release
 
 POLICY_TEXT = """
 dataset: {dataset}
-required: [files.config, environment.own, command.right]
+required: [files.config, command.right]
 limits: {limits}
 generation: {generation}
-environments: {{own: {python}, newest: nowhere/python}}
+environments: {{newest: nowhere/python}}
 commands:
   right: "{{python}} -c pass"
   wrong: "{{python}} -c 'print(7); raise SystemExit(1)'"
@@ -36,7 +39,7 @@ waivers:
 def signed(made: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("signed")
     limits, generation = (json.dumps(part.model_dump(mode="json")) for part in (POLICY.limits, POLICY.generation))
-    text = POLICY_TEXT.format(dataset=made.dataset, limits=limits, generation=generation, python=sys.executable)
+    text = POLICY_TEXT.format(dataset=made.dataset, limits=limits, generation=generation)
     (folder / "p.yaml").write_text(text)
     options = ["--policy", str(folder / "p.yaml"), "--output-dir", str(folder / "out"), "--device", "cpu", "--num-samples", "30"]
     assert cli.main(["release", str(made.base), str(made.compressed), *options, "--seed", "3", "--quiet"]) == 0
@@ -48,7 +51,6 @@ def test_the_report_holds_what_was_asked_for(signed: Path) -> None:
     assert (data["verdict"], data["provenance"]["seed"], data["provenance"]["data"]["num_samples"]) == ("pass", 3, 30)
     assert data["run"]["device"] == "cpu"
     found = {one["name"]: one for one in data["checks"]}
-    assert found["environment.own"]["outcome"] == "pass" and "transformers" in found["environment.own"]["summary"]
     assert "there is no interpreter" in found["environment.newest"]["summary"]
     outcomes = {name: found[f"command.{name}"]["outcome"] for name in ("right", "wrong", "unsure", "vllm", "onnx")}
     assert outcomes == {"right": "pass", "wrong": "fail", "unsure": "inconclusive", "vllm": "skip", "onnx": "skip"}
@@ -60,6 +62,13 @@ def test_the_page_names_waivers_and_what_was_not_run_and_needs_no_network(signed
     assert "Waived until 2999-01-01" in page and "the reason of the waiver" in page and "not run: this machine" in page
     assert "Released by" in page and not any(word in page for word in ("src=", "<script", "@import", 'href="http'))
     assert (signed / "junit.xml").is_file()
+
+
+def test_nobody_is_asked_to_sign_what_did_not_pass(signed: Path) -> None:
+    data = json.loads((signed / "release.json").read_text())
+    records = tuple(CheckRecord(one["name"], one["title"], Outcome.FAIL, one["summary"]) for one in data["checks"][:2])
+    page = render_page(ReleaseReport(records, ReleasePolicy(), {}, data["provenance"], data["run"]))
+    assert "Not to be released" in page and "Released by" not in page
 
 
 def test_the_statement_is_of_in_toto_and_names_every_file(signed: Path, made: Release) -> None:
