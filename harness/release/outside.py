@@ -11,12 +11,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from harness.release import elsewhere
-from harness.release.candidate import Candidate
+from harness.release.candidate import Candidate, Check
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.text import plain_text
 from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
@@ -25,6 +23,7 @@ ENVIRONMENTS = ("oldest", "newest")
 """Always on the page, also where the policy names no interpreter for them."""
 COMMANDS = ("vllm", "sglang", "lm-eval", "onnx")
 """Likewise, of commands."""
+_ELSEWHERE, _MARK = Path(__file__).with_name("elsewhere.py"), "harness: "  # not imported: it loads torch, and is for other interpreters
 _MEANINGS = {EXIT_CODES[verdict]: verdict.outcome for verdict in Verdict}
 
 
@@ -38,35 +37,36 @@ def check_environments(candidate: Candidate) -> list[CheckRecord]:
         One record per environment, and for those that every release should have.
     """
     given = candidate.policy.environments
-    return [_environment(candidate, name, given.get(name)) for name in dict.fromkeys((*ENVIRONMENTS, *given))]
+    return [_environment(name, given.get(name)).record(candidate) for name in dict.fromkeys((*ENVIRONMENTS, *given))]
 
 
-def _environment(candidate: Candidate, name: str, python: Path | None) -> CheckRecord:
+def _environment(name: str, python: Path | None) -> Check:
     claim = Claim(f"environment.{name}", f"The environment {name} loads it and predicts the same")
+    return Check(claim, lambda candidate: _look(claim, candidate, python))
+
+
+def _look(claim: Claim, candidate: Candidate, python: Path | None) -> CheckRecord:
     if python is None:
         return claim.skipped("not run: the policy names no interpreter")
     if shutil.which(python) is None:
         return claim.skipped(f"not run: there is no interpreter {python}")
     ids = [str(token) for token in candidate.prompts[0][0].tolist()]
-    done = _process([str(python), "-I", elsewhere.__file__, str(candidate.compressed.absolute()), *ids], candidate)
+    done = _process([str(python), "-I", str(_ELSEWHERE), str(candidate.compressed.absolute()), *ids], candidate)
     if isinstance(done, str):
         return claim.record(Outcome.INCONCLUSIVE, done)
-    try:
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        return claim.record(Outcome.INCONCLUSIVE, f"it gave no answer: {_end(done)}")
-    return _judge(claim, candidate, answer)
-
-
-def _judge(claim: Claim, candidate: Candidate, answer: dict[str, Any]) -> CheckRecord:
-    if "cannot" in answer:
-        return claim.record(Outcome.INCONCLUSIVE, f"could not be tried: {answer['cannot']}")
-    versions = {name: answer[name] for name in ("transformers", "compressed-tensors", "torch")}
+    answers = [json.loads(line.removeprefix(_MARK)) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if not answers or done.returncode < 0:
+        return claim.record(Outcome.INCONCLUSIVE, f"could not be tried: {_end(done)}")
+    versions = answers[0]
     told = f"transformers {versions['transformers']}, compressed-tensors {versions['compressed-tensors']}"
-    if "error" in answer:
-        return claim.record(Outcome.FAIL, f"{told}: {answer['error']}", evidence=versions)
+    if len(answers) < 2:
+        return claim.record(Outcome.FAIL, f"{told}: {_end(done)}", evidence=versions, findings=_lines(done))
+    return _judge(claim, candidate, told, versions, answers[1])
+
+
+def _judge(claim: Claim, candidate: Candidate, told: str, versions: dict[str, str], logits: list[float]) -> CheckRecord:
     own = candidate.model(input_ids=candidate.prompts[0], use_cache=False).logits[0, -1].float().cpu()
-    found, limit = torch.tensor(answer["last"]), candidate.policy.generation.max_dtype_deviation
+    found, limit = torch.tensor(logits), candidate.policy.generation.max_dtype_deviation
     if found.shape != own.shape:
         return claim.record(Outcome.FAIL, f"{told}: predicts {len(found)} tokens, here {len(own)}", evidence=versions)
     apart = ((found - own).abs().max() / own.abs().max().clamp(min=1e-30)).item()
@@ -93,7 +93,9 @@ def _command(candidate: Candidate, name: str, line: str | None) -> CheckRecord:
     if line is None:
         return claim.skipped("not run: the policy names no such command")
     places = {"base": candidate.base.absolute(), "compressed": candidate.compressed.absolute(), "python": sys.executable}
-    words = [word.format_map({key: str(value) for key, value in places.items()}) for word in shlex.split(line)]
+    words = shlex.split(line)
+    for place, value in places.items():
+        words = [word.replace(f"{{{place}}}", str(value)) for word in words]
     if shutil.which(words[0]) is None:
         return claim.skipped(f"not run: {words[0]} is not installed")
     done = _process(words, candidate)

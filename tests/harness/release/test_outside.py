@@ -28,12 +28,12 @@ def candidate(made: Release) -> Candidate:
     return Candidate(made.base, made.compressed, ReleasePolicy(), [IDS, IDS], torch.device("cpu"), 0)
 
 
-def printed(made: Release, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def printed(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the file that other interpreters run prints in this one."""
-    monkeypatch.setattr(sys, "argv", ["elsewhere.py", str(made.compressed), *map(str, IDS)])
+    monkeypatch.setattr(sys, "argv", ["elsewhere.py", str(folder), *map(str, IDS)])
     runpy.run_path(elsewhere.__file__, run_name="__main__")
-    answer: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return answer
+    lines = capsys.readouterr().out.splitlines()
+    return [json.loads(line.removeprefix(elsewhere.MARK)) for line in lines if line.startswith(elsewhere.MARK)]
 
 
 def looked(candidate: Candidate, policy: ReleasePolicy) -> dict[str, CheckRecord]:
@@ -52,26 +52,22 @@ def python_that_prints(folder: Path, text: str) -> Path:
 def test_an_answer_decides_and_none_is_no_pass(
     candidate: Candidate, made: Release, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = printed(made, capsys, monkeypatch)
-    answers = {
-        "right": (right, Outcome.PASS, "logits part by 0.0e+00"),
-        "other": (right | {"last": [-one for one in right["last"]]}, Outcome.FAIL, "logits part by"),
-        "fewer": (right | {"last": right["last"][:-1]}, Outcome.FAIL, "predicts 95 tokens, here 96"),
-        "refused": (right | {"error": "KeyError: scheme"}, Outcome.FAIL, "KeyError: scheme"),
-        "bare": ({"cannot": "No module named 'transformers'"}, Outcome.INCONCLUSIVE, "could not be tried"),
-        "silent": (None, Outcome.INCONCLUSIVE, "it gave no answer"),
+    versions, logits = printed(made.compressed, capsys, monkeypatch)
+    answers: dict[str, tuple[list[Any], Outcome, str]] = {
+        "right": ([versions, logits], Outcome.PASS, "logits part by 0.0e+00"),
+        "other": ([versions, [-one for one in logits]], Outcome.FAIL, "logits part by"),
+        "fewer": ([versions, logits[:-1]], Outcome.FAIL, "predicts 95 tokens, here 96"),
+        "refused": ([versions], Outcome.FAIL, "KeyError: scheme"),
+        "silent": ([], Outcome.INCONCLUSIVE, "could not be tried: KeyError: scheme"),
     }
     for name, (told, outcome, words) in answers.items():
-        python = python_that_prints(tmp_path, "" if told is None else json.dumps(told))
+        python = python_that_prints(tmp_path, "\n".join([*(elsewhere.MARK + json.dumps(one) for one in told), "KeyError: scheme"]))
         record = looked(candidate, ReleasePolicy(environments={name: python}))[f"environment.{name}"]
         assert record.outcome is outcome and words in record.summary, name
-
-
-def test_a_folder_that_does_not_load_there_is_an_error_in_the_answer(
-    release: Release, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (release.compressed / "config.json").unlink()
-    assert "config.json" in printed(release, capsys, monkeypatch)["error"]
+    python = python_that_prints(tmp_path, "\n".join(elsewhere.MARK + json.dumps(one) for one in (versions, logits)))
+    nothing = Candidate(made.base, tmp_path, ReleasePolicy(environments={"own": python}), [IDS, IDS], torch.device("cpu"), 0)
+    record = next(record for record in check_environments(nothing) if record.name == "environment.own")
+    assert record.outcome is Outcome.INCONCLUSIVE and "does not load" in record.summary
 
 
 def test_what_the_policy_does_not_name_or_is_not_there_was_not_run(candidate: Candidate, tmp_path: Path) -> None:
