@@ -23,6 +23,7 @@ from compressor.training.audits import Audits
 from compressor.training.capture.signature import drift
 from compressor.training.engines.select import engine_for
 from compressor.training.guards.containers import own_generators
+from compressor.training.guards.python_values import PythonValues
 from compressor.training.outside_of_steps import kept_buffers, kept_generators
 from compressor.training.python_state import PythonState
 from compressor.training.replay.plan import Plan, record, refuse_early
@@ -48,6 +49,7 @@ class _KeyRecord:
     plan: Plan | None = None
     proven: bool = False
     lines: list[str] | None = None
+    python: PythonValues | None = None
     audits: Audits = field(default_factory=Audits)
 
 
@@ -350,13 +352,16 @@ class Trainer:
 
     def _captured_once(self, known: _KeyRecord, batch: Batch) -> Tensor:
         """Run one step under the recorder, and hold its signature against the first of the key."""
-        captured = record(self.step, InputBuffers(batch), self._engine)
+        python = PythonValues()
+        captured = record(self.step, InputBuffers(batch), self._engine, python)
         if not captured.ran_at_capture:
             captured.replay()
         moved = None if known.lines is None else drift(known.lines, captured.lines)
         if moved is not None:
             raise SignatureDriftError(f"step {self.num_steps} is another one than the first with its plan key: {moved}")
-        known.lines = captured.lines
+        if known.python is not None:
+            known.python.refuse_moved(python)
+        known.lines, known.python = captured.lines, known.python or python
         return captured.loss.clone()
 
     def _compared_with_eager(self, batch: Batch, run: Callable[[], Tensor]) -> Tensor:

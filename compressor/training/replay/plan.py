@@ -26,6 +26,7 @@ from compressor.training.guards.escaping_tensors import BatchPart, batch_content
 from compressor.training.guards.host_facts import Identities, difference, host_facts, looks_for_nan
 from compressor.training.guards.host_reads import refuse_iterators, watching_host
 from compressor.training.guards.optimizer_state import optimizer_facts, refuse_moved
+from compressor.training.guards.python_values import PythonValues
 from compressor.training.step.batch import Batch, InputBuffers, named_leaves
 from compressor.training.step.snapshot import Snapshot
 from compressor.training.step.step import TrainStep
@@ -49,7 +50,8 @@ class Plan:
         self.step = step
         _refuse_shared(step, batch)
         self.buffers = InputBuffers(batch)
-        self.captured = record(step, self.buffers, engine)
+        self.python = PythonValues()
+        self.captured = record(step, self.buffers, engine, self.python)
         self.skipped = step.skipped
         self._facts = host_facts(step)
         self._tensors = guarded_tensors(step)  # held, so that no other tensor can take over an address
@@ -121,13 +123,14 @@ def _refuse_shared(step: TrainStep, batch: Batch) -> None:
             raise BindError(f"batch{path}: it shares its memory with {name}, which the step writes; give a clone()")
 
 
-def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
+def record(step: TrainStep, buffers: InputBuffers, engine: Engine, python: PythonValues) -> Captured:
     """Capture a step on fixed inputs, and check that it left nothing behind that a replay would not.
 
     Args:
         step: the step.
         buffers: its inputs.
         engine: the device's engine.
+        python: gets the numbers of the run.
 
     Returns:
         The captured step.
@@ -136,14 +139,14 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
         ReplayError: by its named subclasses, what cannot be captured.
     """
     refuse_early(step)
-    before = None if engine.runs_while_capturing else _rehearse(step, buffers, engine)
+    before = None if engine.runs_while_capturing else _rehearse(step, buffers, engine, python)
     generators = own_generators(step)
 
     def capture(recorder: Recorder, batch: Callable[[], Batch]) -> tuple[Captured, Tensor]:
         captured = engine.capture(lambda: step.captured_part(batch()), recorder, generators)
         return captured, captured.loss
 
-    captured, _ = _watch(step, buffers, capture)
+    captured, _ = _watch(step, buffers, capture, python if before is None else PythonValues())
     moved = None if before is None else drift(neutral(before), neutral(captured.lines), ("eager", "captured"))
     if moved is not None:
         raise SignatureDriftError(
@@ -153,7 +156,7 @@ def record(step: TrainStep, buffers: InputBuffers, engine: Engine) -> Captured:
     return captured
 
 
-def _rehearse(step: TrainStep, buffers: InputBuffers, engine: Engine) -> list[str]:
+def _rehearse(step: TrainStep, buffers: InputBuffers, engine: Engine, python: PythonValues) -> list[str]:
     """Run the step eagerly under the recorder, and go back: what cannot be captured is said before anything is."""
     generators = own_generators(step)
     start = Snapshot.take(step, generators)
@@ -168,7 +171,7 @@ def _rehearse(step: TrainStep, buffers: InputBuffers, engine: Engine) -> list[st
         return [op.line for op in recorder.ops], None
 
     try:
-        return _watch(step, buffers, run)[0]
+        return _watch(step, buffers, run, python)[0]
     finally:
         start.put_back(step, generators)
         for path, tensor in buffers.tensors.items():
@@ -176,7 +179,10 @@ def _rehearse(step: TrainStep, buffers: InputBuffers, engine: Engine) -> list[st
 
 
 def _watch(
-    step: TrainStep, buffers: InputBuffers, run: Callable[[Recorder, Callable[[], Batch]], tuple[T, Tensor | None]]
+    step: TrainStep,
+    buffers: InputBuffers,
+    run: Callable[[Recorder, Callable[[], Batch]], tuple[T, Tensor | None]],
+    python: PythonValues,
 ) -> tuple[T, Tensor | None]:
     """Run the step under a recorder, and check that it left nothing behind that a replay would not."""
     tensors, facts, kept, held = step.tensors(), host_facts(step), kept_tensors(step), optimizer_facts(step)
@@ -194,7 +200,7 @@ def _watch(
     def mark(phase: str) -> None:
         recorder.phase = phase
 
-    with whereabouts.watching(), step.marking(mark), watching_host(step):
+    with whereabouts.watching(), step.marking(mark), watching_host(step), python.watching():
         result = run(recorder, batch)
     recorder.finish()
     check_batch(given, recorder)

@@ -14,6 +14,7 @@ from compressor.training.capture.protocol import Engine
 from compressor.training.capture.signature import drift
 from compressor.training.guards.containers import LooseTensors
 from compressor.training.guards.optimizer_state import optimizer_facts, refuse_moved
+from compressor.training.guards.python_values import PythonValues
 from compressor.training.python_state import PythonState
 from compressor.training.replay.plan import Plan, record
 from compressor.training.step.batch import Batch, lent
@@ -40,6 +41,7 @@ def prove(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
 
     Raises:
         SignatureDriftError: the step runs other operators than at capture.
+        GuardDriftError: the step moves the optimizer before its update, or counts where no guard looks.
         ProofError: the values differ. After either the state is as before the call.
     """
     return _compared(plan, batch, partial(_legs, plan, batch, engine, is_recorded=True))
@@ -58,7 +60,7 @@ def audit(plan: Plan, batch: Batch, engine: Engine) -> Tensor:
 
     Raises:
         SignatureDriftError: the values differ, since the step runs other operators than at capture.
-        GuardDriftError: the step moves the optimizer in Python before its update.
+        GuardDriftError: as for `prove`.
         ProofError: the values differ. After either the state is as before the call.
     """
     # Ranks differ together or not at all: one that records alone would wait for the others.
@@ -130,8 +132,8 @@ def _legs(plan: Plan, batch: Batch, engine: Engine, start: Snapshot, *, is_recor
         for path, tensor in plan.buffers.tensors.items():
             tensor.copy_(inputs[path])  # a step may work on its inputs in place
 
-    held = optimizer_facts(step)
-    with lent(batch) as given:
+    held, python = optimizer_facts(step), PythonValues()
+    with lent(batch) as given, python.watching():
         eager = Snapshot.take(step, generators, engine.eager(lambda: step.captured_part(given)))
     step.ranks.together(lambda: refuse_moved(held, step))
     rewind()
@@ -151,12 +153,13 @@ def _legs(plan: Plan, batch: Batch, engine: Engine, start: Snapshot, *, is_recor
         rewind()
         _record_again(plan, eager, engine, rewind)
     step.ranks.together(lambda: _compare(eager, end, "replayed", "locate() names the first operator that differs"))
+    step.ranks.together(lambda: plan.python.refuse_moved(python))
     return loss
 
 
 def _record_again(plan: Plan, eager: Snapshot, engine: Engine, rewind: Callable[[], None]) -> None:
     """Record the step once more, and hold it against the capture and the eager step."""
-    again = record(plan.step, plan.buffers, engine)
+    again = record(plan.step, plan.buffers, engine, PythonValues())
     moved = drift(plan.captured.lines, again.lines)
     if moved is not None:
         raise SignatureDriftError(f"the step is another one on another batch: {moved}")

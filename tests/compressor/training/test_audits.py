@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -11,7 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from compressor.cli.train import add_arguments
-from compressor.errors import ProofError, SignatureDriftError
+from compressor.errors import GuardDriftError, ProofError, SignatureDriftError
 from compressor.training import Snapshot, Trainer
 from compressor.training.audits import MAX_GAP, MIN_GAP, PROMISE, Audits
 
@@ -20,6 +25,9 @@ class Box:
     """Reached through a weak reference, behind which no guard looks."""
 
     scale: Any = None
+
+
+_KEPT = Box()
 
 
 def _hidden(box: Box) -> Any:
@@ -120,3 +128,73 @@ def test_the_promise_stands_in_the_same_words_everywhere():
     readme = (Path(__file__).parents[3] / "compressor" / "training" / "README.md").read_text(encoding="utf-8")
     for text in (parser.format_help(), " ".join(str(Trainer.__doc__).split()), " ".join(readme.split())):
         assert PROMISE in text
+
+
+def _in_a_file(tmp_path: Path) -> Callable[[], int]:
+    path = tmp_path / "count"
+    path.write_text("0")
+
+    def count() -> int:
+        number = int(path.read_text()) + 1
+        path.write_text(str(number))
+        return number
+
+    return count
+
+
+def _behind_a_reference(tmp_path: Path) -> Callable[[], int]:
+    behind = weakref.ref(_KEPT)
+    _KEPT.scale = 0
+
+    def count() -> int:
+        held = behind()
+        assert held is not None
+        held.scale += 1
+        return int(held.scale)
+
+    return count
+
+
+def _of_a_queue(tmp_path: Path) -> Callable[[], int]:
+    queue: SimpleQueue[int] = SimpleQueue()
+    for number in range(100):
+        queue.put(number)
+    return lambda: queue.get()
+
+
+def _in_memory_of_c(tmp_path: Path) -> Callable[[], int]:
+    memory = mmap.mmap(-1, 16)
+
+    def count() -> int:
+        memory[0] += 1
+        return memory[0]
+
+    return count
+
+
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+@pytest.mark.parametrize("make", [_in_a_file, _behind_a_reference, _of_a_queue, _in_memory_of_c])
+def test_a_counter_that_the_step_moves_out_of_sight_is_refused_before_any_replay(mlp_trainer, batches, tmp_path, make, mode):
+    count = make(tmp_path)
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        return cross_entropy(model(batch["x"]), batch["y"]) * (2 if count() > 60 else 1)  # no operator tells before step 60
+
+    trainer = mlp_trainer(loss_fn=loss_fn, mode=mode)
+    with pytest.raises(GuardDriftError, match=r"was \d+ when the step was captured and is \d+ in a later run .* count in a buffer"):
+        for number in range(5):
+            trainer.train_step(batches(number))
+    assert trainer.num_steps == 3
+
+
+def test_clocks_addresses_and_numbers_that_stay_are_no_counters(mlp_trainer, batches):
+    def loss_fn(model: Any, batch: Any) -> Any:
+        begin, now, address, rows = time.perf_counter(), int(time.time()), id(object()), len(batch["x"])
+        loss = cross_entropy(model(batch["x"]), batch["y"])
+        seconds = time.perf_counter() - begin
+        return loss if rows and now and address and seconds >= 0 else loss * 2
+
+    trainer = mlp_trainer(loss_fn=loss_fn)
+    for number in range(8):
+        trainer.train_step(batches(number))
+    assert trainer.last_action in ("replay", "audit") and sys.getprofile() is None

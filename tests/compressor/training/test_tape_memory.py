@@ -20,6 +20,7 @@ from compressor.training.capture.operators import IDLE, Extent
 from compressor.training.engines.memory_plan import lifetimes, place
 from compressor.training.engines.select import TapeEngine
 from compressor.training.engines.tape import Tape
+from compressor.training.guards.python_values import PythonValues
 from compressor.training.replay.plan import record
 
 lives = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 30), st.integers(0, 12)), max_size=40)
@@ -89,7 +90,7 @@ def test_recording_needs_no_more_memory_than_the_step_itself(new_trainer, cases)
 
     step = new_trainer(cases["llama"], "eager").step
     step(batch)
-    record(step, InputBuffers(batch), Measured())
+    record(step, InputBuffers(batch), Measured(), PythonValues())
     with AliveBytes() as counter:
         step(batch)
     assert peaks == [counter.peak]
