@@ -12,6 +12,7 @@ from torch import nn
 from compressor.errors import ModelError, SchemeError
 from compressor.model.checkpoints.format import check_schemes, hides_weight, unpacked_at_once
 from compressor.model.folder import some
+from compressor.model.targets import ends_of
 from compressor.nn import QuantizedLayer
 from compressor.nn.experts import UnfusedExperts
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
@@ -234,7 +235,7 @@ def check_tied_config(model: nn.Module, names: Collection[str]) -> None:
 
     if not isinstance(model, PreTrainedModel) or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         return
-    ends = [part for part in (model.get_output_embeddings(), model.get_input_embeddings()) if part is not None]
+    ends = [part for part in ends_of(model) if part is not None]
     torn = next((name for name, module in model.named_modules() if name in names and any(module is end for end in ends)), None)
     if torn is not None:
         raise SchemeError(

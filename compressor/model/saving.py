@@ -129,13 +129,19 @@ def save_decompressed(model: nn.Module, output_dir: str | Path, max_shard_size: 
 
 
 def attach_save(model: nn.Module, record: Mapping[str, Any] | None) -> None:
-    """Give a compressed model, and each model inside it, a `save_pretrained` that writes what it is. Changes them; none gets a new method.
+    """Give a compressed model, and each model inside it, a `save_pretrained` that writes what it is, and say in its config what it is.
+
+    Changes them; none gets a new method.
 
     Args:
         model: compressed.
         record: what compression.json is to say of it as a whole; None writes none.
     """
+    is_compressed = _is_compressed(model)
     for part in model.modules():
+        if is_compressed and as_pretrained(part) is not None:
+            # So does transformers, and no file holds it. FalconMamba and Jamba then call a layer whose weight they read otherwise.
+            vars(part.config)["_is_quantized"] = True  # type: ignore[arg-type]
         is_whole = part is model and as_pretrained(part) is not None  # one without compressed layers may be sparse
         if callable(getattr(part, _NAME, None)) and (is_whole or _is_compressed(part)):
             vars(part)[_NAME] = SavePretrained(part, record if part is model else None)

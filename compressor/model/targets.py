@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +20,24 @@ from compressor.spelling import nearest
 
 _REGEX_PREFIX = "re:"
 _CLASSES = {"__ALL_PRUNABLE__": ("Linear", "_ConvNd")}  # words of llm-compressor for classes
+
+
+def ends_of(model: Any) -> tuple[Any, Any]:
+    """Give head and embedding of a model.
+
+    Args:
+        model: of transformers.
+
+    Returns:
+        Each None where the model has none, or does not say which, as one with several.
+    """
+    found = []
+    for find in (model.get_output_embeddings, model.get_input_embeddings):
+        try:
+            found.append(find())
+        except NotImplementedError:
+            found.append(None)
+    return found[0], found[1]
 
 
 def resolve_targets(model: nn.Module, targets: Sequence[str], ignore: Sequence[str] = ()) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from compressor.errors import SchemeError
-from compressor.model.experts.format import fused_modules
+from compressor.model.experts.format import fused_modules, plain_names
 from compressor.model.folder import some
 from compressor.model.targets import matches
 from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
@@ -171,7 +171,9 @@ def stored_keys(model: nn.Module, keys: Sequence[str]) -> dict[str, str]:
 
     markers = {key: torch.empty(0, dtype=torch.float32) for key in keys}
     key_of = {id(marker): key for key, marker in markers.items()}
-    stored = {key_of[id(marker)]: on_disk for on_disk, marker in revert_weight_conversion(model, markers).items() if id(marker) in key_of}
+    with plain_names(model):
+        reverted = revert_weight_conversion(model, markers)
+    stored = {key_of[id(marker)]: on_disk for on_disk, marker in reverted.items() if id(marker) in key_of}
     return {key: stored.get(key, key) for key in keys}
 
 

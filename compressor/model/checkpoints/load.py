@@ -23,6 +23,7 @@ from compressor.errors import ModelError
 from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.online import read_rotations
 from compressor.model.checkpoints.save import RECORD_FILE
+from compressor.model.experts.format import plain_names
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 from compressor.model.folder import check_weight_files, one_line, read_config, read_json, resolve_folder, some, weight_files
 from compressor.model.loading.load import DTYPES, LOAD_ERRORS, quiet_transformers, resolve_class, resolve_device
@@ -256,5 +257,6 @@ def _stored_keys(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str
 
     if not isinstance(model, PreTrainedModel):
         return {key: key for key in state}
-    stored = {id(value): key for key, value in revert_weight_conversion(model, dict(state)).items()}
+    with plain_names(model):
+        stored = {id(value): key for key, value in revert_weight_conversion(model, dict(state)).items()}
     return {key: stored[id(value)] for key, value in state.items() if id(value) in stored}

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from compressor.errors import CheckpointError, OutputError
 from compressor.model.checkpoints.audit import audit_qparams, tensor_digests
 from compressor.model.checkpoints.format import config_of, stored_keys, stored_names, unquantized_linears
 from compressor.model.checkpoints.online import rotation_tensors, transform_config
-from compressor.model.experts.format import kept_fused, with_expert_settings, with_fused_floats
+from compressor.model.experts.format import kept_fused, plain_names, with_expert_settings, with_fused_floats
 from compressor.model.folder import one_line, read_json, some
 from compressor.model.headers import write_header
 from compressor.model.loading.load import quiet_transformers
@@ -250,7 +250,8 @@ def _write_pretrained(
     if described is not None:
         config.quantization_config = with_expert_settings(described, model, schemes, renamed)
     shapes = {key: value.shape for key, value in state.items()}
-    with _lent_config(model, config), kept_fused(model, state, schemes), quiet_transformers():
+    names = nullcontext() if described is None else plain_names(model)
+    with _lent_config(model, config), names, kept_fused(model, state, schemes), quiet_transformers():
         try:
             # That of the class: a compressed model may have one of its own, which ends here.
             type(model).save_pretrained(model, folder, state_dict=state, max_shard_size=max_shard_bytes)

@@ -154,15 +154,48 @@ def kept_fused(model: Any, state: Mapping[str, Tensor], schemes: Mapping[str, Qu
     Yields:
         Whether it does.
     """
-    own = getattr(model, "_weight_conversions", None)
     if not any(scheme.weights is not None and scheme.weights.type == "int" for scheme in schemes.values()):
         yield False
         return
+    with _rules(model, [entry for entry in _own_rules(model) if not _splits(entry, state)]):
+        yield
+
+
+@contextmanager
+def plain_names(model: nn.Module) -> Iterator[None]:
+    """Let tensors beside experts be stored one by one, as the model names them. Changes the model while the block runs.
+
+    Some classes store a few tensors joined or cut (`conv1d` as three, `gate_proj` and `up_proj` as one) and convert them as they load. Of a
+    quantized model transformers finds nothing to convert and stops; codes and scales of several layers cannot be joined at all. A tensor
+    that lies there under the name that it has in the model is taken as it is.
+
+    Args:
+        model: any; only of one of transformers something is changed.
+
+    Yields:
+        Nothing.
+    """
+    if not hasattr(model, "save_pretrained"):
+        yield
+        return
+    with _rules(model, [entry for entry in _own_rules(model) if not _joins(entry)]):
+        yield
+
+
+def _own_rules(model: Any) -> list[Any]:
+    """Rules by which transformers would save a model, in the order of their use on loading."""
+    own = getattr(model, "_weight_conversions", None)
+    if own is not None:
+        return list(own)
     from transformers.conversion_mapping import PrefixChange, get_model_conversion_mapping
 
-    known = get_model_conversion_mapping(model, add_legacy=False) if own is None else own
-    kept = [entry for entry in known if not isinstance(entry, PrefixChange)] if own is None else list(known)
-    model._weight_conversions = [entry for entry in kept if not _splits(entry, state)]
+    return [entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, PrefixChange)]
+
+
+@contextmanager
+def _rules(model: Any, rules: list[Any]) -> Iterator[None]:
+    own = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = rules
     try:
         yield True
     finally:
@@ -170,6 +203,13 @@ def kept_fused(model: Any, state: Mapping[str, Tensor], schemes: Mapping[str, Qu
             del model._weight_conversions
         else:
             model._weight_conversions = own
+
+
+def _joins(entry: Any) -> bool:
+    """Whether a rule makes other tensors than experts of those in the files; one that keeps a name would be applied to it again."""
+    targets = list(entry.target_patterns)
+    is_of_experts = any("experts" in target for target in targets)
+    return hasattr(entry, "operations") and not is_of_experts and set(entry.source_patterns).isdisjoint(targets)
 
 
 def _splits(entry: Any, state: Mapping[str, Tensor]) -> bool:

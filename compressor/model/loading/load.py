@@ -32,6 +32,7 @@ from compressor.model.folder import (
     weight_files,
 )
 from compressor.model.hub import Origin
+from compressor.model.targets import ends_of
 from compressor.nn.layer import QuantizedLayer
 from compressor.spelling import nearest
 
@@ -471,8 +472,8 @@ def untie(loaded: LoadedModel) -> tuple[str, ...]:
     if loaded.from_memory:
         raise ModelError("tie_word_embeddings: False was given for a model in memory; untie it first, or give the folder")
     model: Any = loaded.model
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is not table.weight:
+    head, table = ends_of(model)
+    if head is None or table is None or head.weight is not table.weight:
         return ()
     head.weight = nn.Parameter(table.weight.detach().clone(), requires_grad=table.weight.requires_grad)
     for part in {id(one): one for one in (model.config, model.config.get_text_config())}.values():

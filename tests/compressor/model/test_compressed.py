@@ -442,3 +442,40 @@ def test_a_checkpoint_of_another_class_is_answered_with_that_class(tmp_path):
     with pytest.raises(ModelError, match="model_class='BertForSequenceClassification'"):
         load_compressed(tmp_path / "out")
     assert load_compressed(tmp_path / "out", model_class="BertForSequenceClassification").num_labels == 2
+
+
+_SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+_LINEAR = {
+    f"linear_{what}": size for what, size in [("num_key_heads", 2), ("num_value_heads", 2), ("key_head_dim", 8), ("value_head_dim", 8)]
+}
+# The first two store some tensors joined or cut; the third calls a layer as such only where its config says that it is quantized.
+_CONVERTED = {"olmo_hybrid": _HEADS | _LINEAR, "hrm_text": _HEADS, "falcon_mamba": {"state_size": 8, "time_step_rank": 4}}
+
+
+@pytest.mark.parametrize("kind", _CONVERTED)
+def test_classes_that_convert_or_call_layers_otherwise_are_read_alike(kind, token_ids, tmp_path):
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**_SMALL, **_CONVERTED[kind], max_position_embeddings=64, pad_token_id=0, use_cache=False)
+    result = oneshot(AutoModelForCausalLM.from_config(config).eval(), recipe=recipe("W8A8"), output_dir=tmp_path / "out")
+    ids, found = token_ids % 96, load_compressed(tmp_path / "out")
+    assert torch.equal(logits(found, ids), logits(result.model, ids))
+    assert torch.equal(transformers_logits(tmp_path / "out", ids), logits(result.model, ids))
+    assert "_is_quantized" not in (tmp_path / "out" / "config.json").read_text()
+    found.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == load_file(tmp_path / "out" / "model.safetensors").keys()
+
+
+def test_a_model_that_does_not_say_which_its_embedding_is_can_be_saved(tmp_path):
+    from transformers import SpeechT5Config, SpeechT5Model
+
+    each = {"layers": 1, "attention_heads": 2, "ffn_dim": 32}
+    sizes = {f"{part}_{what}": size for part in ("encoder", "decoder") for what, size in each.items()}
+    model = SpeechT5Model(SpeechT5Config(vocab_size=40, hidden_size=32, **sizes)).eval()
+    with pytest.raises(NotImplementedError):
+        model.get_input_embeddings()
+    result = oneshot(model, recipe=recipe("W8A8", ignore=[]))
+    assert (result.save(tmp_path / "out") / "compression.json").is_file()
