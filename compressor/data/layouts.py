@@ -6,8 +6,11 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from compressor.errors import CalibrationError
+
+_WITH_MEMORY = (Tensor, nn.Parameter, nn.Buffer)
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),
@@ -61,9 +64,13 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
     Returns:
         The tensor itself, what a nested one holds, or indices and values.
+
+    Raises:
+        CalibrationError: it is of a class that only wraps another tensor, of which nothing is known here.
     """
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # torch.func hides a batch or a derivative in it
         tensor = torch._C._functorch.get_unwrapped(tensor)
+    refuse_without_memory(tensor)
     if tensor.is_nested:
         return tuple(tensor.unbind())
     if tensor.layout is torch.sparse_coo:
@@ -71,6 +78,28 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout in _COMPRESSED:
         return (*(getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]), tensor.values())
     return (tensor if tensor.layout is torch.strided else tensor.to_dense(),)
+
+
+def refuse_without_memory(tensor: Tensor, where: str = "forward") -> None:
+    """Refuse a tensor that is only the shell of another one: to read at its address is to read anywhere.
+
+    Args:
+        tensor: in any layout.
+        where: for the message.
+
+    Raises:
+        CalibrationError: its class says that it has a shape, and keeps the numbers in a place of its own.
+    """
+    kind = type(tensor)
+    if kind in _WITH_MEMORY or hasattr(tensor, "__tensor_flatten__") or tensor.is_meta:
+        return
+    with torch._C.DisableTorchFunction():
+        is_shell = has_memory(tensor) and tensor.numel() > 0 and tensor.data_ptr() == 0
+    if is_shell:
+        raise CalibrationError(
+            f"{where}: a {kind.__name__} passes here, a subclass of torch.Tensor without memory of its own (_make_wrapper_subclass), whose "
+            "numbers cannot be calibrated; hand plain tensors from layer to layer"
+        )
 
 
 def num_bytes(tensor: Tensor) -> int:

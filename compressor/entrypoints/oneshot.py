@@ -141,7 +141,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
         told = {"model": str(source or type(model).__name__), "recipe": parsed.dump()}
         monitor.tracker = held.enter_context(tracked(settings.trackers, told))
         with (
-            random_numbers_kept(foreign=False, devices="all"),
+            random_numbers_kept(devices="all"),
             unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
             Session(state, parsed.modifiers) as session,
         ):

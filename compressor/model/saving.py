@@ -141,7 +141,7 @@ def attach_save(model: nn.Module, record: Mapping[str, Any] | None) -> None:
     for part in model.modules():
         if is_compressed and as_pretrained(part) is not None:
             # So does transformers, and no file holds it. FalconMamba and Jamba then call a layer whose weight they read otherwise.
-            vars(part.config)["_is_quantized"] = True  # type: ignore[arg-type]
+            vars(part.config)["_is_quantized"] = True
         is_whole = part is model and as_pretrained(part) is not None  # one without compressed layers may be sparse
         if callable(getattr(part, _NAME, None)) and (is_whole or _is_compressed(part)):
             vars(part)[_NAME] = SavePretrained(part, record if part is model else None)

@@ -15,6 +15,7 @@ from compressor.pipelines.memory import memory_explained
 from compressor.progress import Progress
 from compressor.tracing.footprint import all_that_may_change
 from compressor.tracing.graph.nodes import Unrepeatable
+from compressor.tracing.kept_weights import check_model
 from compressor.tracing.targets.call_order import changed_by_forwards, plain_forward
 from compressor.tracing.traces import Traces
 
@@ -27,8 +28,12 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
         data: at least one batch.
         progress: where a bar is shown.
         journal: keeps the one stage, or knows it from an earlier run, which then needs no forward; None keeps nothing.
+
+    Raises:
+        TracingError: the model is compiled, so that its calls are not seen, or has weights without values.
     """
     state, journal = session.state, journal or NullJournal()
+    check_model(state.model)
     session.send(EventType.CALIBRATION_START)
     state.monitor.begin_stage()
     names = tuple(name for name, _ in state.model.named_modules())

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.data.collate import leading_tensor
+from compressor.data.layouts import refuse_without_memory
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
 from compressor.tracing.footprint import Footprint
@@ -176,6 +177,9 @@ def calls_of(model: nn.Module, names: Sequence[str]) -> Iterator[set[str]]:
 
     Yields:
         Those that were called so far.
+
+    Raises:
+        CalibrationError: one is given a tensor without memory.
     """
     called: set[str] = set()
     with ExitStack() as hooks:
@@ -189,9 +193,12 @@ def calls_of(model: nn.Module, names: Sequence[str]) -> Iterator[set[str]]:
 def _noting(called: set[str], name: str, module: nn.Module) -> Callable[..., None]:
     """A hook for the calls of one module alone: what comes in its place may share its table of hooks."""
 
-    def hook(given: nn.Module, args: object) -> None:
+    def hook(given: nn.Module, args: tuple[Any, ...]) -> None:
         if given is module:
             called.add(name)
+            for value in args:
+                if isinstance(value, Tensor):
+                    refuse_without_memory(value, name)
 
     return hook
 

@@ -16,6 +16,7 @@ from typing import Literal, Protocol, runtime_checkable
 from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, TracingError
 from compressor.lifecycle import EventType, Session, State
+from compressor.model.folder import some
 from compressor.pipelines.calibration_mode import calibration_mode, note_kept, note_proof, set_token_mask, watched_modules
 from compressor.pipelines.forward_checks import calls_of, check_padding, check_still_called, compressed_names
 from compressor.pipelines.journal import NullJournal, StageJournal
@@ -149,7 +150,12 @@ def _trace(session: Session, data: CalibrationData, settings: SequentialSettings
     if settings.num_passes == 2:
         return plan(layers, settings.engine, 1), False
     try:
-        return plan(cut_at_inputs(state.model, watched, layers), "graph", "input"), True
+        found = plan(cut_at_inputs(state.model, watched, layers), "graph", "input")
+        blind = _blind(state, watched, found.uncalled, settings.targets)
+        if not blind or settings.passes == "one":
+            return found, True
+        # Whether a layer may do without statistics of a module inside is for the modifiers to say, who have a budget for that.
+        raise TracingError(f"no batch calls {some(blind)}")
     except TracingError as error:
         if settings.passes == "one":
             raise TracingError(f"passes: 'one' is not possible here: {error}; or leave passes out") from error
@@ -275,13 +281,17 @@ def _watched_elsewhere(session: Session, names: Sequence[str]) -> bool:
 
 def _check_called(session: Session, uncalled: Sequence[str], named: Sequence[str] | None) -> None:
     """Refuse targets without statistics: those that somebody watches, and those that the user named one by one."""
-    watched = set(watched_modules(session))
-    blind = [name for name in uncalled if name in (named or ()) or not watched.isdisjoint(module_names(session.state.model, name))]
+    blind = _blind(session.state, watched_modules(session), uncalled, named)
     if blind:
         raise CalibrationError(
             f"{', '.join(blind)}: no batch calls {'these sequential targets' if len(blind) > 1 else 'this sequential target'}, so there "
-            "are no statistics; give data that reaches them, or ignore the modules inside (calls of a .forward() are not seen)"
+            "are no statistics; give data that reaches them, or ignore the modules inside (calls of a .forward() are not seen); inside "
+            "of a layer that is called, passes='two' leaves them to the recipe's fallback_budget"
         )
+
+
+def _blind(state: State, watched: Watched, uncalled: Sequence[str], named: Sequence[str] | None) -> list[str]:
+    return [name for name in uncalled if name in (named or ()) or not set(watched).isdisjoint(module_names(state.model, name))]
 
 
 def _send_rest(session: Session, cut: Partition, uncalled: Sequence[str]) -> None:

@@ -154,6 +154,7 @@ def load_model(
         check_in_memory(source, dtype=dtype, model_class=model_class, revision=revision)
         if config_folder is not None:
             raise ModelError(f"config_name: {str(config_folder)!r} was given for a model in memory, which has its config; leave it out")
+        _refuse_lazy(source)
         return LoadedModel(source, tokenizer=None, source_dir=None, from_memory=True)
     torch_device, torch_dtype = resolve_device(device), resolve_dtype(dtype)
     found = resolve_folder(source, revision, code=trust_remote_code)
@@ -455,6 +456,13 @@ def resolve_processor(processor: Any, trust_remote_code: bool = False) -> Any:
             return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except LOAD_ERRORS as error:
         raise ModelError(f"processor: {folder} holds none that can be loaded ({one_line(error)}); give a folder with one") from error
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in tensors if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer)]
+    if lazy:
+        raise ModelError(f"{type(model).__name__}: {some(lazy)}: a lazy layer has no shape yet; call the model on a batch first")
 
 
 def untie(loaded: LoadedModel) -> tuple[str, ...]:

@@ -184,7 +184,8 @@ def static_input_qparams(observer: Observer, name: str, dtype: torch.dtype) -> Q
     except NumericsError as error:
         raise CalibrationError(
             f"{name}: its static input range was never observed ({error}); add data that exercises it; "
-            "calibrate_all_experts shows every expert all tokens"
+            "calibrate_all_experts shows every expert all tokens; a layer whose weight its owner reads by itself (F.linear) "
+            "is never called, whatever the data: ignore it, or choose dynamic inputs"
         ) from error
     if not any(bool(observer.state()[end].any()) for end in ("min", "max")):
         raise CalibrationError(

@@ -197,3 +197,30 @@ def test_the_command_line_takes_the_choice(tmp_path: Path) -> None:
     argv = [str(tmp_path / "model"), "--recipe", str(tmp_path / "recipe.yaml"), "--dataset", str(tmp_path / "tokens.safetensors")]
     assert main(["oneshot", *argv, "--output-dir", str(tmp_path / "out"), "--passes", "one", "--quiet"]) == 0
     assert load_compressed(tmp_path / "out") is not None
+
+
+class Reads(nn.Module):
+    """A layer whose second module is never called: its weight is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.a(x) @ self.b.weight)
+
+
+def test_modules_that_no_batch_calls_are_left_to_the_budget_of_the_recipe() -> None:
+    def run(passes: str, budget: int) -> OneshotResult:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.ModuleDict({"layers": nn.Sequential(Reads(), Reads())})["layers"])
+        recipe = GPTQModifier(config_groups=INT4, ignore=[], fallback_budget=budget)
+        return oneshot(model, recipe=recipe, dataset=torch.utils.data.DataLoader(torch.randn(32, 16)), passes=passes)
+
+    one, two = run("auto", 2), run("two", 2)
+    assert all(torch.equal(code, codes(two.model)[name]) for name, code in codes(one.model).items()) and len(codes(one.model)) == 4
+    assert any("each layer ran twice" in note and "no batch calls" in note for note in one.report.notes)
+    with pytest.raises(CompressorError, match="no calibration token reached it; the recipe allows fallback_budget=0"):
+        run("auto", 0)
+    with pytest.raises(CompressorError, match=r"no batch calls these sequential targets.* passes='two' leaves them to"):
+        run("one", 2)

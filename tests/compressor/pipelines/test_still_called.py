@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from compressor import GPTQModifier, oneshot
-from compressor.errors import CompressorError, TargetError
+from compressor import GPTQModifier, QuantizationModifier, oneshot
+from compressor.errors import CompressorError, ModelError, TargetError, TracingError
+from compressor.random_state import RandomState
 
 SIZE = 8
 KINDS: dict[str, dict[str, Any]] = {
@@ -144,3 +148,80 @@ def test_rows_of_a_nested_tensor_are_rows_and_a_packed_sequence_is_none() -> Non
     assert load_dataset_source(nested).sha256 == load_dataset_source(rows).sha256
     with pytest.raises(DatasetError, match="PackedSequence is no source of calibration data"):
         load_dataset_source(nn.utils.rnn.pack_sequence(rows[::-1]))
+
+
+class Shell(Tensor):
+    """A tensor that only wraps another one."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())  # type: ignore[attr-defined]
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        bare = tree_map_only(cls, lambda one: one.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, func(*bare[0], **bare[1]))
+
+
+class InShells(nn.Module):
+    """Layers that hand each other tensors without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Any = Shell(x)
+        for layer in self.layers:
+            given = layer(given)
+        inner: Tensor = given.inner
+        return inner
+
+
+class Draws(nn.Module):
+    """A model that draws on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(SIZE, SIZE)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x * (1 + random.random() + float(np.random.rand()) + torch.rand(())))
+        return x
+
+
+INPUTS = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+STATIC = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel"}, "input_activations": INPUTS}}
+
+
+def quantized(model: nn.Module, pipeline: str) -> None:
+    data = torch.utils.data.DataLoader([torch.randn(2, 5, SIZE) for _ in range(3)], batch_size=None)  # type: ignore[arg-type]
+    oneshot(model, recipe=QuantizationModifier(config_groups=STATIC), dataset=data, pipeline=pipeline)
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+def test_tensors_without_memory_are_refused_by_name(pipeline: str) -> None:
+    with pytest.raises(CompressorError, match=r"layers.0.*a Shell passes here, .* without memory of its own"):
+        quantized(InShells().eval(), pipeline)
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+def test_random_generators_of_the_process_are_as_before(pipeline: str) -> None:
+    before = RandomState.current(foreign=True)
+    model, start = Draws().eval(), RandomState.current(foreign=True)
+    quantized(model, pipeline)
+    assert start.foreign == before.foreign == RandomState.current(foreign=True).foreign
+
+
+@pytest.mark.parametrize("pipeline", ["basic", "sequential"])
+def test_lazy_and_compiled_layers_are_refused_before_the_run(pipeline: str) -> None:
+    with pytest.raises(ModelError, match=r"Sequential: 0.bias, 0.weight: a lazy layer has no shape yet"):
+        quantized(nn.Sequential(nn.LazyLinear(SIZE), nn.Linear(SIZE, SIZE)), pipeline)
+    model = Draws().eval()
+    model.layers[0]._compiled_call_impl = lambda x: x  # what module.compile() sets
+    with pytest.raises(TracingError, match=r"layers.0: is compiled, .* give the model as it was before torch.compile"):
+        quantized(model, pipeline)
