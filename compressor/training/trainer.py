@@ -141,7 +141,7 @@ class Trainer:
         Raises:
             ReplayError: the step cannot be captured or replayed; the step's tensors are as before the call.
             UserInputError: the loss is no scalar that leads to a gradient, torch.autocast is on around the trainer, or averages stand in
-                the model.
+                the model. Such an error of the step's own leaves what its forward has done, as in an ordinary loop.
         """
         with _TURN:
             return self._step(batch, audited)
@@ -154,13 +154,15 @@ class Trainer:
             session.send(EventType.BATCH_START)
         if self.schedule is not None:
             self.schedule.set(self.num_steps)
+        bare = [parameter for parameter in self.step.trained if parameter.grad is None]
         self.step.allocate_gradients()
         self.step.ranks.meet(self._settings)
-        if self.mode == "eager":
-            self.last_action = "eager"
-            loss = self._engine.eager(lambda: self.step(batch)).clone()
-        else:
+        try:
             loss = self._planned(batch, audited)
+        except ReplayError:
+            for parameter in bare:
+                parameter.grad = None
+            raise
         if session is not None:
             session.send(EventType.BATCH_END)
         self.num_steps += 1
@@ -255,6 +257,9 @@ class Trainer:
                     module.training = training
 
     def _planned(self, batch: Batch, audited: bool) -> Tensor:
+        if self.mode == "eager":
+            self.last_action = "eager"
+            return self._engine.eager(lambda: self.step(batch)).clone()
         found: list[_KeyRecord] = []
         turn = self.step.ranks.settle(lambda: self._choose(batch, audited, found))
         self.last_action, known = turn.action, found[0]

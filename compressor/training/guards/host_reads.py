@@ -19,7 +19,7 @@ from compressor.training.guards.python_state import variables
 from compressor.training.step.step import TrainStep
 
 # They read memory without an operator; `.item()` and its like are operators, which the recorder refuses.
-_READS = {getattr(Tensor, name): name for name in ("tolist", "numpy", "__array__", "__dlpack__")}
+_READS = {getattr(Tensor, name): name for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")}
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 

@@ -92,6 +92,8 @@ AT_CAPTURE = {
     ),
     "if": (lambda m, h: h if h.sum() > 0 else -h, HostReadError, "reads a tensor on the host"),
     "equal": (lambda m, h: h * float(torch.equal(h, h)), HostReadError, "aten.equal"),
+    "repr": (lambda m, h: h * len(repr(h)), HostReadError, r"Tensor.__repr__\(\) in the step reads a tensor of \[\d+, \d+\]"),
+    "str": (lambda m, h: h * f"{h}".count("-"), HostReadError, r"Tensor.__(repr|format)__\(\) in the step reads"),
     "nonzero": (lambda m, h: h + h.nonzero().sum(), DynamicShapeError, "aten.nonzero.*test_replay_errors.py"),
     "mask index": (lambda m, h: h + h[h > 0].mean(), DynamicShapeError, "shape depends on data"),
     "seed in the step": (_seed, UntrackedRandomnessError, "manual_seed"),
@@ -444,6 +446,18 @@ def test_a_gradient_that_a_refused_step_made_is_gone(mlp_trainer, batches):
     with pytest.raises(ReplayError, match=r"grad:last.weight"):
         trainer.train_step(batches(2))
     assert trainer.step.model.last.weight.grad is None
+
+
+def test_a_gradient_that_was_none_before_a_refused_step_is_none_behind_it(mlp_trainer, batches):
+    trainer = mlp_trainer()
+    for number in range(6):
+        trainer.train_step(batches(number))
+    weight = trainer.step.model.last.weight
+    torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.ones_like(weight)))
+    assert weight.grad is None
+    with pytest.raises(PointerDriftError, match=r"param:last.weight: it lies elsewhere"):
+        trainer.train_step(batches(6))
+    assert weight.grad is None
 
 
 def _decayed(params: Any, lr: float) -> torch.optim.Optimizer:
