@@ -158,7 +158,7 @@ def kept_fused(model: Any, state: Mapping[str, Tensor], schemes: Mapping[str, Qu
         yield False
         return
     with _rules(model, [entry for entry in _own_rules(model) if not _splits(entry, state)]):
-        yield
+        yield True
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def _rules(model: Any, rules: list[Any]) -> Iterator[None]:
     own = getattr(model, "_weight_conversions", None)
     model._weight_conversions = rules
     try:
-        yield True
+        yield
     finally:
         if own is None:
             del model._weight_conversions
