@@ -55,9 +55,25 @@ def _run(argv: Sequence[str] | None) -> int:
     except (CompressorError, ExceptionGroup) as error:
         print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        need = "compressor plan says what a run needs, and compressor convert needs little more than one tensor"
+        told = _notes(error) or _left(args)
+        print(f"compressor {args.verb}: error: memory: there is too little of it ({_first_line(error)}); {need}; {told}", file=sys.stderr)
+        return EXIT_ERROR
     except KeyboardInterrupt as error:
         print(f"compressor {args.verb}: interrupted; {_notes(error) or _left(args)}", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Tell it of an error of Python, of a GPU's allocator, and of a CPU's, which has no class of its own."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _parser() -> argparse.ArgumentParser:

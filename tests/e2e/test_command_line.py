@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,35 @@ def test_an_option_of_one_value_is_refused_two(words: list[str], capsys: pytest.
         main(["oneshot", "model", "--output-dir", "out", *words])
     assert ended.value.code == 2
     assert f"{words[0]}: {words[1]} and {words[3]} were given" in capsys.readouterr().err
+
+
+def _allocator() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def _python() -> None:
+    raise MemoryError
+
+
+def _cuda() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nsome hints")
+
+
+@pytest.mark.parametrize("full", [_allocator, _python, _cuda])
+def test_too_little_memory_is_told_in_a_line(
+    full: Callable[[], None], run: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("compressor.entrypoints.oneshot._load", lambda *_: full())
+    assert main(["oneshot", str(run.model), "--recipe", GPTQ, "--dataset", str(run.tokens), "--output-dir", str(run.folder / "out")]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("compressor oneshot: error: memory: there is too little of it (") and told.count("\n") == 1
+    assert "compressor convert" in told and told.endswith("nothing was written\n")
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("another one")
+
+    monkeypatch.setattr("compressor.entrypoints.oneshot._load", lambda *_: fail())
+    with pytest.raises(RuntimeError, match="another one"):
+        main(["oneshot", str(run.model), "--recipe", GPTQ, "--dataset", str(run.tokens), "--output-dir", str(run.folder / "out")])
