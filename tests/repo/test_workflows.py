@@ -1,0 +1,92 @@
+"""Workflows are what they should be: pinned, with the least permissions, without expressions in shell lines; and they run here, too."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def _faults(workflow: dict[Any, Any]) -> list[str]:
+    """What a reviewer of workflows looks for first."""
+    found = [] if workflow.get("permissions") == {"contents": "read"} else ["permissions"]
+    for name, job in workflow["jobs"].items():
+        found += [f"{name}: timeout"] * ("timeout-minutes" not in job) + [f"{name}: permissions"] * ("permissions" in job)
+        for step in job["steps"]:
+            used, line = step.get("uses", ""), step.get("run", "")
+            found += [f"{name}: {used} is not pinned"] * bool(used and not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", used))
+            found += [f"{name}: an expression in a shell line"] * ("${{" in line)
+            found += [f"{name}: credentials stay"] * ("checkout" in used and step.get("with", {}).get("persist-credentials") is not False)
+    return found
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_is_pinned_and_may_do_nothing_but_read(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert _faults(yaml.safe_load(text)) == []
+    assert all(re.search(r" # v\d+\.\d+\.\d+$", line) for line in text.splitlines() if "uses:" in line)
+
+
+def test_the_three_are_there() -> None:
+    assert [path.stem for path in WORKFLOWS] == ["nightly", "pull-request", "release"]
+
+
+PLANTED = {
+    "permissions": ("contents: read", "contents: write"),
+    "is not pinned": ("@11bd71901bbe5b1630ceea73d27597364c9af683", "@v4"),
+    "an expression in a shell line": ("bash .ci/run", "bash .ci/run ${{ github.head_ref }}"),
+    "timeout": ("timeout-minutes: 90", "continue-on-error: true"),
+    "credentials stay": ("persist-credentials: false", "fetch-depth: 0"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_seen(fault: str) -> None:
+    text = (ROOT / ".github" / "workflows" / "pull-request.yml").read_text(encoding="utf-8")
+    before, after = PLANTED[fault]
+    assert before in text
+    assert any(fault in found for found in _faults(yaml.safe_load(text.replace(before, after, 1))))
+
+
+def _here(*words: str | Path) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, ROOT / ".ci" / "workflow.py", *words], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_every_job_is_listed_with_its_steps(path: Path) -> None:
+    code, out, _ = _here(path, "--list")
+    jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+    assert code == 0 and out.count("\n") == sum(1 + len(job["steps"]) for job in jobs.values())
+
+
+def test_a_job_runs_from_its_file_with_inputs_and_ends_with_the_code_of_the_step_that_failed(tmp_path: Path) -> None:
+    file = tmp_path / "one.yml"
+    file.write_text(
+        """
+on: {workflow_dispatch: {inputs: {word: {required: true}, other: {default: there}}}}
+jobs:
+  job:
+    env: {WORD: "${{ inputs.word }} ${{ inputs.other }}"}
+    steps:
+      - uses: actions/checkout@v4
+      - run: echo "said $WORD"
+      - run: false | cat
+      - run: echo not reached
+      - {run: echo at the end, if: always()}
+"""
+    )
+    code, out, _ = _here(file, "job", "word=hello; exit 7")
+    assert code == 1
+    assert "not here: actions/checkout@v4\n" in out and "said hello; exit 7 there\n" in out
+    assert "\nat the end\n" in out and "\nnot reached\n" not in out
+    assert _here(file, "job") == (2, "", f"workflow: {file} needs word=...\n")
+    assert _here(file, "jab")[2] == f"workflow: {file} has the jobs job; name one of them\n"
