@@ -77,15 +77,11 @@ class Rotation:
         return self.turn(torch.eye(self.size, dtype=torch.float64))
 
     def _by_factors(self, x_NB: Tensor, *, transposed: bool) -> Tensor:
-        right = self.size
-        for factor in self.factors:
+        for factor in self.factors:  # each takes the first axis to the end, so that all stand in their order again after the last
             f = len(factor)
-            right //= f
             factor_FF = (factor.T if transposed else factor).to(x_NB)
-            if right == 1:
-                x_NB = (x_NB.reshape(-1, f) @ factor_FF).reshape(-1, self.size)
-            else:
-                x_NB = (factor_FF.T @ x_NB.reshape(-1, f, right)).reshape(-1, self.size)
+            x_NB = x_NB.reshape(-1, f, self.size // f).transpose(1, 2).reshape(-1, f) @ factor_FF
+        x_NB = x_NB.reshape(-1, self.size)
         return x_NB if self.norm == 1 else x_NB / math.sqrt(self.norm)
 
 
