@@ -68,7 +68,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Tell it of an error of Python, of a GPU's allocator, and of a CPU's, which has no class of its own."""
+    """Tell it of an error of Python, of a GPU's allocator (by name: torch may not be imported yet), and of a CPU's, which has no class."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
 
 

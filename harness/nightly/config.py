@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from compressor.errors import UserInputError
+from harness.command_line import check_command
 from harness.settings_file import read_settings
 
 Check = Literal["compress", "validate", "speed"]
@@ -72,23 +71,10 @@ class NightlyConfig(BaseModel):
     @classmethod
     def _known_places(cls, commands: dict[str, str]) -> dict[str, str]:
         for name, line in commands.items():
-            unknown = sorted(set(re.findall(r"\{(\w*)\}", line)) - set(_PLACES))
-            if unknown:
-                raise ValueError(f"{{{unknown[0]}}} in {name} is no place; places are {', '.join(f'{{{one}}}' for one in _PLACES)}")
-            if not shlex.split(line):
-                raise ValueError(f"{name} is empty")
-            if operator := _shell_operator(line):
-                raise ValueError(f"{name} has {operator}, and no shell reads a command; write bash -c '...' around it")
+            check_command(name, line, _PLACES)
             if name in ("compress", "validate", "speed"):
                 raise ValueError(f"{name} is the name of a check; give the command another")
         return commands
-
-
-def _shell_operator(line: str) -> str | None:
-    """The first word, outside of quotes, that a shell would keep for itself; here it would be an argument of the first program."""
-    words = shlex.shlex(line, posix=False, punctuation_chars="&|;<>")
-    words.whitespace_split, words.commenters = True, ""
-    return next((word for word in words if set(word) <= set("&|;<>")), None)
 
 
 def read_config(path: Path) -> NightlyConfig:

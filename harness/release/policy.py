@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from compressor.errors import UserInputError
+from harness.command_line import check_command
 from harness.settings_file import read_settings
 from harness.validation.policy import Policy, Positive, Share
 
@@ -95,11 +94,7 @@ class ReleasePolicy(BaseModel):
     @classmethod
     def _known_places(cls, commands: dict[str, str]) -> dict[str, str]:
         for name, line in commands.items():
-            unknown = sorted(set(re.findall(r"\{(\w*)\}", line)) - set(_PLACES))
-            if unknown:
-                raise ValueError(f"{{{unknown[0]}}} in {name} is no place; places are {', '.join(f'{{{one}}}' for one in _PLACES)}")
-            if not shlex.split(line):
-                raise ValueError(f"{name} is empty")
+            check_command(name, line, _PLACES)
         return commands
 
     def requires(self, check: str) -> bool:

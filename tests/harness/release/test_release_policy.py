@@ -89,6 +89,8 @@ MISTAKES = {
     "waivers: {policy.waivers: {reason: r, until: 2027-01-31}}": "cannot be waived",
     "commands: {onnx: 'x {folder}'}": "{folder} in onnx is no place; places are {base}, {compressed}, {python}",
     "commands: {onnx: ''}": "onnx is empty",
+    "commands: {onnx: 'make && pytest'}": "onnx has &&, and no shell reads a command; write bash -c",
+    "commands: {onnx: 'pytest | tee log'}": "onnx has |, and no shell reads a command",
     "limits: {max_mean_kl: -1}": "limits.max_mean_kl: -1 is not allowed",
 }
 
