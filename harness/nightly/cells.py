@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
+from pathlib import Path
 
 from harness.nightly.config import NightlyConfig
 from harness.reporting.verdict import Verdict
@@ -75,6 +76,17 @@ class Cell:
         """Name of the cell that makes the checkpoint which this one looks at."""
         looks = "{compressed}" in self.command if self.command else self.check != "compress"
         return "/".join((self.model or "", self.recipe or "", self.device or "", "compress")) if looks else None
+
+    def checkpoint(self, folder: Path) -> Path:
+        """Return where its checkpoint lies: the one that it makes, or looks at.
+
+        Args:
+            folder: of the nights.
+
+        Returns:
+            The folder.
+        """
+        return folder / "checkpoints" / "-".join(filter(None, (self.model, self.recipe, self.device)))
 
     def arguments(self, values: Mapping[str, str]) -> list[str]:
         """Return the command with its places filled.

@@ -11,6 +11,7 @@ from compressor.errors import UserInputError
 from compressor.json_text import to_json
 from compressor.settings.kinds import TEXT, FilePath, Flag, Numbers, Text, Texts, Whole
 from compressor.settings.options import Option, Settings
+from harness.nightly.blame.command import COMMAND as BLAME
 from harness.nightly.table import show_figures, show_judgements, show_night, show_nights, show_series
 from harness.reporting.verdict import Verdict, exit_codes, worst
 from harness.verbs import Actions, Command
@@ -273,6 +274,7 @@ COMMAND = Actions(
         "history": Command("list the nights", ShownSettings, _nights, exit_codes("listed")),
         "show": Command("show the nights of a metric, and what they say", ShowSettings, _show, exit_codes("shown")),
         "accept": Command("say that a change is meant", AcceptSettings, _accept, exit_codes("accepted")),
+        "blame": BLAME,
         "export": Command("write all readings as CSV", ExportSettings, _export, exit_codes("written")),
         "import": Command("add what export wrote", ImportSettings, _import, exit_codes("added")),
         "report": Command(

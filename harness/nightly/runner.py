@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,17 +77,30 @@ class Night:
 class Runner:
     """One night of one config."""
 
-    def __init__(self, config: NightlyConfig, night: str | None = None, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: NightlyConfig,
+        night: str | None = None,
+        progress: Progress | None = None,
+        *,
+        cells: Sequence[Cell] | None = None,
+        revision: str | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         """Look at what is there.
 
         Args:
             config: the matrix.
             night: label that sorts by time; by default today's date in UTC.
             progress: shows a bar.
+            cells: that run; by default all.
+            revision: of the code; by default the commit that `config.root` is at.
+            variables: of the environment of the processes; by default those of this one.
         """
         self.config, self.progress = config, progress or SilentProgress()
+        self.cells, self.variables = all_cells(config) if cells is None else cells, variables
         self.night = datetime.now(UTC).date().isoformat() if night is None else night
-        self.revision = current_revision(config.root)
+        self.revision = current_revision(config.root) if revision is None else revision
         self.history = History(config.history)
         self.environments = {device: current_environment(device) for device in config.devices}
 
@@ -100,7 +113,7 @@ class Runner:
         Raises:
             HistoryError: the history cannot be written; the cell that had run is run again the next time.
         """
-        cells = all_cells(self.config)
+        cells = self.cells
         (self.config.folder / self.night).mkdir(parents=True, exist_ok=True)
         rows = self._done()
         resumed = len(rows)
@@ -145,6 +158,7 @@ class Runner:
                 seconds=self.config.limits.minutes * 60,
                 memory=None if memory is None else memory * _GIB,
                 cwd=self.config.root,
+                environment=self.variables,
             )
         except HarnessError as error:
             return self._write(cell, attempt, CellOutcome.ERROR, str(error), None, {})
@@ -156,7 +170,7 @@ class Runner:
             "model": self.config.models.get(cell.model or "", ""),
             "recipe": str(self.config.recipes.get(cell.recipe or "", "")),
             "device": cell.device or "",
-            "compressed": str(self.config.folder / "checkpoints" / "-".join(filter(None, (cell.model, cell.recipe, cell.device)))),
+            "compressed": str(cell.checkpoint(self.config.folder)),
         }
         if cell.command:
             return cell.arguments(values)
@@ -170,14 +184,14 @@ class Runner:
         """What the process left: outcome, summary, metrics."""
         if ended.beyond:
             limit = f"{self.config.limits.minutes:g} minutes" if ended.beyond == "timeout" else f"{self.config.limits.memory_gib:g} GiB"
-            return CellOutcome(ended.beyond), f"ended after {limit}; {_last_line(log)}", {}
+            return CellOutcome(ended.beyond), f"ended after {limit}; {last_line(log)}", {}
         if ended.code < 0:
-            return CellOutcome.KILLED, f"ended by signal {-ended.code}; {_last_line(log)}", {}
+            return CellOutcome.KILLED, f"ended by signal {-ended.code}; {last_line(log)}", {}
         if cell.command:
             outcome = _OUTCOMES.get(ended.code, CellOutcome.ERROR)
-            return outcome, f"exit code {ended.code}; {_last_line(log)}", {"seconds": ([ended.seconds], "lower", "series")}
+            return outcome, f"exit code {ended.code}; {last_line(log)}", {"seconds": ([ended.seconds], "lower", "series")}
         if ended.code or not result.exists():
-            return CellOutcome.ERROR, f"exit code {ended.code}; {_last_line(log)}", {}
+            return CellOutcome.ERROR, f"exit code {ended.code}; {last_line(log)}", {}
         found = json.loads(result.read_text("utf-8"))
         return CellOutcome(found["outcome"]), found["summary"], found["metrics"]
 
@@ -212,6 +226,7 @@ def current_revision(folder: Path) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """Return the last line of a log that says anything, in words for a summary."""
     lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     return f"{log.name} ends with: {lines[-1][:200]}" if lines else f"{log.name} is empty"

@@ -1,0 +1,187 @@
+"""What a commit measures: a cell of the matrix, or a command that writes into a history, run in the tree of that commit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from compressor.errors import UserInputError
+from compressor.spelling import suggest
+from harness.command_line import check_command
+from harness.nightly.blame.repository import Repository
+from harness.nightly.cells import Cell, CellOutcome, all_cells
+from harness.nightly.config import Limits, NightlyConfig
+from harness.nightly.history import History, Measurement
+from harness.nightly.process import run_limited
+from harness.nightly.runner import Runner, last_line
+
+_READINGS = "readings.sqlite"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one run gave.
+
+    Attributes:
+        measurement: of the metric; None where there is none, or where the cell's outcome is asked for.
+        outcome: of the cell, or command.
+        note: in a line.
+    """
+
+    measurement: Measurement | None
+    outcome: CellOutcome
+    note: str
+
+
+class Measure(Protocol):
+    """Something that can be run in the tree of a commit."""
+
+    metric: str
+    """Its name, or that of the cell."""
+    is_outcome: bool
+    """Whether the outcome is what is searched for, not a number."""
+
+    def run(self, revision: str, tree: Path, name: str) -> Reading:
+        """Run it, or read what an earlier run of that name left.
+
+        Args:
+            revision: the commit.
+            tree: its working tree.
+            name: of the run, for this commit.
+
+        Returns:
+            What it gave.
+        """
+
+
+class CellMeasure:
+    """A cell of a nightly matrix, and the one before it that makes the checkpoint it looks at."""
+
+    def __init__(self, config: NightlyConfig, metric: str, repository: Repository, folder: Path) -> None:
+        """Find the cell.
+
+        Args:
+            config: the matrix, as it is now; what it names is taken from the commit where the commit has it.
+            metric: name of a metric, or of a cell.
+            repository: of the commits.
+            folder: for logs, checkpoints and readings.
+
+        Raises:
+            UserInputError: no cell measures it.
+        """
+        cells = {cell.name: cell for cell in all_cells(config)}
+        found = [cell for name, cell in cells.items() if metric == name or metric.startswith(f"{name}/")]
+        if not found:
+            raise UserInputError(f"{metric}: is no metric or cell of this matrix; {suggest(metric, list(cells))}")
+        self._cell = max(found, key=lambda cell: len(cell.name))
+        self._needed = cells.get(self._cell.needs or "")
+        self.metric, self._repository, self._folder = metric, repository, folder
+        # Checkpoints are timed where that is asked for, not where they are only needed.
+        self._config = config if self._needed is None or self._cell.check == "speed" else config.model_copy(update={"repetitions": 1})
+        self.is_outcome = metric == self._cell.name
+
+    def checkpoint(self, revision: str) -> Path:
+        """Return where the checkpoint of a commit lies, if the cell looks at one."""
+        return self._cell.checkpoint(self._folder / revision[:12])
+
+    @property
+    def judged_on(self) -> tuple[str, str] | None:
+        """Held-out data and device, where the metric is how good a checkpoint is."""
+        data = self._config.data if self._cell.check == "validate" else None
+        return (data.held_out, self._cell.device or "auto") if data is not None else None
+
+    def run(self, revision: str, tree: Path, name: str) -> Reading:
+        """Run the cell (`Measure.run`)."""
+        config = self._at(revision, tree, name)
+        needed = [self._needed] if self._needed is not None and not self.checkpoint(revision).exists() else []
+        night = Runner(config, name, cells=[*needed, self._cell], revision=revision, variables=_variables(self._repository, tree)).run()
+        row = night.rows[-1]
+        return Reading(_found(config.history, self.metric), CellOutcome(row.outcome), row.summary)
+
+    def _at(self, revision: str, tree: Path, name: str) -> NightlyConfig:
+        def at(path: str | Path) -> Path:
+            return self._repository.at(Path(path), tree)
+
+        def text(source: str) -> str:
+            return str(at(source)) if Path(source).is_absolute() else source
+
+        config, folder = self._config, self._folder / revision[:12]
+        data = config.data and config.data.model_copy(
+            update={"calibration": text(config.data.calibration), "held_out": text(config.data.held_out)}
+        )
+        return config.model_copy(
+            update={
+                "models": {name: text(model) for name, model in config.models.items()},
+                "recipes": {name: at(recipe) for name, recipe in config.recipes.items()},
+                "data": data,
+                "root": at(config.root),
+                "folder": folder,
+                "history": folder / name / _READINGS,
+            }
+        )
+
+
+class CommandMeasure:
+    """A command that writes the metric into the history that `{history}` stands for."""
+
+    is_outcome = False
+
+    def __init__(self, command: str, metric: str, repository: Repository, folder: Path) -> None:
+        """Look at the command.
+
+        Args:
+            command: words for one program.
+            metric: that it writes.
+            repository: of the commits; the command runs in the folder that stands for this one.
+            folder: for logs and readings.
+
+        Raises:
+            UserInputError: it has no place for the history, or needs a shell.
+        """
+        try:
+            check_command("command", command, ("history",))
+        except ValueError as error:
+            raise UserInputError(f"command: {error}") from error
+        if "{history}" not in command:
+            raise UserInputError(f"command: {command!r} has no {{history}} to write into; add --history {{history}}")
+        self._cell, self.metric, self._repository, self._folder = Cell("command", command=command), metric, repository, folder
+
+    def run(self, revision: str, tree: Path, name: str) -> Reading:
+        """Run the command (`Measure.run`)."""
+        folder = self._folder / revision[:12] / name
+        history, log = folder / _READINGS, folder / "command.log"
+        measured = _found(history, self.metric)
+        if measured is not None:
+            return Reading(measured, CellOutcome.PASS, "measured before")
+        folder.mkdir(parents=True, exist_ok=True)
+        ended = run_limited(
+            self._cell.arguments({"history": str(history)}),
+            log,
+            seconds=Limits().minutes * 60,
+            memory=None,
+            cwd=self._repository.at(Path.cwd(), tree),
+            environment=_variables(self._repository, tree),
+        )
+        measured = _found(history, self.metric)  # a test that fails has measured, too
+        outcome = CellOutcome.ERROR if measured is None else CellOutcome.PASS
+        return Reading(measured, outcome, f"exit code {ended.code}; {last_line(log)}")
+
+
+def _found(history: Path, metric: str) -> Measurement | None:
+    series = History(history).series(metric)
+    return series[-1] if series else None
+
+
+def _variables(repository: Repository, tree: Path) -> Mapping[str, str]:
+    """The environment of a process that must import the code of a commit, not what is installed from the user's tree."""
+    here = [Path(entry).resolve() for entry in sys.path if entry]
+    inside = [tree / entry.relative_to(repository.top) for entry in here if entry.is_relative_to(repository.top)]
+    given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    outside = [entry for entry in given if not Path(entry).resolve().is_relative_to(repository.top)]
+    paths = [str(tree), *(str(entry) for entry in inside if entry.is_dir()), *outside]
+    # Two commits in one tree within a second look alike to the cache of compiled files.
+    return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -1,0 +1,163 @@
+"""Commits of a repository, each in a working tree of its own: the user's is neither changed nor needed clean."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from compressor.errors import UserInputError
+from harness.errors import HarnessError
+
+Mark = Literal["good", "bad", "skip"]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit.
+
+    Attributes:
+        revision: 40 hexadecimal digits.
+        author: name.
+        date: YYYY-MM-DD.
+        subject: first line of its message.
+    """
+
+    revision: str
+    author: str
+    date: str
+    subject: str
+
+    def __str__(self) -> str:
+        """Short enough for a line."""
+        return f"{self.revision[:12]} {self.date} {self.author}: {self.subject}"
+
+
+class Repository:
+    """A git repository, by the folder on top of it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Find the repository of a folder.
+
+        Args:
+            folder: in it.
+
+        Raises:
+            UserInputError: there is none, or no git.
+        """
+        try:
+            self.top = Path(_git(folder, "rev-parse", "--show-toplevel"))
+        except HarnessError as error:
+            raise UserInputError(f"{folder}: lies in no git repository ({error}); give a config, or run, inside of one") from error
+
+    def commit(self, revision: str, where: str) -> Commit:
+        """Look a commit up.
+
+        Args:
+            revision: as git takes it.
+            where: who names it, for errors.
+
+        Returns:
+            The commit.
+
+        Raises:
+            UserInputError: there is none of that name here.
+        """
+        try:
+            line = _git(self.top, "log", "-1", "--format=%H%x00%an%x00%as%x00%s", f"{revision}^{{commit}}", "--")
+        except HarnessError as error:
+            raise UserInputError(f"{where}: {revision!r} is no commit of {self.top}; fetch it, or name another") from error
+        return Commit(*line.split("\0"))
+
+    def num_between(self, good: str, bad: str) -> int:
+        """Count the commits that may be the first bad one."""
+        return int(_git(self.top, "rev-list", "--count", f"{good}..{bad}"))
+
+    @contextmanager
+    def tree(self, revision: str, folder: Path) -> Iterator[Path]:
+        """Give a working tree of a commit, which is gone afterwards.
+
+        Args:
+            revision: the commit.
+            folder: where; must not exist.
+
+        Yields:
+            The folder.
+        """
+        _git(self.top, "worktree", "add", "--detach", "--quiet", str(folder), revision)
+        try:
+            yield folder
+        finally:
+            _git(self.top, "worktree", "remove", "--force", str(folder))
+
+    def at(self, path: Path, tree: Path) -> Path:
+        """Return a path as it is in a working tree; what the commit does not hold (a model, data) is taken from where it is.
+
+        Args:
+            path: absolute.
+            tree: of a commit.
+
+        Returns:
+            The path in the tree where there is one, else the path.
+        """
+        resolved = path.resolve()
+        inside = tree / resolved.relative_to(self.top) if resolved.is_relative_to(self.top) else resolved
+        return inside if inside.exists() else path
+
+
+class Bisection:
+    """git's search for the first bad commit, in a working tree."""
+
+    def __init__(self, tree: Path, good: str, bad: str) -> None:
+        """Begin, and check the first commit out that git wants to know about.
+
+        Args:
+            tree: a working tree of its own.
+            good: a commit.
+            bad: another.
+
+        Raises:
+            HarnessError: git cannot search between them.
+        """
+        self.tree = tree
+        _git(tree, "bisect", "start", bad, good)
+
+    @property
+    def first_bad(self) -> tuple[str, ...]:
+        """The first bad commit; several where those between could not be measured; none while the search goes on."""
+        log = _git(self.tree, "bisect", "log")
+        found = re.findall(r"^# first bad commit: \[(\w+)\]", log, re.MULTILINE)
+        return tuple(found or re.findall(r"^# possible first bad commit: \[(\w+)\]", log, re.MULTILINE))
+
+    @property
+    def revision(self) -> str:
+        """The commit that is checked out."""
+        return _git(self.tree, "rev-parse", "HEAD")
+
+    def mark(self, word: Mark) -> None:
+        """Say what the commit is, and check the next one out.
+
+        Args:
+            word: good, bad, or skip where that cannot be told.
+
+        Raises:
+            HarnessError: git gives up: where the two ends parted, it was bad already.
+        """
+        _git(self.tree, "bisect", word, may_fail=word == "skip")  # git's 2: only skipped ones are left
+
+
+def _git(folder: Path, *arguments: str, may_fail: bool = False) -> str:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # as set in a hook, they name one tree
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise HarnessError(f"git: cannot be started in {folder} ({error.strerror}); install it, or name another folder") from error
+    if done.returncode and not may_fail:
+        told = " ".join((done.stderr or done.stdout).split())
+        raise HarnessError(f"git {' '.join(arguments[:2])}: exit code {done.returncode}: {told}")
+    return done.stdout.strip()

@@ -1,0 +1,137 @@
+"""The search: both ends are measured anew on this machine, then what git checks out between them, until one commit is left.
+
+What was measured lies in files and is not measured again, so that a search that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from compressor.progress import Progress, SilentProgress, Task
+from harness.errors import HarnessError
+from harness.nightly.blame.answer import BlameReport, Step
+from harness.nightly.blame.deciding import LEAST_ROUNDS, decide, effect_of, is_reproduced
+from harness.nightly.blame.measuring import Measure, Reading
+from harness.nightly.blame.repository import Bisection, Commit, Repository
+from harness.nightly.cells import CellOutcome
+from harness.nightly.history import Measurement
+from harness.nightly.judging.judge import level
+
+MAX_ROUNDS = 8
+
+
+class Search:
+    """One metric, one good and one bad commit."""
+
+    def __init__(self, measure: Measure, repository: Repository, good: Commit, bad: Commit, *, max_rounds: int = MAX_ROUNDS) -> None:
+        """Take what is searched.
+
+        Args:
+            measure: the metric.
+            repository: where.
+            good: a commit that is as it should be.
+            bad: one that is worse.
+            max_rounds: runs of one commit, each beside one of the good commit, after which it counts as one that cannot be told.
+        """
+        self._measure, self._repository, self._max_rounds = measure, repository, max_rounds
+        self._good, self._bad = good, bad
+        self._rounds: dict[str, list[float]] = {}
+        self._outcome = CellOutcome.REGRESSION  # of the bad commit
+
+    def run(self, progress: Progress | None = None) -> BlameReport:
+        """Search.
+
+        Args:
+            progress: shows a bar.
+
+        Returns:
+            What was found, without the layers.
+
+        Raises:
+            HarnessError: an end cannot be measured, or git cannot search between them.
+        """
+        between = self._repository.num_between(self._good.revision, self._bad.revision)
+        with ExitStack() as stack, (progress or SilentProgress()).task("commits", 2 + math.ceil(math.log2(max(1, between)))) as bar:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blame-")))
+            self._tree = stack.enter_context(self._repository.tree(self._bad.revision, folder / "commit"))
+            self._good_tree = stack.enter_context(self._repository.tree(self._good.revision, folder / "good"))
+            steps = [self._look_at_good(bar), self._look(self._bad, bar, is_end=True)]
+            if steps[-1].mark != "bad":
+                return BlameReport(self._measure.metric, tuple(steps), ())
+            search = Bisection(self._tree, self._good.revision, self._bad.revision)
+            while not search.first_bad:
+                steps.append(self._look(self._repository.commit(search.revision, "git bisect"), bar))
+                search.mark(steps[-1].mark)
+            found = tuple(self._repository.commit(revision, "git bisect") for revision in search.first_bad)
+            return BlameReport(self._measure.metric, tuple(steps), found)
+
+    def _look_at_good(self, bar: Task) -> Step:
+        reading = self._measure.run(self._good.revision, self._good_tree, _name(self._bad, 1))
+        is_good = reading.outcome is CellOutcome.PASS if self._measure.is_outcome else reading.measurement is not None
+        if not is_good:
+            raise HarnessError(f"{self._good.revision[:12]}: the good commit gives {reading.outcome} here: {reading.note}; name another")
+        bar.advance(note=f"{self._good.revision[:12]}: {reading.note}")
+        return Step(self._good, "good", None, reading.note)
+
+    def _look(self, commit: Commit, bar: Task, *, is_end: bool = False) -> Step:
+        judge = self._judge_outcome if self._measure.is_outcome else self._judge_number
+        step = judge(commit, is_end)
+        bar.advance(note=f"{commit.revision[:12]}: {step.mark}")
+        return step
+
+    def _judge_outcome(self, commit: Commit, is_end: bool) -> Step:
+        """A commit whose cell ends as that of the bad one did is bad; one that ends in a third way tells nothing."""
+        reading = self._measure.run(commit.revision, self._tree, "1")
+        if is_end and reading.outcome is not CellOutcome.PASS:
+            self._outcome = reading.outcome
+        marks = {CellOutcome.PASS: "good", self._outcome: "bad"}
+        return Step(commit, marks.get(reading.outcome, "skip"), None, reading.note)  # type: ignore[arg-type]
+
+    def _judge_number(self, commit: Commit, is_end: bool) -> Step:
+        """Run rounds until they tell; the bad commit's own also say how much rounds differ."""
+        differences = self._rounds.setdefault(commit.revision, [])
+        least, mark, note = (LEAST_ROUNDS + 1 if is_end else 2), "skip", ""
+        while len(differences) < self._max_rounds:
+            ours, theirs = self._round(commit, len(differences) + 1)
+            note = ours.note
+            if ours.measurement is None or theirs.measurement is None:
+                del self._rounds[commit.revision]
+                return Step(commit, "skip", None, (ours if ours.measurement is None else theirs).note)
+            differences.append(_level(ours.measurement) - _level(theirs.measurement))
+            is_settled = ours.measurement.kind == "paired"  # the same sequences: another round gives the same
+            if len(differences) < least and not is_settled:
+                continue
+            if is_end:
+                mark = "bad" if is_reproduced(commit.revision, self._rounds) else "good"
+            else:
+                mark = decide(commit.revision, self._bad.revision, self._rounds)
+            if is_settled or mark == "bad" or (mark == "good" and not is_end):
+                break
+        return Step(commit, mark, effect_of(commit.revision, self._rounds), note)  # type: ignore[arg-type]
+
+    def _round(self, commit: Commit, number: int) -> tuple[Reading, Reading]:
+        """The commit and the good one, back to back; which is first takes turns."""
+        name = _name(commit, number)
+        runs = [(commit.revision, self._tree, str(number)), (self._good.revision, self._good_tree, name)]
+        if number % 2:
+            return tuple(self._measure.run(*one) for one in runs)  # type: ignore[return-value]
+        theirs, ours = (self._measure.run(*one) for one in reversed(runs))
+        return ours, theirs
+
+
+def _name(commit: Commit, number: int) -> str:
+    """Of the good commit's run in a round of another one."""
+    return f"{commit.revision[:12]}-{number}"
+
+
+def _level(measured: Measurement) -> float:
+    """As the nights have it; of paired values the mean, which is what is judged there."""
+    if measured.kind == "series":
+        return level(measured.values, measured.better)
+    mean = math.log(float(np.mean(measured.values)))
+    return mean if measured.better == "lower" else -mean

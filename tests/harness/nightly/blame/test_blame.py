@@ -1,0 +1,276 @@
+"""Blame finds the commit by the statistic of the nights, leaves the user's tree alone, goes on where it was, says what it cannot tell."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from compressor.errors import UserInputError
+from harness.cli import main
+from harness.errors import HarnessError
+from harness.nightly.blame.answer import BlameReport
+from harness.nightly.blame.deciding import decide, effect_of, is_reproduced
+from harness.nightly.blame.ends import find_ends
+from harness.nightly.blame.measuring import Reading
+from harness.nightly.blame.repository import Repository
+from harness.nightly.blame.search import Search
+from harness.nightly.cells import CellOutcome
+from harness.nightly.environment import current_environment
+from harness.nightly.history import CellRow, History, Kind, Measurement
+from harness.reporting.verdict import Verdict
+
+
+def git(folder: Path, *arguments: str) -> str:
+    named = ["-c", "user.name=A", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
+    return subprocess.run(["git", *named, *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(folder: Path, subject: str, **files: str) -> str:
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", subject, "--allow-empty")
+    return git(folder, "rev-parse", "HEAD")
+
+
+@pytest.fixture(scope="module")
+def history_of_seconds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A repository of ten commits; the seconds are 1.02 from the fourth on, and 1.2 from the seventh."""
+    folder = tmp_path_factory.mktemp("repository")
+    git(folder, "init", "-q")
+    seconds = ["1.0"] * 3 + ["1.02"] * 3 + ["1.2"] * 4
+    return folder, [commit(folder, f"change {place}", seconds=text) for place, text in enumerate(seconds)]
+
+
+@dataclass
+class Measured:
+    """Reads a file of the tree, with noise; a commit that is named ends in an error."""
+
+    noise: float = 0.0
+    kind: Kind = "series"
+    is_outcome: bool = False
+    broken: tuple[str, ...] = ()
+    metric: str = "seconds"
+    runs: list[tuple[str, str]] = field(default_factory=list)
+
+    def run(self, revision: str, tree: Path, name: str) -> Reading:
+        self.runs.append((revision, name))
+        if revision in self.broken:
+            return Reading(None, CellOutcome.ERROR, "does not build")
+        seconds = float((tree / "seconds").read_text())
+        if self.is_outcome:
+            return Reading(None, CellOutcome.PASS if seconds < 1.1 else CellOutcome.TIMEOUT, "ended")
+        generator = random.Random(f"{revision}{name}")
+        values = tuple(seconds * math.exp(generator.gauss(0, self.noise)) for _ in range(3))
+        return Reading(Measurement(name, "e", revision, self.metric, "lower", values, self.kind), CellOutcome.PASS, "ended")
+
+
+def search(place: tuple[Path, list[str]], measure: Measured, good: int = 0, bad: int = 9) -> BlameReport:
+    repository, commits = Repository(place[0]), place[1]
+    return Search(measure, repository, *(repository.commit(commits[one], "test") for one in (good, bad))).run()
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [Measured(), Measured(noise=0.03), Measured(kind="paired"), Measured(is_outcome=True)],
+    ids=["exact", "noisy", "paired", "outcome"],
+)
+def test_the_commit_that_makes_most_of_it_is_found_and_the_tree_of_the_user_is_as_it_was(
+    history_of_seconds: tuple[Path, list[str]], measure: Measured
+) -> None:
+    folder, commits = history_of_seconds
+    (folder / "seconds").write_text("mine")  # uncommitted work
+    found = search(history_of_seconds, measure)
+    assert ([one.revision for one in found.first_bad], found.verdict) == ([commits[6]], Verdict.REGRESSION)
+    assert "change 6" in found.to_text() and found.first_bad[0].author == "A"
+    assert (folder / "seconds").read_text() == "mine" and len(git(folder, "worktree", "list").splitlines()) == 1
+    assert git(folder, "rev-parse", "--abbrev-ref", "HEAD") == "main" and not git(folder, "for-each-ref", "refs/bisect")
+    git(folder, "checkout", "-q", ".")
+
+
+def test_rounds_are_taken_in_turns_with_the_good_commit_and_shared_noise_spares_some(history_of_seconds: tuple[Path, list[str]]) -> None:
+    commits, measure = history_of_seconds[1], Measured(noise=0.002)
+    found = search(history_of_seconds, measure)
+    ours = [revision for revision, _ in measure.runs[1:]]
+    assert all(commits[0] in pair for pair in zip(ours[::2], ours[1::2], strict=True))
+    assert [found.effects[commits[place]].num_rounds for place in (9, 6)] == [4, 2]
+    effect = found.effects[commits[6]]
+    assert effect.low < 0.2 < effect.high and effect.high - effect.low < 0.02
+
+
+def test_a_commit_that_cannot_be_measured_is_passed_over(history_of_seconds: tuple[Path, list[str]]) -> None:
+    commits = history_of_seconds[1]
+    found = search(history_of_seconds, Measured(broken=(commits[5], commits[6])))
+    assert {one.revision for one in found.first_bad} == {commits[place] for place in (5, 6, 7)}
+    assert found.verdict is Verdict.INCONCLUSIVE and "one of 3 commits that could not be told apart" in found.to_text()
+    assert "does not build" in found.to_text()
+    with pytest.raises(HarnessError, match="the good commit gives error here: does not build; name another"):
+        search(history_of_seconds, Measured(broken=(commits[0],)))
+
+
+@pytest.mark.parametrize(("measure", "bad"), [(Measured(noise=0.1), 5), (Measured(), 2), (Measured(is_outcome=True), 5)])
+def test_a_change_that_does_not_show_here_blames_nobody(history_of_seconds: tuple[Path, list[str]], measure: Measured, bad: int) -> None:
+    found = search(history_of_seconds, measure, bad=bad)
+    assert (found.first_bad, found.verdict, len(found.steps)) == ((), Verdict.INCONCLUSIVE, 2)
+    assert "is not worse than" in found.to_text()
+
+
+def test_decisions_hold_at_their_level() -> None:
+    wrong = undecided = 0
+    for seed in range(300):
+        noise = random.Random(seed).gauss
+        rounds = {name: [level + noise(0, 0.02) for _ in range(count)] for name, level, count in (("bad", 0.1, 4), ("ours", 0.0, 2))}
+        mark = decide("ours", "bad", rounds)
+        wrong += mark == "bad"
+        undecided += mark == "skip"
+    assert wrong <= 3 and undecided < 200
+    same = {"bad": [0.01, -0.01, 0.004, -0.004]}
+    assert not is_reproduced("bad", same) and effect_of("bad", same).low < 0 < effect_of("bad", same).high
+
+
+def test_the_history_says_between_which_commits(history_of_seconds: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, commits = history_of_seconds
+    repository, history, environment = Repository(folder), History(tmp_path / "h.sqlite"), current_environment()
+    generator = random.Random(0)
+    for night in range(44):
+        revision = commits[0] if night < 36 else commits[min(9, night - 35)]
+        values = [(1.2 if night >= 40 else 1.0) * math.exp(generator.gauss(0, 0.003)) for _ in range(3)]
+        history.add("m/seconds", values, environment=environment, night=f"2026-01-{night:03}", revision=revision)
+    ends = find_ends(repository, "m/seconds", history)
+    assert [commits.index(one.revision) for one in ends] == [3, 6]
+    assert find_ends(repository, "m/seconds", history, good="HEAD~9")[0].revision == commits[0]
+    with pytest.raises(UserInputError, match="'nothing' is no commit of"):
+        find_ends(repository, "m/seconds", None, "nothing", "HEAD")
+    with pytest.raises(UserInputError, match=r"m/other: .* knows no metric or cell of that name"):
+        find_ends(repository, "m/other", history)
+    history.add("quiet", [1.0], environment=environment, revision=commits[0])
+    with pytest.raises(UserInputError, match="no change to blame anybody for: 1 night: too few"):
+        find_ends(repository, "quiet", history)
+
+
+def test_of_a_cell_the_last_night_that_passed_is_the_good_end(history_of_seconds: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, commits = history_of_seconds
+    repository, history, environment = Repository(folder), History(tmp_path / "h.sqlite"), current_environment()
+
+    def ran(night: str, revision: str, outcome: str) -> None:
+        history.add_cell(CellRow(night, environment.digest, revision, "lint", 1, outcome, 1.0, 1, ""), [], environment=environment)
+
+    ran("1", commits[1], "regression")
+    with pytest.raises(UserInputError, match="lint: never passed in this history; name --good, where it did"):
+        find_ends(repository, "lint", history)
+    ran("2", commits[2], "pass")
+    with pytest.raises(UserInputError, match="lint: passed when it last ran"):
+        find_ends(repository, "lint", history)
+    ran("3", commits[5], "error")
+    ran("4", commits[6], "regression")
+    assert [commits.index(one.revision) for one in find_ends(repository, "lint", history)] == [2, 5]
+    ran("5", f"{commits[7]}-dirty", "pass")
+    ran("6", commits[8], "error")
+    with pytest.raises(UserInputError, match="with changes that no commit holds; name one"):
+        find_ends(repository, "lint", history)
+
+
+def test_outside_of_a_repository_nothing_is_searched(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="lies in no git repository"):
+        Repository(tmp_path)
+
+
+MEASURE = """
+import sys
+from harness.nightly.environment import current_environment
+from harness.nightly.history import History
+from work import cost
+History(sys.argv[1]).add("cost", [cost(place) for place in range(9)], environment=current_environment(), kind="paired")
+"""
+
+
+def test_a_command_measures_the_code_of_each_commit_and_a_second_search_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    git(tmp_path, "init", "-q")
+    texts = [f"def cost(place):\n    return 1 + place * {factor}\n" for factor in (1, 1, 2, 2)]
+    commits = [commit(tmp_path, f"change {place}", **{"work.py": text, "measure.py": MEASURE}) for place, text in enumerate(texts)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
+    (tmp_path / "work.py").write_text("raise RuntimeError('the tree of the user is not what is measured')\n")
+    asked = ["nightly", "blame", "cost", "--command", "python measure.py {history}", "--good", commits[0], "--bad", commits[3], "--quiet"]
+    assert main([*asked, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["revision"] for one in found["first_bad"]] == [commits[2]] and found["layers"] is None
+    logs = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("command.log")}
+    assert len(logs) == 6  # three commits, each beside the good one
+    assert main(asked) == 1
+    assert "change 2" in capsys.readouterr().out and logs == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("command.log")}
+
+
+def test_a_cell_of_a_matrix_that_no_longer_passes_is_blamed_on_a_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    git(tmp_path, "init", "-q")
+    config = json.dumps({"models": {"m": "."}, "checks": [], "commands": {"lint": "python lint.py"}})
+    codes = (0, 0, 7, 7)
+    commits = [commit(tmp_path, f"change {code}", **{"lint.py": f"raise SystemExit({code})", "n.yaml": config}) for code in codes]
+    asked = ["nightly", "blame", "lint", "--config", str(tmp_path / "n.yaml"), "--good", commits[0], "--bad", commits[3], "--quiet"]
+    assert main(asked) == 1
+    assert f"answer      {commits[2][:12]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["m"], "say how to measure, and neither was given; give one"),
+        (["m", "--command", "a", "--config", "c.yaml"], "and both were given; give one"),
+        (["m", "--command", "a {history}"], "there is no history to tell where to search"),
+        (["m", "--command", "a", "--good", "HEAD~1", "--bad", "HEAD"], "'a' has no {history} to write into"),
+        (["m", "--command", "a {history} | b", "--good", "HEAD~1", "--bad", "HEAD"], "and no shell reads a command"),
+        (["m", "--command", "a {history}", "--good", "HEAD", "--bad", "HEAD"], "what changed is no commit"),
+    ],
+)
+def test_what_cannot_be_searched_is_said(
+    history_of_seconds: tuple[Path, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(history_of_seconds[0])
+    assert main(["nightly", "blame", *words]) == 3
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_a_recipe_that_a_commit_spoiled_is_found_and_the_layer_in_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    git(project, "init", "-q")
+    data = {"calibration": "calibration.safetensors", "held_out": "held_out.safetensors", "max_seq_length": 16}
+    config = {"models": {"m": "tiny"}, "recipes": {"w8": "recipe.yaml"}, "data": data, "checks": ["compress", "validate"]}
+    spoiled = (
+        json.dumps(
+            {
+                "s": {
+                    "m": {
+                        "QuantizationModifier": {
+                            "ignore": ["lm_head"],
+                            "config_groups": {
+                                "narrow": {"targets": ["re:.*layers.1.mlp.down_proj"], "weights": {"num_bits": 2, "strategy": "channel"}},
+                                "rest": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}},
+                            },
+                        }
+                    }
+                }
+            }
+        )
+        .replace('"m":', '"m_modifiers":')
+        .replace('"s":', '"s_stage":')
+    )
+    (project / ".gitignore").write_text("tiny\n*.safetensors\nnightly*\nblame\n")
+    files = [{"n.yaml": json.dumps(config)}, {"notes": "1"}, {"recipe.yaml": spoiled}, {"notes": "2"}]
+    commits = [commit(project, f"change {place}", **one) for place, one in enumerate(files)]
+    asked = ["nightly", "blame", "m/w8/cpu/validate/kl", "--config", str(project / "n.yaml"), "--good", commits[0], "--bad", commits[3]]
+    assert main([*asked, "--quiet", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["revision"] for one in found["first_bad"]] == [commits[2]]
+    assert [one["name"] for one in found["layers"]["layers"]] == ["model.layers.1"]
