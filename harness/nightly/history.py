@@ -6,26 +6,22 @@ nothing. Triggers refuse every change of a row, also by hands other than ours.
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from datetime import UTC, date, datetime
-from io import StringIO
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from compressor.atomic import write_whole
 from compressor.errors import UserInputError
 from harness.errors import HistoryError
 from harness.nightly.environment import Environment
+from harness.nightly.measurement import Better, Kind, Measurement, begins_with_a_date, check_measurement
+from harness.nightly.readings_csv import from_csv, to_csv
 
-Better = Literal["lower", "higher"]
-Kind = Literal["series", "paired"]
-"""How a metric is judged. `series`: its repetitions are one level a night; `paired`: a value a sequence, the same ones every night."""
 SCHEMA = 2
 """Of the file, in its `user_version`."""
 _MARK = 0x636E6967  # application_id, so that another program's database is not taken for a history
@@ -43,30 +39,6 @@ _TABLES = {
     "summary TEXT NOT NULL, made TEXT NOT NULL)",
 }
 _INDEX = "CREATE INDEX measurements_by_metric ON measurements (metric, environment, night)"
-_COLUMNS = ("night", "environment", "revision", "metric", "better", "kind", "made", "place", "value")
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What one night measured of one metric.
-
-    Attributes:
-        night: label that sorts by time: a date, or a date with a number.
-        environment: digest of it.
-        revision: of the code; empty where it is unknown.
-        metric: its name.
-        better: which way is better.
-        values: the repetitions, in order.
-        kind: how it is judged.
-    """
-
-    night: str
-    environment: str
-    revision: str
-    metric: str
-    better: Better
-    values: tuple[float, ...]
-    kind: Kind = "series"
 
 
 @dataclass(frozen=True)
@@ -185,8 +157,9 @@ class History:
 
     def _write(self, environment: Environment, measurements: Sequence[Measurement], row: CellRow | None = None) -> None:
         for one in measurements:
-            _check_measurement(one)
+            check_measurement(one)
         with self._open(write=True) as database:
+            self._check_label(database, row.night if row is not None else measurements[0].night)
             for one in measurements:
                 known = database.execute("SELECT better, kind FROM measurements WHERE metric = ? LIMIT 1", (one.metric,)).fetchone()
                 for name, before, now in zip(("better", "kind"), known or (), (one.better, one.kind), strict=False):
@@ -197,6 +170,15 @@ class History:
                 self._insert(database, one, environment.to_json(), _now())
             if row is not None:
                 self._insert_cell(database, row, environment.to_json(), _now())
+
+    def _check_label(self, database: sqlite3.Connection, night: str) -> None:
+        """Labels of nights sort by time only among their like."""
+        is_date = begins_with_a_date(night)
+        for (known,) in database.execute("SELECT night FROM measurements UNION SELECT night FROM cells LIMIT 1"):
+            if begins_with_a_date(known) != is_date:
+                raise UserInputError(
+                    f"night: {night!r} was given, and {self.path} has {known!r}; labels of one kind sort by time, so keep to it"
+                )
 
     def accept(self, metric: str, night: str, reason: str, until: str = "") -> Acceptance:
         """Write that a change is meant.
@@ -313,11 +295,7 @@ class History:
             "ORDER BY measurements.id, place"
         )
         rows = self._read(query)
-        text = StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        writer.writerows((*row[:-1], repr(row[-1])) for row in rows)
-        write_whole(target, text.getvalue().encode())
+        write_whole(target, to_csv(rows).encode())
         return len(rows)
 
     def beside_readings(self) -> str:
@@ -336,21 +314,26 @@ class History:
             Number of measurements that were new.
 
         Raises:
-            UserInputError: the file is none of these, or a row is wrong; it is named, and nothing was added.
+            UserInputError: the file is none of these, a row is wrong, or contradicts what is there; it is named, and nothing was added.
         """
-        measured = _from_csv(source)
+        measured = from_csv(source)
         new = 0
         with self._open(write=True) as database:
             for (one, facts, made), values in measured.items():
                 whole = replace(one, values=tuple(values))
                 there = database.execute(
-                    "SELECT 1 FROM measurements JOIN environments ON environment = environments.id "
-                    "WHERE metric = ? AND night = ? AND digest = ? AND revision = ? AND made = ?",
+                    "SELECT value FROM readings JOIN measurements ON measurement = measurements.id JOIN environments "
+                    "ON environment = environments.id WHERE metric = ? AND night = ? AND digest = ? AND revision = ? AND made = ? "
+                    "ORDER BY measurements.id, place",
                     (one.metric, one.night, one.environment, one.revision, made),
-                ).fetchone()
-                if there is None:
+                ).fetchall()
+                if not there:
+                    self._check_label(database, one.night)
                     self._insert(database, whole, facts, made)
                     new += 1
+                elif (known := tuple(value for (value,) in there)) != whole.values:
+                    told = f"{_some(whole.values)} there and {_some(known)} in {self.path}"
+                    raise UserInputError(f"{source}: {one.metric} of {one.night}, made {made}: is {told}; nothing was added")
         return new
 
     def _insert(self, database: sqlite3.Connection, one: Measurement, facts: str, made: str) -> None:
@@ -376,7 +359,7 @@ class History:
         if not self.path.exists():
             return []
         with self._open() as database:
-            return database.execute(query, values).fetchall()
+            return [] if _is_empty(database) else database.execute(query, values).fetchall()
 
     @contextmanager
     def _open(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
@@ -404,7 +387,7 @@ class History:
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         """Make the tables of a new file; look at those of one that is there, and bring an older one up to date."""
-        if database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+        if not _is_empty(database):
             self._check(database)
         else:
             for name in ("environments", "measurements", "readings", "acceptances"):
@@ -427,7 +410,9 @@ class History:
             )
 
     def _check(self, database: sqlite3.Connection) -> int:
-        """Return the version of the file."""
+        """Return the version of the file; one that nothing was written to, or that another writer is making just now, has ours."""
+        if _is_empty(database):
+            return SCHEMA
         mark = database.execute("PRAGMA application_id").fetchone()[0]
         schema = database.execute("PRAGMA user_version").fetchone()[0]
         if mark != _MARK:
@@ -440,46 +425,12 @@ class History:
         return int(schema)
 
 
-def _check_measurement(one: Measurement) -> None:
-    for name, value in (("metric", one.metric), ("night", one.night)):
-        if not value.strip() or not value.isprintable():
-            raise UserInputError(f"{name}: {value!r} is no name; give printable characters")
-    for name, given, known in (("better", one.better, get_args(Better)), ("kind", one.kind, get_args(Kind))):
-        if given not in known:
-            raise UserInputError(f"{one.metric}: {name}={given!r} is neither {' nor '.join(map(repr, known))}; give one of them")
-    if not one.values:
-        raise UserInputError(f"{one.metric}: no value was given; give at least one")
-    paired = one.kind == "paired" and sum(one.values) > 0  # only the mean must be above 0: a KL of 0 is a perfect sequence
-    wrong = next((value for value in one.values if not (math.isfinite(value) and (value > 0 or (paired and value == 0)))), None)
-    if wrong is not None:
-        raise UserInputError(
-            f"{one.metric}: the value {wrong} is not finite and above 0, and effects are relative; measure a ratio, time or size"
-        )
+def _is_empty(database: sqlite3.Connection) -> bool:
+    return not database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
 
 
-def _from_csv(source: Path) -> dict[tuple[Measurement, str, str], list[float]]:
-    """Read what `export` wrote: measurement without values, facts and moment, to values."""
-    try:
-        rows = list(csv.reader(StringIO(source.read_text("utf-8"), newline="")))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserInputError(f"{source}: cannot be read ({error}); give a file that harness nightly export wrote") from error
-    if not rows or tuple(rows[0]) != _COLUMNS:
-        raise UserInputError(f"{source}: its first line is not {','.join(_COLUMNS)}; give a file that harness nightly export wrote")
-    measured: dict[tuple[Measurement, str, str], list[float]] = {}
-    for number, row in enumerate(rows[1:], 2):
-        try:
-            night, facts, revision, metric, better, kind, made, _, value = row
-            held = json.loads(facts)
-            if not isinstance(held, dict):
-                raise ValueError("environment is no object of facts")
-            datetime.fromisoformat(made)
-            environment = Environment({str(name): str(fact) for name, fact in held.items()})
-            one = Measurement(night, environment.digest, revision, metric, better, (), kind)  # type: ignore[arg-type]
-            _check_measurement(replace(one, values=(float(value),)))
-        except ValueError as error:
-            raise UserInputError(f"{source}:{number}: is no reading ({error}); nothing was added") from error
-        measured.setdefault((one, environment.to_json(), made), []).append(float(value))
-    return measured
+def _some(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:g}" for value in values[:3]) + (", ..." if len(values) > 3 else "")
 
 
 def _remedy(error: Exception) -> str:

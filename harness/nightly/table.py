@@ -13,9 +13,10 @@ from harness.reporting.verdict import Verdict
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.nightly.history import Acceptance, Measurement
+    from harness.nightly.history import Acceptance
     from harness.nightly.judging.judgement import Judgement
     from harness.nightly.judging.simulation import Figures
+    from harness.nightly.measurement import Measurement
     from harness.nightly.runner import Night
 
 

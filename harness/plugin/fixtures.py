@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from harness.lifecycle.report import VerifyReport
     from harness.modules.contract import ModuleReport
     from harness.nightly import Judgement
-    from harness.nightly.history import Better
+    from harness.nightly.measurement import Better
     from harness.replay.equivalence.compare import Equivalence
     from harness.replay.equivalence.run import Batches, Between, Factory
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.nightly.blame.repository import Mark
-from harness.nightly.judging.judge import LEAST_EFFECT, student_tail
+from harness.nightly.judging.shifts import LEAST_EFFECT, student_tail
 from harness.validation.behaviour.bootstrap import student_quantile
 
 LEAST_ROUNDS = 3

@@ -8,7 +8,8 @@ from compressor.errors import UserInputError
 from harness.nightly.blame.repository import Commit, Repository
 from harness.nightly.cells import CellOutcome
 from harness.nightly.history import History
-from harness.nightly.judging.judge import LEAST_AFTER, judge
+from harness.nightly.judging.judge import judge
+from harness.nightly.judging.shifts import LEAST_AFTER
 
 
 def find_ends(

@@ -15,7 +15,8 @@ from harness.command_line import check_command
 from harness.nightly.blame.repository import Repository
 from harness.nightly.cells import Cell, CellOutcome, all_cells
 from harness.nightly.config import Limits, NightlyConfig
-from harness.nightly.history import History, Measurement
+from harness.nightly.history import History
+from harness.nightly.measurement import Measurement
 from harness.nightly.process import run_limited
 from harness.nightly.runner import Runner, last_line
 

@@ -41,7 +41,7 @@ class Judgement:
         metric: its name.
         verdict: REGRESSION where an unaccepted change for the worse stands, INCONCLUSIVE where there are too few nights.
         summary: in a line.
-        num_nights: in the series that was judged: of the last environment, from the last change that was accepted on.
+        num_nights: in the series that was judged, which is that of one environment.
         changes: for the worse, oldest first.
         noise: standard deviation between nights, of a paired metric between samples of sequences, relative; nan where there are too few.
         detectable: the smallest step that ten further nights, of a paired metric one, show with a power of 80 %, relative; nan likewise.

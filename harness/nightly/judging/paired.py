@@ -15,8 +15,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from harness.nightly.history import Acceptance, Measurement
+from harness.nightly.history import Acceptance
 from harness.nightly.judging.judgement import Change, Judgement, day_of, find_acceptance
+from harness.nightly.measurement import Measurement
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, Interval, percentile_interval, resample_sums
 
@@ -53,6 +54,11 @@ def judge_paired(series: Sequence[Measurement], acceptances: Sequence[Acceptance
     power = (_NORMAL.inv_cdf((1 + _LEVEL) / 2) + _NORMAL.inv_cdf(TARGET_POWER)) * interval.standard_error
     seen = max(LEAST_EFFECT, power)
     if not _is_worse(base, last):
+        if interval.estimate >= LEAST_EFFECT:  # on these sequences it is worse: equal code would have given equal values
+            told = f"{interval.estimate:+.2%} ({interval.low:+.2%} to {interval.high:+.2%}) against {base.night}, the baseline"
+            few = f"too few of {len(last.values)} sequences to tell whether others are worse, too"
+            summary = f"{told}: {_worst(base, last)}; {few}: a loss of {seen:.1%} would show"
+            return Judgement(last.metric, Verdict.INCONCLUSIVE, summary, len(nights), accepted, interval.standard_error, seen)
         same = base.values == last.values
         found = "equal to" if same else f"{interval.estimate:+.2%} ({interval.low:+.2%} to {interval.high:+.2%}) against"
         summary = f"{found} {base.night}, the baseline, over {len(last.values)} sequences; a loss of {seen:.1%} would show"
@@ -69,6 +75,13 @@ def _baseline(series: Sequence[Measurement], acceptances: Sequence[Acceptance], 
         if word is not None and word.night <= series[place].night:
             return place, word
     return 0, None
+
+
+def _worst(base: Measurement, night: Measurement) -> str:
+    """Name the sequence that lost most."""
+    sign = 1.0 if night.better == "lower" else -1.0
+    place = max(range(len(base.values)), key=lambda place: sign * (night.values[place] - base.values[place]))
+    return f"sequence {place} went from {base.values[place]:.4g} to {night.values[place]:.4g}"
 
 
 def _is_worse(base: Measurement, night: Measurement) -> bool:

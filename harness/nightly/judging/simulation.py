@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compressor.progress import Progress, SilentProgress
-from harness.nightly.judging.judge import NOTHING, centred, find_change, level
+from harness.nightly.judging.judge import level
+from harness.nightly.judging.shifts import find_shifts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -142,22 +143,13 @@ def _levels(logs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _false_alarms(levels_N: NDArray[np.float64]) -> int:
-    """Judge every night anew, as a nightly run does; an alarm is accepted, and its level holds for what follows."""
-    start = alarms = 0
-    residuals_E = NOTHING
-    for night in range(NIGHTS_BEFORE, len(levels_N)):
-        found = find_change(levels_N[start : night + 1], residuals_E)
-        if found is not None:
-            alarms += 1
-            residuals_E = np.concatenate([residuals_E, centred(levels_N[start : start + found[0]])])
-            start += found[0]
-    return alarms
+    """Count what is taken for worse, as it is night by night; its level holds for what follows, as if it were accepted."""
+    return sum(shift.effect > 0 and shift.seen > NIGHTS_BEFORE for shift in find_shifts(levels_N, densely=True).found)
 
 
 def _night_seen(noise: Noise, planted: Planted, rng: np.random.Generator) -> float:
     before = 60
     logs = noise(before + _NIGHTS_WATCHED, rng)
     logs[before:] += planted.size(np.arange(_NIGHTS_WATCHED, dtype=np.float64))[:, None]
-    levels_N = _levels(logs)
-    nights = range(1, _NIGHTS_WATCHED + 1)
-    return next((float(night) for night in nights if find_change(levels_N[: before + night]) is not None), math.inf)
+    seen = [shift.seen - before for shift in find_shifts(_levels(logs), densely=True).found if shift.effect > 0]
+    return next((float(night) for night in seen if night > 0), math.inf)

@@ -45,6 +45,15 @@ def test_nothing_is_written_before_the_first_measurement(history: History) -> No
     assert not history.path.exists()
 
 
+def test_a_file_that_another_writer_is_making_is_no_foreign_one(history: History) -> None:
+    history.path.parent.mkdir()
+    history.path.touch()  # as it is between its making and the first commit
+    other = History(history.path)
+    assert other.metrics() == [] == other.nights()
+    other.add("a", [1.0], environment=HERE)
+    assert history.metrics() == ["a"]
+
+
 @pytest.mark.parametrize("statement", ["UPDATE readings SET value = 0", "DELETE FROM measurements", "DELETE FROM acceptances"])
 def test_no_row_is_ever_changed(history: History, statement: str) -> None:
     history.add("a", [1.0], environment=HERE, night="n")
@@ -228,3 +237,30 @@ def test_a_year_of_fifty_metrics_answers_in_under_a_second(history: History) -> 
     start = time.process_time()
     assert len(History(history.path).series("metric 7")) == 365
     assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize("night", ["2026-2-5", "2026-13-45", "2026-01-45.2"])
+def test_a_label_that_is_nearly_a_date_is_refused(history: History, night: str) -> None:
+    with pytest.raises(UserInputError, match="is no day, and would not sort by time; write it as YYYY-MM-DD"):
+        history.add("a", [1.0], environment=HERE, night=night)
+    assert not history.metrics()
+
+
+@pytest.mark.parametrize(("first", "second"), [("2026-01-02", "zzz"), ("17", "2026-01-02")])
+def test_labels_of_two_kinds_are_no_order_of_time(history: History, first: str, second: str) -> None:
+    history.add("a", [1.0], environment=HERE, night=first)
+    with pytest.raises(UserInputError, match="labels of one kind sort by time, so keep to it"):
+        history.add("a", [1.0], environment=HERE, night=second)
+    history.add("a", [1.0], environment=HERE, night=f"{first}.2")
+
+
+def test_an_import_that_contradicts_what_is_there_adds_nothing(history: History, tmp_path: Path) -> None:
+    history.add("a", [1.0, 2.0], environment=HERE, night="2026-01-01")
+    history.export(tmp_path / "all.csv")
+    text = (tmp_path / "all.csv").read_text()
+    (tmp_path / "edited.csv").write_text(text.replace("2.0", "2.5"))
+    with pytest.raises(UserInputError, match=r"is 1, 2\.5 there and 1, 2 in .*; nothing was added"):
+        history.read_in(tmp_path / "edited.csv")
+    (tmp_path / "twice.csv").write_text(text + text.splitlines()[1] + "\n")
+    with pytest.raises(UserInputError, match="4: is reading 0 where 2 should be; nothing was added"):
+        History(tmp_path / "new.sqlite").read_in(tmp_path / "twice.csv")

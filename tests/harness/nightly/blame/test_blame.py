@@ -7,6 +7,7 @@ import math
 import random
 import subprocess
 from dataclasses import dataclass, field
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,12 @@ from harness.nightly.blame.measuring import Reading
 from harness.nightly.blame.repository import Repository
 from harness.nightly.blame.search import Search
 from harness.nightly.cells import CellOutcome
-from harness.nightly.environment import current_environment
-from harness.nightly.history import CellRow, History, Kind, Measurement
+from harness.nightly.environment import Environment
+from harness.nightly.history import CellRow, History
+from harness.nightly.measurement import Kind, Measurement
 from harness.reporting.verdict import Verdict
+
+ENVIRONMENT = Environment({"device": "cpu"})
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -136,12 +140,14 @@ def test_decisions_hold_at_their_level() -> None:
 
 def test_the_history_says_between_which_commits(history_of_seconds: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, commits = history_of_seconds
-    repository, history, environment = Repository(folder), History(tmp_path / "h.sqlite"), current_environment()
+    repository, history, environment = Repository(folder), History(tmp_path / "h.sqlite"), ENVIRONMENT
     generator = random.Random(0)
     for night in range(44):
         revision = commits[0] if night < 36 else commits[min(9, night - 35)]
         values = [(1.2 if night >= 40 else 1.0) * math.exp(generator.gauss(0, 0.003)) for _ in range(3)]
-        history.add("m/seconds", values, environment=environment, night=f"2026-01-{night:03}", revision=revision)
+        history.add(
+            "m/seconds", values, environment=environment, night=(date(2026, 1, 1) + timedelta(night)).isoformat(), revision=revision
+        )
     ends = find_ends(repository, "m/seconds", history)
     assert [commits.index(one.revision) for one in ends] == [3, 6]
     assert find_ends(repository, "m/seconds", history, good="HEAD~9")[0].revision == commits[0]
@@ -156,7 +162,7 @@ def test_the_history_says_between_which_commits(history_of_seconds: tuple[Path, 
 
 def test_of_a_cell_the_last_night_that_passed_is_the_good_end(history_of_seconds: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, commits = history_of_seconds
-    repository, history, environment = Repository(folder), History(tmp_path / "h.sqlite"), current_environment()
+    repository, history, environment = Repository(folder), History(tmp_path / "h.sqlite"), ENVIRONMENT
 
     def ran(night: str, revision: str, outcome: str) -> None:
         history.add_cell(CellRow(night, environment.digest, revision, "lint", 1, outcome, 1.0, 1, ""), [], environment=environment)

@@ -8,8 +8,10 @@ from datetime import date, timedelta
 import numpy as np
 import pytest
 
-from harness.nightly.history import Acceptance, Measurement
-from harness.nightly.judging.judge import LEAST_AFTER, LEAST_BEFORE, judge, level, student_tail
+from harness.nightly.history import Acceptance
+from harness.nightly.judging.judge import judge, level
+from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, student_tail
+from harness.nightly.measurement import Measurement
 from harness.reporting.verdict import Verdict
 
 
@@ -51,11 +53,11 @@ def test_one_bad_night_is_no_change_and_the_second_is() -> None:
     assert judge(series([*bad, 100.0, 100.0])).verdict is Verdict.PASS
 
 
-@pytest.mark.parametrize("count", [1, 3, LEAST_BEFORE + LEAST_AFTER - 1])
+@pytest.mark.parametrize("count", [1, 3, LEAST_NOISE + LEAST_AFTER - 1])
 def test_too_few_nights_give_no_verdict_and_say_how_many_are_missing(count: int) -> None:
     found = judge(series([100.0] * (count - 1) + [200.0]))
     assert found.verdict is Verdict.INCONCLUSIVE and math.isnan(found.noise)
-    assert f"{LEAST_BEFORE + LEAST_AFTER - count} more in this environment are needed" in found.summary
+    assert f"{LEAST_NOISE + LEAST_AFTER - count} more in this environment are needed" in found.summary
     assert found.to_dict()["noise"] is None
 
 
@@ -63,6 +65,45 @@ def test_nights_of_another_environment_are_another_series() -> None:
     old, new = series([100.0] * 50, environment="there"), series([130.0] * 60)[50:]
     found = judge(old + new)
     assert found.verdict is Verdict.INCONCLUSIVE and found.num_nights == 10
+
+
+def test_a_machine_that_measured_lately_counts_and_one_that_is_gone_does_not() -> None:
+    here, there = series([100.0] * 40), series([100.0] * 37 + [110.0] * 3, seed=1, environment="there")
+    found = judge(sorted([*there, *here], key=lambda one: one.night))
+    assert found.verdict is Verdict.REGRESSION and found.summary.startswith("in environment there: worse by")
+    moved = judge([*there, *series([100.0] * 80)[40:]])
+    assert moved.verdict is Verdict.PASS and moved.summary.endswith("; 40 nights of other machines or versions do not count")
+
+
+STORIES = {
+    "a step after few nights": ([1.0] * 12 + [1.05] * 40, 12),
+    "a step behind a change for the better": ([2.0] * 60 + [1.0] * 40 + [1.1] * 3, 100),
+    "the better level lasts for some nights": ([1.0] * 40 + [0.9] * 10 + [1.0] * 10, 50),
+    "back to a level of long ago": ([1.0] * 40 + [0.9] * 45 + [1.0] * 15, 85),
+    "a second time": ([1.0] * 40 + [1.05] * 4 + [1.0] * 40 + [1.05] * 3, 84),
+    "worse and never mended for a year": ([1.0] * 40 + [1.05] * 325, 40),
+}
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_level_that_is_worse_than_the_best_before_is_found_wherever_it_stands(name: str) -> None:
+    sizes, night = STORIES[name]
+    found = judge(series(sizes))
+    assert found.verdict is Verdict.REGRESSION and found.changes[0].night == night_label(night), found.summary
+
+
+@pytest.mark.parametrize(("rate", "nights"), [(0.002, 40), (0.002, 120), (0.0007, 200)])
+def test_a_drift_that_began_on_the_first_night_is_found(rate: float, nights: int) -> None:
+    found = judge(series([1 + rate * night for night in range(nights)]))
+    assert found.verdict is Verdict.REGRESSION and found.changes[0].night < night_label(20), found.summary
+    assert judge(series([1 - rate * night for night in range(nights)])).changes == ()
+
+
+def test_what_is_mended_is_over() -> None:
+    found = judge(series([1.0] * 40 + [1.05] * 20 + [1.0] * 20))
+    assert found.verdict is Verdict.PASS and f"since {night_label(60)}, when it became better by" in found.summary
+    half = judge(series([1.0] * 40 + [1.1] * 20 + [1.05] * 20))
+    assert half.verdict is Verdict.REGRESSION and half.changes[0].night == night_label(40)
 
 
 def test_what_is_accepted_is_settled_until_it_expires_and_what_follows_is_judged() -> None:

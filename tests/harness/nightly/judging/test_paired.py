@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.nightly.history import Acceptance, Measurement
+from harness.nightly.history import Acceptance
 from harness.nightly.judging.judge import judge
+from harness.nightly.measurement import Measurement
 from harness.reporting.verdict import Verdict
 
 BASE = np.random.default_rng(0).lognormal(0, 1, 128)
@@ -35,9 +36,16 @@ def test_what_is_better_or_too_small_or_over_is_none(factors: tuple[float, ...])
     assert judge(nights(*factors)).verdict is Verdict.PASS
 
 
-def test_a_loss_within_the_spread_of_sequences_is_none_and_the_power_is_said() -> None:
+def test_a_loss_within_the_spread_of_sequences_is_not_known_and_the_power_is_said() -> None:
     found = judge(nights(1.0, 1.02, spread=1.0))
-    assert found.verdict is Verdict.PASS and found.detectable > 0.1
+    assert found.verdict is Verdict.INCONCLUSIVE and found.detectable > 0.1
+
+
+def test_one_sequence_that_explodes_does_not_pass() -> None:
+    base, other = nights(1.0, 1.0)
+    values = (*other.values[:5], 1000.0, *other.values[6:])
+    found = judge([base, Measurement(other.night, other.environment, "", "kl", "lower", values, "paired")])
+    assert found.verdict is Verdict.INCONCLUSIVE and "sequence 5 went from" in found.summary and "to 1000; too few" in found.summary
 
 
 def test_an_acceptance_makes_its_night_the_baseline() -> None:

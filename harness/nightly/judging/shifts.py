@@ -1,0 +1,268 @@
+"""Finds where a series of nights shifted: steps and drifts, for the worse and for the better. Levels in, shifts out; knows no metric.
+
+Nights are taken one after another, as they came: what is behind a shift is another level, and is held against that one alone. Where the
+level changed is found by least squares (`ruptures`). Whether it did is a t test whose variance knows three things about nightly
+measurements: outliers (a Winsorized standard deviation), neighbours that resemble each other (an autoregressive correction of the effective
+number of nights, with the estimate's own uncertainty on top), and that a single odd night is no shift (the nights behind it must agree).
+A drift is a line through all nights of a level, with the same variance around it. The level at which both decide is far below 5 %, because
+they are asked every night for every metric; `simulation` measures what comes of it.
+
+N nights, M nights before a step, K nights from it on, E nights that know the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.errors import HarnessError
+
+LEVEL = 3e-6
+"""One-sided p below which a shift is one; chosen so that 50 metrics give at most one false alarm in 100 nights (`simulation`)."""
+LEAST_EFFECT = 0.007
+"""A shift by less is none, however sure: machines drift by as much between seasons."""
+LEAST_GAIN = 0.015
+"""Likewise for the better, and for a drift: what a season gives, it takes, and a level that follows its dips cries wolf behind each."""
+LEAST_NOISE, LEAST_AFTER = 30, 2
+"""Nights that must know the noise, and nights on each side of a step."""
+_KNOWN_AFTER = 10  # nights from a step on that know the noise, too: of fewer the spread is not to be trusted
+_LEAST_DRIFT = 10
+_DENSE = 25  # nights of a level, of which every one is looked at; then one in as many
+_MAX_CORRELATION = 0.9
+_NOTHING: NDArray[np.float64] = np.empty(0)
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A change of level.
+
+    Attributes:
+        place: of the first night that is other.
+        seen: number of nights after which it showed.
+        start: of the first night of the level that is behind it.
+        effect: difference of logarithms; above 0 is worse.
+        error: its standard error.
+        degrees: effective degrees of freedom.
+        is_drift: whether it came night by night.
+    """
+
+    place: int
+    seen: int
+    start: int
+    effect: float
+    error: float
+    degrees: float
+    is_drift: bool = False
+
+    @property
+    def p_value(self) -> float:
+        """One-sided, that noise alone gives so much."""
+        return student_tail(abs(self.effect) / self.error, self.degrees)
+
+    @property
+    def shows(self) -> bool:
+        """Whether it is large and sure enough to be one."""
+        least = LEAST_EFFECT if self.effect > 0 and not self.is_drift else LEAST_GAIN
+        return abs(self.effect) >= least and self.p_value < LEVEL
+
+
+@dataclass(frozen=True)
+class Shifts:
+    """What became of a series.
+
+    Attributes:
+        found: in order.
+        residuals_E: of all nights, around the level, or line, that they belong to.
+    """
+
+    found: tuple[Shift, ...]
+    residuals_E: NDArray[np.float64]
+
+    @property
+    def start(self) -> int:
+        """Place of the first night of the last level."""
+        return self.found[-1].start if self.found else 0
+
+
+def find_shifts(levels_N: NDArray[np.float64], *, densely: bool = False) -> Shifts:
+    """Follow a series night by night.
+
+    Args:
+        levels_N: a level a night, in logarithms; more is worse.
+        densely: look after every night, as was done when they came; else of a long level after some, and after the last.
+
+    Returns:
+        The shifts.
+
+    Raises:
+        HarnessError: `ruptures` is not installed.
+    """
+    found, residuals_E, start = list[Shift](), _NOTHING, 0
+    for end in _looks(len(levels_N), found, densely):
+        shift = _look(levels_N[start:end], residuals_E, start)
+        if shift is None:
+            continue
+        found.append(shift)
+        residuals_E = np.concatenate([residuals_E, _around(levels_N[start : shift.start], shift)])
+        start = shift.start
+    return Shifts(tuple(found), np.concatenate([residuals_E, _centred(levels_N[start:])]))
+
+
+def _looks(nights: int, found: list[Shift], densely: bool) -> Iterator[int]:
+    end = 0
+    while end < nights:
+        long = end - (found[-1].start if found else 0)
+        end = min(nights, end + (1 if densely else max(1, long // _DENSE)))
+        yield end
+
+
+def _look(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], start: int) -> Shift | None:
+    """The shift that the nights of one level show, the step or the drift, whichever lies closer to them."""
+    if len(levels_N) < 2 * LEAST_AFTER or len(levels_N) + len(residuals_E) < LEAST_NOISE + LEAST_AFTER:
+        return None
+    candidates = [one for one in (_step(levels_N, residuals_E), _drift(levels_N, residuals_E)) if one is not None and one[0].shows]
+    if not candidates:
+        return None
+    shift, _ = min(candidates, key=lambda one: one[1])
+    return Shift(start + shift.place, start + shift.seen, start + shift.start, shift.effect, shift.error, shift.degrees, shift.is_drift)
+
+
+def _step(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64]) -> tuple[Shift, float] | None:
+    """Where two levels fit best: the test of it, and the squares that are left. Welch's idea with one spread, that of all who know it."""
+    place = _split(levels_N)
+    before_M, after_K = levels_N[:place], levels_N[place:]
+    known = [residuals_E, _centred(before_M), *([_centred(after_K)] if len(after_K) >= _KNOWN_AFTER else [])]
+    if sum(map(len, known)) < LEAST_NOISE:
+        return None
+    kept_E, spread = _winsorized(np.concatenate(known))
+    sign = 1.0 if after_K.mean() > before_M.mean() else -1.0
+    effect = max(0.0, _location(sign * after_K, spread) + _location(-sign * before_M, spread))
+    correlation = _correlation(kept_E)
+    error = spread * math.sqrt(sum(_inflation(correlation, len(side)) / len(side) for side in (before_M, after_K)))
+    squares = float(np.square(before_M - before_M.mean()).sum() + np.square(after_K - after_K.mean()).sum())
+    return Shift(place, len(levels_N), place, sign * effect, error, _degrees(len(kept_E), correlation)), squares
+
+
+def _drift(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64]) -> tuple[Shift, float] | None:
+    """A line through all nights: the test of its rise from the first to the last, and the squares that are left."""
+    count = len(levels_N)
+    if count < _LEAST_DRIFT:
+        return None
+    slope, own_N = _line(levels_N)
+    kept_E, spread = _winsorized(np.concatenate([residuals_E, own_N]))
+    correlation = _correlation(kept_E)
+    rise, lever = slope * (count - 1), (count - 1) * math.sqrt(12 / (count**3 - count))
+    error = spread * lever * math.sqrt((1 + correlation) / (1 - correlation))
+    begun = min(count - 1, math.ceil(LEAST_EFFECT / abs(slope))) if slope else 0
+    shift = Shift(begun, count, count - LEAST_AFTER, rise, error, _degrees(len(kept_E), correlation), is_drift=True)
+    return shift, float(np.square(own_N).sum())
+
+
+def _line(levels_N: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+    """Slope a night by least squares, and what is left; an odd night pulls no harder than one at three spreads."""
+    nights_N = np.arange(len(levels_N), dtype=np.float64)
+    nights_N -= nights_N.mean()
+    kept_N = levels_N
+    for _ in range(2):
+        slope = float(nights_N @ (kept_N - kept_N.mean()) / (nights_N @ nights_N))
+        line_N = kept_N.mean() + slope * nights_N
+        kept_N = line_N + _winsorized(levels_N - line_N)[0]
+    return slope, levels_N - line_N
+
+
+def _around(levels_M: NDArray[np.float64], shift: Shift) -> NDArray[np.float64]:
+    return _line(levels_M)[1] if shift.is_drift and len(levels_M) > 1 else _centred(levels_M)
+
+
+def _centred(levels_M: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The residuals of nights at one level."""
+    return levels_M - _winsorized(levels_M)[0].mean()
+
+
+def _location(levels_K: NDArray[np.float64], spread: float) -> float:
+    """The level of some nights, of two the one that says less: one odd night is no shift. Odd ones count no more than two spreads."""
+    middle = np.sort(levels_K)[(len(levels_K) - 1) // 2]
+    return float(np.clip(levels_K, middle - 2 * spread, middle + 2 * spread).mean())
+
+
+def _degrees(count: int, correlation: float) -> float:
+    return max(3.0, (count - 1) * (1 - correlation) / (1 + correlation))
+
+
+def _split(levels_N: NDArray[np.float64]) -> int:
+    """Where two levels fit best, by least squares; what is far outside counts no more than what is just outside."""
+    try:
+        import ruptures
+    except ModuleNotFoundError as error:
+        raise HarnessError("harness nightly: ruptures is not installed; pip install 'compressor-harness[nightly]'") from error
+    middle, spread = float(np.median(levels_N)), _winsorized(levels_N)[1]
+    signal = np.clip(levels_N, middle - 20 * spread, middle + 20 * spread)[:, None]
+    return int(ruptures.KernelCPD(kernel="linear", min_size=LEAST_AFTER).fit(signal).predict(n_bkps=1)[0])
+
+
+def _winsorized(values_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """The values, those beyond three robust standard deviations moved there, and their standard deviation."""
+    middle = float(np.median(values_N))
+    robust = 1.4826 * float(np.median(np.abs(values_N - middle)))
+    kept_N = np.clip(values_N, middle - 3 * robust, middle + 3 * robust) if robust > 0 else values_N
+    return kept_N, max(float(kept_N.std(ddof=min(1, len(kept_N) - 1))), robust, 1e-9)
+
+
+def _correlation(values_M: NDArray[np.float64]) -> float:
+    """How alike neighbours are: the first autocorrelation without its bias (Kendall 1954), and 0.7 standard errors for its uncertainty."""
+    centred_M = values_M - values_M.mean()
+    power = float(centred_M @ centred_M)
+    found = float(centred_M[1:] @ centred_M[:-1]) / power if power > 0 else 0.0
+    found += (1 + 3 * found) / len(values_M) + 0.7 / math.sqrt(len(values_M))
+    return min(max(found, 0.0), _MAX_CORRELATION)
+
+
+def _inflation(correlation: float, count: int) -> float:
+    """By how much the variance of a mean of `count` nights grows where neighbours are alike, for an autoregression of order one."""
+    rest = 2 * correlation * (1 - correlation**count) / (count * (1 - correlation) ** 2)
+    return (1 + correlation) / (1 - correlation) - rest
+
+
+def student_tail(t: float, degrees: float) -> float:
+    """Return the chance that Student's t exceeds a value, by Hill's expansion.
+
+    Args:
+        t: the value.
+        degrees: degrees of freedom, at least 3; need not be whole.
+
+    Returns:
+        The upper tail, within 2 % of the exact one down to 1e-7.
+
+    Source: Hill 1970, Algorithm 395 (the normal deviate of a t value).
+    """
+    if t < 0:
+        return 1 - student_tail(-t, degrees)
+    a, b = degrees - 0.5, 48 * (degrees - 0.5) ** 2
+    z2 = a * math.log1p(t * t / degrees)
+    z = math.sqrt(z2)
+    z += z * (z2 + 3) / b - z * (4 * z2**3 + 33 * z2**2 + 240 * z2 + 855) / (10 * b * (b + 0.8 * z2**2 + 100))
+    return _NORMAL.cdf(-z)
+
+
+def detectable_step(residuals_E: NDArray[np.float64], before: int, after: int, power: float) -> tuple[float, float]:
+    """Return how noisy nights are, and the step that would show.
+
+    Args:
+        residuals_E: that know the noise.
+        before: number of nights before the step.
+        after: number of nights from it on.
+        power: chance with which it shows.
+
+    Returns:
+        Standard deviation between nights, and the step, never below LEAST_EFFECT; both relative.
+    """
+    kept_E, noise = _winsorized(residuals_E)
+    correlation = _correlation(kept_E)
+    error = noise * math.sqrt(sum(_inflation(correlation, count) / count for count in (before, after)))
+    return noise, max(LEAST_EFFECT, (-_NORMAL.inv_cdf(LEVEL) + _NORMAL.inv_cdf(power)) * error)

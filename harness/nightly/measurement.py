@@ -1,0 +1,76 @@
+"""What one night measured of one metric, and what may be written of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from datetime import date
+from typing import Literal, get_args
+
+from compressor.errors import UserInputError
+
+Better = Literal["lower", "higher"]
+Kind = Literal["series", "paired"]
+"""How a metric is judged. `series`: its repetitions are one level a night; `paired`: a value a sequence, the same ones every night."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one night measured of one metric.
+
+    Attributes:
+        night: label that sorts by time: a date, or a date with a number.
+        environment: digest of it.
+        revision: of the code; empty where it is unknown.
+        metric: its name.
+        better: which way is better.
+        values: the repetitions, in order.
+        kind: how it is judged.
+    """
+
+    night: str
+    environment: str
+    revision: str
+    metric: str
+    better: Better
+    values: tuple[float, ...]
+    kind: Kind = "series"
+
+
+def check_measurement(one: Measurement) -> None:
+    """Refuse a measurement that could not be judged.
+
+    Args:
+        one: it.
+
+    Raises:
+        UserInputError: a name is empty, or a value is not finite or not above 0.
+    """
+    for name, value in (("metric", one.metric), ("night", one.night)):
+        if not value.strip() or not value.isprintable():
+            raise UserInputError(f"{name}: {value!r} is no name; give printable characters")
+    for name, given, known in (("better", one.better, get_args(Better)), ("kind", one.kind, get_args(Kind))):
+        if given not in known:
+            raise UserInputError(f"{one.metric}: {name}={given!r} is neither {' nor '.join(map(repr, known))}; give one of them")
+    if not one.values:
+        raise UserInputError(f"{one.metric}: no value was given; give at least one")
+    paired = one.kind == "paired" and sum(one.values) > 0  # only the mean must be above 0: a KL of 0 is a perfect sequence
+    wrong = next((value for value in one.values if not (math.isfinite(value) and (value > 0 or (paired and value == 0)))), None)
+    if wrong is not None:
+        raise UserInputError(
+            f"{one.metric}: the value {wrong} is not finite and above 0, and effects are relative; measure a ratio, time or size"
+        )
+
+
+def begins_with_a_date(night: str) -> bool:
+    """Whether a label is a date, or a date with something behind it; one that tries to be a date is one."""
+    if not re.match(r"\d{4}-\d", night):
+        return False
+    try:
+        date.fromisoformat(night[:10])
+    except ValueError:
+        raise UserInputError(
+            f"night: {night!r} is no day, and would not sort by time; write it as YYYY-MM-DD, or a number behind that"
+        ) from None
+    return True
