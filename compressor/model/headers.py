@@ -82,19 +82,31 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             if length > min(size - _LENGTH_BYTES, _MAX_HEADER):
                 raise _damaged(path, "its header is cut off")
-            content = json.loads(stream.read(length))
+            content = json.loads(stream.read(length), object_pairs_hook=_without_doubles)
     except OSError as error:
         raise _damaged(path, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, "its header is no JSON") from error
+        raise _damaged(path, str(error) if type(error) is ValueError else "its header is no JSON") from error
     begin = _LENGTH_BYTES + length
     if not isinstance(content, dict):
         raise _damaged(path, "its header is no JSON object")
-    found = {name: _entry(path, name, one, begin) for name, one in content.items() if name != "__metadata__"}
-    end = max((one.start + one.num_bytes for one in found.values()), default=begin)
+    entries = [(name, _entry(path, name, one, begin)) for name, one in content.items() if name != "__metadata__"]
+    found = dict(sorted(entries, key=lambda item: (item[1].start, item[1].num_bytes)))
+    end = begin
+    for name, one in found.items():
+        if one.start != end:
+            raise _damaged(path, f"{name} begins at byte {one.start:,}, and the tensor before it ends at {end:,}")
+        end += one.num_bytes
     if end != size:
         raise _damaged(path, f"its tensors end at byte {end:,}, and the file at {size:,}")
-    return dict(sorted(found.items(), key=lambda item: item[1].start))
+    return found
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice in its header")
+    return found
 
 
 def _entry(path: Path, name: str, entry: object, begin: int) -> StoredTensor:
@@ -104,7 +116,7 @@ def _entry(path: Path, name: str, entry: object, begin: int) -> StoredTensor:
         raise _damaged(path, f"{name} has no dtype, shape and place") from error
     if dtype not in DTYPES:
         raise ModelError(f"{path}: {name} is stored as {dtype!r}, and such values are not read here; convert that tensor first")
-    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
+    if not all(type(size) is int and size >= 0 for size in (*shape, start, end)):
         raise _damaged(path, f"{name} has no dtype, shape and place")
     stored = StoredTensor(path.name, DTYPES[dtype], shape, begin + start)
     if stored.num_bytes != end - start:

@@ -141,6 +141,33 @@ def _truncate(folder: Path) -> None:
         stream.truncate(_shards(folder)[0].stat().st_size - 1)
 
 
+def _rewritten(change: Callable[[dict[str, Any]], str]) -> Callable[[Path], None]:
+    """Write another header before the same tensors."""
+
+    def write(folder: Path) -> None:
+        data = _shards(folder)[0].read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        text = change(json.loads(data[8:begin])).encode()
+        _shards(folder)[0].write_bytes(len(text).to_bytes(8, "little") + text + data[begin:])
+
+    return write
+
+
+def _overlap(header: dict[str, Any]) -> str:
+    one, other, *_ = (name for name in header if name != "__metadata__")
+    return json.dumps({**header, other: header[one]})
+
+
+def _hole(header: dict[str, Any]) -> str:
+    first = min((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][0])
+    return json.dumps({name: entry for name, entry in header.items() if name != first})
+
+
+def _twice(header: dict[str, Any]) -> str:
+    name = next(name for name in header if name != "__metadata__")
+    return json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
+
+
 def _lose(folder: Path) -> None:
     _shards(folder)[1].unlink()
 
@@ -191,6 +218,9 @@ def _quantized(folder: Path) -> None:
 
 _DAMAGES = {
     "cut off": _Damage(_truncate, ModelError, "not a whole safetensors file .*its tensors end at byte"),
+    "two tensors in one place": _Damage(_rewritten(_overlap), ModelError, "not a whole safetensors file .*the tensor before it ends at"),
+    "bytes of no tensor": _Damage(_rewritten(_hole), ModelError, "not a whole safetensors file .*the tensor before it ends at"),
+    "a name twice in a header": _Damage(_rewritten(_twice), ModelError, "a name stands twice in its header"),
     "a missing file": _Damage(_lose, ModelError, "1 of [0-9]+ weight files are missing"),
     "a name in two files": _Damage(_double, ModelError, "stands in model-00001.* and in model-00002"),
     "an unknown dtype": _Damage(_unknown_dtype, ModelError, "is stored as 'F6_X'"),
