@@ -90,7 +90,8 @@ class Origins:
         Returns:
             The view.
         """
-        return View.of(self.empty.tensors[name], self.empty.scales.get(name))
+        scales = self.empty.scales.get(name)
+        return View.of(self.empty.tensors[name], scales, None if scales is None else self.empty.scale_block)
 
     def parts(self, key: str) -> tuple[View, ...]:
         """See the tensors of the files that make a tensor of the model, one after the other.

@@ -112,13 +112,12 @@ class Files:
 
     def _dequantized(self, codes_RC: Tensor, view: View, first: int) -> Tensor:
         """As transformers does it: both as float32, the product rounded once."""
-        scales = view.scales
-        assert scales is not None
-        height, width = view.shape[0] // scales.shape[0], view.shape[1] // scales.shape[1]
+        assert view.scales is not None and view.block is not None
+        height, width = view.block
         last = first + len(codes_RC)
-        scale_GG = self.rows(scales, first // height, -(-last // height), torch.float32)
+        scale_GG = self.rows(view.scales, first // height, -(-last // height), torch.float32)
         scale_RC = scale_GG.repeat_interleave(height, 0)[first % height :][: len(codes_RC)].repeat_interleave(width, 1)
-        return codes_RC.float().mul_(scale_RC)
+        return codes_RC.float().mul_(scale_RC[:, : view.shape[1]])
 
     def flat(self, view: View, at_most: int) -> Iterator[Tensor]:
         """Read a whole tensor in the order of its values, part by part.

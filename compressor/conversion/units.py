@@ -41,6 +41,7 @@ class View(_Plain):
         shape: of the part.
         strides: in values, by dimension.
         scales: of an fp8 weight in blocks, which is read as floats; None for what needs none.
+        block: rows and columns of one such block; the last of a row or column may be smaller.
     """
 
     file: str
@@ -49,9 +50,10 @@ class View(_Plain):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     scales: View | None = None
+    block: tuple[int, int] | None = None
 
     @staticmethod
-    def of(stored: StoredTensor, scales: StoredTensor | None = None) -> View:
+    def of(stored: StoredTensor, scales: StoredTensor | None = None, block: tuple[int, int] | None = None) -> View:
         """See a whole tensor."""
         inner = None if scales is None else View.of(scales)
         return View(
@@ -61,6 +63,7 @@ class View(_Plain):
             shape=stored.shape,
             strides=dense_strides(stored.shape),
             scales=inner,
+            block=block,
         )
 
     @property

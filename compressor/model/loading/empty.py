@@ -43,6 +43,7 @@ class EmptyModel:
         loaded: the model, on the meta device, with its tokenizer and folder.
         tensors: name in the files to where the tensor lies; scales of fp8 blocks are not among them.
         scales: name of an fp8 weight in the files to where its scales lie.
+        scale_block: rows and columns that have one such scale; fewer where a weight ends. None where there are no scales.
         sources: name in the model to the names in the files of which it consists, in the order of its elements.
         made: name in the model of what transformers makes of others in another way, to what it does.
     """
@@ -50,6 +51,7 @@ class EmptyModel:
     loaded: LoadedModel
     tensors: Mapping[str, StoredTensor]
     scales: Mapping[str, StoredTensor]
+    scale_block: tuple[int, int] | None
     sources: Mapping[str, tuple[str, ...]]
     made: Mapping[str, str]
 
@@ -80,17 +82,17 @@ def load_empty(
     """
     found = resolve_folder(source, revision, code=trust_remote_code)
     folder, config = found.path, read_config(found.path)
-    is_fp8 = _is_fp8_in_blocks(config)
-    if not is_fp8:
+    block = _fp8_block(folder, config)
+    if block is None:
         check_not_quantized(config, str(folder))
-    tensors, scales = _split_scales(folder, _read_headers(folder), is_fp8)
+    tensors, scales = _split_scales(folder, _read_headers(folder), block)
     wanted = resolve_dtype(dtype)
     with quiet_transformers():
         model, info, sources, made = _build(folder, resolve_class(model_class), tensors, wanted, trust_remote_code)
         check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
         tokenizer = load_tokenizer(folder, trust_remote_code)
     unexpected = tuple(sorted(info["unexpected_keys"]))
-    return EmptyModel(LoadedModel(model, tokenizer, folder, False, unexpected, (), found.origin), tensors, scales, sources, made)
+    return EmptyModel(LoadedModel(model, tokenizer, folder, False, unexpected, (), found.origin), tensors, scales, block, sources, made)
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -116,30 +118,42 @@ def _check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         raise ModelError(f"{index}: {len(wrong)} tensors ({some(wrong)}) are not in the files that it names; restore the files")
 
 
-def _is_fp8_in_blocks(config: Mapping[str, Any]) -> bool:
+def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of an fp8 base; None of any other."""
     found = config.get("quantization_config")
-    return isinstance(found, Mapping) and found.get("quant_method") == "fp8" and bool(found.get("weight_block_size"))
+    if not isinstance(found, Mapping) or found.get("quant_method") != "fp8" or found.get("weight_block_size") is None:
+        return None
+    sizes = found["weight_block_size"]
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise ModelError(f"{folder / 'config.json'}: weight_block_size={sizes!r} is not [rows, columns] of a block; restore the file")
+    return sizes[0], sizes[1]
 
 
 def _split_scales(
-    folder: Path, tensors: Mapping[str, StoredTensor], is_fp8: bool
+    folder: Path, tensors: Mapping[str, StoredTensor], block: tuple[int, int] | None
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
     """Weights by themselves, and the scales of those in fp8."""
-    scales = {name.removesuffix(_SCALE): stored for name, stored in tensors.items() if is_fp8 and name.endswith(_SCALE)}
-    rest = {name: stored for name, stored in tensors.items() if not (is_fp8 and name.endswith(_SCALE))}
+    if block is None:
+        return dict(tensors), {}
+    scales = {name.removesuffix(_SCALE): stored for name, stored in tensors.items() if name.endswith(_SCALE)}
+    rest = {name: stored for name, stored in tensors.items() if not name.endswith(_SCALE)}
     narrow = {name for name, stored in rest.items() if stored.dtype.is_floating_point and stored.dtype.itemsize < 2}
     odd = sorted(narrow ^ scales.keys())
     if odd:
         raise ModelError(f"{folder}: {some(odd)}: fp8 weights and their scales (weight{_SCALE}) do not match; restore the files")
     for name, scale in scales.items():
-        if not _divides(rest[name].shape, scale.shape):
-            shapes = f"{list(scale.shape)} do not divide its shape {list(rest[name].shape)}"
-            raise ModelError(f"{folder}: {name}: its scales {shapes}; restore the files")
+        shape = rest[name].shape
+        wanted = tuple(-(-size // step) for size, step in zip(shape, block, strict=False))  # the last block may not be full
+        if len(shape) != 2 or scale.shape != wanted or not scale.dtype.is_floating_point:
+            raise ModelError(
+                f"{folder}: {name}: its scales are {_label(scale)}, and blocks of {list(block)} (weight_block_size) of its shape "
+                f"{list(shape)} need floats of {list(wanted)}; restore the files"
+            )
     return rest, scales
 
 
-def _divides(shape: tuple[int, ...], parts: tuple[int, ...]) -> bool:
-    return len(shape) == len(parts) == 2 and all(part and size and size % part == 0 for size, part in zip(shape, parts, strict=True))
+def _label(stored: StoredTensor) -> str:
+    return f"{str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}"
 
 
 def _build(

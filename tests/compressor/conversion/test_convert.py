@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from compressor import load_compressed, model_free, model_free_ptq, oneshot
 from compressor.cli.main import main
 from compressor.conversion import rounding
-from compressor.errors import RecipeError, SchemeError, UserInputError
+from compressor.errors import ModelError, RecipeError, SchemeError, UserInputError
 from compressor.numerics import preset_scheme
 from compressor.numerics.scheme import PRESETS
 
@@ -107,28 +107,60 @@ def test_another_dtype_is_cast_as_oneshot_casts_it(base: Folders, expected: Expe
     assert any("were rounded to the dtype of the model" in note for note in down.report.notes)
 
 
-def test_fp8_blocks_are_read_as_floats(base: Folders, expected: Expected, tmp_path: Path, differences: Differences) -> None:
-    """A base of the DeepSeek kind gives what the floats give that it stands for."""
-    coded, floats = tmp_path / "coded", tmp_path / "floats"
-    config = json.loads((base("dense") / "config.json").read_text())
-    tensors = {name: value for path in sorted(base("dense").glob("*.safetensors")) for name, value in load_file(path).items()}
-    kept: dict[str, torch.Tensor] = {}
-    for name, value in list(tensors.items()):
+def _in_fp8(folder: Path, source: Path, block: tuple[int, int], said: object = None) -> dict[str, torch.Tensor]:
+    """Write the model of a folder as an fp8 base of the DeepSeek kind; return the floats that it stands for."""
+    tensors = {name: value for path in sorted(source.glob("*.safetensors")) for name, value in load_file(path).items()}
+    floats = dict(tensors)
+    for name, value in floats.items():
         if "proj" in name:
-            blocks = value.float().reshape(value.shape[0] // 64, 64, value.shape[1] // 64, 64)
-            scale = blocks.abs().amax((1, 3)) / 448
-            codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-            kept |= {name: codes.reshape(value.shape), f"{name}_scale_inv": scale}
-            tensors[name] = (codes.float() * scale[:, None, :, None]).reshape(value.shape).to(torch.bfloat16)
-    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [64, 64]}
-    for folder, content, more in ((coded, tensors | kept, {"quantization_config": fp8}), (floats, tensors, {})):
-        folder.mkdir()
-        save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config | more))
-    made = model_free(coded, output_dir=tmp_path / "made", scheme="W4A16", ignore=["lm_head", "re:.*q_proj"])
-    wanted = expected(floats, scheme="W4A16", ignore=["lm_head", "re:.*q_proj"])
+            rows, columns = value.shape
+            spread = value.float() * (1 + torch.arange(rows) / 10)[:, None]  # so that no two blocks have one scale
+            padded = torch.nn.functional.pad(spread, (0, -columns % block[1], 0, -rows % block[0]))
+            scale = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).abs().amax((1, 3)) / 448
+            each = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
+            codes = (spread / each).to(torch.float8_e4m3fn)
+            tensors |= {name: codes, f"{name}_scale_inv": scale}
+            floats[name] = (codes.float() * each).to(torch.bfloat16)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": said or list(block)}
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
+    return floats
+
+
+@pytest.mark.parametrize("block", [(64, 64), (128, 128), (48, 80)], ids=str)
+def test_fp8_blocks_are_read_as_floats(
+    block: tuple[int, int], base: Folders, expected: Expected, tmp_path: Path, differences: Differences, small_blocks: None
+) -> None:
+    """A base of the DeepSeek kind gives what the floats give that it stands for, also where the last block is not full."""
+    floats = tmp_path / "floats"
+    floats.mkdir()
+    save_file(_in_fp8(tmp_path / "coded", base("dense"), block), floats / "model.safetensors", metadata={"format": "pt"})
+    (floats / "config.json").write_bytes((base("dense") / "config.json").read_bytes())
+    ignore = ["lm_head", "re:.*q_proj", "re:.*up_proj"]
+    made = model_free(tmp_path / "coded", output_dir=tmp_path / "made", scheme="W4A16", ignore=ignore)
+    wanted = expected(floats, scheme="W4A16", ignore=ignore)
     assert set(differences(tmp_path / "made", wanted)) <= {"compression.json", "generation_config.json"}
     assert made.report.notes[0] == "7 weights of the base are fp8 in blocks, and were read as floats"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ([64, 64], r"down_proj.weight: its scales are float32 \[1, 3\], and blocks of \[64, 64\].*need floats of \[2, 6\]"),
+        ([0, 0], r"weight_block_size=\[0, 0\] is not \[rows, columns\]"),
+        (128, "weight_block_size=128 is not"),
+        ([128], "is not"),
+        ([128.0, True], "is not"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(value),
+)
+def test_fp8_blocks_are_those_that_the_config_says(said: object, words: str, base: Folders, tmp_path: Path) -> None:
+    """Scales of other blocks are refused, and so is what is no size."""
+    _in_fp8(tmp_path / "coded", base("dense"), (128, 128), said)
+    with pytest.raises(ModelError, match=words):
+        model_free(tmp_path / "coded", output_dir=tmp_path / "made", scheme="W4A16", ignore="lm_head")
 
 
 def test_memory_is_less_than_two_tensors(base: Folders, tmp_path: Path, peak_bytes: Callable[[Callable[[], object]], int]) -> None:
