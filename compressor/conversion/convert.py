@@ -125,13 +125,15 @@ class _Work:
     schemes: Mapping[str, QuantizationScheme]
     weights: Mapping[str, torch.Tensor]
     notes: Sequence[str]
+    reader_notes: Sequence[str]
 
 
 def _prepare(empty: EmptyModel, modifier: QuantizationModifier, device: torch.device) -> _Work:
     """Match the targets, and refuse or note what `oneshot` would. Changes the model."""
     model = empty.loaded.model
     origins = Origins(empty)
-    state = State(model, device)
+    fp8 = [f"{len(empty.scales)} weights of the base are fp8 in blocks, and were read as floats"] if empty.scales else []
+    state = State(model, device, report=Report(notes=[*fp8, *empty.loaded.notes]))
     with unfused_experts(model, hold=False) as experts:
         with Session(state, [modifier]) as session:
             session.initialize()
@@ -143,10 +145,8 @@ def _prepare(empty: EmptyModel, modifier: QuantizationModifier, device: torch.de
         readers = [*reader_notes(model, schemes), *class_notes(model, schemes)]
         for note in readers:
             warnings.warn(note, UserWarning, stacklevel=4)
-        notes = [*state.report.notes, *experts.describe(), *readers]
-        if empty.scales:
-            notes.insert(0, f"{len(empty.scales)} weights of the base are fp8 in blocks, and were read as floats")
-        return _Work(origins, schemes, place_empty_layers(model, schemes), notes)
+        notes = [*state.report.notes, *experts.describe()]
+        return _Work(origins, schemes, place_empty_layers(model, schemes), notes, readers)
 
 
 def _begin(partial: PartialRun, empty: EmptyModel, work: _Work, settings: ConvertSettings) -> None:
@@ -250,10 +250,8 @@ def _report(work: _Work, units: Sequence[Unit], done: Mapping[tuple[Kind, str], 
             error = found.errors[0] / found.errors[1] if found.errors[1] else 0.0
             label = scheme_label(unit.scheme.weights)
             report.modules[unit.name] = ModuleRecord(unit.name, "QuantizationModifier", label, error, None, {})
-    lost = [one.name for one in done.values() if one.is_rounded]
-    if lost:
-        report.notes.append(f"{len(lost)} tensors ({some(lost)}) were rounded to the dtype of the model; a wider dtype= keeps them")
     spoilt = [one.name for one in done.values() if not one.is_finite]
     if spoilt:
         report.notes.append(f"{len(spoilt)} parameters that stay as they are hold NaN or infinity ({some(spoilt)})")
+    report.notes += work.reader_notes
     return report

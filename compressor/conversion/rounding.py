@@ -88,22 +88,15 @@ def _copy(unit: Unit, base: Files, made: Files, device: torch.device) -> Done:
     del device
     (target,) = unit.targets.values()
     dtype, written = DTYPES[target.dtype], _Written({"": target}, made)
-    is_finite, is_rounded = True, False
+    is_finite = True
     for view in unit.views:
         for values in base.flat(view, BLOCK_VALUES):
             cast = values.to(dtype)
             if cast.is_floating_point():
                 low, high = cast.aminmax()
                 is_finite &= bool(low.isfinite() & high.isfinite())
-                is_rounded |= view.scales is None and _loses(values, cast)
             written.add("", cast)
-    return Done(kind=unit.kind, name=unit.name, digests=written.digests(), is_finite=is_finite, is_rounded=is_rounded)
-
-
-def _loses(values: Tensor, cast: Tensor) -> bool:
-    if torch.promote_types(values.dtype, cast.dtype) == cast.dtype:
-        return False
-    return bool(((cast.to(values.dtype) != values) & ~values.isnan()).any())
+    return Done(kind=unit.kind, name=unit.name, digests=written.digests(), is_finite=is_finite)
 
 
 def _range(unit: Unit, base: Files, made: Files, device: torch.device) -> Done:

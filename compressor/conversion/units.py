@@ -149,7 +149,6 @@ class Done(_Plain):
         errors: sum of squared errors of a rounded weight, and of its squares.
         extremes: smallest and largest value, where they were looked for.
         is_finite: no NaN and no infinity was copied.
-        is_rounded: the dtype of a copied tensor has not room for all of its bits.
         sha256: of the file.
     """
 
@@ -159,5 +158,4 @@ class Done(_Plain):
     errors: tuple[float, float] | None = None
     extremes: tuple[float, float] | None = None
     is_finite: bool = True
-    is_rounded: bool = False
     sha256: str | None = None

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -126,6 +126,34 @@ def _entry(path: Path, name: str, entry: object, begin: int) -> StoredTensor:
 
 def _damaged(path: Path, why: str) -> ModelError:
     return ModelError(f"{path}: not a whole safetensors file ({why}); fetch it again")
+
+
+def read_parts(folder: Path, stored: StoredTensor, at_most: int = 1 << 20) -> Iterator[Tensor]:
+    """Read the values of a tensor without mapping its file.
+
+    Args:
+        folder: that holds the file.
+        stored: the tensor.
+        at_most: values of one part.
+
+    Yields:
+        Values [n] in the order of the file.
+
+    Raises:
+        ModelError: the file cannot be read, or has been cut off.
+    """
+    size = stored.dtype.itemsize
+    path = folder / stored.file
+    try:
+        with path.open("rb") as stream:
+            stream.seek(stored.start)
+            for first in range(0, stored.num_bytes, at_most * size):
+                part = bytearray(stream.read(min(at_most * size, stored.num_bytes - first)))
+                if len(part) < min(at_most * size, stored.num_bytes - first):
+                    raise _damaged(path, "it ends within a tensor")
+                yield torch.frombuffer(part, dtype=stored.dtype)
+    except OSError as error:
+        raise _damaged(path, error.strerror or str(error)) from error
 
 
 def write_header(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:

@@ -7,7 +7,6 @@ the dtypes that it keeps) has been done, and what the files lack or have too muc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import torch
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.folder import check_not_quantized, one_line, read_config, read_json, resolve_folder, some, weight_files
-from compressor.model.headers import StoredTensor, read_header
+from compressor.model.folder import check_not_quantized, one_line, read_config, resolve_folder, some
+from compressor.model.headers import StoredTensor
+from compressor.model.loading.casts import check_casts, names_in_model, read_headers
 from compressor.model.loading.load import (
     LOAD_ERRORS,
     LoadedModel,
@@ -30,7 +30,6 @@ from compressor.model.loading.load import (
 )
 
 _SCALE = "_scale_inv"  # of fp8 weights in blocks, as DeepSeek has called it
-_SINGLE = "model.safetensors"
 _MERGE = ("MergeModulelist",)
 _MERGE_AND_JOIN = ("MergeModulelist", "Concatenate")
 
@@ -85,37 +84,17 @@ def load_empty(
     block = _fp8_block(folder, config)
     if block is None:
         check_not_quantized(config, str(folder))
-    tensors, scales = _split_scales(folder, _read_headers(folder), block)
+    tensors, scales = _split_scales(folder, read_headers(folder), block)
     wanted = resolve_dtype(dtype)
     with quiet_transformers():
         model, info, sources, made = _build(folder, resolve_class(model_class), tensors, wanted, trust_remote_code)
         check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
         tokenizer = load_tokenizer(folder, trust_remote_code)
+        notes = check_casts(
+            model, folder, {name: stored for name, stored in tensors.items() if name not in scales}, is_asked=wanted != "auto"
+        )
     unexpected = tuple(sorted(info["unexpected_keys"]))
-    return EmptyModel(LoadedModel(model, tokenizer, folder, False, unexpected, (), found.origin), tensors, scales, block, sources, made)
-
-
-def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    names = weight_files(folder)
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ModelError(f"{folder}: {len(missing)} of {len(names)} weight files are missing ({some(missing)}); fetch the folder again")
-    tensors: dict[str, StoredTensor] = {}
-    for file in names:
-        for name, stored in read_header(folder / file).items():
-            if name in tensors:
-                raise ModelError(f"{folder}: {name} stands in {tensors[name].file} and in {file}; keep one of them")
-            tensors[name] = stored
-    if names != [_SINGLE]:
-        _check_index(folder, tensors)
-    return tensors
-
-
-def _check_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    index = folder / f"{_SINGLE}.index.json"
-    wrong = [name for name, file in read_json(index)["weight_map"].items() if name not in tensors or tensors[name].file != file]
-    if wrong:
-        raise ModelError(f"{index}: {len(wrong)} tensors ({some(wrong)}) are not in the files that it names; restore the files")
+    return EmptyModel(LoadedModel(model, tokenizer, folder, False, unexpected, notes, found.origin), tensors, scales, block, sources, made)
 
 
 def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -215,18 +194,12 @@ def _as_float(dtype: torch.dtype) -> torch.dtype:
 
 def _sources(model: Any, rules: list[Any], tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """From which tensors of the files each of the model comes: by the names that transformers gives them while it loads."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import WeightConverter
 
-    own = model.state_dict()
-    renamings = [deepcopy(rule) for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [deepcopy(rule) for rule in rules if isinstance(rule, WeightConverter)]
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    of_pattern = {pattern: rule for rule in rules if isinstance(rule, WeightConverter) for pattern in rule.source_patterns}
     direct: dict[str, tuple[str, ...]] = {}
     merged: dict[str, dict[str, list[str]]] = {}
-    for name in sorted(tensors, key=dot_natural_key):
-        key, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if key not in own and name in own:
-            key, pattern = rename_source_key(name, [], [], model.base_model_prefix, own)
+    for name, key, pattern in names_in_model(model, rules, tensors):
         if pattern is None:
             direct[key] = (name,)
         else:

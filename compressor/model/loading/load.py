@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.base import rounding_notes
 from compressor.model.folder import (
     check_no_revision,
     check_not_quantized,
@@ -32,6 +31,7 @@ from compressor.model.folder import (
     some,
 )
 from compressor.model.hub import Origin
+from compressor.model.loading.casts import check_casts, read_headers
 from compressor.model.targets import ends_of
 from compressor.nn.layer import QuantizedLayer
 from compressor.spelling import nearest
@@ -127,9 +127,7 @@ def load_model(
         model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code, config_folder)
         check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
         tokenizer = load_tokenizer(folder, trust_remote_code)
-    if torch_dtype == torch.float16:
-        check_float16(model, f"{folder}: dtype")
-    notes = tuple(rounding_notes(model, folder)) if torch_dtype == "auto" else ()
+        notes = check_casts(model, folder, read_headers(folder), is_asked=torch_dtype != "auto")
     unexpected = tuple(sorted(info["unexpected_keys"]))
     return LoadedModel(model.to(torch_device), tokenizer, folder, False, unexpected, notes, found.origin)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,75 @@ def test_files_are_split_as_oneshot_splits_them(base: Folders, tmp_path: Path, c
     assert len(list((tmp_path / "made").glob("model-*.safetensors"))) > 2
 
 
-def test_another_dtype_is_cast_as_oneshot_casts_it(base: Folders, expected: Expected, tmp_path: Path, differences: Differences) -> None:
-    """Up without loss; down with a note."""
+def test_another_dtype_is_cast_as_oneshot_casts_it(base: Folders, tmp_path: Path, check_same: Check) -> None:
+    """Up without loss; down with its note, which names quantized weights, too."""
     asked: dict[str, Any] = {"scheme": "FP8_DYNAMIC", "ignore": ["lm_head"]}
-    oneshot(base("dense"), recipe={"QuantizationModifier": asked}, output_dir=tmp_path / "wanted", dtype="float32")
-    made = model_free(base("dense"), output_dir=tmp_path / "made", dtype="float32", **asked)
-    assert "compression.json" not in differences(tmp_path / "made", tmp_path / "wanted") and not made.report.notes
-    down = model_free(base("dense"), output_dir=tmp_path / "down", dtype="float16", **asked)
-    assert any("were rounded to the dtype of the model" in note for note in down.report.notes)
+    for dtype, is_rounded in (("float32", False), ("float16", True)):
+        oneshot(base("dense"), recipe={"QuantizationModifier": asked}, output_dir=tmp_path / f"wanted-{dtype}", dtype=dtype)
+        made = model_free(base("dense"), output_dir=tmp_path / f"made-{dtype}", dtype=dtype, **asked)
+        check_same(made.output_dir, tmp_path / f"wanted-{dtype}")
+        assert bool(made.report.notes) == is_rounded
+    (note,) = made.report.notes
+    assert re.fullmatch(
+        r"\d+ tensors \(lm_head.weight, .*\) were rounded when they were loaded: bfloat16 in the files and float16 in the model, as "
+        "dtype= asks; a wider dtype= keeps them",
+        note,
+    )
+
+
+def _changed(source: Path, folder: Path, **values: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """Copy a base, with some of its tensors made anew."""
+    tensors = {name: value for path in sorted(source.glob("*.safetensors")) for name, value in load_file(path).items()}
+    for end, make in values.items():
+        names = [name for name in tensors if name.endswith(f"{end}.weight")]
+        assert names
+        tensors |= {name: make(tensors[name]).contiguous() for name in names}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+@pytest.mark.filterwarnings("ignore:transformers")
+def test_notes_of_values_are_those_of_oneshot(name: str, base: Folders, expected: Expected, tmp_path: Path, check_same: Check) -> None:
+    """Rounded weights, quantized or not and also of merged experts, beside a NaN in what stays as it is."""
+    wide = "w1" if name == "experts" else "up_proj"
+    spoil = {wide: lambda value: value.float() * 1.0001, "norm": lambda value: value.double() / 0}
+    folder = _changed(base(name), tmp_path / "base", **spoil)
+    made = model_free(folder, output_dir=tmp_path / "made", scheme="W8A16", ignore="lm_head")
+    check_same(made.output_dir, expected(folder, scheme="W8A16", ignore=["lm_head"]))
+    first, *_, last = made.report.notes
+    assert wide in first and "whose dtype config.json names" in first and "hold NaN or infinity" in last
+
+
+_REFUSED: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "too large": ("norm", lambda value: value.float() * 0 + 1e6, r"float16 ends at 65,504, and .*norm.weight hold more; take bfloat16"),
+    "too large and quantized": ("up_proj", lambda value: value.float() + 1e6, "float16 ends at 65,504, and .*up_proj.weight hold more"),
+    "integers": (
+        "up_proj",
+        lambda value: (value * 100).to(torch.int8),
+        "1 weights .*up_proj.weight. are int8 in the files, and no scales",
+    ),
+    "booleans": ("norm", lambda value: value > 0, "3 weights .*norm.weight. are bool in the files"),
+    "fp8": ("up_proj", lambda value: value.to(torch.float8_e4m3fn), "1 weights .*up_proj.weight. are float8_e4m3fn in the files"),
+}
+
+
+@pytest.mark.parametrize(("end", "make", "words"), _REFUSED.values(), ids=list(_REFUSED))
+def test_what_the_dtype_of_the_model_cannot_hold_is_refused_by_both_verbs(
+    end: str, make: Callable[[torch.Tensor], torch.Tensor], words: str, base: Folders, tmp_path: Path
+) -> None:
+    """By name, before anything is written: whether the dtype is asked for or that of config.json."""
+    folder = _changed(base("dense"), tmp_path / "base", **{end: make})
+    asked: dict[str, Any] = {"scheme": "W8A16", "ignore": ["lm_head"]}
+    with pytest.raises(ModelError, match=words):
+        model_free(folder, output_dir=tmp_path / "made", dtype="float16", **asked)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    with pytest.raises(ModelError, match=words):
+        oneshot(folder, recipe={"QuantizationModifier": asked}, output_dir=tmp_path / "made")
+    assert {path.name for path in tmp_path.iterdir()} == {"base"}
 
 
 def _in_fp8(folder: Path, source: Path, block: tuple[int, int], said: object = None) -> dict[str, torch.Tensor]:
