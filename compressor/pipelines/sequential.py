@@ -117,6 +117,7 @@ def _run_stages(
                 # What planning knows is refused before the first stage; what only the run shows, below.
                 _check_called(session, plan.uncalled, settings.targets)
                 _check_rewritten(state, plan, settings.propagate_error)
+                _check_called_late(state, plan, settings.propagate_error)
                 early: tuple[str, ...] = ()
                 with _outside_calls(state, cut) as outside:
                     for stage in running:
@@ -272,6 +273,17 @@ def _check_rewritten(state: State, plan: Plan, propagate_error: bool) -> None:
         raise CalibrationError(
             f"{more}: the model's own forward rewrites it, and the recipe compresses it as it was loaded, so that layers behind it cannot "
             'be calibrated on what it then computes; give propagate_error=False or pipeline="basic", or ignore it'
+        )
+
+
+def _check_called_late(state: State, plan: Plan, propagate_error: bool) -> None:
+    """Refuse layers that are called again after others have run, and are compressed by then, where they should be what they were."""
+    late = dict.fromkeys(name for variant in plan.variants for name in variant.program.called_late)
+    wrong = [name for name in late if _changed_by_modifiers(state, module_names(state.model, name))]
+    if wrong and not propagate_error:
+        raise TracingError(
+            f"{some(wrong)}: the forward calls it again after later layers, which would learn from it when it is compressed; "
+            'use propagate_error=True, pipeline="basic" or other sequential targets'
         )
 
 

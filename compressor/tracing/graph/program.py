@@ -118,6 +118,16 @@ class Program:
         return tuple(name for segment in self.segments for name in segment.targets)
 
     @property
+    def called_late(self) -> tuple[str, ...]:
+        """Targets that are called again when a later stage has begun, on the way to a call from which such a stage learns."""
+        stage_of = {name: index for index, segment in enumerate(self.segments) for name in segment.targets}
+        calls = [target_of(node) for node in self.flat.nodes if node.op == "call_module" and target_of(node) in stage_of]
+        stages = [stage_of[name] for name in calls]
+        places = enumerate(zip(calls, stages, strict=True))
+        late = [name for place, (name, own) in places if max(stages[:place], default=0) > own and max(stages[place + 1 :], default=0) > own]
+        return tuple(dict.fromkeys(late))
+
+    @property
     def by_input(self) -> list[list[str]]:
         """Targets in the order of their first calls, together those that follow each other and are handed the very same values."""
         names = set(self.targets)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data import CalibrationData, load_dataset_source
+from compressor.errors import TracingError
 from compressor.lifecycle import Session, State
 from compressor.modifiers.gptq import GPTQModifier
 from compressor.pipelines import SequentialSettings, run_pipeline
@@ -133,3 +134,46 @@ def test_a_layer_before_the_targets_that_is_compressed_last_is_named(named: bool
         session.finalize()
         late = [note for note in session.state.report.notes if "compressed last" in note]
     assert [note.split(" lie ")[0] for note in late] == (["stem"] if propagate_error and not named else [])
+
+
+class _Ordered(nn.Module):
+    """Calls its layers in an order of one's own."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.order = order
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        hidden: Tensor = self.embed(input_ids)
+        for index in self.order:
+            hidden = hidden + self.layers[index](hidden)
+        return hidden
+
+
+def _hessians(order: tuple[int, ...], pipeline: str) -> dict[str, Tensor]:
+    groups: Any = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
+    modifier = Noting(config_groups=groups)
+    with Session(State(_Ordered(order)), [modifier]) as session:
+        session.initialize()
+        settings = SequentialSettings(propagate_error=False, engine="graph") if pipeline == "sequential" else None
+        run_pipeline(pipeline, session, tokens(), progress=SilentProgress(), settings=settings)
+        session.finalize()
+    return dict(modifier.__dict__["found"])
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1, 1, 2, 2), (0, 1, 2, 0)], ids=str)
+def test_a_layer_that_is_called_again_is_what_it_was(order: tuple[int, ...]) -> None:
+    """Without propagation all statistics are those of the uncompressed model, which the basic pipeline has."""
+    found, wanted = _hessians(order, "sequential"), _hessians(order, "basic")
+    assert found.keys() == wanted.keys() and len(found) == 3
+    assert all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0, 2, 1), (0, 1, 2, 0, 1)], ids=str)
+def test_a_layer_that_others_would_learn_from_when_it_is_compressed_is_refused(order: tuple[int, ...]) -> None:
+    """Before the first stage."""
+    with pytest.raises(TracingError, match=r"layers\.0: the forward calls it again after later layers"):
+        _hessians(order, "sequential")
