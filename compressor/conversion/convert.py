@@ -195,7 +195,7 @@ class _Conversion:
         self._choices = {
             "pipeline": "data_free",
             "dtype": settings.dtype,
-            "model_class": settings.model_class,
+            "model_class": settings.class_name,
             "calibrate_all_experts": False,
         }
 

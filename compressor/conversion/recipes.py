@@ -44,12 +44,10 @@ def recipe_of(settings: ConvertSettings) -> tuple[Recipe, QuantizationModifier]:
 def _arguments(settings: ConvertSettings) -> dict[str, Any]:
     """How a QuantizationModifier is told the same."""
     targets, ignore = ([value] if isinstance(value, str) else list(value) for value in (settings.targets, settings.ignore))
-    scheme = settings.scheme
+    scheme, patterns = settings.scheme, {"targets": targets, "ignore": ignore}
     if isinstance(scheme, QuantizationScheme) or (isinstance(scheme, Mapping) and "weights" in scheme):
-        return {"config_groups": {"group_0": scheme}, "ignore": ignore}
-    if isinstance(scheme, Mapping):
-        return {"scheme": dict(scheme), "ignore": ignore}
-    return {"scheme": scheme, "targets": targets, "ignore": ignore}
+        return {"config_groups": {"group_0": scheme}, **patterns}
+    return {"scheme": dict(scheme) if isinstance(scheme, Mapping) else scheme, **patterns}
 
 
 def _check_needs_no_data(modifier: QuantizationModifier) -> None:

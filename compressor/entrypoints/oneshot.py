@@ -156,8 +156,8 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
             if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
             monitor.end_phase("data")
-            own = {name: getattr(settings, name) for name in ("dtype", "model_class", "calibrate_all_experts")}
-            choices = {"pipeline": chosen, **own, **_rare(settings, config_dir)}
+            own = {name: getattr(settings, name) for name in ("dtype", "calibrate_all_experts")}
+            choices = {"pipeline": chosen, "model_class": settings.class_name, **own, **_rare(settings, config_dir)}
             run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, sequential, state.device)
             journal = held.enter_context(place.open(run, session.modifiers))
             run_pipeline(chosen, session, data, progress=bars, settings=sequential, journal=journal)

@@ -23,10 +23,12 @@ class Kind:
     Attributes:
         holds: whether the value is of this kind.
         words: what belongs there, for errors.
+        becomes: what the settings hold of a value, such as its name.
     """
 
     holds: Callable[[Any], bool]
     words: str
+    becomes: Callable[[Any], Any] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         """Check by `holds` alone."""
@@ -46,6 +48,8 @@ class Kind:
         """
         if not self.holds(value):
             raise PydanticCustomError("kind", "{words}", {"words": self.words})
+        if self.becomes is not None:
+            return self.becomes(value)
         return [plain_number(one) for one in value] if isinstance(value, list) else plain_number(value)
 
 
@@ -120,7 +124,10 @@ TextOrTexts = Annotated[str | Sequence[str], Kind(lambda value: _text(value) or 
 SomeTexts = Annotated[list[str], Kind(lambda value: bool(value) and _all(_text)(value), "a list of at least one text")]
 Numbers = Annotated[Sequence[float], Kind(_all(_number), "a list of numbers")]
 Memory = Annotated[int | str, Kind(lambda value: isinstance(value, str) or _number(value), "a number of bytes, or a text such as '4GB'")]
-Dtype = Annotated[str, Kind(lambda value: _text(value) or _of_torch(value, "dtype"), "the name of a dtype")]
+Dtype = Annotated[
+    str,
+    Kind(lambda value: _text(value) or _of_torch(value, "dtype"), "the name of a dtype", lambda value: str(value).removeprefix("torch.")),
+]
 Device = Annotated[str, DEVICE]
 ModelClass = Annotated[str, MODEL_CLASS]
 Tokenizer = Annotated[

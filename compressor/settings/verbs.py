@@ -63,6 +63,12 @@ class LoadSettings(Settings):
     trust_remote_code_model: Annotated[Flag, Option("--trust-remote-code")] = False
     """Run Python code that lies in the model's folder."""
 
+    @property
+    def class_name(self) -> str | None:
+        """Name of the class to load with, as records have it."""
+        given: object = self.model_class
+        return given.__name__ if isinstance(given, type) else self.model_class
+
 
 class RecipeSettings(Settings):
     """What a recipe is made of."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from compressor import load_compressed, model_free, model_free_ptq, oneshot
 from compressor.cli.main import main
@@ -112,6 +113,19 @@ def test_another_dtype_is_cast_as_oneshot_casts_it(base: Folders, tmp_path: Path
         "dtype= asks; a wider dtype= keeps them",
         note,
     )
+
+
+def test_dtypes_and_classes_are_named_or_given(base: Folders, tmp_path: Path, check_same: Check, differences: Differences) -> None:
+    """As objects, too; the record is that of their names."""
+    asked: dict[str, Any] = {"scheme": "W8A16", "ignore": ["lm_head"]}
+    named: dict[str, Any] = {"dtype": "float32", "model_class": "LlamaForCausalLM"}
+    given: dict[str, Any] = {"dtype": torch.float32, "model_class": LlamaForCausalLM}
+    for place, how in (("named", named), ("given", given)):
+        model_free(base("dense"), output_dir=tmp_path / f"convert-{place}", **asked, **how)
+        oneshot(base("dense"), recipe={"QuantizationModifier": asked}, output_dir=tmp_path / f"oneshot-{place}", **how)
+    for verb in ("convert", "oneshot"):
+        assert differences(tmp_path / f"{verb}-given", tmp_path / f"{verb}-named") == []
+    check_same(tmp_path / "convert-given", tmp_path / "oneshot-given")
 
 
 def _changed(source: Path, folder: Path, **values: Callable[[torch.Tensor], torch.Tensor]) -> Path:
@@ -278,6 +292,12 @@ def test_the_words_of_llm_compressor_are_taken(base: Folders, expected: Expected
         ({"scheme": "W4A17"}, RecipeError, "did you mean 'W4A16'"),
         ({"scheme": "W4A16", "recipe": "x"}, UserInputError, "both scheme and recipe"),
         ({}, UserInputError, "neither scheme nor recipe"),
+        (
+            {"scheme": {"W8A16": ["Linear"]}, "targets": "re:.*up_proj"},
+            RecipeError,
+            "beside schemes that name their own; leave targets out",
+        ),
+        ({"scheme": preset_scheme("W8A16", ["Linear"]), "targets": ["re:.*up_proj"]}, RecipeError, "beside schemes that name their own"),
         ({"scheme": "W4A16", "workers": 0}, UserInputError, "at least 1"),
         ({"recipe": {"GPTQModifier": {"scheme": "W4A16"}}}, RecipeError, "needs more than the weights by themselves"),
         ({"recipe": {"QuantizationModifier": {"scheme": "W4A16"}}, "ignore": "lm_head"}, UserInputError, "beside a recipe"),
