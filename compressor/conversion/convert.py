@@ -100,8 +100,8 @@ def model_free(model: str | Path, settings: ConvertSettings) -> ConvertResult:
     work = _prepare(empty, modifier, device)
     monitor.end_phase("load")
     with PartialRun(place.run_dir, run.identity(), resume=settings.resume) as partial:
-        if partial.is_new:
-            _begin(partial, empty, work, settings)
+        with partial.files() as folder:
+            _write_empty(folder, empty, work, settings)
         units = units_of(partial.checkpoint, work.origins, work.schemes, work.weights)
         done = partial.open(units, place.output_dir)
         resumed = f"resumed after {len(done)} of {len(units)} parts" if done else None
@@ -149,12 +149,12 @@ def _prepare(empty: EmptyModel, modifier: QuantizationModifier, device: torch.de
         return _Work(origins, schemes, place_empty_layers(model, schemes), notes, readers)
 
 
-def _begin(partial: PartialRun, empty: EmptyModel, work: _Work, settings: ConvertSettings) -> None:
+def _write_empty(folder: Path, empty: EmptyModel, work: _Work, settings: ConvertSettings) -> None:
     """Write all files of the result but for the values of its tensors."""
     loaded, model = empty.loaded, as_pretrained(empty.loaded.model)
     assert loaded.source_dir is not None and model is not None
     save_empty(
-        partial.begin(),
+        folder,
         model,
         tokenizer=loaded.tokenizer,
         source_dir=loaded.source_dir,

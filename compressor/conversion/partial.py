@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,7 @@ from compressor.atomic import flush, flush_all, reason, remove
 from compressor.conversion.files import Files
 from compressor.conversion.units import Done, Kind, Unit
 from compressor.errors import CheckpointError, ResumeError
+from compressor.model.headers import read_header
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes
 from compressor.pipelines.journal.run_folder import Lines, RunFolder, check_names, header, read_journal, refuse_to_overwrite
 
@@ -31,7 +32,6 @@ class PartialRun:
 
     Attributes:
         checkpoint: folder of the result, as far as it has come.
-        is_new: nothing is there yet: `begin` follows.
     """
 
     def __init__(self, path: Path, identity: Fingerprint, *, resume: bool) -> None:
@@ -60,10 +60,10 @@ class PartialRun:
             raise
         self.checkpoint = self._folder.checkpoint
         self._lines = found if resume and found is not None and self.checkpoint.is_dir() else None
-        self.is_new = self._lines is None
         self._done: list[Done] = []
-        self._num_noted = 0 if self._lines is None else int(self._lines.entries[-1].get("finished", 0))
-        self._said, self._total = 0.0, 0
+        last = {} if self._lines is None else self._lines.entries[-1]
+        self._num_noted, self._total = int(last.get("finished", 0)), int(last.get("total", 0))
+        self._said = 0.0
         self._is_published = False
 
     def _check_same(self, path: Path, found: Lines) -> None:
@@ -90,15 +90,34 @@ class PartialRun:
             self._folder.clear()
         self._folder.give_up()
 
-    def begin(self) -> Path:
-        """Make room for a new result.
+    @contextmanager
+    def files(self) -> Iterator[Path]:
+        """Have the files of the result written without values. Of an earlier run those are kept that are what they were but for values.
 
-        Returns:
-            Its folder, which is empty.
+        Yields:
+            An empty folder for them.
+
+        Raises:
+            CheckpointError: the disk is full or fails.
         """
-        self._folder.clear()
-        self.checkpoint.mkdir()
-        return self.checkpoint
+        empty = self._folder.empty
+        try:
+            if self._lines is None:
+                self._folder.clear()
+            remove(empty)
+            empty.mkdir()
+            yield empty
+            self.checkpoint.mkdir(exist_ok=True)
+            names = {path.name for path in empty.iterdir()}
+            for path in [path for path in self.checkpoint.iterdir() if path.name not in names]:
+                remove(path)
+            for name in names:
+                if not _is_filled(self.checkpoint / name, empty / name):
+                    remove(self.checkpoint / name)
+                    (empty / name).rename(self.checkpoint / name)
+            remove(empty)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder.path}: cannot be written ({reason(error)}); make room or repair the disk") from error
 
     def open(self, units: Sequence[Unit], output_dir: Path) -> dict[tuple[Kind, str], Done]:
         """Find what has been done, once the files are there.
@@ -201,3 +220,12 @@ def remove_leftover(path: Path) -> None:
     """
     if path.is_dir() and not (path / "checkpoint").exists():
         remove(path)
+
+
+def _is_filled(path: Path, empty: Path) -> bool:
+    """Tell whether a weight file differs from an empty one by the values of its tensors at most."""
+    if path.suffix != ".safetensors" or not path.is_file() or path.stat().st_size != empty.stat().st_size:
+        return False
+    begin = min((one.start for one in read_header(empty).values()), default=empty.stat().st_size)
+    with path.open("rb") as stream, empty.open("rb") as wanted:
+        return stream.read(begin) == wanted.read(begin)

@@ -4,6 +4,7 @@ lock                     held while a run works here; the kernel lets go of it w
 journal.jsonl            a line for the run, and one for each finished stage
 stage-0000.safetensors   what each stage made
 checkpoint               of a conversion without forwards: the files of the result, which are filled tensor by tensor
+empty                    the same files before that, for a moment
 
 Each line of the journal carries a checksum over itself and all lines before it. A kill in the middle of an append leaves a last line
 without its end: that is found and dropped. Anything else that does not fit its checksum was changed after it was written, and is an error
@@ -29,8 +30,8 @@ from compressor.errors import CheckpointError, ModelError, OutputError, ResumeEr
 _SUFFIX = ".partial-run"
 _LOCK, _JOURNAL = "lock", "journal.jsonl"
 _FORMAT = 1
-_CHECKPOINT = "checkpoint"
-_OWN_NAMES = own_names(rf"{_LOCK}|{_CHECKPOINT}", rf"{re.escape(_JOURNAL)}|(stage-\d+|end)\.safetensors")
+_CHECKPOINT, _EMPTY = "checkpoint", "empty"
+_OWN_NAMES = own_names(rf"{_LOCK}|{_CHECKPOINT}|{_EMPTY}", rf"{re.escape(_JOURNAL)}|(stage-\d+|end)\.safetensors")
 
 
 class Lines:
@@ -276,6 +277,11 @@ class RunFolder:
     def checkpoint(self) -> Path:
         """Path of the result of a conversion, as far as it has come."""
         return self.path / _CHECKPOINT
+
+    @property
+    def empty(self) -> Path:
+        """Path of the files of that result as they are before anything has been written into them."""
+        return self.path / _EMPTY
 
     def stage_file(self, index: int | None) -> Path:
         """Path of the file of a stage; None for what the end of the calibration leaves."""

@@ -81,6 +81,46 @@ def test_a_run_goes_on_wherever_it_stopped(
         assert result.resumed is None or result.resumed.startswith("resumed after ")
 
 
+def _damage_header(folder: Path) -> None:
+    with _shards(folder)[0].open("r+b") as stream:
+        stream.write(b"\xff" * 64)
+
+
+def _replace_by_folder(folder: Path) -> None:
+    shard = _shards(folder)[0]
+    shard.unlink()
+    shard.mkdir()
+
+
+_LOSSES: dict[str, Callable[[Path], None]] = {
+    "a shard": lambda folder: _shards(folder)[0].unlink(),
+    "its header": _damage_header,
+    "its end": lambda folder: os.truncate(_shards(folder)[0], 1000),
+    "a shard, a folder in its place": _replace_by_folder,
+    "the config": lambda folder: (folder / "config.json").unlink(),
+    "the index": lambda folder: (folder / "model.safetensors.index.json").unlink(),
+    "all": lambda folder: shutil.rmtree(folder),
+    "nothing, a stray file besides": lambda folder: (folder / "stray.safetensors").touch(),
+}
+
+
+def test_files_of_the_run_that_were_lost_are_made_again(
+    base: Folders, tmp_path: Path, differences: Callable[[Path, Path], list[str]]
+) -> None:
+    """The others are kept."""
+    asked: dict[str, Any] = {**_ASKED, "max_shard_size": "60KB"}
+    wanted = model_free(base("dense"), output_dir=tmp_path / "wanted", **asked).output_dir
+    with pytest.raises(_Stop):
+        model_free(base("dense"), output_dir=tmp_path / "stopped", progress=_Bar(15), **asked)
+    for number, lose in enumerate(_LOSSES.values()):
+        out = tmp_path / f"made{number}"
+        run = shutil.copytree(tmp_path / "stopped.partial-run", tmp_path / f"made{number}.partial-run")
+        lose(run / "checkpoint")
+        result = model_free(base("dense"), output_dir=out, resume=True, **asked)
+        assert differences(out, wanted) == [] and not run.exists()
+        assert (result.resumed is None) == (lose is _LOSSES["all"])
+
+
 def test_a_killed_worker_ends_the_run_at_once(
     base: Folders, wanted: Path, tmp_path: Path, differences: Callable[[Path, Path], list[str]]
 ) -> None:
