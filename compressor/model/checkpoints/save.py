@@ -265,9 +265,12 @@ def _write_pretrained(
 def _untie(model: PreTrainedModel, config: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Where a tied weight was quantized, the tie is gone: say so in `config` (changed) and store what had been tied twice.
 
-    What the model's author has tied and its config does not say is stored twice, too: transformers would leave one of them out.
+    So it is where the files of the base held two different tensors under a tie. What the model's author has tied and its config does not
+    say is stored twice, too: transformers would leave one of them out.
     """
-    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    asked: Mapping[str, str] = (getattr(config, "tie_word_embeddings", False) and model._tied_weights_keys) or {}
+    untied = {name: source for name, source in asked.items() if name in state and source in state}
+    ties: Mapping[str, str] = untied | (getattr(model, "all_tied_weights_keys", None) or {})
     state = _unshare(state, _aliases(state) - set(ties) - set(ties.values()))
     if all(name in state and source in state and _place(state[name]) == _place(state[source]) for name, source in ties.items()):
         return state

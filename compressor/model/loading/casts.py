@@ -124,6 +124,42 @@ def check_casts(model: Any, folder: Path, tensors: Mapping[str, StoredTensor], *
     )
 
 
+def are_equal(folder: Path, one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bool:
+    """Compare tensors of files as a model would have them.
+
+    Args:
+        folder: of the files.
+        one: a tensor.
+        other: another.
+        dtype: of the model.
+
+    Returns:
+        True for the same values.
+    """
+    if one.shape != other.shape or not (_is_float(one.dtype) and _is_float(other.dtype)):
+        return False
+    parts = zip(read_parts(folder, one), read_parts(folder, other), strict=True)
+    return all(torch.equal(values.to(dtype), others.to(dtype)) for values, others in parts)
+
+
+def tie_notes(model: Any) -> tuple[str, ...]:
+    """Say which tensors config.json ties, though the files hold others in each place.
+
+    Args:
+        model: as transformers has loaded it, which leaves such tensors as they are.
+
+    Returns:
+        A sentence, or none.
+    """
+    found = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
+    if not found:
+        return ()
+    return (
+        f"{some(found)}: config.json ties what differs in the files; both tensors are kept, and the checkpoint says "
+        "tie_word_embeddings=false",
+    )
+
+
 class _Losses(NamedTuple):
     is_rounded: bool
     is_large: bool

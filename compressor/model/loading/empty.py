@@ -17,7 +17,7 @@ from torch import nn
 from compressor.errors import ModelError
 from compressor.model.folder import check_not_quantized, one_line, read_config, resolve_folder, some
 from compressor.model.headers import StoredTensor
-from compressor.model.loading.casts import check_casts, names_in_model, read_headers
+from compressor.model.loading.casts import are_equal, check_casts, names_in_model, read_headers, tie_notes
 from compressor.model.loading.load import (
     LOAD_ERRORS,
     LoadedModel,
@@ -90,9 +90,8 @@ def load_empty(
         model, info, sources, made = _build(folder, resolve_class(model_class), tensors, wanted, trust_remote_code)
         check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
         tokenizer = load_tokenizer(folder, trust_remote_code)
-        notes = check_casts(
-            model, folder, {name: stored for name, stored in tensors.items() if name not in scales}, is_asked=wanted != "auto"
-        )
+        unscaled = {name: stored for name, stored in tensors.items() if name not in scales}
+        notes = (*check_casts(model, folder, unscaled, is_asked=wanted != "auto"), *tie_notes(model))
     unexpected = tuple(sorted(info["unexpected_keys"]))
     return EmptyModel(LoadedModel(model, tokenizer, folder, False, unexpected, notes, found.origin), tensors, scales, block, sources, made)
 
@@ -155,14 +154,20 @@ def _build(
                 model = loader._from_config(config, dtype=chosen)
         rules = get_model_conversion_mapping(model)
         sources, made = _sources(model, rules, tensors)
-        info = _fill(model, rules, tensors, chosen, folder, trust_remote_code)
+        info = _fill(model, rules, tensors, chosen, folder, trust_remote_code, sources)
     except LOAD_ERRORS as error:
         raise ModelError(f"{folder}: {loader.__name__} cannot load it ({one_line(error)}); {remedy(error)}") from error
     return model.eval(), info, sources, made
 
 
 def _fill(
-    model: Any, rules: list[Any], tensors: Mapping[str, StoredTensor], dtype: torch.dtype, folder: Path, trust_remote_code: bool
+    model: Any,
+    rules: list[Any],
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    folder: Path,
+    trust_remote_code: bool,
+    sources: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Any]:
     """Do what `from_pretrained` does once it has a model and files. Changes the model; returns what it says of that."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -178,6 +183,7 @@ def _fill(
     )
     info, _ = convert_and_load_state_dict_in_model(model, empty, settings)
     model.mark_tied_weights_as_initialized(info)
+    _settle_ties(model, info.missing_keys, sources, tensors, folder)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     model.config.name_or_path = str(folder)
@@ -185,6 +191,21 @@ def _fill(
         hub = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None, "revision": None}
         model.adjust_generation_fn(None, True, None, folder, subfolder="", trust_remote_code=trust_remote_code, **hub)
     return {name: getattr(info, name) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+
+
+def _settle_ties(
+    model: Any, missing: set[str], sources: Mapping[str, tuple[str, ...]], tensors: Mapping[str, StoredTensor], folder: Path
+) -> None:
+    """Do what transformers does where the files hold both tensors of a tie: it ties them if they are equal, and else forgets the tie."""
+    state = model.state_dict()
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target in missing or source in missing:
+            continue
+        names = (*sources.get(target, ()), *sources.get(source, ()))
+        if len(names) == 2 and are_equal(folder, tensors[names[0]], tensors[names[1]], state[target].dtype):
+            missing.add(target)  # so that it becomes the other
+        else:
+            del model.all_tied_weights_keys[target]
 
 
 def _as_float(dtype: torch.dtype) -> torch.dtype:

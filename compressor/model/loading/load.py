@@ -31,7 +31,7 @@ from compressor.model.folder import (
     some,
 )
 from compressor.model.hub import Origin
-from compressor.model.loading.casts import check_casts, read_headers
+from compressor.model.loading.casts import check_casts, read_headers, tie_notes
 from compressor.model.targets import ends_of
 from compressor.nn.layer import QuantizedLayer
 from compressor.spelling import nearest
@@ -127,7 +127,7 @@ def load_model(
         model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code, config_folder)
         check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
         tokenizer = load_tokenizer(folder, trust_remote_code)
-        notes = check_casts(model, folder, read_headers(folder), is_asked=torch_dtype != "auto")
+        notes = (*check_casts(model, folder, read_headers(folder), is_asked=torch_dtype != "auto"), *tie_notes(model))
     unexpected = tuple(sorted(info["unexpected_keys"]))
     return LoadedModel(model.to(torch_device), tokenizer, folder, False, unexpected, notes, found.origin)
 

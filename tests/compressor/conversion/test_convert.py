@@ -154,6 +154,27 @@ def test_notes_of_values_are_those_of_oneshot(name: str, base: Folders, expected
     assert wide in first and "whose dtype config.json names" in first and "hold NaN or infinity" in last
 
 
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_tie_that_the_files_do_not_hold_is_none(
+    is_equal: bool, base: Folders, expected: Expected, tmp_path: Path, check_same: Check
+) -> None:
+    """Of a config that ties head and embedding; equal tensors are stored once."""
+    folder = _changed(base("dense"), tmp_path / "base")
+    tensors = load_file(folder / "model.safetensors")
+    if is_equal:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    made = model_free(folder, output_dir=tmp_path / "made", scheme="W8A16", ignore="lm_head")
+    check_same(made.output_dir, expected(folder, scheme="W8A16", ignore=["lm_head"]))
+    assert json.loads((made.output_dir / "config.json").read_text())["tie_word_embeddings"] is is_equal
+    assert ("lm_head.weight" in load_file(made.output_dir / "model.safetensors")) is not is_equal
+    assert any("lm_head.weight: config.json ties what differs in the files" in note for note in made.report.notes) is not is_equal
+    head = load_compressed(made.output_dir).get_output_embeddings()  # type: ignore[operator]
+    assert torch.equal(head.weight, tensors["lm_head.weight"])
+
+
 _REFUSED: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = {
     "too large": ("norm", lambda value: value.float() * 0 + 1e6, r"float16 ends at 65,504, and .*norm.weight hold more; take bfloat16"),
     "too large and quantized": ("up_proj", lambda value: value.float() + 1e6, "float16 ends at 65,504, and .*up_proj.weight hold more"),
