@@ -80,7 +80,7 @@ class MappingsReport:
         lines = [self.headline, f"weights: {self.weights}", f"batches: {self.batches}"]
         for kind, pairs in self.kinds.items():
             lines.append(f"{kind} ({len(pairs)}) -> {_readers(pairs[0])}, at {pairs[0].place}{_remarks(pairs[0])}")
-        lines += [f"not {kind} ({len(all_)}): meets {all_[0].why}" for kind, all_ in self.refused_kinds.items()]
+        lines += [f"not {kind} ({len(all_)}): {all_[0].why}" for kind, all_ in self.refused_kinds.items()]
         return [*lines, *self._basis_lines()]
 
     def _basis_lines(self) -> list[str]:

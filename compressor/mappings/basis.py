@@ -125,8 +125,8 @@ def untied_heads(model: nn.Module) -> Iterator[dict[str, str]]:
 def _foldable(pairs: Mappings, norm: str) -> ScalePair:
     pair = pairs.by_source.get(norm)
     if pair is None or pair.head_dim is not None:
-        why = pairs.why_not.get(norm, "heads of its readers")
-        raise TargetError(f"the weight of {norm}, which reads the hidden states, cannot move into what reads it, for it meets {why}")
+        why = pairs.why_not.get(norm, "its readers have heads")
+        raise TargetError(f"the weight of {norm}, which reads the hidden states, cannot move into what reads it, for {why}")
     return pair
 
 

@@ -74,8 +74,7 @@ def explicit_pairs(wanted: Mapping[str, tuple[str, ...]], found: Mappings, where
     for source, readers in wanted.items():
         pair = found.by_source.get(source)
         if pair is None:
-            why = found.why_not.get(source, "the forward of this data does not call it")
-            raise TargetError(f"{where}: mappings: no scale of {source} may move, for it meets {why}; take this mapping out")
+            raise TargetError(f"{where}: mappings: no scale of {source} may move, for {found.why_not[source]}; take this mapping out")
         strangers = [name for name in readers if name not in pair.readers]
         if strangers:
             raise TargetError(

@@ -71,7 +71,7 @@ class Refusal:
 
     Attributes:
         source: dotted name.
-        why: what lies between it and what reads it.
+        why: a sentence, such as "it meets NAME, which is called otherwise".
     """
 
     source: str

@@ -75,6 +75,9 @@ def find_pairs(
     for members in kinds.values():  # what stopped the first of a kind stops all
         for name in members[1:] if members[0] in found.refused else ():
             found.refused[name] = found.refused[members[0]]
+    for name in set(sources or ()).difference(prober.sources):
+        is_other = name in prober.widths or name not in prober.modules
+        found.refused[name] = "it is no norm and no linear layer" if is_other else "the forward of this data does not call it"
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     pairs = sorted(found.pairs.values(), key=lambda pair: order[pair.source])
     refused = [Refusal(name, why) for name, why in sorted(found.refused.items(), key=lambda item: order[item[0]])]
@@ -200,7 +203,7 @@ class Prober:
         kinds = {pattern_of(name) for name in pair.readers}
         uncalled = next((name for name in self.modules if name not in self.inputs and pattern_of(name) in kinds), None)
         if uncalled is not None:
-            return f"{uncalled}, which this data does not call and which may read it, too"
+            return f"{uncalled}, which this data does not call, may read it, too"
         tied = next((name for name in (source, *pair.readers) if self.tied.get(name)), None)
         if tied is not None:
             return f"the weight of {tied} is tied to {self.tied[tied]}"
@@ -301,7 +304,7 @@ class _Watch:
         self._calls: dict[str, int] = {}
 
     def run(self) -> str:
-        """Run it; say what it met, or nothing where all was as before."""
+        """Run it; say what stopped it, or nothing where all was as before."""
         prober = self._prober
         hooks = {
             name: (self._arriving(name) if name in prober.inputs else None, self._leaving(name) if name in self._factors else None)
@@ -310,9 +313,9 @@ class _Watch:
         try:
             outputs = prober.forward(hooks)
         except Blocked as blocked:
-            return blocked.met
+            return f"it meets {blocked.met}"
         if len(outputs) != len(prober.outputs) or not all(map(torch.equal, outputs, prober.outputs)):
-            return "the model's output, which no layer between them reads"
+            return "it meets the model's output, which no layer between them reads"
         return ""
 
     def _leaving(self, name: str) -> Callable[..., Tensor]:

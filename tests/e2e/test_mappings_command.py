@@ -30,7 +30,7 @@ def test_a_config_alone_gives_lines_a_picture_and_json(folder: Path, tmp_path: P
     assert main(["mappings", str(folder), "--draw", str(drawing)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("LlamaForCausalLM: 9 scales may move, 5 kinds; 11 may not\nweights: random (the folder holds no weights)\n")
-    assert NORM in text and "heads of 4, each read 2 times" in text and "not model.layers.*.mlp.gate_proj (2): meets " in text
+    assert NORM in text and "heads of 4, each read 2 times" in text and "not model.layers.*.mlp.gate_proj (2): it meets " in text
     assert f"picture: {drawing} (drawn by " in text and "up_proj (2)" in drawing.read_text()
     assert main(["mappings", str(folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -69,7 +69,7 @@ def test_what_is_in_the_way_of_turning_is_said(tmp_path: Path, capsys: pytest.Ca
 def test_class_and_modality(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mappings", str(folder), "--model-class", "LlamaModel", "--modality", "text"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("LlamaModel: 8 scales may move") and "not model.norm (1): meets the model's output" in text.replace(
+    assert text.startswith("LlamaModel: 8 scales may move") and "not model.norm (1): it meets the model's output" in text.replace(
         "norm", "model.norm"
     )
 

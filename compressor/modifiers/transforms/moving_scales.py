@@ -148,7 +148,7 @@ class ScaleMovingModifier(Modifier):
         if pairs:
             return "ignore names all sources, so nothing would be changed; leave some out"
         why = next(iter(found.refused), None)
-        seen = "" if why is None else f" (of {why.source} none can, for it meets {why.why})"
+        seen = "" if why is None else f" (of {why.source} none can, for {why.why})"
         return f"no scale can move into a layer that is quantized{seen}; `compressor mappings` shows what was tried; leave the modifier out"
 
     def _is_ignored(self, model: nn.Module, name: str) -> bool:

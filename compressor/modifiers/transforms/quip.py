@@ -21,7 +21,6 @@ from compressor.mappings.probe import tied_modules
 from compressor.mappings.turns import Turn
 from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.evaluation import evaluation_mode
-from compressor.model.loading.sample_batches import sample_batches
 from compressor.model.targets import check_patterns, resolve_layers
 from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, outputs_of_model
 from compressor.nn import weight_of
@@ -101,7 +100,7 @@ class QuIPModifier(RotatingModifier):
         """Turn the weights, and see that the model computes what it did. Changes the model."""
         del event
         self._was_asked = True
-        batch = state.data.batches[0] if state.data is not None else sample_batches(state.model).batches[0]
+        batch = self.first_batch(state)
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             before = outputs_of_model(state, batch)
             turns = [turn for side in ("v", "u") if side in self.rotations for turn in self._turns(state, side)]

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from compressor.algorithms.rotations import Rotation, RotationKind, make_rotation, rotation_flops
 from compressor.data.collate import Batch, batch_to, call_model
-from compressor.errors import CalibrationError, NumericsError, RecipeError, TargetError
+from compressor.errors import CalibrationError, ModelError, NumericsError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, State
 from compressor.lifecycle.state import StageValue
 from compressor.mappings.basis import Basis
 from compressor.mappings.turns import Turn, fold_and_turn
 from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.save import as_pretrained
+from compressor.model.loading.sample_batches import sample_batches
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.online_rotation import OnlineRotation, online_rotations
@@ -77,6 +78,27 @@ class RotatingModifier(Modifier):
             if isinstance(module, UnfusedExperts):  # taken apart for this run, and kept so where somebody changes them
                 state.touch(f"{layer}.{name}" for name, part in module.named_modules() if is_quantizable(part))
         return True
+
+    def first_batch(self, state: State) -> Batch:
+        """Give a batch on which the model shows where it may be turned.
+
+        Args:
+            state: of the run.
+
+        Returns:
+            The first one of the data; where no data is read, one that the config allows.
+
+        Raises:
+            ModelError: there is neither.
+        """
+        if state.data is not None:
+            return state.data.batches[0]
+        if getattr(state.model, "config", None) is None:
+            raise ModelError(
+                f"{self.label}: {type(state.model).__name__} has no config to make a batch from; give a dataset and pipeline='basic', "
+                "which reads it"
+            )
+        return sample_batches(state.model).batches[0]
 
     def on_finalize(self, state: State) -> bool:
         """Refuse to finish where nobody asked for it: it does nothing in a training."""

@@ -24,7 +24,6 @@ from compressor.mappings.inner import find_inner
 from compressor.mappings.turns import Turn, fold_and_turn, has_biases
 from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.evaluation import evaluation_mode
-from compressor.model.loading.sample_batches import sample_batches
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
 from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, outputs_of_model
@@ -115,7 +114,7 @@ class SpinQuantModifier(RotatingModifier):
         """Find what may be turned, turn it, and see that the model computes what it did. Changes the model."""
         del event
         self._was_asked = True
-        batch = state.data.batches[0] if state.data is not None else sample_batches(state.model).batches[0]
+        batch = self.first_batch(state)
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             before = outputs_of_model(state, batch)
             online = self._fourth(state, batch) if "R4" in self.rotations else []

@@ -208,7 +208,7 @@ def test_heads_that_share_a_key_head_share_a_scale() -> None:
 
 def test_what_stands_between_is_the_reason() -> None:
     with found_in("llama") as (_, _, found):
-        assert found.why_not["model.layers.1.mlp.gate_proj"].startswith("model.layers.0.mlp.down_proj (modeling_llama.py:")
+        assert found.why_not["model.layers.1.mlp.gate_proj"].startswith("it meets model.layers.0.mlp.down_proj (modeling_llama.py:")
         assert "output" in found.why_not["lm_head"]
 
 
@@ -343,3 +343,13 @@ def test_a_reader_that_the_recipe_forgot_is_scaled_and_said() -> None:
 def test_wrong_mappings_are_refused_by_name(smooth: str, balance: tuple[str, ...], why: str) -> None:
     with found_in("llama") as (model, _, found), pytest.raises(TargetError, match=why):
         explicit_pairs(resolve_written(model, [Written(smooth, balance)], "X"), found, "X")
+
+
+@pytest.mark.parametrize("source", ["model.embed_tokens", "model.layers.0.self_attn"])
+def test_a_source_that_is_no_norm_and_no_linear_layer_is_told_as_such(source: str) -> None:
+    """In a whole sentence: the forward does call it."""
+    model, batch = KINDS["llama"][0]()
+    wanted = resolve_written(model, [Written(source, ("re:.*q_proj",))], "X")
+    found = find_pairs(model, batch, CPU, sources=set(wanted))
+    with pytest.raises(TargetError, match=f"no scale of {source} may move, for it is no norm and no linear layer; take this mapping out"):
+        explicit_pairs(wanted, found, "X")

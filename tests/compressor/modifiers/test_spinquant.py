@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from compressor import GPTQModifier, MagnitudePruningModifier, QuantizationModifier, SmoothQuantModifier, SpinQuantModifier, oneshot
-from compressor.errors import CalibrationError, CompressorError, NumericsError, RecipeError, TargetError
+from compressor.errors import CalibrationError, CompressorError, ModelError, NumericsError, RecipeError, TargetError
 from compressor.lifecycle import Event, Session, State
 from compressor.mappings import turns
 from compressor.model.loading.load import load_model
@@ -192,6 +192,31 @@ def test_what_cannot_be_done_is_refused_and_the_model_is_as_it_was(recipe: Any, 
 def test_settings_that_mean_nothing_are_refused(settings: Any, why: str) -> None:
     with pytest.raises(RecipeError, match=why):
         SpinQuantModifier(**settings)
+
+
+class _Plain(nn.Module):
+    """No model of transformers: it has no config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norms = nn.Embedding(64, 32), nn.ModuleList(nn.RMSNorm(32) for _ in range(2))
+        self.up, self.down, self.head = nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False), nn.Linear(32, 64, bias=False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        del attention_mask
+        hidden = self.embed(input_ids)
+        hidden = hidden + self.down(self.up(self.norms[0](hidden)).relu())
+        return self.head(self.norms[1](hidden))  # type: ignore[no-any-return]
+
+
+def test_a_module_without_a_config_is_turned_by_the_data() -> None:
+    tokens = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ModelError, match="_Plain has no config to make a batch from; give a dataset and pipeline='basic'"):
+        oneshot(_Plain(), recipe=SpinQuantModifier(rotations=["R1"]), dataset=tokens)
+    result = oneshot(_Plain(), recipe=SpinQuantModifier(rotations=["R1"]), dataset=tokens, pipeline="basic")
+    assert not torch.equal(result.model.up.weight, _Plain().up.weight)
+    assert torch.allclose(result.model(tokens), _Plain()(tokens), atol=1e-4)
 
 
 def test_a_norm_behind_the_sum_is_named() -> None:
