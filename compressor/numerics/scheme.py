@@ -282,7 +282,8 @@ class QuantizationArgs(BaseModel):
         positive = self.group_size is not None and self.group_size > 0
         if self.is_grouped and not positive:
             raise SchemeError(
-                f"strategy={self.strategy!r} with group_size={self.group_size} has no groups; give a positive group_size, or 'group'"
+                f"strategy={self.strategy!r} with group_size={self.group_size} has no groups; give a positive group_size, or "
+                "strategy='channel'"
             )
         if not self.is_grouped and positive:
             raise SchemeError(f"group_size={self.group_size} does not go with strategy={self.strategy!r}; give strategy='group'")

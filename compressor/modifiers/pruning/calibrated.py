@@ -58,8 +58,8 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
     @classmethod
     def _is_share(cls, value: float | list[float]) -> float | list[float]:
         given = value if isinstance(value, list) else [value]
-        if not given or not all(0 <= one <= 1 for one in given) or not any(given):
-            raise RecipeError(f"{value} is no share of weights between 0 and 1, or prunes nothing; give for example 0.5")
+        if not given or not all(0 <= one < 1 for one in given) or not any(given):
+            raise RecipeError(f"{value} is no share of weights between 0 and 1, or prunes nothing or everything; give for example 0.5")
         return value
 
     @field_validator("mask_structure", mode="before")
@@ -261,6 +261,18 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
             self._shares |= dict.fromkeys(names, share)
         span = f"{min(shares):.1%} to {max(shares):.1%}"
         state.report.notes.append(f"{self.label}: by their outliers {len(layers)} layers get {span} zeros, {self.sparsity:.1%} together")
+
+
+def dead_input(num_tokens: int) -> tuple[str, str]:
+    """Name the fallback of a module whose whole input was zero.
+
+    Args:
+        num_tokens: that reached it.
+
+    Returns:
+        Its kind, and what happened.
+    """
+    return "dead_input", f"its input was zero on all {num_tokens} calibration tokens"
 
 
 def _layers(names: Iterable[str]) -> dict[str, list[str]]:

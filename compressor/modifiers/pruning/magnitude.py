@@ -63,8 +63,8 @@ class MagnitudePruningModifier(PruningModifier):
         apply_globally: one share over all targets together, in place of the same share in each.
     """
 
-    init_sparsity: float = Field(default=0.0, ge=0, le=1)
-    final_sparsity: float = Field(gt=0, le=1)
+    init_sparsity: float = Field(default=0.0, ge=0, lt=1)
+    final_sparsity: float = Field(gt=0, lt=1)
     update_scheduler: str = "cubic"
     scheduler_args: dict[str, float] = Field(default_factory=dict)
     mask_structure: str = "unstructured"

@@ -16,7 +16,7 @@ from compressor.errors import NumericsError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, State
 from compressor.lifecycle.state import StageValue
 from compressor.modifiers.own_forwards import mean_squares
-from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier
+from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier, dead_input
 from compressor.modifiers.pruning.masks import weight_rows
 from compressor.modifiers.schemes.input_statistics import HessianHooks, InputHook, Target, input_of
 from compressor.numerics import QuantizationScheme
@@ -151,6 +151,10 @@ class SparseGPTModifier(CalibratedPruningModifier):
             left = [name for name in left if name not in members]
 
     def _solve(self, state: State, names: list[str], share: float, hessian_CC: Tensor, shift_CC: Tensor | None, num_tokens: int) -> None:
+        if not hessian_CC.diagonal().any():
+            for name in names:
+                self.prune_by_size(state, name, *dead_input(num_tokens))
+            return
         try:
             solved = prune_sparsegpt(
                 [weight_rows(self._pending[name]) for name in names],

@@ -11,7 +11,7 @@ from compressor.algorithms.pruning.wanda import prune_wanda
 from compressor.lifecycle import CalibrationNeed, Event, State
 from compressor.lifecycle.state import StageValue
 from compressor.modifiers.own_forwards import mean_squares
-from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier
+from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier, dead_input
 from compressor.modifiers.pruning.masks import weight_rows
 
 
@@ -35,6 +35,9 @@ class WandaPruningModifier(CalibratedPruningModifier):
                     self.prune_by_size(state, name)
                     continue
                 weight_RC, mean_C = weight_rows(self._pending[name]), square.value()
+                if not mean_C.any():  # all scores are equal, so that places would decide
+                    self.prune_by_size(state, name, *dead_input(square.num_tokens))
+                    continue
                 gone_RC = prune_wanda(weight_RC, mean_C, self.share_of(name), self.pattern, name=name)
                 energy_RC = weight_RC.float().square() * mean_C
                 error = float((energy_RC * gone_RC).sum() / energy_RC.sum().clamp_min(1e-30))

@@ -203,9 +203,24 @@ def test_an_expert_that_no_token_reaches_is_an_error_unless_allowed(kind: Any) -
     assert {record.details["sparsity"] for record in report.modules.values()} == {0.5}
 
 
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_layer_whose_input_was_zero_is_pruned_by_size_if_that_is_allowed(kind: Any) -> None:
+    model = llama()
+    model.model.embed_tokens.weight.data.zero_()
+    before = {name: weight.clone() for name, weight in linear(model).items()}
+    report = oneshot(model, recipe=kind(sparsity=0.5, fallback_budget=100, **REST), dataset=IDS).report
+    assert {(one.kind, one.detail) for one in report.fallbacks} == {
+        ("dead_input", f"its input was zero on all {IDS.numel()} calibration tokens")
+    }
+    for name, weight in linear(model).items():
+        assert zeros(weight) == 0.5 and before[name][weight == 0].abs().max() <= before[name][weight != 0].abs().min()
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[CompressorError], str]] = {
     "no share": ({"sparsity": 1.5}, RecipeError, "no share of weights"),
     "nothing": ({"sparsity": 0.0}, RecipeError, "prunes nothing"),
+    "everything": ({"sparsity": 1.0}, RecipeError, "prunes nothing or everything"),
+    "everything of one layer": ({"sparsity": [0.5, 1.0]}, RecipeError, "prunes nothing or everything"),
     "an empty list": ({"sparsity": []}, RecipeError, "no share"),
     "yaml's number": ({"sparsity": 0.5, "mask_structure": 124}, RecipeError, "YAML reads 2:4"),
     "no structure": ({"sparsity": 0.5, "mask_structure": "4:2"}, RecipeError, "leaves all weights or none"),

@@ -50,6 +50,7 @@ def test_ranges_and_storage():
         ({"group_size": 0}, "group_size=0"),
         ({"group_size": -2}, "group_size=-2"),
         ({"strategy": "group"}, "positive group_size"),
+        ({"strategy": "group", "group_size": -1}, "positive group_size, or strategy='channel'"),
         ({"strategy": "channel", "group_size": 32}, "strategy='group'"),
         ({"strategy": "blocks"}, "'tensor', 'channel', 'group'"),
         ({"strategy": "block"}, "block_structure such as"),
