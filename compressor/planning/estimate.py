@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -125,8 +126,9 @@ class Speed(NamedTuple):
     rounding_seconds: float
 
 
+@cache  # plans of one process are of one machine, and a slow one takes seconds
 def measure_speed(device: torch.device, dtype: torch.dtype) -> Speed:
-    """Time small pieces of work; the best of two to five, since the first one warms up.
+    """Time small pieces of work, once in a process; the best of two to five, since the first one warms up.
 
     Args:
         device: that would compute.

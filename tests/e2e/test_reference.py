@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compressor import oneshot
 from compressor.nn import QuantizedLinear
 
-NUM_HELDOUT, NUM_CALIBRATION = 64, 48
+NUM_HELDOUT, NUM_CALIBRATION = 24, 24
 
 
 def losses(model: nn.Module, heldout: Tensor) -> Tensor:

@@ -111,8 +111,9 @@ def make_inputs(folder: Path) -> dict[str, Any]:
     ).bfloat16().save_pretrained(folder / "model")
     ids = torch.randint(0, 64, (11, 16), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
     save_file({"input_ids": ids}, folder / "tokens.safetensors")
-    tokens = str(folder / "tokens.safetensors")
-    return {"model": str(folder / "model"), "dataset": tokens, "eval_dataset": tokens}
+    save_file({"input_ids": ids[:2]}, folder / "heldout.safetensors")
+    data = {name: str(folder / f"{file}.safetensors") for name, file in (("dataset", "tokens"), ("eval_dataset", "heldout"))}
+    return {"model": str(folder / "model"), **data}
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import deque
+from functools import cache
 from types import MappingProxyType
 
 import numpy as np
@@ -21,6 +22,7 @@ _LIBRARIES = frozenset(
 _FOREIGN = _LIBRARIES | sys.stdlib_module_names
 
 
+@cache  # asked at every return of a function while a step is recorded
 def is_foreign(module_name: str | None) -> bool:
     """Say whether code is a library's that no user changes while it trains, or that speaks for itself.
 
