@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,8 +62,7 @@ class Watched:
         return partial(self._call, name, value) if is_method else value
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        names = [key for key in inspect.signature(getattr(self._protocol, name)).parameters if key != "self"]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(_parameters(self._protocol, name), args, strict=False)), **kwargs}
         before, results = _look(given), {key: _frozen(value) for key, value in self._results.items()}
         self._num_calls += 1
         begin_random_numbers(self._num_calls)  # each call finds another seed of the caller's, which decides nothing
@@ -106,6 +105,11 @@ class Watched:
         for key, value in results.items():
             if _frozen(self._results[key]) != value:
                 raise SideEffectError(f"{name}() has changed what {key}() returned before; give each call memory of its own", f"{key}()")
+
+
+@cache
+def _parameters(protocol: type, method: str) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(getattr(protocol, method)).parameters if name != "self")
 
 
 # To untie a head is said in the config, and in what transformers remembers of ties.

@@ -136,25 +136,22 @@ class Bits:
 
     def __init__(self, tensor: Tensor) -> None:
         """Copy the tensor."""
-        with torch.no_grad():
-            self.tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.kind = (copy.dtype, copy.shape, copy.device)
+        self.bits = copy.reshape(-1).view(torch.uint8)
 
     def __eq__(self, other: object) -> bool:
         """Equal with a tensor of the same dtype, shape, device and bytes."""
         if not isinstance(other, Bits):
             return NotImplemented
-        mine, its = self.tensor, other.tensor
-        if (mine.dtype, mine.shape, mine.device) != (its.dtype, its.shape, its.device):
-            return False
-        if mine.device.type == "meta" or not mine.numel():
-            return True
-        return torch.equal(mine.reshape(-1).view(torch.uint8), its.reshape(-1).view(torch.uint8))
+        return self.kind == other.kind and (self.bits.device.type == "meta" or torch.equal(self.bits, other.bits))
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         """Name dtype and shape."""
-        return f"{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}"
+        dtype, shape, _ = self.kind
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 class Held(Bits):
