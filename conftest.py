@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -35,16 +36,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--all-cases"):
         return
     lines = (_ROOT / "tests" / "cases_per_change.txt").read_text(encoding="utf-8").splitlines()
-    shares = {name: int(share) for share, name in (line.split() for line in lines if not line.startswith("#"))}
+    shares = {name: share for share, name in (line.split(maxsplit=1) for line in lines if not line.startswith("#"))}
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if (name := item.nodeid.partition("[")[0]) in shares:
             cases.setdefault(name, []).append(item)
     for name, found in cases.items():
-        wanted = {(2 * number + 1) * len(found) // (2 * shares[name]) for number in range(shares[name])}
+        wanted = _wanted(shares[name], [item.nodeid.partition("[")[2] for item in found])
         for number, item in enumerate(found):
             if number not in wanted:
                 item.add_marker(pytest.mark.nightly)
+
+
+def _wanted(share: str, cases: Sequence[str]) -> set[int]:
+    """The places of as many cases as a number says, spread evenly; or those of the cases that are named, and of all where none is there."""
+    if share.isdigit():
+        return {(2 * number + 1) * len(cases) // (2 * int(share)) for number in range(int(share))}
+    named = {number for number, case in enumerate(cases) if case.removesuffix("]") in share.split(",")}
+    return named or set(range(len(cases)))
 
 
 @pytest.fixture(scope="session")

@@ -222,7 +222,7 @@ def test_killed_again_while_it_resumes(killer: Killer) -> None:
 def test_stopped_by_the_clock(kind: str, killer: Killer) -> None:
     draw = random.Random(kind)
     seconds = killer.reference("mixed")[3]
-    for _ in range(4):
+    for _ in range(2):
         folder, moment = killer.new_folder(), draw.uniform(0, seconds)
         stopped = killer.ask(CASES["mixed"], folder, kill={"seconds": moment, "signal": kind})
         resumed = killer.resumes("mixed", folder, f"{kind} after {moment:.3f} s")

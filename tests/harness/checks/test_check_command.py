@@ -72,7 +72,8 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_users_quantizer_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "users_quantizer:GOOD", "--profile", "dev"]) == 0
+    chosen = ["--check", "quantizer.ties", "--check", "quantizer.zero", "--check", "quantizer.covers"]
+    assert main(["check", "users_quantizer:GOOD", *chosen, "--profile", "dev"]) == 0
     assert "mine: pass" in capsys.readouterr().out
 
 
@@ -91,7 +92,7 @@ def test_without_draws_there_are_only_fixed_inputs(capsys: pytest.CaptureFixture
 
 
 def test_expected_failures_turn_a_failure_into_a_skip_and_a_pass_into_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--no-draws", "--expect-failure", "quantizer.ties=rounds up"]
+    flags = ["--no-draws", "--check", "quantizer.ties", "--check", "quantizer.zero", "--expect-failure", "quantizer.ties=rounds up"]
     assert main(["check", "users_quantizer:BAD", *flags]) == 0
     assert main(["check", "users_quantizer:GOOD", *flags]) == 1
     assert "was expected to fail (rounds up), and did not" in " ".join(capsys.readouterr().out.split())

@@ -149,6 +149,7 @@ def test_a_graph_is_written_whole_with_its_data_beside_it_when_large(attention_g
         write_graph(attention_graph, tmp_path / "none" / "m.onnx")
 
 
+@pytest.mark.nightly  # every change exports, counts and goes round by other commands of this folder
 def test_the_commands_export_and_go_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -53,13 +53,11 @@ def test_a_swap_is_reported_and_its_prints_go_elsewhere(capsys):
 
 def test_a_tolerance_makes_it_a_gate(capsys):
     swap = ("--swap", "aten.silu=kernels_of_a_test:half")
-    assert kernels(*swap) == 0
     assert kernels(*swap, "--max-ulps", "2") == 1
     out = capsys.readouterr().out
     assert "regression: beyond the tolerance" in out and "ulp and 2 are allowed" in out and "model.layers.0.mlp.act_fn" in out
     assert kernels(*swap, "--max-error", "1e-2") == 0
     assert "pass: every op is within the tolerance" in capsys.readouterr().out
-    assert kernels(*swap, "--max-error", "1e-7") == 1
 
 
 def test_zeros_prove_nothing(capsys):
