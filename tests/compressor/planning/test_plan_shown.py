@@ -37,10 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    monkeypatch.setattr(planner, "measure_speed", lambda device, dtype: Speed(1e9, 1e9, 1e-6, 1e-9))
-    return plan(folder, recipe=RECIPE, num_calibration_samples=8, max_seq_length=32)
+@pytest.fixture(scope="module")
+def made(folder: Path) -> Plan:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(planner, "measure_speed", lambda device, dtype: Speed(1e9, 1e9, 1e-6, 1e-9))
+        return plan(folder, recipe=RECIPE, num_calibration_samples=8, max_seq_length=32)
 
 
 def shown(made: Plan, width: int) -> list[str]:
