@@ -38,6 +38,7 @@ from compressor.nn import QuantizedLayer
 from compressor.numerics.half_products import widened_products
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record
+from compressor.pipelines.offload.onload import needs_copies, weights_wait
 from compressor.pipelines.stage_targets import expert_targets
 from compressor.progress import progress_of
 from compressor.random_state import random_numbers_kept
@@ -125,13 +126,14 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     chosen = _choose(parsed, settings, sequential)
     config_dir = _config_dir(settings)
     loaded = _load(model, settings, config_dir)
+    device = _place(loaded, settings, chosen)
     base = base_hashes(loaded.source_dir)
     identity = model_identity(loaded, base, words.saved)  # before anything is done to it
     untied = () if settings.tie_word_embeddings else untie(loaded)
     monitor.end_phase("load")
     state = State(
         loaded.model,
-        _run_device(loaded, settings.device),
+        device,
         settings.seed,
         Report(notes=[*loaded.notes, *untied]),
         keep_originals=loaded.from_memory,
@@ -158,7 +160,9 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
             monitor.end_phase("data")
             own = {name: getattr(settings, name) for name in ("dtype", "calibrate_all_experts")}
             choices = {"pipeline": chosen, "model_class": settings.class_name, **own, **_rare(settings, config_dir)}
-            run = run_fingerprint(identity, parsed.dump(), data, state.seed, choices, sequential, state.device)
+            run = run_fingerprint(
+                identity, parsed.dump(), data, state.seed, choices, sequential, device, needs_copies(loaded.model, device)
+            )
             journal = held.enter_context(place.open(run, session.modifiers))
             run_pipeline(chosen, session, data, progress=bars, settings=sequential, journal=journal)
             session.finalize()
@@ -193,11 +197,31 @@ def _config_dir(settings: OneshotSettings) -> Path | None:
     return None if name is None else resolve_folder(name, weights=False, code=trust, argument="config_name").path
 
 
+def _place(loaded: LoadedModel, settings: OneshotSettings, pipeline: str) -> torch.device:
+    """Return where the run takes place; move there what came from a folder, unless its weights wait in main memory. Changes the model."""
+    device = resolve_device(settings.device)
+    asked = settings.sequential_offload_device
+    if not loaded.from_memory:
+        if not weights_wait(loaded.model, device, pipeline, asked):
+            loaded.model.to(device)
+        return device
+    own = next((parameter.device for parameter in loaded.model.parameters()), torch.device("cpu"))
+    if settings.device == "auto" or (device.type == own.type and device.index in (None, own.index)):
+        return own
+    if own.type == "cpu" and asked == "cpu" and weights_wait(loaded.model, device, pipeline, asked):
+        return device
+    raise ModelError(
+        f"oneshot: device={settings.device!r} was given for a model that is on {own}; move the model first, or leave device out, or have "
+        "its layers brought there one by one (sequential_offload_device='cpu')"
+    )
+
+
 def _load(model: str | Path | nn.Module, settings: OneshotSettings, config_dir: Path | None) -> LoadedModel:
+    resolve_device(settings.device)  # refused before anything is read
     return load_model(
         model,
         dtype=settings.dtype,
-        device=resolve_device(settings.device),
+        device="cpu",  # mapped from its files; `_place` says what becomes of it
         trust_remote_code=settings.trust_remote_code_model,
         model_class=settings.model_class,
         config_folder=config_dir,
@@ -315,17 +339,6 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
         state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later
         if to_disk:
             warnings.warn(note, UserWarning, stacklevel=4)
-
-
-def _run_device(loaded: LoadedModel, device: str) -> torch.device:
-    """Return where the run takes place: for a model in memory, which is not moved, where it is."""
-    if not loaded.from_memory:
-        return resolve_device(device)
-    own = next((parameter.device for parameter in loaded.model.parameters()), torch.device("cpu"))
-    asked = own if device == "auto" else resolve_device(device)
-    if asked.type != own.type or asked.index not in (None, own.index):
-        raise ModelError(f"oneshot: device={device!r} was given for a model that is on {own}; move the model first, or leave device out")
-    return own
 
 
 def _save(loaded: LoadedModel, tokenizer: Any, output_dir: str | Path, record: dict[str, Any], token: str | None) -> Path:

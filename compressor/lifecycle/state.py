@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
@@ -134,6 +134,7 @@ class State:
         data: calibration data, for modifiers that run forwards of their own; None where no data flows.
         progress: where such modifiers show how far they are.
         monitor: what the run has taken so far.
+        bring: has the weights of named modules at hand on the device until others are named; those of the stage at work are there.
 
     Raises:
         UserInputError: no generator takes the seed.
@@ -165,6 +166,7 @@ class State:
     data: CalibrationData | None = None
     progress: Progress = field(default_factory=SilentProgress)
     monitor: Monitor = field(default_factory=Monitor)
+    bring: Callable[[Collection[str]], None] = lambda names: None
 
     def __post_init__(self) -> None:
         """Refuse a seed that no generator takes."""

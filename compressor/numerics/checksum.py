@@ -10,6 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from compressor.pages import let_go
+
 _CHUNK = 1 << 17  # words of eight bytes: a megabyte, which stays in the cache of a core
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -35,6 +37,7 @@ def checksum(tensor: Tensor) -> int:
         total = data.numel() ^ int.from_bytes(rest, "little")
         for one in torch.stack(sums).tolist() if sums else ():
             total = ((total ^ (total >> 31)) * _MIX + one) & _MASK
+        let_go([data])  # who compares all weights of a large model needs them one by one
     return total
 
 

@@ -22,6 +22,7 @@ from compressor.pipelines.forward_checks import calls_of, check_padding, check_s
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained
 from compressor.pipelines.offload.activation_store import open_store
+from compressor.pipelines.offload.onload import WeightsByStretch, weights_by_stretch
 from compressor.pipelines.settings import SequentialSettings
 from compressor.pipelines.stage_targets import cut_at_inputs
 from compressor.progress import Progress, Task
@@ -60,13 +61,27 @@ def run(
     """
     state = session.state
     settings, journal = settings or SequentialSettings(), journal or NullJournal()
-    partition(state.model, settings.targets)  # a wrong pattern is refused before anything happens
+    layers = partition(state.model, settings.targets)  # a wrong pattern is refused before anything happens
+    with weights_by_stretch(state.model, layers.targets, state.device) as weights:
+        state.bring = weights.hold
+        _run(session, data, progress, settings, journal, weights)
+
+
+def _run(
+    session: Session,
+    data: CalibrationData,
+    progress: Progress,
+    settings: SequentialSettings,
+    journal: StageJournal,
+    weights: WeightsByStretch,
+) -> None:
+    state = session.state
     session.send(EventType.CALIBRATION_START)
     # An earlier run has finished the stages of all watched modules: what it left is enough, and no forward runs.
     if journal.needs_no_data(watched_modules(session)):
         cut, uncalled, called = partition(state.model, settings.targets), journal.restore_all(session), set[str]()
     else:
-        cut, uncalled, called = _run_stages(session, data, progress, settings, journal)
+        cut, uncalled, called = _run_stages(session, data, progress, settings, journal, weights)
         journal.end_stages(session, uncalled)
     _send_rest(session, cut, uncalled)
     session.send(EventType.CALIBRATION_END)
@@ -75,7 +90,12 @@ def run(
 
 
 def _run_stages(
-    session: Session, data: CalibrationData, progress: Progress, settings: SequentialSettings, journal: StageJournal
+    session: Session,
+    data: CalibrationData,
+    progress: Progress,
+    settings: SequentialSettings,
+    journal: StageJournal,
+    weights: WeightsByStretch,
 ) -> tuple[Partition, tuple[str, ...], set[str]]:
     """Take all samples through all stages; return the targets, those that no sample has called, and the modules that one has."""
     state = session.state
@@ -83,8 +103,9 @@ def _run_stages(
         watched = watched_modules(session)
         with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
             with calls_of(state.model, compressed_names(state)) as called:
-                plan, runs_once = _trace(session, data, settings, watched)
+                plan, runs_once = _trace(session, data, settings, watched, weights)
             check_padding(state, data, watched)
+        weights.refuse_rewritten(plan.rewritten)
         note_kept(state, plan.kept)
         note_proof(state, plan.widened)
         cut = plan.partition
@@ -123,14 +144,18 @@ def _run_stages(
                     for stage in running:
                         # What was called before the last stage: layers behind it have seen it uncompressed.
                         early = tuple(outside)
+                        weights.hold(stage.module_names)
                         _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(plan.stages))
+                weights.hold(())
             _check_called(session, running.uncalled, settings.targets)
             _note_late(state, early if settings.propagate_error else ())
             bar.finish()
     return cut, running.uncalled, called
 
 
-def _trace(session: Session, data: CalibrationData, settings: SequentialSettings, watched: Watched) -> tuple[Plan, bool]:
+def _trace(
+    session: Session, data: CalibrationData, settings: SequentialSettings, watched: Watched, weights: WeightsByStretch
+) -> tuple[Plan, bool]:
     """Find out how batches flow: from module to module where layers run once, which is told, too, else from layer to layer."""
     state = session.state
     layers = partition(state.model, settings.targets)
@@ -146,6 +171,7 @@ def _trace(session: Session, data: CalibrationData, settings: SequentialSettings
             verify=settings.verify,
             device=state.device,
             targets_per_stage=per_stage,
+            put_away=weights.put_away,
         )
 
     if settings.num_passes == 2:

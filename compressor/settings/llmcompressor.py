@@ -95,12 +95,6 @@ KEYWORDS: tuple[Keyword, ...] = (
     Keyword("tracing_ignore", "the tracer finds out by itself what it must not enter, and proves what it recorded", (None,)),
     Keyword("sequential_targets_per_subgraph", "each target is a stage of its own", (1, None)),
     Keyword("sequential_prefetch", "the activations of the next sample are always fetched ahead", (False, None)),
-    Keyword(
-        "sequential_offload_device",
-        "activations wait in main memory; activation_device_memory= keeps a share on the GPU, offload_dir= names a disk",
-        ("cpu", "none", None),
-        refused=True,
-    ),
     Keyword("oneshot_device", "it is `device`", (None,), _renamed("device")),
     Keyword("log_dir", "the record of a run is compression.json beside the weights", (None,)),
     Keyword("overwrite_output_dir", "a folder that holds a model is never overwritten; remove it first", (False, None), refused=True),

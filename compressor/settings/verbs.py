@@ -42,6 +42,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 Engine = Annotated[Literal["auto", "graph", "suspend"], TEXT]
 Verify = Annotated[Literal["off", "first", "all"], TEXT]
 Passes = Annotated[Literal["auto", "one", "two"], TEXT]
+OffloadDevice = Annotated[Literal["cpu", "none"], TEXT]
 Modality = Annotated[Literal["text", "vision", "audio"], TEXT]
 Mode = Annotated[Literal["replay", "eager", "capture"], TEXT]
 
@@ -208,6 +209,9 @@ class OneshotSettings(PlanSettings, RecordSettings, DataSettings, TrackSettings)
     """GPU memory for activations, filled first; by default two fifths of what is free."""
     offload_dir: Annotated[PathLike | None, Option(metavar="DIR")] = None
     """Folder for activations that fit in neither; without one that is an error."""
+    sequential_offload_device: Annotated[OffloadDevice | None, Option()] = None
+    """Where weights wait for their layer's turn on a GPU: `cpu`, main memory, or `none`: all are moved first; by default `cpu` where they
+    would take more than half of what is free on it."""
     seed: Annotated[Whole, Option(metavar="S", read=whole)] = 0
     """Seed of everything random."""
     progress: Annotated[ProgressLike, Option("--quiet", negates=True, help="show no progress bars")] = False

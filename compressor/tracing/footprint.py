@@ -196,7 +196,7 @@ class Footprint:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self._tensors = [KeptTensor(one) for one in found.tensors.values()]
         self._names = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        self._is_small = sum(span.numel() for kept in self._tensors for span in kept.spans) <= COPIED_BYTES
+        self._is_small = sum(span.nbytes for kept in self._tensors for span in kept.spans) <= COPIED_BYTES
         self._by_storage: dict[int, list[KeptTensor]] = {}
         self._sums: dict[int, list[int]] = {}
         self._watch: WriteWatch | None = None

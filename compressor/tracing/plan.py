@@ -14,7 +14,7 @@ own, so that a sample sees the same numbers whatever the other samples do, and i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -87,9 +87,10 @@ class Plan:
         make_graph: Callable[[], GraphEngine],
         verify: Verify,
         device: torch.device | None,
+        put_away: Callable[[], None],
     ) -> None:
         """Made by `trace`."""
-        self.model = model
+        self.model, self._put_away = model, put_away
         self.partition = cut
         self.engine: Engine = "graph"
         self.why = ""
@@ -252,7 +253,8 @@ class Plan:
     def _looking(self, footprint: Footprint) -> Iterator[None]:
         outer, self._footprint = self._footprint, footprint
         try:
-            with footprint:
+            with footprint, ExitStack() as away:
+                away.callback(self._put_away)
                 yield
         finally:
             self._footprint = outer
@@ -292,9 +294,12 @@ class Plan:
         finally:
             state.restore()
 
-    def _returning(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _returning(self) -> Iterator[None]:
         """Put the model back at the end of a forward, or of several that belong together."""
-        return nullcontext() if self._footprint is None else self._footprint.returning()
+        with nullcontext() if self._footprint is None else self._footprint.returning(), ExitStack() as away:
+            away.callback(self._put_away)
+            yield
 
     def verify(self, batches: Sequence[Batch]) -> int:
         """Hold the recorded graphs, as they are now, against the plain model, bit for bit.
@@ -433,6 +438,7 @@ def trace(
     verify: Verify = "first",
     device: torch.device | None = None,
     targets_per_stage: int | Literal["input"] = 1,
+    put_away: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Find out how batches flow through the sequential targets of a model.
 
@@ -451,6 +457,7 @@ def trace(
         device: of the model; None leaves batches where they are.
         targets_per_stage: targets that follow each other and share a stage; `input`: as many as read the same values. Anything but 1
             needs the graph engine.
+        put_away: takes back what was lent to the model for forwards, before it is held against what it was.
 
     Returns:
         The plan.
@@ -475,7 +482,7 @@ def trace(
         )
         return GraphEngine(model, planner, verify, device)
 
-    plan = Plan(model, cut, engine, make_graph, verify, device)
+    plan = Plan(model, cut, engine, make_graph, verify, device, put_away)
 
     def decide() -> None:
         plan._check_kept_weights(batches[0])

@@ -48,3 +48,17 @@ def test_equal_runs_on_the_gpu_give_equal_bytes(reference_model: Path, device: t
             output_dir=tmp_path / folder,
         )
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+def test_layers_that_come_one_by_one_give_the_same_bytes(reference_model: Path, device: torch.device, tmp_path: Path) -> None:
+    for place in ("cpu", "none"):
+        oneshot(
+            reference_model,
+            recipe=RECIPES["GPTQ"],
+            device=str(device),
+            sequential_offload_device=place,
+            dataset=reference_model / "calibration.safetensors",
+            num_calibration_samples=16,
+            output_dir=tmp_path / place,
+        )
+    assert (tmp_path / "cpu" / "model.safetensors").read_bytes() == (tmp_path / "none" / "model.safetensors").read_bytes()

@@ -20,6 +20,7 @@ from compressor.nn.kv_cache import PARTS, kv_args
 from compressor.nn.layer import QuantizedLayer
 from compressor.numerics.qparams import QParams, check_qparams
 from compressor.numerics.scheme import QuantizationScheme
+from compressor.pages import let_go
 
 _SHOWN_FAULTS = 3
 
@@ -43,6 +44,7 @@ def check_values(model: nn.Module, changed: Collection[str]) -> list[str]:
         if parameter.is_meta or not parameter.numel() or not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             continue
         low, high = parameter.aminmax()  # one pass, and NaN wins
+        let_go([parameter])
         if name.rpartition(".")[0] in changed and not bool(low.isfinite() & high.isfinite()):
             raise NumericsError(
                 f"{name}: holds NaN or infinity, for which there is no scale; repair the model, or ignore {name.rpartition('.')[0]}"

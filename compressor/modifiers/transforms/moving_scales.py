@@ -89,6 +89,7 @@ class ScaleMovingModifier(Modifier):
             show_inputs(state, [(pair.readers[0], partial(self.watch_input, pair)) for pair in taken], type(self).__name__)
             for pair in taken:
                 self._move(state, pair)
+        state.bring(())
         state.report.notes.append(f"{self.label}: scales of {len(pairs)} modules were moved into what reads them ({_in_short(pairs)})")
 
     def on_finalize(self, state: State) -> bool:
@@ -155,6 +156,7 @@ class ScaleMovingModifier(Modifier):
         return any(matches(name, model.get_submodule(name), pattern) for pattern in self.ignore)
 
     def _move(self, state: State, pair: ScalePair) -> None:
+        state.bring((pair.source, *pair.readers))
         with torch.no_grad():
             scales_C, details = self.scales(state, pair)
         for name in (pair.source, *pair.readers):

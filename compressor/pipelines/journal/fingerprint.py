@@ -121,6 +121,7 @@ def run_fingerprint(
     choices: Mapping[str, Any],
     settings: SequentialSettings,
     device: torch.device,
+    weights_wait: bool = False,
 ) -> Fingerprint:
     """Put together what the result of a run depends on.
 
@@ -132,6 +133,7 @@ def run_fingerprint(
         choices: what else the user chose that changes the result; JSON types.
         settings: of the sequential pipeline.
         device: where the run takes place.
+        weights_wait: in main memory, where what is done to them before their turn is done.
 
     Returns:
         JSON types.
@@ -146,7 +148,7 @@ def run_fingerprint(
         "settings": {**choices, **sequential},
         "versions": {**versions(), **packages},
         # A run that went on elsewhere would mix two orders of summation; a finished result does not tell it, see `digest`.
-        "machine": machine(device),
+        "machine": machine(device) | ({"sequential_offload_device": "cpu"} if weights_wait else {}),
     }
     return dict(json.loads(json.dumps(content)))  # as it will be read back
 

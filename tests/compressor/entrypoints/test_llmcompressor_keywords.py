@@ -99,7 +99,7 @@ MEANT: list[tuple[str, Any, dict[str, Any]]] = [
     ("tracing_ignore", None, {}),
     ("sequential_targets_per_subgraph", 1, {}),
     ("sequential_prefetch", False, {}),
-    ("sequential_offload_device", "cpu", {}),
+    ("sequential_offload_device", "cpu", {"sequential_offload_device": "cpu"}),
     ("oneshot_device", "cpu", {"device": "cpu"}),
     ("log_dir", None, {}),
     ("overwrite_output_dir", False, {}),
@@ -120,7 +120,6 @@ WARNED: list[tuple[str, Any]] = [
 ]
 REFUSED: list[tuple[str, Any, str]] = [
     ("save_compressed", False, "always stored compressed"),
-    ("sequential_offload_device", "cuda:1", "activation_device_memory"),
     ("dvc_data_repository", "dvc://x", "give the file itself"),
     ("overwrite_output_dir", True, "remove it first"),
     ("callbacks", [print], "write a modifier"),

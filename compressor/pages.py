@@ -1,0 +1,64 @@
+"""Memory that is a look at a file: pages that nobody has written to can be read again, so they need not stay.
+
+Weights of a folder are mapped from their safetensors files. What has been read of them counts as memory of the process until the system
+takes it back; who has read through a tensor, and will not soon again, gives it back at once. The system still holds the file in its cache,
+while it has room: to read there again costs about a tenth of reading memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_PAGEMAP = Path("/proc/self/pagemap")  # a word of 64 bits for each page; Linux
+_ENTRY_BYTES = 8
+_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
+_SMALL_BYTES = 1 << 20  # of a tensor that is not worth a look
+
+
+def let_go(tensors: Iterable[Tensor]) -> None:
+    """Give back the pages of tensors that are as their file has them; their values stay, and are read anew where they are asked for.
+
+    Pages that were written to, memory of other kinds, and everything where the system does not tell pages apart, stay.
+
+    Args:
+        tensors: any.
+    """
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.nbytes >= _SMALL_BYTES and tensor.is_contiguous():
+            for first, count in _unwritten(tensor.data_ptr(), tensor.nbytes):
+                _give_back(first * mmap.PAGESIZE, count * mmap.PAGESIZE)
+
+
+def _unwritten(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Runs of whole pages in a stretch of memory that hold nothing but what a file holds: number of the first, and how many."""
+    first, last = -(-address // mmap.PAGESIZE), (address + num_bytes) // mmap.PAGESIZE
+    if last <= first or not _PAGEMAP.exists():
+        return
+    with _PAGEMAP.open("rb", buffering=0) as stream:
+        read = os.pread(stream.fileno(), (last - first) * _ENTRY_BYTES, first * _ENTRY_BYTES)
+    entries = np.frombuffer(read, dtype=np.uint64)
+    if not (entries & _OF_FILE).any():
+        return
+    free = ((entries & _SWAPPED) == 0) & (((entries & _PRESENT) == 0) | ((entries & _OF_FILE) != 0))
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], free, [False]]).astype(np.int8)))
+    for start, end in edges.reshape(-1, 2).tolist():
+        yield first + start, end - start
+
+
+def _give_back(address: int, num_bytes: int) -> None:
+    """Pages that the user has locked stay: then the system says no, which costs memory and nothing else."""
+    _system().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+@cache
+def _system() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
