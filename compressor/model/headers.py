@@ -16,10 +16,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from compressor.errors import ModelError
+from compressor.pages import let_go
 
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
 _MAX_HEADER = 100_000_000  # as safetensors has it
@@ -179,6 +180,28 @@ def write_header(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
     with path.open("xb") as stream:
         stream.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         os.ftruncate(stream.fileno(), _LENGTH_BYTES + len(text) + place)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write the file that safetensors would write, tensor by tensor: of what is mapped from files no more than one is in memory.
+
+    Args:
+        tensors: name to tensor.
+        path: of the file, which must not exist.
+        metadata: of its header.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if any(tensor.dtype not in NAMES for tensor in tensors.values()):
+        save_file(dict(tensors), path, dict(metadata))
+        return
+    write_header(tensors, path, metadata)
+    with path.open("r+b") as stream:
+        for name, place in read_header(path).items():
+            stream.seek(place.start)
+            stream.write(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            let_go([tensors[name]])
 
 
 @functools.cache

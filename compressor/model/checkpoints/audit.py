@@ -174,8 +174,9 @@ def tensor_digests(folder: Path) -> dict[str, str]:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 described = file.get_slice(name)
                 sizes = ",".join(map(str, described.get_shape()))
-                raw = file.get_tensor(name).reshape(-1).view(torch.uint8).numpy()
-                found[name] = f"{described.get_dtype()}[{sizes}] {hashlib.sha256(raw).hexdigest()}"
+                raw = file.get_tensor(name).reshape(-1).view(torch.uint8)
+                found[name] = f"{described.get_dtype()}[{sizes}] {hashlib.sha256(raw.numpy()).hexdigest()}"
+                let_go([raw])
     return found
 
 

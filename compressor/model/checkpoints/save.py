@@ -10,7 +10,7 @@ import copy
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compressor.atomic import check_output_dir, whole_or_nothing
@@ -28,7 +27,7 @@ from compressor.model.checkpoints.format import config_of, stored_keys, stored_n
 from compressor.model.checkpoints.online import rotation_tensors, transform_config
 from compressor.model.experts.format import kept_fused, plain_names, with_expert_settings, with_fused_floats
 from compressor.model.folder import one_line, read_json, some
-from compressor.model.headers import write_header
+from compressor.model.headers import write_header, write_tensors
 from compressor.model.loading.load import quiet_transformers
 from compressor.nn.online_rotation import rotated_modules
 from compressor.numerics.scheme import QuantizationScheme
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["MAX_SHARD_BYTES", "RECORD_FILE", "as_pretrained", "check_output_dir", "save_checkpoint", "save_empty", "write_record"]
 
 MAX_SHARD_BYTES = 5_000_000_000
+
+_Write = Callable[[Mapping[str, Tensor], Path, Mapping[str, str]], None]
 
 RECORD_FILE = "compression.json"
 # What a tokenizer or processor may read; never Python files, which _copy_code treats apart.
@@ -96,7 +97,7 @@ def save_checkpoint(
         if transformers_model is None:
             _write_module(folder, state, max_shard_bytes)
         else:
-            _write_pretrained(folder, transformers_model, with_fused_floats(model, state), schemes, max_shard_bytes)
+            _write_pretrained(folder, transformers_model, with_fused_floats(model, state), schemes, max_shard_bytes, write_tensors)
             _write_tokenizer(folder, transformers_model, tokenizer, None if source_dir is None else Path(source_dir))
             described = read_json(folder / "config.json").get("quantization_config")
         if record is not None or (transformers_model is None and described is not None):
@@ -143,29 +144,37 @@ def save_empty(
     """
     _check_shard_size(max_shard_bytes)
     state = with_fused_floats(model, model.state_dict())
-    with _headers_only(model, state):
-        _write_pretrained(folder, model, state, schemes, max_shard_bytes)
+    with _lent_objects(model, state):
+        _write_pretrained(folder, model, state, schemes, max_shard_bytes, write_header)
     _write_tokenizer(folder, model, tokenizer, source_dir)
 
 
 @contextmanager
-def _headers_only(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let transformers write files without their tensors: it names and splits them, and has one function to write a file.
+def _lent_objects(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give transformers what it asks the model for of a tensor on the meta device: the object, to see which are tied.
 
-    Of a tensor on the meta device it asks the model for the object, to see which are tied. Changes the model, and back.
+    Changes the model, and back.
     """
-    from transformers import modeling_utils
-
     first: dict[tuple[object, ...], Tensor] = {}
     objects = {name: first.setdefault((*_place(value), value.shape), value) for name, value in state.items()}
-    own = modeling_utils.safe_save_file
-    modeling_utils.safe_save_file = lambda tensors, path, metadata: write_header(tensors, Path(path), metadata)
     vars(model)["get_parameter_or_buffer"] = objects.__getitem__
     try:
         yield
     finally:
-        modeling_utils.safe_save_file = own
         del vars(model)["get_parameter_or_buffer"]
+
+
+@contextmanager
+def _files_written_by(write: _Write) -> Iterator[None]:
+    """Let transformers name and split what it saves, and write the files otherwise: it holds a whole file's tensors in memory."""
+    from transformers import modeling_utils
+
+    own = modeling_utils.safe_save_file
+    modeling_utils.safe_save_file = lambda tensors, path, metadata: write(tensors, Path(path), metadata)
+    try:
+        yield
+    finally:
+        modeling_utils.safe_save_file = own
 
 
 def as_pretrained(model: nn.Module) -> PreTrainedModel | None:
@@ -220,7 +229,7 @@ def _write_module(folder: Path, state: dict[str, Tensor], max_shard_bytes: int |
     whole = _unshare(state, set(state))
     split = split_torch_state_dict_into_shards(whole, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes)
     for filename, names in split.filename_to_tensors.items():
-        save_file({name: whole[name].contiguous() for name in names}, folder / filename, metadata={"format": "pt"})
+        write_tensors({name: whole[name] for name in names}, folder / filename, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(_to_json(index), encoding="utf-8")
@@ -239,7 +248,12 @@ def _unshare(state: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
 
 
 def _write_pretrained(
-    folder: Path, model: PreTrainedModel, state: dict[str, Tensor], schemes: Mapping[str, QuantizationScheme], max_shard_bytes: int | str
+    folder: Path,
+    model: PreTrainedModel,
+    state: dict[str, Tensor],
+    schemes: Mapping[str, QuantizationScheme],
+    max_shard_bytes: int | str,
+    write: _Write,
 ) -> None:
     config = copy.deepcopy(model.config)
     rotated = rotated_modules(model)
@@ -251,7 +265,7 @@ def _write_pretrained(
         config.quantization_config = with_expert_settings(described, model, schemes, renamed)
     shapes = {key: value.shape for key, value in state.items()}
     names = nullcontext() if described is None else plain_names(model)
-    with _lent_config(model, config), names, kept_fused(model, state, schemes), quiet_transformers():
+    with _lent_config(model, config), names, kept_fused(model, state, schemes), quiet_transformers(), _files_written_by(write):
         try:
             # That of the class: a compressed model may have one of its own, which ends here.
             type(model).save_pretrained(model, folder, state_dict=state, max_shard_size=max_shard_bytes)

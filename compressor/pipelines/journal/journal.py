@@ -23,6 +23,7 @@ from compressor.pipelines.journal.stage_files import (
     Before,
     add_report,
     copy_tensors,
+    lay_on_file,
     look_before,
     read_tensors,
     report_since,
@@ -226,6 +227,7 @@ class Journal:
         # The file before its line: a file without a line is done again, a line without a file would be an error.
         self._append(entry)
         self._done.append(entry)
+        self._let_memory_go(session, entry)
 
     def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
         """Write the random states behind the last stage, and the closing line."""
@@ -282,6 +284,12 @@ class Journal:
         copy_tensors(session.state.model, tensors.modules)
         add_report(session.state.report, entry["report"])
         tensors.random.restore()
+        self._let_memory_go(session, entry)
+
+    def _let_memory_go(self, session: Session, entry: Mapping[str, Any]) -> None:
+        """Of a model that the caller holds nothing shall lie in files of ours."""
+        if not session.state.keep_originals:
+            lay_on_file(self.path / entry["file"], session.state.model, entry["tensors"])
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         try:

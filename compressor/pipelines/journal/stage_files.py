@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from compressor.atomic import whole_file
 from compressor.errors import LifecycleError, ResumeError
 from compressor.lifecycle import Fallback, ModuleRecord, Report, State
 from compressor.lifecycle.state import StageValue
+from compressor.nn import QuantizedLayer
 from compressor.random_state import RandomState
 
 _TENSOR, _RANDOM, _MEMORY = "model:", "random:", "modifier:"
@@ -135,6 +137,25 @@ def copy_tensors(model: nn.Module, modules: Mapping[str, Mapping[str, Tensor]]) 
                 # Bytes and not values, for NaN is not equal to itself; and no write without need, for writes are watched.
                 if not torch.equal(own.cpu().view(torch.uint8).flatten(), stored.view(torch.uint8).flatten()):
                     own.copy_(stored)
+
+
+def lay_on_file(path: Path, model: nn.Module, keys: Sequence[str]) -> None:
+    """Let what compressed layers hold be looks at the file that has the same bytes: memory does not grow from stage to stage.
+
+    The bytes are the model's as long as it holds them, also when the file's name is gone.
+
+    Args:
+        path: of the file.
+        model: its compressed layers change; such as lie on a device do not.
+        keys: of the model's tensors in the file.
+    """
+    with safe_open(path, framework="pt") as file:
+        for key in keys:
+            module_name, _, name = key.rpartition(".")
+            module = model.get_submodule(module_name)
+            own = module._buffers.get(name) if isinstance(module, QuantizedLayer) else None
+            if own is not None and own.device.type == "cpu":
+                own.data = file.get_tensor(_TENSOR + key)
 
 
 def report_since(report: Report, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:

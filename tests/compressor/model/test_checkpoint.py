@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compressor.errors import CheckpointError, OutputError
+from compressor.model.checkpoints import save as save_module
 from compressor.model.checkpoints.save import check_output_dir, save_checkpoint
 from compressor.nn import QuantizedLinear
 from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
@@ -112,13 +113,11 @@ def _fail_at_fsync(error, monkeypatch):
 
 
 def _fail_while_writing_weights(error, monkeypatch):
-    import transformers.modeling_utils
-
-    def save(state, filename, metadata=None):
-        Path(filename).write_bytes(b"half")
+    def save(state, path, metadata):
+        path.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", save)
+    monkeypatch.setattr(save_module, "write_tensors", save)
 
 
 def _fail_at_rename(error, monkeypatch):
@@ -195,15 +194,13 @@ def test_a_folder_that_was_filled_meanwhile_is_kept(compressed, tmp_path, monkey
 
 
 def test_what_does_not_read_back_is_not_kept(compressed, tmp_path, monkeypatch):
-    import transformers.modeling_utils
+    real_write = save_module.write_tensors
 
-    real_save = transformers.modeling_utils.safe_save_file
-
-    def lose_one(state, filename, metadata=None):
+    def lose_one(state, path, metadata):
         state.pop("model.layers.0.mlp.up_proj.weight_scale")
-        real_save(state, filename, metadata=metadata)
+        real_write(state, path, metadata)
 
-    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", lose_one)
+    monkeypatch.setattr(save_module, "write_tensors", lose_one)
     model, schemes = compressed
     with pytest.raises(CheckpointError, match=r"1 tensors do not read back .*up_proj.weight_scale"):
         save_checkpoint(model, tmp_path / "out", schemes=schemes, record={})
@@ -377,3 +374,11 @@ class _WithExtraState(nn.Linear):
 def test_state_that_is_no_tensor_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"1 entries of the state are no tensors with values .*_extra_state"):
         save_checkpoint(_WithExtraState(2, 2), tmp_path / "out", schemes={}, record={})
+
+
+def test_a_file_is_written_tensor_by_tensor_as_safetensors_writes_it(tmp_path):
+    tensors = {"b": torch.arange(6, dtype=torch.int32).view(2, 3).t(), "a": torch.ones(3, dtype=torch.bfloat16), "é": torch.zeros(0)}
+    metadata = {"format": "pt"}
+    save_module.write_tensors(tensors, tmp_path / "ours", metadata)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs", metadata)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
