@@ -17,8 +17,11 @@ from harness.reporting.verdict import Verdict, exit_codes, worst
 from harness.verbs import Actions, Command
 
 if TYPE_CHECKING:
+    from compressor.progress import Progress
+    from harness.nightly.config import NightlyConfig
     from harness.nightly.history import History
     from harness.nightly.judging.judgement import Judgement
+    from harness.nightly.runner import Night
 
 
 class HistorySettings(Settings):
@@ -42,6 +45,8 @@ class NightSettings(Settings):
     """The matrix: models, recipes, devices, checks, commands, limits."""
     night: Annotated[Text | None, Option(metavar="DATE")] = None
     """Label that sorts by time (default: today in UTC); one that was begun goes on."""
+    at: Annotated[Text | None, Option(metavar="REV")] = None
+    """Run the code of this commit, in a working tree of its own: one that ran elsewhere bridges both machines or versions."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print data instead of text."""
     quiet: Annotated[Flag, Option()] = False
@@ -148,13 +153,31 @@ def _run_night(settings: NightSettings) -> Verdict:
     from harness.nightly.config import read_config
     from harness.nightly.runner import Runner
 
-    config = read_config(settings.config)
-    found = Runner(config, settings.night, SilentProgress() if settings.quiet else RichProgress()).run()
+    config, progress = read_config(settings.config), SilentProgress() if settings.quiet else RichProgress()
+    found = (
+        Runner(config, settings.night, progress).run() if settings.at is None else _run_at(settings.at, config, settings.night, progress)
+    )
     if settings.as_json:
         print(to_json(found.to_dict()), end="")
     else:
         show_night(found)
     return found.verdict
+
+
+def _run_at(revision: str, config: NightlyConfig, night: str | None, progress: Progress) -> Night:
+    """Run a night of a commit; logs and checkpoints lie beside those of the night itself."""
+    import tempfile
+
+    from harness.nightly.blame.measuring import config_at, variables_of
+    from harness.nightly.blame.repository import Repository
+    from harness.nightly.runner import Runner
+
+    repository = Repository(config.root)
+    commit = repository.commit(revision, "--at")
+    with tempfile.TemporaryDirectory(prefix="nightly-") as folder, repository.tree(commit.revision, Path(folder) / "commit") as tree:
+        own = config.model_copy(update={"folder": config.folder / f"at-{commit.revision[:12]}"})
+        placed, variables = config_at(own, repository, tree), variables_of(repository, tree)
+        return Runner(placed, night, progress, revision=commit.revision, variables=variables).run()
 
 
 def _add(settings: AddSettings) -> Verdict:

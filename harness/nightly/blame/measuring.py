@@ -59,6 +59,34 @@ class Measure(Protocol):
         """
 
 
+def config_at(config: NightlyConfig, repository: Repository, tree: Path) -> NightlyConfig:
+    """Return a matrix that runs the code, recipes, models and data of a commit; what the commit does not hold stays what it is.
+
+    Args:
+        config: the matrix.
+        repository: of the commit.
+        tree: its working tree.
+
+    Returns:
+        The matrix; its folder and history are those of before.
+    """
+
+    def text(source: str) -> str:
+        return str(repository.at(Path(source), tree)) if Path(source).is_absolute() else source
+
+    data = config.data and config.data.model_copy(
+        update={"calibration": text(config.data.calibration), "held_out": text(config.data.held_out)}
+    )
+    return config.model_copy(
+        update={
+            "models": {name: text(model) for name, model in config.models.items()},
+            "recipes": {name: repository.at(recipe, tree) for name, recipe in config.recipes.items()},
+            "data": data,
+            "root": repository.at(config.root, tree),
+        }
+    )
+
+
 class CellMeasure:
     """A cell of a nightly matrix, and the one before it that makes the checkpoint it looks at."""
 
@@ -99,31 +127,14 @@ class CellMeasure:
         """Run the cell (`Measure.run`)."""
         config = self._at(revision, tree, name)
         needed = [self._needed] if self._needed is not None and not self.checkpoint(revision).exists() else []
-        night = Runner(config, name, cells=[*needed, self._cell], revision=revision, variables=_variables(self._repository, tree)).run()
+        night = Runner(config, name, cells=[*needed, self._cell], revision=revision, variables=variables_of(self._repository, tree)).run()
         row = night.rows[-1]
         return Reading(_found(config.history, self.metric), CellOutcome(row.outcome), row.summary)
 
     def _at(self, revision: str, tree: Path, name: str) -> NightlyConfig:
-        def at(path: str | Path) -> Path:
-            return self._repository.at(Path(path), tree)
-
-        def text(source: str) -> str:
-            return str(at(source)) if Path(source).is_absolute() else source
-
-        config, folder = self._config, self._folder / revision[:12]
-        data = config.data and config.data.model_copy(
-            update={"calibration": text(config.data.calibration), "held_out": text(config.data.held_out)}
-        )
-        return config.model_copy(
-            update={
-                "models": {name: text(model) for name, model in config.models.items()},
-                "recipes": {name: at(recipe) for name, recipe in config.recipes.items()},
-                "data": data,
-                "root": at(config.root),
-                "folder": folder,
-                "history": folder / name / _READINGS,
-            }
-        )
+        folder = self._folder / revision[:12]
+        placed = config_at(self._config, self._repository, tree)
+        return placed.model_copy(update={"folder": folder, "history": folder / name / _READINGS})
 
 
 class CommandMeasure:
@@ -165,7 +176,7 @@ class CommandMeasure:
             seconds=Limits().minutes * 60,
             memory=None,
             cwd=self._repository.at(Path.cwd(), tree),
-            environment=_variables(self._repository, tree),
+            environment=variables_of(self._repository, tree),
         )
         measured = _found(history, self.metric)  # a test that fails has measured, too
         outcome = CellOutcome.ERROR if measured is None else CellOutcome.PASS
@@ -177,8 +188,16 @@ def _found(history: Path, metric: str) -> Measurement | None:
     return series[-1] if series else None
 
 
-def _variables(repository: Repository, tree: Path) -> Mapping[str, str]:
-    """The environment of a process that must import the code of a commit, not what is installed from the user's tree."""
+def variables_of(repository: Repository, tree: Path) -> Mapping[str, str]:
+    """Return the environment of a process that must import the code of a commit, not what is installed from the user's tree.
+
+    Args:
+        repository: of the commit.
+        tree: its working tree.
+
+    Returns:
+        Variables.
+    """
     here = [Path(entry).resolve() for entry in sys.path if entry]
     inside = [tree / entry.relative_to(repository.top) for entry in here if entry.is_relative_to(repository.top)]
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -19,7 +19,7 @@ from harness.nightly.blame.deciding import LEAST_ROUNDS, decide, effect_of, is_r
 from harness.nightly.blame.measuring import Measure, Reading
 from harness.nightly.blame.repository import Bisection, Commit, Repository
 from harness.nightly.cells import CellOutcome
-from harness.nightly.judging.judge import level
+from harness.nightly.judging.bridging import level
 from harness.nightly.measurement import Measurement
 
 MAX_ROUNDS = 8

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from harness.nightly.history import Acceptance
+from harness.nightly.judging.bridging import BridgedSeries, bridged
 from harness.nightly.judging.judgement import Change, Judgement, day_of, find_acceptance
 from harness.nightly.judging.paired import judge_paired
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, detectable_step, find_shifts
@@ -51,28 +52,15 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
     today = day_of(last.night) if today is None else today
     live = sorted({one.night for one in series})[-LIVE_NIGHTS:]
     places = dict.fromkeys([last.environment, *(one.environment for one in series if one.night in live)])
-    found = {place: _judge_environment([one for one in series if one.environment == place], acceptances, today) for place in places}
+    found = {place: _judge_environment(bridged(series, place), acceptances, today) for place in places}
     worse = next((place for place, one in found.items() if one.verdict is Verdict.REGRESSION), last.environment)
     beside = f"in environment {worse}: " if worse != last.environment else ""
-    left = sum(one.environment not in places for one in series)
+    used = {*places, *(one.environment for place in places for one in bridged(series, place).nights)}
+    left = sum(one.environment not in used for one in series)
     unseen = f"; {left} night{'' if left == 1 else 's'} of other machines or versions do not count" if left else ""
+    if left and found[worse].verdict is Verdict.INCONCLUSIVE:
+        unseen += ", unless one of their commits runs here, too (harness nightly run --at)"
     return replace(found[worse], summary=beside + found[worse].summary + unseen)
-
-
-def level(values: Sequence[float], better: str) -> float:
-    """Return the level of a night: the Hodges-Lehmann mean of the logarithms of its repetitions; more is worse.
-
-    Args:
-        values: the repetitions, above 0.
-        better: `lower` or `higher`.
-
-    Returns:
-        The median of the means of all pairs.
-    """
-    values_R = np.log(np.asarray(values, dtype=np.float64))
-    first, second = np.triu_indices(len(values_R))
-    mean = float(np.median((values_R[first] + values_R[second]) / 2))
-    return mean if better == "lower" else -mean
 
 
 @dataclass
@@ -103,9 +91,9 @@ class _Standing:
         self.reference, self.since, self.open = now, since, []
 
 
-def _judge_environment(nights: Sequence[Measurement], acceptances: Sequence[Acceptance], today: date | None) -> Judgement:
-    levels_N = np.array([level(one.values, one.better) for one in nights])
-    shifts = find_shifts(levels_N)
+def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date | None) -> Judgement:
+    nights, levels_N = series.nights, series.levels_N
+    shifts = find_shifts(levels_N, bridge=series.bridge)
     bounds = [0, *(shift.start for shift in shifts.found), len(nights)]
     means = [float(np.median(levels_N[first:last])) for first, last in pairwise(bounds)]
     standing = _Standing(means[0])
@@ -119,7 +107,7 @@ def _judge_environment(nights: Sequence[Measurement], acceptances: Sequence[Acce
         return Judgement(
             metric, Verdict.REGRESSION, _worse(standing.open, means[-1] - standing.reference), count, changes, math.nan, math.nan
         )
-    told = f"{count} night{'' if count == 1 else 's'}"
+    told = f"{count} night{'' if count == 1 else 's'}{series.told}"
     missing = max(LEAST_NOISE + LEAST_AFTER - count, 2 * LEAST_AFTER - (count - shifts.start))
     if missing > 0:
         summary = f"{told}{standing.since}: too few to tell noise from change; {missing} more in this environment are needed"

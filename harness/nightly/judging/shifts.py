@@ -90,11 +90,25 @@ class Shifts:
         return self.found[-1].start if self.found else 0
 
 
-def find_shifts(levels_N: NDArray[np.float64], *, densely: bool = False) -> Shifts:
+@dataclass(frozen=True)
+class Bridge:
+    """Where a series goes on in another environment.
+
+    Attributes:
+        place: of the first night there.
+        error: of the difference between both environments, in standard deviations of a night.
+    """
+
+    place: int
+    error: float
+
+
+def find_shifts(levels_N: NDArray[np.float64], *, bridge: Bridge | None = None, densely: bool = False) -> Shifts:
     """Follow a series night by night.
 
     Args:
         levels_N: a level a night, in logarithms; more is worse.
+        bridge: where it goes on in another environment; what is compared across is less sure.
         densely: look after every night, as was done when they came; else of a long level after some, and after the last.
 
     Returns:
@@ -105,7 +119,8 @@ def find_shifts(levels_N: NDArray[np.float64], *, densely: bool = False) -> Shif
     """
     found, residuals_E, start = list[Shift](), _NOTHING, 0
     for end in _looks(len(levels_N), found, densely):
-        shift = _look(levels_N[start:end], residuals_E, start)
+        across = bridge.error if bridge is not None and start < bridge.place < end else 0.0
+        shift = _look(levels_N[start:end], residuals_E, start, across)
         if shift is None:
             continue
         found.append(shift)
@@ -122,18 +137,20 @@ def _looks(nights: int, found: list[Shift], densely: bool) -> Iterator[int]:
         yield end
 
 
-def _look(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], start: int) -> Shift | None:
+def _look(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], start: int, across: float) -> Shift | None:
     """The shift that the nights of one level show, the step or the drift, whichever lies closer to them."""
     if len(levels_N) < 2 * LEAST_AFTER or len(levels_N) + len(residuals_E) < LEAST_NOISE + LEAST_AFTER:
         return None
-    candidates = [one for one in (_step(levels_N, residuals_E), _drift(levels_N, residuals_E)) if one is not None and one[0].shows]
+    candidates = [
+        one for one in (_step(levels_N, residuals_E, across), _drift(levels_N, residuals_E, across)) if one is not None and one[0].shows
+    ]
     if not candidates:
         return None
     shift, _ = min(candidates, key=lambda one: one[1])
     return Shift(start + shift.place, start + shift.seen, start + shift.start, shift.effect, shift.error, shift.degrees, shift.is_drift)
 
 
-def _step(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64]) -> tuple[Shift, float] | None:
+def _step(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], across: float) -> tuple[Shift, float] | None:
     """Where two levels fit best: the test of it, and the squares that are left. Welch's idea with one spread, that of all who know it."""
     place = _split(levels_N)
     before_M, after_K = levels_N[:place], levels_N[place:]
@@ -144,12 +161,12 @@ def _step(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64]) -> tu
     sign = 1.0 if after_K.mean() > before_M.mean() else -1.0
     effect = max(0.0, _location(sign * after_K, spread) + _location(-sign * before_M, spread))
     correlation = _correlation(kept_E)
-    error = spread * math.sqrt(sum(_inflation(correlation, len(side)) / len(side) for side in (before_M, after_K)))
+    error = spread * math.sqrt(across**2 + sum(_inflation(correlation, len(side)) / len(side) for side in (before_M, after_K)))
     squares = float(np.square(before_M - before_M.mean()).sum() + np.square(after_K - after_K.mean()).sum())
     return Shift(place, len(levels_N), place, sign * effect, error, _degrees(len(kept_E), correlation)), squares
 
 
-def _drift(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64]) -> tuple[Shift, float] | None:
+def _drift(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], across: float) -> tuple[Shift, float] | None:
     """A line through all nights: the test of its rise from the first to the last, and the squares that are left."""
     count = len(levels_N)
     if count < _LEAST_DRIFT:
@@ -158,7 +175,7 @@ def _drift(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64]) -> t
     kept_E, spread = _winsorized(np.concatenate([residuals_E, own_N]))
     correlation = _correlation(kept_E)
     rise, lever = slope * (count - 1), (count - 1) * math.sqrt(12 / (count**3 - count))
-    error = spread * lever * math.sqrt((1 + correlation) / (1 - correlation))
+    error = spread * math.hypot(across, lever * math.sqrt((1 + correlation) / (1 - correlation)))
     begun = min(count - 1, math.ceil(LEAST_EFFECT / abs(slope))) if slope else 0
     shift = Shift(begun, count, count - LEAST_AFTER, rise, error, _degrees(len(kept_E), correlation), is_drift=True)
     return shift, float(np.square(own_N).sum())

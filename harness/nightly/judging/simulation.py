@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from compressor.progress import Progress, SilentProgress
-from harness.nightly.judging.judge import level
+from harness.nightly.judging.bridging import level
 from harness.nightly.judging.shifts import find_shifts
 
 if TYPE_CHECKING:

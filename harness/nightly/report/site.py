@@ -15,7 +15,7 @@ from compressor.atomic import check_output_dir, whole_or_nothing
 from compressor.json_text import to_json
 from harness.nightly.cells import CellOutcome
 from harness.nightly.history import History
-from harness.nightly.judging.judge import level
+from harness.nightly.judging.bridging import level
 from harness.nightly.report.night import Trend, read_night
 from harness.nightly.runner import Night
 from harness.reporting.junit import to_junit

@@ -225,6 +225,23 @@ def test_a_cell_of_a_matrix_that_no_longer_passes_is_blamed_on_a_commit(tmp_path
     assert f"answer      {commits[2][:12]}" in capsys.readouterr().out
 
 
+def test_a_night_of_an_older_commit_bridges_two_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    git(tmp_path, "init", "-q")
+    config = json.dumps({"models": {"m": "."}, "checks": [], "commands": {"look": "python look.py"}})
+    look = "import pathlib; print(pathlib.Path('note').read_text())"
+    first = commit(tmp_path, "first", **{"note": "as it was", "look.py": look, "n.yaml": config, ".gitignore": "nightly*"})
+    commit(tmp_path, "second", note="as it is")
+    asked = ["nightly", "run", str(tmp_path / "n.yaml"), "--night", "1", "--quiet", "--json"]
+    main(asked)
+    main([*asked, "--at", first])
+    capsys.readouterr()
+    notes = {row.revision: row.summary for row in History(tmp_path / "nightly.sqlite").cells("1")}
+    assert notes[first].endswith("as it was") and notes[git(tmp_path, "rev-parse", "HEAD")].endswith("as it is")
+    assert (tmp_path / "nightly" / "1").is_dir() and (tmp_path / "nightly" / f"at-{first[:12]}" / "1").is_dir()
+    assert main([*asked, "--at", "nothing"]) == 3
+    assert "--at: 'nothing' is no commit of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import date, timedelta
 
 import numpy as np
 import pytest
 
 from harness.nightly.history import Acceptance
-from harness.nightly.judging.judge import judge, level
+from harness.nightly.judging.bridging import level
+from harness.nightly.judging.judge import judge
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, student_tail
 from harness.nightly.measurement import Measurement
 from harness.reporting.verdict import Verdict
@@ -73,6 +75,23 @@ def test_a_machine_that_measured_lately_counts_and_one_that_is_gone_does_not() -
     assert found.verdict is Verdict.REGRESSION and found.summary.startswith("in environment there: worse by")
     moved = judge([*there, *series([100.0] * 80)[40:]])
     assert moved.verdict is Verdict.PASS and moved.summary.endswith("; 40 nights of other machines or versions do not count")
+
+
+def at(nights: list[Measurement], revision: str) -> list[Measurement]:
+    return [replace(one, revision=revision) for one in nights]
+
+
+def test_a_commit_that_ran_in_both_environments_bridges_them() -> None:
+    old = at(series([100.0] * 40, environment="there"), "a")
+    here = series([200.0] * 46, seed=1)
+    bridge, same, worse = at(here[40:42], "a"), at(here[42:46], "b"), at(series([200.0] * 42 + [212.0] * 4, seed=1)[42:], "b")
+    found = judge([*old, *bridge, *same])
+    assert found.verdict is Verdict.PASS and "44 nights (40 of environment there, bridged by commit a)" in found.summary
+    bad = judge([*old, *bridge, *worse])
+    assert bad.verdict is Verdict.REGRESSION and bad.changes[0].night == night_label(42) and abs(bad.changes[0].effect - 0.06) < 0.02
+    assert bad.changes[0].high - bad.changes[0].low > 0.01  # two bridging nights are not sure of more
+    assert judge([*old, *at(bridge, "c"), *worse]).verdict is Verdict.INCONCLUSIVE
+    assert judge([*old, *at(bridge, "a-dirty"), *worse]).verdict is Verdict.INCONCLUSIVE
 
 
 STORIES = {

@@ -1,0 +1,87 @@
+"""From nights to levels, across a change of machine or versions where both ran the same commit.
+
+Another environment shifts every reading by some factor. A commit that was measured in both tells the factor, to within the noise of those
+nights; with it the earlier nights go on in the new environment, and a change of code is seen there at once instead of after a month.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.nightly.judging.shifts import Bridge
+from harness.nightly.measurement import Measurement
+
+
+@dataclass(frozen=True)
+class BridgedSeries:
+    """The nights of an environment, behind those of an earlier one where there is a bridge.
+
+    Attributes:
+        nights: in order.
+        levels_N: a level each, as the last environment would have given it.
+        bridge: between both; None where there is one environment.
+        told: in words, for a summary.
+    """
+
+    nights: tuple[Measurement, ...]
+    levels_N: NDArray[np.float64]
+    bridge: Bridge | None = None
+    told: str = ""
+
+
+def level(values: Sequence[float], better: str) -> float:
+    """Return the level of a night: the Hodges-Lehmann mean of the logarithms of its repetitions; more is worse.
+
+    Args:
+        values: the repetitions, above 0.
+        better: `lower` or `higher`.
+
+    Returns:
+        The median of the means of all pairs.
+    """
+    values_R = np.log(np.asarray(values, dtype=np.float64))
+    first, second = np.triu_indices(len(values_R))
+    mean = float(np.median((values_R[first] + values_R[second]) / 2))
+    return mean if better == "lower" else -mean
+
+
+def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
+    """Return the series of an environment.
+
+    Args:
+        series: all measurements of a metric, by night.
+        environment: digest.
+
+    Returns:
+        Its nights; behind those of the last earlier environment that ran a commit which ran here, too.
+    """
+    own = [one for one in series if one.environment == environment]
+    earlier = dict.fromkeys(one.environment for one in reversed(series) if one.night < own[-1].night and one.environment != environment)
+    for place in earlier:
+        before = [one for one in series if one.environment == place and one.night < own[-1].night]
+        common = {one.revision for one in own if _is_commit(one.revision)} & {one.revision for one in before}
+        after = [one for one in own if one.revision not in common]  # runs of the same commit again are what the bridge is made of
+        if common and after and before[-1].night <= after[0].night:
+            return _joined(before, own, after, common)
+    return BridgedSeries(tuple(own), _levels(own))
+
+
+def _joined(before: list[Measurement], own: list[Measurement], after: list[Measurement], common: set[str]) -> BridgedSeries:
+    here, there = (_levels([one for one in side if one.revision in common]) for side in (own, before))
+    levels_N = np.concatenate([_levels(before) + (here.mean() - there.mean()), _levels(after)])
+    bridge = Bridge(len(before), math.sqrt(1 / len(here) + 1 / len(there)))
+    told = f" ({len(before)} of environment {before[-1].environment}, bridged by commit {min(common)[:12]})"
+    return BridgedSeries((*before, *after), levels_N, bridge, told)
+
+
+def _levels(nights: Sequence[Measurement]) -> NDArray[np.float64]:
+    return np.array([level(one.values, one.better) for one in nights])
+
+
+def _is_commit(revision: str) -> bool:
+    return bool(revision) and not revision.endswith("-dirty")
