@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Whether all cases run, also those that tests/cases_per_change.txt leaves to the night."""
+    """Whether all cases run, also those that tests/cases_per_change.txt leaves to the night, in a profile of the day."""
     parser.addoption(
         "--all-cases", action="store_true", help="run all cases of the tests in tests/cases_per_change.txt, not a share of them"
     )
@@ -32,8 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin skips what the profile leaves to the night
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases that a change does not need; a case that is asked for by its name always runs."""
-    if config.getoption("--all-cases"):
+    """Leave out the cases that a change does not need; a case that is asked for by its name always runs."""
+    from harness.plugin.options import setting
+
+    if config.getoption("--all-cases") or setting(config, "profile") in ("nightly", "release"):
         return
     lines = (_ROOT / "tests" / "cases_per_change.txt").read_text(encoding="utf-8").splitlines()
     shares = {name: share for share, name in (line.split(maxsplit=1) for line in lines if not line.startswith("#"))}
@@ -41,11 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (name := item.nodeid.partition("[")[0]) in shares:
             cases.setdefault(name, []).append(item)
+    left_out: set[pytest.Item] = set()
     for name, found in cases.items():
         wanted = _wanted(shares[name], [item.nodeid.partition("[")[2] for item in found])
-        for number, item in enumerate(found):
-            if number not in wanted:
-                item.add_marker(pytest.mark.nightly)
+        left_out.update(item for number, item in enumerate(found) if number not in wanted)
+    config.hook.pytest_deselected(items=list(left_out))  # not skipped: to report thousands of skips takes longer than many a test
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _wanted(share: str, cases: Sequence[str]) -> set[int]:

@@ -1,6 +1,6 @@
 """How long the harness may look, in one place: the profiles that pytest's --harness-profile and `harness verify --profile` choose from.
 
-`dev` looks at something new every time, `pr` must not fail by chance and repeats exactly, `change` is `pr` with a quarter of the runs of
+`dev` looks at something new every time, `pr` must not fail by chance and repeats exactly, `change` is `pr` with a tenth of the runs of
 state machines, for a suite that runs many of them, `nightly` looks ten times as long as `pr`, and `release` twenty times. (Hypothesis has
 a profile of its own for CI, which never looks for anything new.)
 """
@@ -66,7 +66,7 @@ PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
         Profile("dev", examples=25, runs=40, steps=25),
-        Profile("change", examples=25, runs=60, steps=30, derandomize=True),
+        Profile("change", examples=25, runs=24, steps=30, derandomize=True),
         Profile("pr", examples=25, runs=240, steps=30, derandomize=True),
         Profile("nightly", examples=250, runs=2400, steps=30),
         Profile("release", examples=500, runs=4800, steps=30),

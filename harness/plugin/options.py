@@ -37,7 +37,7 @@ class Option:
 OPTIONS: dict[str, Option] = {
     "profile": Option(
         "--harness-profile",
-        "how long property tests look: dev (at random), pr (the same every time), change (with a quarter of the runs of state machines), "
+        "how long property tests look: dev (at random), pr (the same every time), change (with a tenth of the runs of state machines), "
         "nightly (ten times as long as pr, and nightly tests run), release (twice that, and release tests run too)",
         ini="harness_profile",
         arguments={"choices": tuple(PROFILES)},

@@ -30,7 +30,7 @@ def test_a_share_runs_for_a_change_all_at_night_and_one_that_is_named_always(sha
     many = "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_case(n): assert n >= 0\ndef test_other(): assert True\n"
     (tests / "test_many.py").write_text(many, encoding="utf-8")
     quiet = ("-p", "no:cacheprovider", "--harness-profile=pr")
-    pytester.runpytest(*quiet).assert_outcomes(passed=3, skipped=7)
+    pytester.runpytest(*quiet).assert_outcomes(passed=3, deselected=7)
     pytester.runpytest(*quiet, "--all-cases").assert_outcomes(passed=10)
     pytester.runpytest(*quiet, "tests/test_many.py::test_case[0]").assert_outcomes(passed=1)
     pytester.runpytest("-p", "no:cacheprovider", "--harness-profile=nightly").assert_outcomes(passed=10)

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -36,8 +37,13 @@ def _sources(root: Path) -> list[Path]:
     return [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
 
 
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -60,7 +66,7 @@ def test_no_tensor_is_made_in_the_default_dtype(repo_root: Path) -> None:
     made = ("zeros", "ones", "empty", "full", "eye", "rand", "randn", "linspace", "logspace", "tensor", "scalar_tensor")
     found = []
     for path in (path for path in _sources(repo_root) if path.relative_to(repo_root).parts[0] == "compressor"):
-        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        calls = (node for node in ast.walk(_parsed(path)) if isinstance(node, ast.Call))
         bare = [call for call in calls if all(keyword.arg != "dtype" for keyword in call.keywords)]
         found += [f"{path}:{call.lineno}" for call in bare if ast.unparse(call.func) in {f"torch.{name}" for name in made}]
     assert not found, "\n".join(found)
@@ -170,7 +176,7 @@ def _import_graph(paths: Iterable[Path], root: Path) -> dict[str, set[str]]:
     modules = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     graph = {}
     for name, path in modules.items():
-        wanted = {target for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for target in _imported(node, modules)}
+        wanted = {target for node in ast.walk(_parsed(path)) for target in _imported(node, modules)}
         graph[name] = wanted & modules.keys() - {name}
     return graph
 
@@ -220,11 +226,7 @@ def _odd_statements(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_no_assertion_guards_data_and_no_mixin_declares_its_host(repo_root: Path) -> None:
-    found = [
-        f"{path.relative_to(repo_root)}:{line}: {why}"
-        for path in _sources(repo_root)
-        for line, why in _odd_statements(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    found = [f"{path.relative_to(repo_root)}:{line}: {why}" for path in _sources(repo_root) for line, why in _odd_statements(_parsed(path))]
     assert not found, "\n".join(found)
 
 

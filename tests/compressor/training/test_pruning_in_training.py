@@ -160,7 +160,7 @@ def test_odd_sizes_bring_no_note_about_zeros_that_cannot_be():
     assert [int((layer.weight == 0).sum()) for layer in model] == [4, 4, 1] and session.state.report.notes == []
 
 
-@pytest.mark.parametrize(("name", "mode"), [("mlp", "capture"), ("llama", "replay")])
+@pytest.mark.parametrize(("name", "mode"), [("mlp", "capture"), ("mlp", "replay"), ("llama", "replay")])
 def test_zeros_of_a_sparse_model_stay_while_it_trains(cases, new_trainer, name, mode):
     pruned = MagnitudePruningModifier(final_sparsity=0.5, start=3, end=10, update=2)
     kept = ConstantPruningModifier(start=10, end=50)

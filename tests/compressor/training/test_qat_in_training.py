@@ -550,6 +550,7 @@ def test_a_checkpoint_in_fewer_bits_has_the_codes_that_were_trained(tmp_path):
             batch_size=4,
             learning_rate=1e-2,
             save_dtype=dtype,
+            mode="eager",
         )
         models[dtype] = load_compressed(tmp_path / dtype)
     layers = {dtype: [m for m in model.modules() if isinstance(m, QuantizedLayer)] for dtype, model in models.items()}

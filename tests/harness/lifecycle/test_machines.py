@@ -28,7 +28,7 @@ def test_the_pr_profile_is_long_and_repeats_exactly() -> None:
 
 def test_profiles_are_what_they_say() -> None:
     assert PROFILES["pr"].derandomize and PROFILES["change"].derandomize
-    assert PROFILES["change"].runs * 4 == PROFILES["pr"].runs and PROFILES["change"].steps == PROFILES["pr"].steps
+    assert PROFILES["change"].runs * 10 == PROFILES["pr"].runs and PROFILES["change"].steps == PROFILES["pr"].steps
     assert not PROFILES["dev"].derandomize
     assert PROFILES["nightly"].runs == 10 * PROFILES["pr"].runs
     assert PROFILES["nightly"].machine_settings().database is not None

@@ -63,7 +63,7 @@ def outcome_of(modifier: object, check: str, **options: Any) -> tuple[Outcome, s
     ids=["GPTQ", "W4A16", "FP8", "AutoRound", "SmoothQuant", "Wanda", "SparseGPT", "SpinQuant"],
 )
 def test_our_own_modifiers_keep_the_contract(modifier: Modifier) -> None:
-    report = harness.verify(modifier, profile="dev")
+    report = harness.verify(modifier, profile="change")
     assert report.passed, report.to_text()
     skipped = {record.name for record in report.records if record.outcome is Outcome.SKIP}
     # what runs forwards of its own has no hook outside of them, and what changes weights in place replaces no module
@@ -72,7 +72,7 @@ def test_our_own_modifiers_keep_the_contract(modifier: Modifier) -> None:
 
 @pytest.mark.parametrize("modifier", [CalibratingWorker(), TrainingWorker(start=1.0, end=3.0), Willing()], ids=lambda one: one.label)
 def test_well_behaved_modifiers_pass(modifier: Modifier) -> None:
-    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), profile="dev")
+    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), profile="change")
     assert report.passed, report.to_text()
 
 
@@ -483,7 +483,7 @@ def test_a_refusal_of_the_modifiers_own_kind_is_no_bug_where_it_is_declared() ->
     subject = Subject(Refuses(), nn.Sequential(nn.Linear(1, 1)), [torch.ones(1, 1)])
     with pytest.raises(Violation, match="NotNowError"):
         drive_session(guest_stage(subject), PROFILES["pr"], GUEST_SHARE, shrink=False)
-    report = verify(Refuses, checks=["lifecycle.state_machine"], refusals=[NotNowError], profile="dev")
+    report = verify(Refuses, checks=["lifecycle.state_machine"], refusals=[NotNowError], profile="change")
     assert report.passed, report.to_text()
 
 

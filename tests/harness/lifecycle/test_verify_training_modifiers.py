@@ -26,7 +26,7 @@ MODIFIERS = {
 
 @pytest.mark.parametrize("modifier", MODIFIERS.values(), ids=MODIFIERS.keys())
 def test_modifiers_of_a_training_keep_the_contract(modifier: Modifier) -> None:
-    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), profile="dev")
+    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), profile="change")
     assert report.passed, report.to_text()
     skipped = {record.name for record in report.records if record.outcome is Outcome.SKIP}
     assert skipped <= {"lifecycle.nested_contexts", "lifecycle.already_quantized"}  # no hooks; pruning what is pruned changes nothing
