@@ -126,7 +126,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     chosen = _choose(parsed, settings, sequential)
     config_dir = _config_dir(settings)
     loaded = _load(model, settings, config_dir)
-    device = _place(loaded, settings, chosen)
+    device = _place(loaded, settings, _all_layers_at_once(parsed, chosen))
     base = base_hashes(loaded.source_dir)
     identity = model_identity(loaded, base, words.saved)  # before anything is done to it
     untied = () if settings.tie_word_embeddings else untie(loaded)
@@ -197,18 +197,26 @@ def _config_dir(settings: OneshotSettings) -> Path | None:
     return None if name is None else resolve_folder(name, weights=False, code=trust, argument="config_name").path
 
 
-def _place(loaded: LoadedModel, settings: OneshotSettings, pipeline: str) -> torch.device:
+def _all_layers_at_once(recipe: Recipe, pipeline: str) -> str | None:
+    """Say why layers cannot take turns on the device."""
+    if pipeline != "sequential":
+        return f"the {pipeline} pipeline has no layers that take turns"
+    needy = next((modifier.label for modifier in recipe.modifiers if modifier.needs_all_layers), None)
+    return None if needy is None else f"{needy} trains through all layers at one time"
+
+
+def _place(loaded: LoadedModel, settings: OneshotSettings, obstacle: str | None) -> torch.device:
     """Return where the run takes place; move there what came from a folder, unless its weights wait in main memory. Changes the model."""
     device = resolve_device(settings.device)
     asked = settings.sequential_offload_device
     if not loaded.from_memory:
-        if not weights_wait(loaded.model, device, pipeline, asked):
+        if not weights_wait(loaded.model, device, obstacle, asked):
             loaded.model.to(device)
         return device
     own = next((parameter.device for parameter in loaded.model.parameters()), torch.device("cpu"))
     if settings.device == "auto" or (device.type == own.type and device.index in (None, own.index)):
         return own
-    if own.type == "cpu" and asked == "cpu" and weights_wait(loaded.model, device, pipeline, asked):
+    if own.type == "cpu" and asked == "cpu" and weights_wait(loaded.model, device, obstacle, asked):
         return device
     raise ModelError(
         f"oneshot: device={settings.device!r} was given for a model that is on {own}; move the model first, or leave device out, or have "

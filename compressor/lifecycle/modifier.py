@@ -64,6 +64,8 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
     calibration: ClassVar[CalibrationNeed] = "none"
     # True where `on_initialize` takes modules out of the model; it then finds the data in the state, and stands first in a recipe.
     reshapes: ClassVar[bool] = False
+    # True where it trains through all layers at one time, so that none can wait elsewhere for its turn.
+    needs_all_layers: ClassVar[bool] = False
     # What the modifier does differently on purpose, for `harness.verify`; nothing here reads it.
     contract_tags: ClassVar[Collection[str]] = frozenset()
 

@@ -18,6 +18,7 @@ from compressor.errors import TargetError, UserInputError
 from compressor.lifecycle.hooks import hand_over_hooks
 from compressor.monitor import Monitor
 from compressor.numerics import QuantizationScheme
+from compressor.pages import let_go
 from compressor.progress import Progress, SilentProgress
 
 Detail = float | int | str
@@ -264,6 +265,7 @@ class State:
         hand_over_hooks(old, new)
         _set_module(self.model, name, new)
         self.touch([name])
+        let_go(old.parameters(recurse=False))  # nobody else knows them any more
         if self.keep_originals:
             # The first is the model's own; what is replaced later is a modifier's work.
             self.originals.setdefault(name, old)

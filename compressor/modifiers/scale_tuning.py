@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from pydantic import Field, PrivateAttr
 
@@ -36,6 +37,8 @@ class ScaleTuningModifier(Modifier):
         tune_norms: train weights and biases of norms, too.
         seed: of the split and the order; None: that of the run.
     """
+
+    needs_all_layers: ClassVar[bool] = True
 
     steps: int = Field(default=64, gt=0)
     batch_size: int = Field(default=8, gt=0)

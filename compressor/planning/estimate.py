@@ -32,6 +32,7 @@ class StageEstimate:
         statistics_bytes: Hessians and the like.
         activations_bytes: what is live for all samples between two stages, and the batches, in memory.
         temporaries_bytes: of one forward, or of the solver.
+        away_bytes: of the weights, those that need not be at hand where layers come one by one.
         flops: of all phases, in matrix products.
         seconds: of all phases.
     """
@@ -42,6 +43,7 @@ class StageEstimate:
     statistics_bytes: int
     activations_bytes: int
     temporaries_bytes: int
+    away_bytes: int = 0
     flops: float = 0.0
     seconds: float = 0.0
 
@@ -92,6 +94,11 @@ class Estimate:
         return self.worst.peak_bytes
 
     @property
+    def peak_by_layers_bytes(self) -> int:
+        """The same where layers come one by one: on a CPU of a model in files, on a GPU of one in main memory."""
+        return max(stage.peak_bytes - stage.away_bytes for stage in self.stages)
+
+    @property
     def peak_extra_bytes(self) -> int:
         """The same beyond the model itself."""
         return self.peak_bytes - self.model_bytes
@@ -100,6 +107,7 @@ class Estimate:
         """Return plain data for JSON."""
         stages = [{**asdict(stage), "peak_bytes": stage.peak_bytes} for stage in self.stages]
         totals = {"peak_bytes": self.peak_bytes, "peak_extra_bytes": self.peak_extra_bytes, "peak_stage": self.worst.name}
+        totals |= {"peak_by_layers_bytes": self.peak_by_layers_bytes}
         return {**asdict(self), "stages": stages, **totals}
 
 

@@ -186,6 +186,8 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
             speed = measure_speed(run_device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             keeps_float = run_device.type == "cpu" or isinstance(model, nn.Module)
             setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed)
+            if not isinstance(model, nn.Module):  # on a GPU the next layer is on its way
+                setting = replace(setting, num_ahead=0 if run_device.type == "cpu" else 1)
             with _reshaped(skeleton, parsed.modifiers):
                 made = _made(skeleton, parsed, chosen, settings, setting)
                 modes = {
@@ -223,8 +225,11 @@ def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettin
     targets, skipped = _targets(skeleton, parsed.modifiers)
     patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, settings.sequential_targets)
     runs_once, has_base_stream = streams = _streams(chosen, settings, list(targets.values()))
-    layers = _layers(skeleton, partition(skeleton, patterns), targets, streams) if chosen == "sequential" else []
+    cut = partition(skeleton, patterns)
+    layers = _layers(skeleton, cut, targets, streams) if chosen == "sequential" else []
     setting = replace(setting, runs_once=runs_once, has_base_stream=has_base_stream)
+    if chosen == "sequential" and setting.num_ahead is not None:
+        setting = replace(setting, stretches={name: bytes_of(layer) for name, layer in cut.targets.items()})
     batches = setting.batches
     sequences = {one.label: one.forwards_of_training(batches.num_samples) for one in parsed.modifiers if isinstance(one, _Training)}
     searches = {one.label: one.search_flops for one in parsed.modifiers if isinstance(one, Searching)}

@@ -104,6 +104,8 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
         ("memory beyond the model (estimate)", _mb(cost.peak_extra_bytes)),
         ("process before the model is loaded", _mb(cost.process_bytes)),
     ]
+    if cost.peak_by_layers_bytes < cost.peak_bytes:
+        lines.append(("the same with weights of a layer at a time (estimate)", _mb(cost.peak_by_layers_bytes)))
     if cost.journal_bytes:
         lines.append(("disk for finished stages until the end (with an output folder)", _mb(cost.journal_bytes)))
     if cost.offload_bytes:

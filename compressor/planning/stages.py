@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,6 +28,8 @@ class Setting:
         speed: of the machine.
         runs_once: layers run in one pass.
         has_base_stream: the uncompressed model runs beside the other.
+        num_ahead: layers that are brought before their time, where they come one by one; None where the caller holds all weights.
+        stretches: bytes of these layers by dotted name; empty where none come.
     """
 
     model_bytes: int
@@ -38,6 +40,20 @@ class Setting:
     speed: Speed
     runs_once: bool = False
     has_base_stream: bool = False
+    num_ahead: int | None = None
+    stretches: Mapping[str, int] = field(default_factory=dict)
+
+    def at_hand(self, stage: str) -> int:
+        """Bytes of the weights that a stage needs at hand, those beside the layers included where they are at work or have one place only.
+
+        Args:
+            stage: names of its targets; of no layer in particular for what runs through the whole model.
+        """
+        layers = [size for name, size in self.stretches.items() if f"{stage}.".startswith(f"{name}.")]
+        outside = self.model_bytes - sum(self.stretches.values())
+        largest = max(self.stretches.values(), default=0)
+        ahead = self.num_ahead or 0
+        return (layers[0] if layers else largest) + ahead * largest + (outside if ahead or not layers else 0)
 
     @property
     def num_streams(self) -> int:
@@ -190,11 +206,17 @@ class Timeline:
             phase: what it counts as.
             temporaries: beyond the weights.
         """
-        self.stages.append(StageEstimate(name, phase, self._weights, 0, 0, temporaries))
+        # Files are written tensor by tensor, whichever lies where.
+        away = self._weights if self._setting.stretches else 0
+        self.stages.append(StageEstimate(name, phase, self._weights, 0, 0, temporaries, away))
 
     def _add_worst(self, name: str, phases: Sequence[tuple[Phase, int, int, int, int]], *, flops: float, seconds: float) -> None:
         worst = max((StageEstimate(name, *phase) for phase in phases), key=lambda stage: stage.peak_bytes)
-        self.stages.append(replace(worst, flops=flops, seconds=seconds))
+        self.stages.append(replace(worst, away_bytes=self._away(name), flops=flops, seconds=seconds))
+
+    def _away(self, stage: str) -> int:
+        """Finished layers lie in the run folder, or go back; those to come are not there yet."""
+        return max(0, self._weights - self._setting.at_hand(stage)) if self._setting.stretches else 0
 
     def _live(self, stretch: Footprint, beside: Footprint) -> int:
         """What waits of all samples while one stage is at work, and of those of the uncompressed model, which may wait elsewhere."""

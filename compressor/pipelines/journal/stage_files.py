@@ -155,7 +155,7 @@ def lay_on_file(path: Path, model: nn.Module, keys: Sequence[str]) -> None:
             module = model.get_submodule(module_name)
             own = module._buffers.get(name) if isinstance(module, QuantizedLayer) else None
             if own is not None and own.device.type == "cpu":
-                own.data = file.get_tensor(_TENSOR + key)
+                module._buffers[name] = file.get_tensor(_TENSOR + key)  # not `own.data`: a view would keep its base
 
 
 def report_since(report: Report, before: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:

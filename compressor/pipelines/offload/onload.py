@@ -275,31 +275,28 @@ def weights_by_stretch(model: nn.Module, targets: Mapping[str, nn.Module], devic
     return WeightsByStretch(model, targets if device.type == "cpu" else ())
 
 
-def weights_wait(model: nn.Module, device: torch.device, pipeline: str, asked: str | None) -> bool:
+def weights_wait(model: nn.Module, device: torch.device, obstacle: str | None, asked: str | None) -> bool:
     """Decide whether the weights of a model wait in main memory for their turn.
 
     Args:
         model: in main memory, or on the device.
         device: where the run takes place.
-        pipeline: its name.
+        obstacle: why layers cannot take turns; None where they can.
         asked: `cpu`, `none`, or None where the user leaves it to us.
 
     Returns:
         True if so: for a device other than the CPU alone.
 
     Raises:
-        TargetError: that was asked for, and nothing has a turn.
+        TargetError: that was asked for, and cannot be.
     """
     if device.type == "cpu":
         return False
-    if pipeline != "sequential":
+    if obstacle is not None:
         if asked == "cpu":
-            raise TargetError(
-                f"sequential_offload_device: 'cpu' was given, but the {pipeline} pipeline has no layers that take turns; leave it out"
-            )
+            raise TargetError(f"sequential_offload_device: 'cpu' was given, but {obstacle}; leave it out")
         return False
-    num_bytes = sum(one.nbytes for one in _tensors(model))
-    return asked == "cpu" if asked is not None else num_bytes > FREE_SHARE * free_bytes(device)
+    return asked == "cpu" if asked is not None else sum(one.nbytes for one in _tensors(model)) > FREE_SHARE * free_bytes(device)
 
 
 def needs_copies(model: nn.Module, device: torch.device) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,29 +115,38 @@ def run(folder: Path, output: Path | None, mode: str, **settings: Any) -> Any:
     return oneshot(folder, recipe=recipe, dataset=data, output_dir=output, batch_size=2, **{**chosen, **settings})
 
 
-@pytest.fixture(scope="module", params=MODES)
-def plain(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    output = tmp_path_factory.mktemp("plain") / "out"
-    run(folder, output, request.param)
-    return request.param, output
+@pytest.fixture(scope="module")
+def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
+    """The files of a run without such a device, made once for each mode."""
+
+    @functools.cache
+    def made(mode: str) -> dict[str, bytes]:
+        output = tmp_path_factory.mktemp("plain") / "out"
+        run(folder, output, mode)
+        return files(output)
+
+    return made
 
 
+@pytest.mark.parametrize("mode", MODES)
 def test_every_stage_computes_on_the_device_and_gives_the_same_bytes(
-    plain: tuple[str, Path], folder: Path, device: type[Simulated], tmp_path: Path
+    mode: str, plain: Callable[[str], dict[str, bytes]], folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    mode, expected = plain
+    expected = plain(mode)
+    device = request.getfixturevalue("device")  # after the plain run
     result = run(folder, tmp_path / "out", mode)
-    assert files(tmp_path / "out") == files(expected)
+    assert files(tmp_path / "out") == expected
     assert device.sides.peak <= 2  # a layer, and the one whose norm the propagation reaches
     assert not device.sides.here
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in result.model.modules())
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
-    folder: Path, device: type[Simulated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: Callable[[str], dict[str, bytes]], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     mode = "two passes"
-    run(folder, tmp_path / "whole", mode)
+    expected = plain(mode)
+    device = request.getfixturevalue("device")
     hold = device.hold
 
     def killed(self: Simulated, modules: Any) -> None:
@@ -147,30 +158,38 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
         patch.setattr(device, "hold", killed)
         run(folder, tmp_path / "out", mode)
     assert "resumed after stage 2 of 3" in run(folder, tmp_path / "out", mode, resume=True).resumed
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert files(tmp_path / "out") == expected
 
 
 @pytest.mark.parametrize(
-    ("free", "device", "pipeline", "asked", "waits"),
+    ("free", "device", "obstacle", "asked", "waits"),
     [
-        (1, "cpu", "sequential", "cpu", False),
-        (1, "cuda", "sequential", None, True),
-        (1, "cuda", "sequential", "none", False),
-        (1 << 40, "cuda", "sequential", None, False),
-        (1 << 40, "cuda", "sequential", "cpu", True),
-        (1, "cuda", "basic", None, False),
+        (1, "cpu", None, "cpu", False),
+        (1, "cuda", None, None, True),
+        (1, "cuda", None, "none", False),
+        (1 << 40, "cuda", None, None, False),
+        (1 << 40, "cuda", None, "cpu", True),
+        (1, "cuda", "why not", None, False),
     ],
 )
 def test_weights_wait_where_they_would_fill_the_device_or_were_told_to(
-    free: int, device: str, pipeline: str, asked: str | None, waits: bool, monkeypatch: pytest.MonkeyPatch
+    free: int, device: str, obstacle: str | None, asked: str | None, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onload, "free_bytes", lambda device: free)
-    assert onload.weights_wait(nn.Linear(4, 4), torch.device(device), pipeline, asked) is waits
+    assert onload.weights_wait(nn.Linear(4, 4), torch.device(device), obstacle, asked) is waits
 
 
-def test_weights_have_no_turn_to_wait_for_without_layers_in_sequence() -> None:
-    with pytest.raises(TargetError, match="sequential_offload_device: 'cpu' was given, but the basic pipeline has no layers"):
-        onload.weights_wait(nn.Linear(4, 4), torch.device("cuda"), "basic", "cpu")
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ({"quant_modifiers": {"QuantizationModifier": {"scheme": "FP8"}}}, "the basic pipeline has no layers that take turns"),
+        ({"quant_modifiers": {"GPTQModifier": {"scheme": "W4A16", "mode": "best"}}}, "ScaleTuningModifier.* trains through all layers"),
+    ],
+)
+def test_layers_that_have_no_turns_cannot_wait_for_them(recipe: Any, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compressor.entrypoints.oneshot.resolve_device", torch.device)  # as on a machine with a GPU
+    with pytest.raises(TargetError, match=f"sequential_offload_device: 'cpu' was given, but {why}"):
+        oneshot(folder, recipe=recipe, dataset=torch.ones(2, 4, dtype=torch.long), device="cuda", sequential_offload_device="cpu")
 
 
 def test_a_stage_that_is_left_in_main_memory_fails(folder: Path, device: type[Simulated], monkeypatch: pytest.MonkeyPatch) -> None:

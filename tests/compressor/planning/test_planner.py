@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressor.cli.main import main
 from compressor.errors import TargetError, UserInputError
@@ -94,6 +95,16 @@ def test_without_the_base_stream_a_run_in_one_pass_holds_and_computes_half(folde
     assert plain.estimate.seconds < 0.7 * beside.estimate.seconds
     assert plain.estimate.seconds < twice.estimate.seconds
     assert plain.estimate.peak_extra_bytes < 0.7 * beside.estimate.peak_extra_bytes
+
+
+def test_where_layers_come_one_by_one_more_of_them_need_no_more_memory(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 12}), encoding="utf-8")
+    few, many = make(folder).estimate, make(tmp_path).estimate
+    assert many.peak_bytes > few.peak_bytes + 8 * 200_000
+    assert many.peak_by_layers_bytes == few.peak_by_layers_bytes < few.peak_bytes
+    held = make(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))).estimate
+    assert held.peak_by_layers_bytes == held.peak_bytes
 
 
 def test_training_behind_the_stages_is_counted(folder: Path) -> None:
