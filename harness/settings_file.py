@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from compressor.errors import UserInputError
 from compressor.spelling import suggest
+from compressor.yaml_text import EntryPath, from_yaml
 
 Settings = TypeVar("Settings", bound=BaseModel)
+_SHOWN = 80  # characters of a wrong value
+
+
+class SettingsPart(BaseModel):
+    """A mapping in such a file: no key but its fields, each with a line of its own, and no `yes` where a number belongs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic reads `yes` and true as the number 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError("a truth value stands where another value belongs")
+        return value
 
 
 def read_settings(path: Path, kind: type[Settings], word: str) -> Settings:
@@ -31,49 +46,43 @@ def read_settings(path: Path, kind: type[Settings], word: str) -> Settings:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserInputError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserInputError(f"{path}: is not YAML: {' '.join(str(error).split())}; write one `{word}: value` a line") from error
-    if node is not None and not isinstance(node, yaml.MappingNode):
+    except UnicodeDecodeError as error:
+        raise UserInputError(f"{path}: byte {error.start} is not UTF-8 text; save it as UTF-8") from error
+    data, lines = from_yaml(text, str(path))
+    if not isinstance(data, dict | None):
         raise UserInputError(f"{path}:1: holds no mapping; write one `{word}: value` a line")
-    lines: dict[tuple[str, ...], int] = {}
-    if node is not None:
-        _note_lines(node, (), lines, path)
     try:
-        return kind.model_validate(yaml.safe_load(text) or {})
+        return kind.model_validate(data or {})
     except ValidationError as error:
         raise UserInputError("; ".join(_explain(path, dict(item), lines, kind, word) for item in error.errors())) from error
 
 
-def _note_lines(node: yaml.MappingNode, prefix: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path) -> None:
-    """Fill `lines` with the line of every key; a key that stands twice is an error, YAML would keep the last silently."""
-    for key, value in node.value:
-        place, line = (*prefix, str(key.value)), key.start_mark.line + 1
-        if place in lines:
-            raise UserInputError(f"{path}:{line}: {'.'.join(place)} stands on line {lines[place]} already; keep one")
-        lines[place] = line
-        if isinstance(value, yaml.MappingNode):
-            _note_lines(value, place, lines, path)
-
-
-def _explain(path: Path, error: Mapping[str, Any], lines: Mapping[tuple[str, ...], int], kind: type[BaseModel], word: str) -> str:
-    place = tuple(str(part) for part in error["loc"])
+def _explain(path: Path, error: Mapping[str, Any], lines: Mapping[EntryPath, int], kind: type[BaseModel], word: str) -> str:
+    place: EntryPath = error["loc"]
     line = next((lines[place[:end]] for end in range(len(place), 0, -1) if place[:end] in lines), 1)
-    where = f"{path}:{line}: {'.'.join(place)}"
+    where = f"{path}:{line}: {'.'.join(map(str, place))}"
     if error["type"] == "missing":
         return f"{where}: is missing; add it"
     if error["type"] != "extra_forbidden":
         message = error["msg"].removeprefix("Value error, ")
-        return f"{where}: {error['input']!r} is not allowed: {message[0].lower()}{message[1:]}"
-    known = sorted(_fields_at(kind, place[:-1]))
-    remedy = suggest(place[-1], known, otherwise=f"known are {', '.join(known)}", show=str)
+        return f"{where}: {repr(error['input'])[:_SHOWN]} is not allowed: {message[0].lower()}{message[1:]}"
+    known = sorted(_part_at(kind, place[:-1]).model_fields)
+    remedy = suggest(str(place[-1]), known, otherwise=f"known are {', '.join(known)}", show=str)
     return f"{where}: is no {word}; {remedy}"
 
 
-def _fields_at(kind: type[BaseModel], place: tuple[str, ...]) -> Mapping[str, Any]:
-    """The fields of the settings that stand at a place."""
+def _part_at(kind: type[BaseModel], place: EntryPath) -> type[BaseModel]:
+    """The part of the settings that a place lies in; keys that a user chose, and positions, lead no deeper."""
     for name in place:
-        kind = kind.model_fields[name].annotation  # type: ignore[assignment]
-    return kind.model_fields
+        field = kind.model_fields.get(str(name))
+        kind = next(_parts(field.annotation), kind) if field else kind
+    return kind
+
+
+def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _parts(inner)

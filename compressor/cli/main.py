@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 from compressor.cli import convert, inspect, mappings, trace, train
 from compressor.console import Parser, add_completion, add_verbosity, logged, with_output
 from compressor.errors import AlreadyDoneError, CompressorError
-from compressor.json_text import to_json
+from compressor.json_text import from_json, to_json
 from compressor.settings.options import Settings, add_options, chosen
 from compressor.settings.verbs import MODEL_HELP, OneshotSettings, PlanSettings, RecipeSettings
 
@@ -124,7 +123,7 @@ def _run_oneshot(args: argparse.Namespace) -> int:
     except AlreadyDoneError as done:
         print(f"compressor oneshot: {_one_line(done)}", file=sys.stderr)
         if args.json:
-            record = json.loads((Path(args.output_dir) / "compression.json").read_text(encoding="utf-8"))
+            record = from_json((Path(args.output_dir) / "compression.json").read_text(encoding="utf-8"))
             print(to_json({**record, "output_dir": str(Path(args.output_dir).resolve())}), end="")
         return EXIT_OK
     if args.json:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from compressor.data.collate import check_strided
 from compressor.data.user_code import errors_named, read_through
 from compressor.errors import DatasetError
+from compressor.json_text import from_json
 
 T = TypeVar("T")
 
@@ -132,11 +133,11 @@ def _jsonl_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Row]
     for number, line in _arranged(_lines(path), seed):
         where = f"{path} line {number}"
         try:
-            value = json.loads(line)
+            value = from_json(line)
         except json.JSONDecodeError as error:
             raise DatasetError(f"{where}: this is no JSON ({error.msg} at column {error.colno}); repair the line") from error
-        except RecursionError as error:
-            raise DatasetError(f"{where}: this JSON is nested too deeply to be read; repair the line") from error
+        except ValueError as error:
+            raise DatasetError(f"{where}: this JSON cannot be read ({error}); repair the line") from error
         if not isinstance(value, dict):
             raise DatasetError(f'{where}: a JSON {type(value).__name__} is no row; write {{"{text_column}": "..."}}')
         yield _mapping_row(value, where, text_column)

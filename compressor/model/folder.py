@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from compressor.errors import ModelError
+from compressor.json_text import from_json
 from compressor.model.hub import DEFAULT_REVISION, Origin, fetch, split_name
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -266,8 +266,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: it cannot be read, is no JSON, or holds no object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ModelError(f"{path}: not valid JSON ({one_line(error)}); restore the file") from error
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror}); restore the file") from error

@@ -20,6 +20,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from compressor.errors import ModelError
+from compressor.json_text import from_json
 from compressor.pages import let_go
 
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
@@ -83,11 +84,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             if length > min(size - _LENGTH_BYTES, _MAX_HEADER):
                 raise _damaged(path, "its header is cut off")
-            content = json.loads(stream.read(length), object_pairs_hook=_without_doubles)
+            content = from_json(stream.read(length), once=True)
     except OSError as error:
         raise _damaged(path, error.strerror or str(error)) from error
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, str(error) if type(error) is ValueError else "its header is no JSON") from error
+    except ValueError as error:
+        raise _damaged(path, f"its header: {error}" if type(error) is ValueError else "its header is no JSON") from error
     begin = _LENGTH_BYTES + length
     if not isinstance(content, dict):
         raise _damaged(path, "its header is no JSON object")
@@ -100,13 +101,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         end += one.num_bytes
     if end != size:
         raise _damaged(path, f"its tensors end at byte {end:,}, and the file at {size:,}")
-    return found
-
-
-def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice in its header")
     return found
 
 
@@ -209,5 +203,5 @@ def _dtype_ranks() -> Mapping[str, int]:
     """In which order safetensors writes tensors of several dtypes: asked of itself, for it is its own affair."""
     whole = save({name: torch.zeros(8, dtype=torch.uint8).view(dtype) for name, dtype in DTYPES.items()})
     begin = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES], "little")
-    entries = json.loads(whole[_LENGTH_BYTES:begin])
+    entries = from_json(whole[_LENGTH_BYTES:begin])
     return {name: rank for rank, name in enumerate(sorted(entries, key=lambda name: entries[name]["data_offsets"]))}

@@ -23,8 +23,9 @@ from compressor.errors import RecipeError
 from compressor.lifecycle import Modifier
 from compressor.lifecycle.settings_errors import describe
 from compressor.modifiers.registry import find_modifier, known_modifiers
-from compressor.recipe.source import Document, EntryPath
+from compressor.recipe.source import Document
 from compressor.spelling import suggest
+from compressor.yaml_text import EntryPath
 
 DEFAULT_STAGE = "default"
 RUN_TYPES = ("oneshot", "train")

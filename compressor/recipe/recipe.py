@@ -17,8 +17,9 @@ from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.registry import modifier_name
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.recipe.build import DEFAULT_STAGE, Builder, Stage, escape, named_values
-from compressor.recipe.source import RecipeDumper, read_document
+from compressor.recipe.source import read_document
 from compressor.spelling import suggest
+from compressor.yaml_text import YamlDumper
 
 _FILLED_IN = {"index", "group"}
 _EMBEDDING = "Embedding"
@@ -51,7 +52,7 @@ class Recipe:
             RecipeError: a setting of a modifier cannot be written as text.
         """
         data = {f"{stage.name}_stage": _stage_data(stage) for stage in self.stages}
-        return yaml.dump(data, Dumper=RecipeDumper, sort_keys=False, default_flow_style=None, width=120)
+        return yaml.dump(data, Dumper=YamlDumper, sort_keys=False, default_flow_style=None, width=120)
 
 
 def load_recipe(

@@ -1,46 +1,25 @@
 """From any source of a recipe to plain data, with the line where each entry stands.
 
-The data and the lines are two readings of one text: the data as a safe YAML or JSON loader gives it, and a table from the path of an
-entry (keys and positions) to its line, taken from the YAML node tree. What comes later works on plain data and asks the table only to
-say where an error is. Nothing in a recipe is ever evaluated.
+Nothing in a recipe is ever evaluated.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
-from compressor.errors import RecipeError
+from compressor.errors import RecipeError, UserInputError
+from compressor.json_text import from_json
 from compressor.spelling import suggest
-
-Key = str | int
-EntryPath = tuple[Key, ...]
+from compressor.yaml_text import EntryPath, from_yaml
 
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json", ".md")
-MAX_ENTRIES = 100_000  # YAML aliases can make a small text expand to any size
 
 _FENCES = ("---", "+++")
-_FLOAT_TAG, _MERGE_TAG = "tag:yaml.org,2002:float", "tag:yaml.org,2002:merge"
-_EXPONENT_FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
-
-
-class RecipeLoader(yaml.SafeLoader):
-    """The safe loader, reading `1e-3` as the number that it is in YAML 1.2 and JSON."""
-
-
-class RecipeDumper(yaml.SafeDumper):
-    """The safe dumper, quoting what RecipeLoader would read as a number."""
-
-
-for _resolver in (RecipeLoader, RecipeDumper):
-    _resolver.add_implicit_resolver(_FLOAT_TAG, _EXPONENT_FLOAT, list("-+.0123456789"))
 
 
 @dataclass(frozen=True)
@@ -128,26 +107,21 @@ def _read_file(path: Path) -> Document:
 def _looks_like(text: str) -> str:
     """The kind of a text without a file name: JSON if it is JSON, Markdown if a fenced front matter is followed by more, else YAML."""
     try:
-        json.loads(text)
+        from_json(text)
     except ValueError:
         return ".md" if _front_matter(text) is not None else ".yaml"
-    except RecursionError:
-        return ".yaml"
     return ".json"
 
 
 def _parse(text: str, name: str, kind: str) -> Document:
-    try:
-        if kind == ".json":
-            return _parse_json(text, name)
-        if kind == ".md":
-            front = _front_matter(text)
-            if front is None:
-                raise RecipeError(f"{name}: no front matter was found; put the recipe between two lines '---' at the top of the file")
-            return _parse_yaml(front, text, name)
+    if kind == ".json":
+        return _parse_json(text, name)
+    if kind != ".md":
         return _parse_yaml(text, text, name)
-    except RecursionError as error:
-        raise RecipeError(f"{name}: its entries are nested too deeply to be read; flatten it") from error
+    front = _front_matter(text)
+    if front is None:
+        raise RecipeError(f"{name}: no front matter was found; put the recipe between two lines '---' at the top of the file")
+    return _parse_yaml(front, text, name)
 
 
 def _front_matter(text: str) -> str | None:
@@ -164,70 +138,22 @@ def _front_matter(text: str) -> str | None:
 
 def _parse_yaml(recipe_text: str, text: str, name: str) -> Document:
     try:
-        loader = RecipeLoader(recipe_text)
-        node = loader.get_single_node()
-        lines = _lines(node, name)
-        data = None if node is None else loader.construct_document(node)
-    except RecipeError:
-        raise
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise RecipeError(f"{name}{line}: this is not safe YAML ({error.problem}); correct the text") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"{name}: this is not safe YAML ({str(error).splitlines()[0]}); correct the text") from error
+        data, lines = from_yaml(recipe_text, name)
+    except UserInputError as error:
+        raise RecipeError(str(error)) from error
     return Document(data, text, name, lines)
 
 
 def _parse_json(text: str, name: str) -> Document:
     try:
-        data = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, name))
+        data = from_json(text, once=True)
     except json.JSONDecodeError as error:
         raise RecipeError(f"{name}:{error.lineno}: this is not JSON ({error.msg}); correct the text") from error
+    except ValueError as error:
+        raise RecipeError(f"{name}: {error}; correct the text") from error
     try:
         # Tabs may stand between the entries of JSON, not of YAML.
-        lines = _lines(yaml.compose(text.replace("\t", " "), Loader=RecipeLoader), name)
-    except yaml.YAMLError:
+        _, lines = from_yaml(text.replace("\t", " "), name)
+    except UserInputError:
         lines = {}  # JSON that is no YAML: still right, only its errors do not name a line
     return Document(data, text, name, lines)
-
-
-def _unique(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise RecipeError(f"{name}: {_twice(twice)}")
-    return data
-
-
-def _twice(key: str) -> str:
-    return f"{key!r} stands twice in one mapping; rename one, or write a list (- {key}: ...) for two modifiers of one type"
-
-
-def _lines(node: yaml.Node | None, name: str) -> dict[EntryPath, int]:
-    """Line of every entry below a node; refuses keys that stand twice and texts that expand without bounds."""
-    lines: dict[EntryPath, int] = {}
-    _walk(node, (), lines, name, open_nodes=())
-    return lines
-
-
-def _walk(node: yaml.Node | None, path: EntryPath, lines: dict[EntryPath, int], name: str, open_nodes: tuple[int, ...]) -> None:
-    if node is not None and (id(node) in open_nodes or len(lines) > MAX_ENTRIES):
-        raise RecipeError(f"{name}:{node.start_mark.line + 1}: the aliases in this text expand without bounds; write the entries out")
-    seen: set[Key] = set()
-    for key, mark_node, child in _children(node):
-        if key in seen:
-            raise RecipeError(f"{name}:{mark_node.start_mark.line + 1}: {_twice(str(key))}")
-        seen.add(key)
-        lines[(*path, key)] = mark_node.start_mark.line + 1
-        _walk(child, (*path, key), lines, name, (*open_nodes, id(node)))
-
-
-def _children(node: yaml.Node | None) -> list[tuple[Key, yaml.Node, yaml.Node]]:
-    """Key, the node that has its line, and the value of each entry."""
-    if isinstance(node, yaml.MappingNode):
-        pairs = [(key, value) for key, value in node.value if key.tag != _MERGE_TAG]
-        return [(str(key.value), key, value) for key, value in pairs]
-    if isinstance(node, yaml.SequenceNode):
-        return [(number, item, item) for number, item in enumerate(node.value)]
-    return []

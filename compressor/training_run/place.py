@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from compressor.atomic import check_output_dir, real_path
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
+from compressor.json_text import from_json
 from compressor.model.checkpoints.audit import check_written
 from compressor.pipelines.journal.fingerprint import Fingerprint, digest
 from compressor.pipelines.journal.place import RECORD_FILE
@@ -54,7 +54,7 @@ class Place:
 
     def _refuse_done(self, output_dir: Path, run: Fingerprint) -> None:
         try:
-            record = json.loads((output_dir / RECORD_FILE).read_text(encoding="utf-8"))
+            record = from_json((output_dir / RECORD_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             record = {}
         if not isinstance(record, dict) or record.get("fingerprint") != digest(run):

@@ -7,7 +7,6 @@ state-00000120.safetensors  the whole state after 120 steps
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from compressor.atomic import own_names, partial_path, real_path, remove, whole_file
 from compressor.errors import ModelError, OutputError, ResumeError
-from compressor.json_text import to_json
+from compressor.json_text import from_json, to_json
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes
 from compressor.pipelines.journal.run_folder import RunFolder
 from compressor.training import Trainer, load_training, save_training
@@ -263,7 +262,7 @@ def _read_run(path: Path) -> dict[str, Any] | None:
             raise ResumeError(f"{file}: is gone, though states are there; restore the file, or remove {path} to start over")
         return None
     try:
-        first = json.loads(file.read_text(encoding="utf-8"))
+        first = from_json(file.read_text(encoding="utf-8"))
         known = isinstance(first, dict) and first["format"] == _FORMAT and isinstance(first["fingerprint"], dict) and bool(first["token"])
     except (ValueError, KeyError, OSError) as error:
         raise ResumeError(f"{file}: cannot be read ({error}); remove {path} to start over") from error

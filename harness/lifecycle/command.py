@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+from compressor.json_text import from_json
 from compressor.settings.kinds import Flag, Number, Text, Texts
 from compressor.settings.options import Option, Settings
 from harness.profiles import PROFILES
@@ -18,7 +18,7 @@ from harness.verbs import Command
 
 def _settings(text: str) -> dict[str, Any]:
     try:
-        settings = json.loads(text)
+        settings = from_json(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
     if not isinstance(settings, dict):

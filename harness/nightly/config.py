@@ -5,22 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from compressor.errors import UserInputError
 from harness.command_line import check_command
-from harness.settings_file import read_settings
+from harness.settings_file import SettingsPart, read_settings
 
 Check = Literal["compress", "validate", "speed"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 _PLACES = ("model", "recipe", "device", "compressed")
-_STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class Data(BaseModel):
+class Data(SettingsPart):
     """Which texts calibrate and which judge."""
-
-    model_config = _STRICT
 
     calibration: str
     """Any source that `compressor oneshot --dataset` takes."""
@@ -31,20 +28,16 @@ class Data(BaseModel):
     max_seq_length: Annotated[int, Field(ge=2)] = 2048
 
 
-class Limits(BaseModel):
+class Limits(SettingsPart):
     """What a cell may use before it is ended."""
-
-    model_config = _STRICT
 
     minutes: Annotated[float, Field(gt=0)] = 60.0
     memory_gib: Annotated[float, Field(gt=0)] | None = None
     """Of all its processes together; None for no limit."""
 
 
-class NightlyConfig(BaseModel):
+class NightlyConfig(SettingsPart):
     """A nightly run. Paths are relative to the file."""
-
-    model_config = _STRICT
 
     models: Annotated[dict[Name, str], Field(min_length=1)]
     """Name to folder, or to a name on the hub."""

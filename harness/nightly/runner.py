@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.atomic import write_whole
-from compressor.json_text import to_json
+from compressor.json_text import from_json, to_json
 from compressor.progress import Progress, SilentProgress
 from harness.errors import HarnessError
 from harness.nightly.cells import Cell, CellOutcome, all_cells
@@ -193,7 +192,7 @@ class Runner:
             return outcome, f"exit code {ended.code}; {last_line(log)}", {"seconds": ([ended.seconds], "lower", "series")}
         if ended.code or not result.exists():
             return CellOutcome.ERROR, f"exit code {ended.code}; {last_line(log)}", {}
-        found = json.loads(result.read_text("utf-8"))
+        found = from_json(result.read_text("utf-8"))
         return CellOutcome(found["outcome"]), found["summary"], found["metrics"]
 
     def _write(

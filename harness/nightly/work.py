@@ -6,7 +6,6 @@ both. The piece is products of float32 matrices on the device, as compression it
 
 from __future__ import annotations
 
-import json
 import resource
 import shutil
 import sys
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from compressor.atomic import write_whole
 from compressor.errors import CompressorError
-from compressor.json_text import to_json
+from compressor.json_text import from_json, to_json
 from harness.nightly.cells import CellOutcome
 
 if TYPE_CHECKING:
@@ -240,7 +239,7 @@ def main(job_file: str, result_file: str) -> None:
         job_file: JSON of a `Job`.
         result_file: written whole.
     """
-    job, result = Job(**json.loads(Path(job_file).read_text("utf-8"))), Result()
+    job, result = Job(**from_json(Path(job_file).read_text("utf-8"))), Result()
     try:
         WORK[job.check](job, result)
     except CompressorError as error:

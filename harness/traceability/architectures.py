@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
 from compressor.random_state import random_numbers_kept
 from compressor.spelling import did_you_mean
+from compressor.yaml_text import from_yaml
 from harness.errors import HarnessError
 from harness.traceability.batches import MAKERS, Batch, make_batches
 from harness.traceability.verdicts import Subject
@@ -127,8 +127,9 @@ def read_architectures(path: Path, *, is_named: bool = False) -> list[Architectu
 
     Raises:
         HarnessError: an entry is not of this form.
+        UserInputError: it is no safe YAML.
     """
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content, _ = from_yaml(path.read_text(encoding="utf-8"), path.name)
     if not isinstance(content, dict) or not isinstance(content.get("architectures"), dict):
         raise HarnessError(f"{path.name}: holds no mapping `architectures`; give name: {{class: ..., config: ...}}")
     bases = content.get("bases") or {}

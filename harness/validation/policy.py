@@ -17,20 +17,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from compressor.errors import UserInputError
-from harness.settings_file import read_settings
+from harness.settings_file import SettingsPart, read_settings
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Decibels = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
-class SqnrLimits(BaseModel):
+class SqnrLimits(SettingsPart):
     """Least signal-to-quantization-noise ratio of a weight in dB, by number format."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     int2: Decibels = 1.0
     int3: Decibels = 3.0
@@ -43,10 +41,8 @@ class SqnrLimits(BaseModel):
     float8: Decibels = 22.0
 
 
-class Policy(BaseModel):
+class Policy(SettingsPart):
     """The limits of a validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     confidence: Annotated[float, Field(gt=0.5, le=0.9999)] = Field(0.95, description="of every two-sided interval")
     num_resamples: Annotated[int, Field(ge=10_000, le=1_000_000)] = Field(10_000, description="bootstrap resamples of whole sequences")

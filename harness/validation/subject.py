@@ -6,7 +6,6 @@ that is broken is not: it is what the checks are there to find, so its faults ar
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import ModelError
+from compressor.json_text import from_json
 from harness.validation.format.container import Checkpoint, read_checkpoint
 from harness.validation.format.experts import PrunedExperts
 from harness.validation.format.fused import with_single_experts
@@ -120,7 +120,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     if not path.is_file():
         return None, f"{folder}: holds no config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = from_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         return None, f"{path}: is not JSON: {error}"
     return (config, None) if isinstance(config, dict) else (None, f"{path}: is no JSON object")

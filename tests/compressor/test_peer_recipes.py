@@ -199,7 +199,7 @@ def test_an_error_of_yaml_without_a_place_is_still_one_of_ours(monkeypatch: pyte
     def fail(self: object) -> None:
         raise yaml.MarkedYAMLError(problem="it is odd")
 
-    monkeypatch.setattr("compressor.recipe.source.RecipeLoader.get_single_node", fail)
+    monkeypatch.setattr("compressor.yaml_text.YamlLoader.get_single_node", fail)
     with pytest.raises(RecipeError, match=r"^recipe: this is not safe YAML \(it is odd\)"):
         load_recipe("x_stage: {}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from compressor.atomic import check_output_dir, partial_path, real_path
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
+from compressor.json_text import from_json
 from compressor.lifecycle import Modifier
 from compressor.model.checkpoints.audit import check_written
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes, digest, file_hashes
@@ -215,7 +215,7 @@ class RunPlace:
         """
         assert self.output_dir is not None and self.run_dir is not None
         try:
-            record = json.loads((self.output_dir / RECORD_FILE).read_text(encoding="utf-8"))
+            record = from_json((self.output_dir / RECORD_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             record = {}
         if not isinstance(record, dict) or record.get("fingerprint") != digest(run):

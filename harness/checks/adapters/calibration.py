@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from compressor import oneshot
 from compressor.algorithms.gptq import quantize_gptq
+from compressor.json_text import from_json
 from compressor.modifiers import gptq
 from compressor.nn import QuantizedLayer
 from compressor.random_state import random_numbers_kept
@@ -139,7 +140,7 @@ def main(argv: Sequence[str]) -> None:
         argv: the subject as JSON, the file of the rows, the file to write, the number of threads.
     """
     torch.set_num_threads(int(argv[3]))
-    modifier, settings, seed = json.loads(argv[0])
+    modifier, settings, seed = from_json(argv[0])
     rows = load_file(argv[1])["input_ids"]
     save_file(dict(OurCalibration(modifier, settings, seed).run(list(rows)).tensors), argv[2])
 

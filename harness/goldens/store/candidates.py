@@ -7,7 +7,6 @@ the golden's and a hash of golden and test, so that no two goldens, tests or wor
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any
 
 from compressor.atomic import write_whole
 from compressor.errors import UserInputError
-from compressor.json_text import to_json
+from compressor.json_text import from_json, to_json
 from harness.errors import GoldenError
 from harness.goldens.store.manifest import TensorEntry, read_tensors, tensors_data
 from harness.goldens.store.paths import SUFFIX, relative_path
@@ -185,7 +184,7 @@ def read_candidate(path: Path) -> Candidate:
         GoldenError: it is none.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = from_json(path.read_text(encoding="utf-8"))
         if data["format"] != _FORMAT:
             raise ValueError(f"format {data['format']}")
         return Candidate(

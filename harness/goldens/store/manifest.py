@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import UserInputError
+from compressor.json_text import from_json
 from harness.errors import GoldenError
 from harness.goldens.store.paths import MANIFEST, file_name, folder_of, same_file
 from harness.goldens.store.provenance import Platform
@@ -221,26 +222,17 @@ def _read(path: Path, text: str) -> dict[str, GoldenEntry]:
                 "(each golden is one entry of its own), or take one side and update the other's goldens again"
             )
     try:
-        data = json.loads(text, object_pairs_hook=_no_key_twice)
+        data = from_json(text, once=True)
     except json.JSONDecodeError as error:
         raise GoldenError(f"{path}:{error.lineno}: is no JSON ({error.msg}); take it from version control again") from error
-    except UserInputError as error:
-        raise GoldenError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise GoldenError(f"{path}: cannot be read: {error}; keep one side of a merge, or take it from version control again") from error
     version = data.get("format") if isinstance(data, dict) else None
     if isinstance(version, int) and version > FORMAT:
         raise GoldenError(f"{path}: has format {version}, and this harness reads up to {FORMAT}; install the newer compressor-harness")
     if version != FORMAT or not isinstance(data.get("goldens"), dict):
         raise GoldenError(f"{path}: is no manifest of goldens (format {version!r}); take it from version control again")
     return {name: _read_entry(path, name, entry) for name, entry in data["goldens"].items()}
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserInputError(f"holds the key {twice!r} twice, as a merge can leave it; keep one of both")
-    return found
 
 
 def _read_entry(path: Path, name: str, data: Any) -> GoldenEntry:

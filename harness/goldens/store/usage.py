@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from compressor.json_text import from_json
 
 USAGE_FILE = "golden-usage.json"
 
@@ -12,7 +13,7 @@ USAGE_FILE = "golden-usage.json"
 def read_usage(path: Path) -> dict[str, Any] | None:
     """Return the record of which goldens were used, or None where there is none that can be read."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) and {"complete", "gaps", "used", "unknown_tests"} <= set(record) else None

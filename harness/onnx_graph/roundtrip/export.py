@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import json
 import logging
 import tempfile
 import warnings
@@ -25,6 +24,7 @@ from torch import nn
 
 from compressor.atomic import whole_file
 from compressor.errors import OutputError, UserInputError
+from compressor.json_text import from_json
 from compressor.model.loading.load import load_model
 from compressor.model.loading.sample_batches import Modality, sample_batches
 from compressor.nn.experts import UnfusedExperts
@@ -340,7 +340,7 @@ def is_quantized(folder: str | Path) -> bool:
     """Whether a folder holds a compressed checkpoint; False where it has no config, which loading then names."""
     path = Path(folder) / "config.json"
     try:
-        return path.is_file() and "quantization_config" in json.loads(path.read_text(encoding="utf-8"))
+        return path.is_file() and "quantization_config" in from_json(path.read_text(encoding="utf-8"))
     except ValueError:
         return False
 

@@ -7,7 +7,6 @@ release; where it is new, `explain` runs again and says whether the skips that a
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from compressor.atomic import whole_file
 from compressor.errors import UserInputError
-from compressor.json_text import to_json
+from compressor.json_text import from_json, to_json
 from harness.onnx_graph.contracts.base import Contract
 from harness.onnx_graph.roundtrip.explain import OPTIMIZER_OF, explain
 from harness.onnx_graph.roundtrip.optimizers import OptimizerFailure, optimize
@@ -271,7 +270,7 @@ def read_records(path: Path) -> Records:
     if not path.exists():
         return {}
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
+        records = from_json(path.read_text(encoding="utf-8"))
         if not _is_record(records):
             raise ValueError("optimizers, their releases, and the passes in force are expected")
     except (ValueError, OSError) as error:

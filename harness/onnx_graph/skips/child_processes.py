@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor.json_text import from_json
 from harness.onnx_graph.skips.call_records import OptimizerCall
 
 VARIABLE = "HARNESS_FORCED_SKIPS"
@@ -166,7 +167,7 @@ class Channel:
         log = self.folder / "calls.jsonl"
         calls = []
         for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
-            fields = json.loads(line)
+            fields = from_json(line)
             call = OptimizerCall.from_dict(fields["call"])
             if judge is not None and fields["graphs"]:
                 sides = [self.folder / f"{fields['graphs']}.{side}.onnx" for side in ("before", "after")]
@@ -184,7 +185,7 @@ def start_in_child(folder: str) -> None:
     from harness.onnx_graph.skips.intercept import INTERCEPTOR, Policy
 
     channel = Channel(Path(folder))
-    policy = json.loads((channel.folder / "policy.json").read_text(encoding="utf-8"))
+    policy = from_json((channel.folder / "policy.json").read_text(encoding="utf-8"))
     skips = {backend: tuple(names) for backend, names in policy["skips"].items()}
     keep_graphs = policy["keep_graphs"]
 

@@ -93,7 +93,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"{path.name}: {size} bytes do not hold the header of {length} bytes that the first 8 bytes announce")
-        header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+        header = _json(file.read(length))
     header.pop("__metadata__", None)
     entries = {name: _entry(path, name, fields, 8 + length) for name, fields in header.items()}
     position = 8 + length
@@ -104,6 +104,13 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     if position != size:
         raise ValueError(f"{path.name}: the tensors end at byte {position}, the file has {size}")
     return entries
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -165,14 +172,14 @@ def read_checkpoint(folder: Path, *, finished: bool = True) -> Checkpoint:
 def _index_files(path: Path) -> set[str]:
     """The shards that an index names; none where it cannot be read, which `_index_problems` then reports."""
     try:
-        return set(json.loads(path.read_text())["weight_map"].values())
+        return set(_json(path.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         return set()
 
 
 def _index_problems(checkpoint: Checkpoint, path: Path) -> list[str]:
     try:
-        index = json.loads(path.read_text())
+        index = _json(path.read_bytes())
         weight_map = dict(index["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         return [f"{path.name}: cannot be read as an index: {error!r}"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from compressor.json_text import from_json
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.format.container import Checkpoint
@@ -89,7 +90,7 @@ def _normalized(folder: Path, settings: Mapping[tuple[str, ...], Any]) -> dict[s
     from transformers import AutoConfig
 
     read = with_settings(AutoConfig.from_pretrained(folder, local_files_only=True), settings)
-    config: dict[str, Any] = json.loads(read.to_json_string(use_diff=False))
+    config: dict[str, Any] = from_json(read.to_json_string(use_diff=False))
     return {key: _meaning(value, config.get("dtype")) for key, value in config.items()}
 
 
@@ -140,7 +141,7 @@ def check_generation_config(base_dir: Path, folder: Path) -> CheckRecord:
     if base.read_bytes() == other.read_bytes():
         return GENERATION_CONFIG.record(Outcome.PASS, "equal byte for byte")
     try:
-        differing = _differing_keys(json.loads(base.read_text("utf-8")), json.loads(other.read_text("utf-8")))
+        differing = _differing_keys(from_json(base.read_text("utf-8")), from_json(other.read_text("utf-8")))
     except (ValueError, AttributeError) as error:
         return GENERATION_CONFIG.record(Outcome.FAIL, f"{name} is not a JSON object: {error}")
     return GENERATION_CONFIG.found(differing, "equal, apart from who wrote it", noun="differing key")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from compressor.json_text import from_json
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.format.container import DTYPES, Checkpoint
@@ -33,10 +34,34 @@ def file_hashes(folder: Path) -> dict[str, str]:
         Hashes by path below the folder, sorted.
     """
     hashes = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as stream:
-            hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+    for path in folder_entries(folder):
+        if path.is_file():
+            with path.open("rb") as stream:
+                hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
     return hashes
+
+
+def folder_entries(folder: Path) -> list[Path]:
+    """Return all that lies in a folder and is no folder itself: files, and also links to wherever, pipes, sockets and devices.
+
+    Args:
+        folder: a model folder.
+
+    Returns:
+        Paths, sorted; links are not followed.
+
+    Raises:
+        OSError: a folder in it cannot be read, so that nobody knows what it holds.
+    """
+    found = []
+    for place, folders, files in os.walk(folder, onerror=_raise):
+        here = Path(place)
+        found += [here / name for name in files] + [here / name for name in folders if (here / name).is_symlink()]
+    return sorted(found)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
@@ -51,7 +76,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = from_json(path.read_text(encoding="utf-8"))
     except ValueError:
         return None
     return record if isinstance(record, dict) else None

@@ -260,7 +260,7 @@ _DAMAGES = {
     "cut off": _Damage(_truncate, ModelError, "not a whole safetensors file .*its tensors end at byte"),
     "two tensors in one place": _Damage(_rewritten(_overlap), ModelError, "not a whole safetensors file .*the tensor before it ends at"),
     "bytes of no tensor": _Damage(_rewritten(_hole), ModelError, "not a whole safetensors file .*the tensor before it ends at"),
-    "a name twice in a header": _Damage(_rewritten(_twice), ModelError, "a name stands twice in its header"),
+    "a name twice in a header": _Damage(_rewritten(_twice), ModelError, "stands twice in one object"),
     "a missing file": _Damage(_lose, ModelError, "1 of [0-9]+ weight files are missing"),
     "a name in two files": _Damage(_double, ModelError, "stands in model-00001.* and in model-00002"),
     "an unknown dtype": _Damage(_unknown_dtype, ModelError, "is stored as 'F6_X'"),

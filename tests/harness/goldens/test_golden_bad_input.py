@@ -88,7 +88,7 @@ def _edited(change: Callable[[dict], None]) -> Callable[[str], str]:
 MANIFESTS = {
     "conflict": (_conflict, r"manifest\.json:5: holds the mark of a merge conflict"),
     "only the end mark": (lambda text: text + ">>>>>>> theirs\n", "mark of a merge conflict"),
-    "key twice": (lambda text: text.replace('"goldens": {', '"goldens": {"y": {}, ', 1), "holds the key 'y' twice"),
+    "key twice": (lambda text: text.replace('"goldens": {', '"goldens": {"y": {}, ', 1), "'y' stands twice"),
     "newer": (_edited(lambda data: data.update(format=2)), "has format 2, and this harness reads up to 1"),
     "no format": (_edited(lambda data: data.pop("format")), "is no manifest of goldens"),
     "cut off": (lambda text: text[:-20], r"manifest\.json:\d+: is no JSON"),

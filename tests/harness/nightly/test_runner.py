@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from compressor.errors import UserInputError
+from harness import cli
 from harness.nightly import History
 from harness.nightly.cells import CellOutcome, all_cells
 from harness.nightly.config import read_config
@@ -190,6 +191,12 @@ WRONG = {
     "limits.minutes: 0 is not allowed": {"limits": {"minutes": 0}, "commands": {"c": "true"}},
     "compress is the name of a check": {"commands": {"compress": "true"}},
 }
+
+
+@pytest.mark.parametrize("text", ["models: !!python/object/apply:os.system [x]", "models: " + "[" * 1_000], ids=["tag", "deep"])
+def test_a_config_that_is_no_safe_yaml_is_bad_input(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    assert cli.main(["nightly", "run", str(tmp_path / "c.yaml")]) == 3
 
 
 @pytest.mark.parametrize("message", WRONG)

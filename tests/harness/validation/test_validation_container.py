@@ -53,6 +53,7 @@ def rewrite_header(path: Path, change) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "the file has"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "the tensors end at byte"),
         (lambda path: path.write_bytes(b"\xff" * 64), "do not hold the header"),
+        (lambda path: path.write_bytes((50_000).to_bytes(8, "little") + b"[" * 50_000), "nested too deeply"),
         (lambda path: path.write_bytes(b"abc"), "do not hold the header"),
         (lambda path: rewrite_header(path, lambda h: h["a.weight"].update(shape=[3, 5])), "cannot lie in 48 bytes"),
         (lambda path: rewrite_header(path, lambda h: h["a.weight"].update(dtype="F12")), "unknown dtype F12"),

@@ -39,9 +39,15 @@ def test_defaults_stand_where_the_file_is_silent(tmp_path):
         ("min_sqnr_db: {int8: -.inf}\n", "-inf is not allowed"),
         ("num_resamples: 10\n", "10 is not allowed: input should be greater than or equal to 10000"),
         ("max_mean_kl: low\n", "'low' is not allowed"),
-        ("max_mean_kl: 1\nmax_mean_kl: 2\n", "policy.yaml:2: max_mean_kl stands on line 1 already; keep one"),
+        ("max_mean_kl: 1\nmax_mean_kl: 2\n", "policy.yaml:2: 'max_mean_kl' stands twice in one mapping; keep one"),
         ("- a\n", "policy.yaml:1: holds no mapping"),
-        ("a: [1\n", "policy.yaml: is not YAML"),
+        ("a: [1\n", "policy.yaml:2: this is not safe YAML"),
+        ("a: !!python/object/apply:os.system [x]\n", "policy.yaml:1: this is not safe YAML"),
+        ("a: " + "[" * 1_000, "policy.yaml: its entries are nested too deeply"),
+        ("a: &a [*a]\n", "policy.yaml:1: the aliases in this text expand without bounds"),
+        ("max_mean_kl: yes\n", "policy.yaml:1: max_mean_kl: True is not allowed: a truth value stands where another value belongs"),
+        ("min_sqnr_db: {int8: true}\n", "min_sqnr_db.int8: True is not allowed"),
+        ("min_sqnr_db: {int9: 3}\n", "policy.yaml:1: min_sqnr_db.int9: is no limit; did you mean int8?"),
     ],
 )
 def test_mistakes_are_told_with_their_line(tmp_path, text, message):

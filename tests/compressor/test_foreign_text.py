@@ -1,0 +1,55 @@
+"""JSON and YAML that others wrote: whatever is wrong with them is one kind of error, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from compressor.errors import UserInputError
+from compressor.json_text import MAX_DEPTH, from_json
+from compressor.yaml_text import from_yaml
+
+JSON = {
+    "no JSON": ("{", "Expecting property name"),
+    "no text": (b"\xff", "invalid start byte"),
+    "too deep for Python": ("[" * 100_000, "its entries are nested too deeply"),
+    "too deep for what comes later": ("[" * 300 + "]" * 300, "its entries are nested too deeply"),
+    "number": ("9" * 5_000, "digits"),
+    "twice": ('{"a": {"b": 1, "b": 2}}', "'b' stands twice in one object"),
+}
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_json_that_cannot_be_read_is_a_value_error(name: str) -> None:
+    text, message = JSON[name]
+    with pytest.raises(ValueError, match=message):
+        from_json(text, once=True)
+
+
+def test_json_is_data_and_a_key_may_stand_twice_unless_once_is_asked_for() -> None:
+    assert from_json('{"a": [1, {"b": null}], "a": 2}') == {"a": 2}
+    deep = "[" * MAX_DEPTH + "]" * MAX_DEPTH
+    assert str(from_json(deep)) == deep
+
+
+def test_yaml_is_data_with_its_lines() -> None:
+    data, lines = from_yaml("a:\n  - 1e-3\n  - b: yes\n", "x")
+    assert data == {"a": [0.001, {"b": True}]}
+    assert lines == {("a",): 1, ("a", 0): 2, ("a", 1): 3, ("a", 1, "b"): 3}
+    assert from_yaml("", "x") == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: !!python/object/apply:os.system [x]", r"^x:1: this is not safe YAML"),
+        ("a: [", r"^x:1: this is not safe YAML"),
+        ("a: " + "[" * 1_000, r"^x: its entries are nested too deeply"),
+        ("a: 1\nb: 1\na: 2", r"^x:3: 'a' stands twice in one mapping; keep one"),
+        ("a: [{b: 1, b: 2}]", r"^x:1: 'b' stands twice"),
+        ("a: " + "9" * 5_000, r"^x: this is not safe YAML"),
+        ("a: &a [*a]", r"^x:1: the aliases in this text expand without bounds"),
+    ],
+)
+def test_yaml_that_cannot_be_read_is_bad_input(text: str, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        from_yaml(text, "x")
