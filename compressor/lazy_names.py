@@ -12,7 +12,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
     Args:
         package: its dotted name, `__name__`.
-        homes: public name to the module that defines it.
+        homes: public name to the module that defines it; none is the name of a module of the package, which would hide it for good
+            as soon as somebody imports that.
 
     Returns:
         What the package assigns to `__getattr__, __dir__`.

@@ -71,7 +71,7 @@ def run(settings: CheckSettings) -> Verdict:
     from compressor.atomic import check_output_dir
     from compressor.progress import RichProgress, SilentProgress
     from harness.release.page import write_release
-    from harness.release.sign_off import sign_off
+    from harness.release.signing import sign_off
 
     output_dir = settings.output_dir or Path(f"{Path(settings.compressed).resolve().name}-release")
     for source in (settings.base, settings.compressed):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from compressor.json_text import from_json
 from harness.release.candidate import Candidate, Check
 from harness.reporting.record import CheckRecord, Claim
 from harness.validation.format.files import TOKENIZER_FILES
+from harness.validation.format.record import file_hashes, folder_entries
 
-SAFE = Claim("files.safe", "No file runs code when it is read: no pickle, no Python, no link, no auto_map")
+SAFE = Claim("files.safe", "No file runs code when it is read: no pickle, no Python, no link or pipe, no auto_map")
 FOREIGN = Claim("files.foreign", "Every file is the base's, or one that a checkpoint has")
 STABLE = Claim("files.stable", "The files are the same after all checks as before them")
 
+_ODD = _LINK, _NO_FILE = ("is a link", "is a pipe, a socket or a device")
 _CODE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py", ".so", ".dill", ".joblib", ".npy", ".npz", ".h5")
 _PICKLES = (*(bytes([128, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")  # protocols 2 to 5; torch.save writes a zip
 _KNOWN = (
@@ -25,14 +27,14 @@ _KNOWN = (
 
 
 def _look_for_code(candidate: Candidate) -> CheckRecord:
-    findings = [found for path in sorted(candidate.compressed.rglob("*")) for found in _dangers(path, candidate.compressed)]
+    findings = [found for path in folder_entries(candidate.compressed) for found in _dangers(path, candidate.compressed)]
     return SAFE.found(findings, "every file is data", noun="danger")
 
 
 def _dangers(path: Path, folder: Path) -> Iterator[str]:
     name = path.relative_to(folder).as_posix()
-    if path.is_symlink() and not _is_cached(path, folder):
-        yield f"{name}: is a link"
+    if odd := _oddity(path, folder):
+        yield f"{name}: {odd}"
     if not path.is_file():
         return
     if path.suffix.lower() in _CODE_SUFFIXES:
@@ -46,6 +48,13 @@ def _dangers(path: Path, folder: Path) -> Iterator[str]:
         yield f"{name}: auto_map asks a loader to run code"
 
 
+def _oddity(path: Path, folder: Path) -> str:
+    """Why an entry is no file of the folder, in words; else empty."""
+    if path.is_symlink():
+        return "" if path.is_file() and _is_cached(path, folder) else _LINK
+    return "" if path.is_file() else _NO_FILE
+
+
 def _is_cached(path: Path, folder: Path) -> bool:
     """Say whether a link is one of the hub's cache, where every file of a snapshot is a link to its blob."""
     return folder.parent.name == "snapshots" and path.resolve().parent == (folder.parent.parent / "blobs").resolve()
@@ -53,7 +62,7 @@ def _is_cached(path: Path, folder: Path) -> bool:
 
 def _object(path: Path) -> Mapping[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = from_json(path.read_text(encoding="utf-8"))
     except ValueError:
         return {}  # what cannot be read is told by the check of that file
     return value if isinstance(value, dict) else {}
@@ -61,16 +70,41 @@ def _object(path: Path) -> Mapping[str, Any]:
 
 def _look_for_strangers(candidate: Candidate) -> CheckRecord:
     folder, base = candidate.compressed, candidate.base
-    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in folder_entries(folder)]
     strange = [name for name in names if not (base / name).is_file() and not any(fnmatchcase(name, known) for known in _KNOWN)]
     return FOREIGN.found([f"{name}: belongs to nobody" for name in strange], f"{len(names)} files", noun="file")
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Return what a folder holds.
+
+    Args:
+        folder: a checkpoint.
+
+    Returns:
+        Name to sha256, or to what else it is: what a link or a pipe gives is another thing tomorrow.
+    """
+    odd = {path.relative_to(folder).as_posix(): word for path in folder_entries(folder) if (word := _oddity(path, folder))}
+    return {**file_hashes(folder), **odd}
+
+
+def digests(found: Mapping[str, str]) -> dict[str, str]:
+    """Return those of files alone.
+
+    Args:
+        found: as of `contents`.
+
+    Returns:
+        sha256 by name.
+    """
+    return {name: what for name, what in found.items() if what not in _ODD}
 
 
 def stable_record(before: Mapping[str, str], after: Mapping[str, str]) -> CheckRecord:
     """Hold the digests that go into the statement against those after the checks.
 
     Args:
-        before: sha256 by name.
+        before: as of `contents`.
         after: likewise.
 
     Returns:
@@ -80,21 +114,23 @@ def stable_record(before: Mapping[str, str], after: Mapping[str, str]) -> CheckR
 
 
 def differences(noted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """Return a line for each file that is missing, added or has another digest.
+    """Return a line for each file that is missing, added, has another digest or is no file now.
 
     Args:
         noted: sha256 by name.
-        found: likewise.
+        found: as of `contents`.
 
     Returns:
         The lines, by name.
     """
-    words = {
-        name: "is missing" if name not in found else "was added" if name not in noted else "has other bytes"
-        for name in noted.keys() | found.keys()
-        if noted.get(name) != found.get(name)
-    }
-    return [f"{name}: {words[name]}" for name in sorted(words)]
+    names = sorted(name for name in noted.keys() | found.keys() if noted.get(name) != found.get(name))
+    return [f"{name}: {_change(noted.get(name), found.get(name))}" for name in names]
+
+
+def _change(noted: str | None, found: str | None) -> str:
+    if found is None or found in _ODD:
+        return found or "is missing"
+    return "was added" if noted is None else "has other bytes"
 
 
 CHECKS = (Check(SAFE, _look_for_code), Check(FOREIGN, _look_for_strangers))

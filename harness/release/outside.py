@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from compressor.json_text import from_json
 from harness.release.candidate import Candidate, Check
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.text import plain_text
@@ -54,7 +54,10 @@ def _look(claim: Claim, candidate: Candidate, python: Path | None) -> CheckRecor
     done = _process([str(python), "-I", str(_ELSEWHERE), str(candidate.compressed.absolute()), *ids], candidate)
     if isinstance(done, str):
         return claim.record(Outcome.INCONCLUSIVE, done)
-    answers = [json.loads(line.removeprefix(_MARK)) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    try:
+        answers = [from_json(line.removeprefix(_MARK)) for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    except ValueError as error:
+        return claim.record(Outcome.INCONCLUSIVE, f"its answer cannot be read: {error}")
     if not answers or done.returncode < 0:
         return claim.record(Outcome.INCONCLUSIVE, f"could not be tried: {_end(done)}")
     versions = answers[0]

@@ -7,25 +7,22 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from compressor.errors import UserInputError
 from harness.command_line import check_command
-from harness.settings_file import read_settings
+from harness.settings_file import SettingsPart, read_settings
 from harness.validation.policy import Policy, Positive, Share
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 Told = Annotated[str, Field(min_length=1, pattern=r"\S")]
-_STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 _PLACES = ("base", "compressed", "python")
 DEFAULT = "default"
 """The policy without a file."""
 
 
-class Waiver(BaseModel):
+class Waiver(SettingsPart):
     """A check that may fail until a day."""
-
-    model_config = _STRICT
 
     reason: Told
     """Why; shown on the page."""
@@ -33,10 +30,8 @@ class Waiver(BaseModel):
     """The last day on which it counts."""
 
 
-class GenerationLimits(BaseModel):
+class GenerationLimits(SettingsPart):
     """What is generated, and how far two ways to one result may part."""
-
-    model_config = _STRICT
 
     prompts: Annotated[int, Field(ge=2, le=256)] = 4
     """The first so many held-out sequences."""
@@ -52,10 +47,8 @@ class GenerationLimits(BaseModel):
     """The same between float32 and the dtype of the config."""
 
 
-class ReleasePolicy(BaseModel):
+class ReleasePolicy(SettingsPart):
     """Everything a release is held against. Paths are relative to the file."""
-
-    model_config = _STRICT
 
     required: tuple[Told, ...] = (
         *("files.config", "files.shards", "files.tensors", "files.safe", "files.stable"),

@@ -7,22 +7,20 @@ pass over fields that they do not know: ours are `verdict`, `waivers` and `versi
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from compressor.errors import UserInputError
-from compressor.json_text import to_json
-from harness.release.files import differences
+from compressor.json_text import from_json, to_json
+from harness.release.files import contents, differences
 from harness.release.policy import Waiver
 from harness.release.report import ReleaseReport
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome, Verdict
-from harness.validation.format.record import file_hashes
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
@@ -61,6 +59,31 @@ class Predicate(BaseModel):
     verdict: Verdict
     waivers: dict[str, Waiver] = Field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> Self:
+        """All that a sign-off writes follows from its lists, so who reads one field is told what the others tell."""
+        verdict, names = _verdict_of(self.passed, self.warned, self.failed, self.waivers), [*self.passed, *self.warned, *self.failed]
+        result = _result_of(verdict, self.waivers)
+        wrong = {
+            f"verdict is {self.verdict.value}, and the tests say {verdict.value}": self.verdict is not verdict,
+            f"result is {self.result}, and the tests say {result}": self.result != result,
+            "a test stands in two lists": len(set(names)) < len(names),
+            "what is waived is not among warnedTests": not self.waivers.keys() <= set(self.warned),
+        }
+        if any(wrong.values()):
+            raise ValueError(f"contradicts itself: {'; '.join(words for words, is_so in wrong.items() if is_so)}")
+        return self
+
+
+def _verdict_of(passed: Sequence[str], warned: Sequence[str], failed: Sequence[str], waived: Container[str]) -> Verdict:
+    if failed:
+        return Verdict.REGRESSION
+    return Verdict.PASS if passed and all(name in waived for name in warned) else Verdict.INCONCLUSIVE
+
+
+def _result_of(verdict: Verdict, waivers: Mapping[str, Waiver]) -> str:
+    return "WARNED" if waivers and verdict is Verdict.PASS else _RESULTS[verdict]
+
 
 class Statement(BaseModel):
     """The part of a statement that is checked."""
@@ -85,14 +108,13 @@ def statement_of(report: ReleaseReport) -> dict[str, Any]:
     policy = hashlib.sha256(to_json(report.policy.model_dump(mode="json")).encode()).hexdigest()
     configuration = {f"base/{name}": sha256 for name, sha256 in provenance["base"].items()}
     configuration |= {"dataset": provenance["data"]["sha256"], "policy": policy}
-    is_clean = report.verdict is Verdict.PASS and not report.waived
     waived = report.names(*Outcome, waived=True)
     return {
         "_type": STATEMENT_TYPE,
         "subject": _resources(provenance["compressed"]),
         "predicateType": PREDICATE_TYPE,
         "predicate": {
-            "result": "PASSED" if is_clean else _RESULTS[report.verdict] if report.verdict is not Verdict.PASS else "WARNED",
+            "result": _result_of(report.verdict, report.waived),
             "configuration": _resources(configuration),
             "passedTests": report.names(Outcome.PASS),
             "warnedTests": sorted([*report.names(Outcome.INCONCLUSIVE), *waived]),
@@ -121,13 +143,15 @@ def read_statement(path: Path) -> Statement:
         UserInputError: it cannot be read, is no statement of this kind, or names a file twice.
     """
     try:
-        statement = Statement.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        statement = Statement.model_validate(from_json(path.read_text(encoding="utf-8"), once=True))
     except OSError as error:
         raise UserInputError(f"{path}: cannot be read ({error.strerror}); name the statement.json of a sign-off") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
-        raise UserInputError(f"{path}: is no statement of a sign-off: {place}: {first['msg']}; name its statement.json") from error
+        raise UserInputError(
+            f"{path}: is no statement of a sign-off: {place}: {first['msg'].removeprefix('Value error, ')}; name its statement.json"
+        ) from error
     except ValueError as error:
         raise UserInputError(f"{path}: is not JSON: {error}; name the statement.json of a sign-off") from error
     names = [one.name for one in statement.subject]
@@ -155,7 +179,7 @@ def verify_statement(statement: str | Path, folder: str | Path, *, today: date) 
     if not place.is_dir():
         raise UserInputError(f"{place}: no such folder; name the folder of the checkpoint")
     noted = {one.name: one.digest.sha256 for one in told.subject}
-    findings = differences(noted, file_hashes(place))
+    findings = differences(noted, contents(place))
     return [FILES.found(findings, f"{len(noted)} files have their sha256", noun="file"), _result(told.predicate, today)]
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
+import inspect
 import json
 import re
 import runpy
 import shlex
 import shutil
 import subprocess
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +144,26 @@ def test_python_runs_as_printed(chapter: Path, tmp_path: Path, reference_model: 
     monkeypatch.chdir(tmp_path)
     with process_kept(), warnings.catch_warnings(action="ignore"):  # an interpreter of its own would import for three seconds
         runpy.run_path("chapter.py", run_name="chapter")
+
+
+PRINTED_ONLY = [
+    (chapter, block)
+    for chapter in CHAPTERS
+    for part in NOT_RUN.findall((ROOT / chapter).read_text(encoding="utf-8"))
+    for _, _, block in FENCE.findall(part)
+]
+
+
+@pytest.mark.parametrize(("chapter", "block"), PRINTED_ONLY, ids=[str(chapter) for chapter, _ in PRINTED_ONLY])
+def test_python_that_is_not_run_imports_what_there_is_and_calls_it_as_it_can_be_called(chapter: Path, block: str) -> None:
+    tree, known = ast.parse(textwrap.dedent(block)), dict[str, object]()
+    imports: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), str(chapter), "exec"), known)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known]
+    assert calls
+    for call in calls:
+        called = known[call.func.id] if isinstance(call.func, ast.Name) else None
+        inspect.signature(called).bind(*call.args, **{one.arg: one.value for one in call.keywords if one.arg})  # type: ignore[arg-type]
 
 
 def _workplace(folder: Path, model: Path, compressed: list[str]) -> None:

@@ -150,18 +150,19 @@ def test_examples_in_docstrings_are_true() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_public_name_is_not_hidden_by_the_module_that_defines_it(package: str) -> None:
-    _modules()  # importing `package.name` sets the attribute `name` of the package to the module
-    module = importlib.import_module(package)
-    assert [name for name in module.__all__ if inspect.ismodule(getattr(module, name))] == []
+def test_public_names_exist_and_no_module_hides_one() -> None:
+    public = [module for module in _modules() if hasattr(module, "__path__") and hasattr(module, "__all__")]
+    assert len(public) > 10
+    for module in public:  # all modules are imported by now, which sets the attribute `name` of a package to its module of that name
+        assert [name for name in module.__all__ if inspect.ismodule(getattr(module, name))] == [], module
+        assert set(module.__all__) <= set(dir(module)), module
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_name_in_all_exists(package: str) -> None:
-    module = importlib.import_module(package)
-    assert [name for name in module.__all__ if not hasattr(module, name)] == []
-    assert set(module.__all__) <= set(dir(module))
+def test_json_and_yaml_of_others_have_one_reader_each(repo_root: Path) -> None:
+    """A bare `json.loads` ends in a RecursionError, and a bare loader of YAML in the errors of its library."""
+    own = {"json_text.py", "yaml_text.py", "container.py", "history.py", "checkpoint.py", "run_folder.py"}  # the last three: under a digest
+    bare = re.compile(r"\bjson\.loads?\((?!json\.dumps)|\byaml\.(safe_|full_)?load|\byaml\.compose")
+    assert [path for path in _sources(repo_root) if path.name not in own and bare.search(path.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("code", ["import compressor, compressor.cli.main", "import harness, harness.cli", "import harness.plugin"])

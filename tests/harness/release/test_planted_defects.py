@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from harness.release.candidate import Candidate
 from harness.release.report import ReleaseReport
-from harness.release.sign_off import sign_off
+from harness.release.signing import sign_off
 from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome, Verdict
 from tests.harness.release.conftest import POLICY, TEMPLATE, Release
@@ -204,6 +204,6 @@ def test_data_of_the_calibration_and_files_that_change_meanwhile_are_told(
         return []
 
     release.edit_json("compression.json", lambda data: data["data"].update(sha256=sound.provenance["data"]["sha256"]))
-    monkeypatch.setattr("harness.release.sign_off.check_commands", meddle)
+    monkeypatch.setattr("harness.release.signing.check_commands", meddle)
     report = sign_off(release.base, release.compressed, release.dataset, policy=POLICY)
     assert {"record.data", "files.stable"} <= set(report.names(Outcome.FAIL))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
 import pytest
 
+from compressor.errors import UserInputError
 from harness import cli
 from harness.release.page import render_page
 from harness.release.policy import ReleasePolicy
@@ -100,16 +103,80 @@ def test_a_waiver_that_has_ended_since_and_a_failed_sign_off_are_told(signed: Pa
     _, result = verify_statement(statement, made.compressed, today=date(2999, 1, 2))
     assert result.outcome is Outcome.FAIL and "command.unsure: its waiver ended on 2999-01-01" in result.findings
     data = json.loads(statement.read_text())
-    data["predicate"] |= {"verdict": "regression", "result": "FAILED", "failedTests": ["files.config"]}
+    data["predicate"] |= {"verdict": "regression", "result": "FAILED", "failedTests": ["format.x"]}
     (tmp_path / "statement.json").write_text(json.dumps(data))
     _, result = verify_statement(tmp_path / "statement.json", made.compressed, today=date(2026, 11, 25))
-    assert (result.outcome, result.summary) == (Outcome.FAIL, "the sign-off said regression: files.config")
+    assert (result.outcome, result.summary) == (Outcome.FAIL, "the sign-off said regression: format.x")
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, object], str]] = {
+    "result": ({"result": "FAILED"}, "result is FAILED, and the tests say WARNED"),
+    "failed tests": ({"failedTests": ["files.safe"]}, "verdict is pass, and the tests say regression"),
+    "warned tests": ({"warnedTests": ["command.unsure", "command.wrong", "x.y"]}, "the tests say inconclusive"),
+    "nothing passed": ({"passedTests": []}, "the tests say inconclusive"),
+    "two lists": ({"passedTests": ["command.wrong"]}, "a test stands in two lists"),
+    "waived": ({"warnedTests": [], "passedTests": ["a.b"]}, "what is waived is not among warnedTests"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_statement_that_contradicts_itself_is_none(name: str, signed: Path, made: Release, tmp_path: Path) -> None:
+    fields, said = CONTRADICTIONS[name]
+    data = json.loads((signed / "statement.json").read_text())
+    data["predicate"] |= fields
+    (tmp_path / "s.json").write_text(json.dumps(data))
+    with pytest.raises(UserInputError, match="predicate: contradicts itself: ") as caught:
+        verify_statement(tmp_path / "s.json", made.compressed, today=date(2026, 11, 25))
+    assert said in str(caught.value)
+
+
+def _pipe(folder: Path) -> str:
+    os.mkfifo(folder / "x")
+    return "x: is a pipe, a socket or a device"
+
+
+def _link(target: str) -> Callable[[Path], str]:
+    def put(folder: Path) -> str:
+        (folder / "x").symlink_to(target)
+        return "x: is a link"
+
+    return put
+
+
+def _same_bytes(folder: Path) -> str:
+    (folder / "config.json").rename(folder.parent / "away.json")
+    (folder / "config.json").symlink_to(folder.parent / "away.json")
+    return "config.json: is a link"
+
+
+def _folder_for_file(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    return "config.json: is missing"
+
+
+NO_FILES = {
+    "link to a folder": _link("/tmp"),
+    "link to nowhere": _link("/nope"),
+    "pipe": _pipe,
+    "same": _same_bytes,
+    "folder": _folder_for_file,
+}
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_what_is_no_file_is_named_whatever_it_leads_to(name: str, signed: Path, release: Release) -> None:
+    finding = NO_FILES[name](release.compressed)
+    record, _ = verify_statement(signed / "statement.json", release.compressed, today=date(2026, 11, 25))
+    assert (record.outcome, record.findings) == (Outcome.FAIL, (finding,))
 
 
 MISTAKES = {
     "nowhere.json": (None, "cannot be read"),
     "text": ("no", "is not JSON"),
     "empty": ("{}", "is no statement of a sign-off"),
+    "deep": ("[" * 100_000, "is not JSON: its entries are nested too deeply"),
+    "twice": ('{"_type": 1, "_type": 2}', "'_type' stands twice"),
     "list": ("[]", "is no statement of a sign-off"),
 }
 

@@ -21,7 +21,6 @@ from harness.release.policy import ReleasePolicy, load_release_policy
 from harness.release.report import ReleaseReport, judged
 from harness.reporting.record import CheckRecord
 from harness.validation.compare import ValidationReport, validate
-from harness.validation.format.record import file_hashes
 
 CHECKS: tuple[Check, ...] = (*files.CHECKS, *tokenizer.CHECKS, *generation.CHECKS, *invariance.CHECKS)
 
@@ -65,7 +64,7 @@ def sign_off(
     started, clock = datetime.now(UTC), time.monotonic()
     progress = progress or SilentProgress()
     base_dir, folder = resolve_folder(base).path, resolve_folder(compressed).path
-    hashes = file_hashes(folder)
+    before = files.contents(folder)
     report = validate(
         base_dir,
         folder,
@@ -81,10 +80,10 @@ def sign_off(
     rows = _rows(source, base_dir, policy)
     candidate = Candidate(base_dir, folder, policy, rows, resolve_device(device), seed)
     records = [*report.records, *_records(candidate, progress)]
-    records.append(files.stable_record(hashes, file_hashes(folder)))
+    records.append(files.stable_record(before, files.contents(folder)))
     day = today or started.date()
     run = {**report.run, "started": started.isoformat(timespec="seconds"), "day": str(day), "seconds": round(time.monotonic() - clock, 2)}
-    return judged(records, policy, day, _provenance(report, hashes, seed), run)
+    return judged(records, policy, day, _provenance(report, files.digests(before), seed), run)
 
 
 def _provenance(report: ValidationReport, hashes: Mapping[str, str], seed: int) -> dict[str, Any]:
