@@ -15,6 +15,7 @@
     |-- OutOfMemoryError (MemoryError)    memory that ran out in a stage: a smaller batch may do
     |-- TracingError (RuntimeError)       a model whose data flow cannot be followed
     |-- NumericsError (ArithmeticError)   NaN, infinity, a matrix that is not positive definite
+    |-- RankError (RuntimeError)          another process of the run has failed, or does not answer
     |-- CheckpointError (OSError)         a checkpoint that cannot be written whole or does not read back
     `-- ReplayError (RuntimeError)        a captured training step cannot stand for the eager one
         |-- HostReadError                   the step reads a tensor on the host
@@ -92,6 +93,18 @@ class TracingError(CompressorError, RuntimeError):
 
 class NumericsError(CompressorError, ArithmeticError):
     """NaN, infinity, or a matrix that is not positive definite."""
+
+
+class RankError(CompressorError, RuntimeError):
+    """Another process of the run has failed, or does not answer.
+
+    Attributes:
+        is_mine_to_tell: no process but this one says so to the user; False where the one that failed has done it.
+        kind: name of the class of that process's error.
+    """
+
+    is_mine_to_tell = False
+    kind = "RankError"
 
 
 class CheckpointError(CompressorError, OSError):

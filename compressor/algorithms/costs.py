@@ -13,6 +13,8 @@ from typing import NamedTuple
 from compressor.algorithms.babai import NUM_CANDIDATES, can_search
 from compressor.algorithms.compiled import rounding_kernel
 from compressor.algorithms.gptq import Solver
+from compressor.algorithms.hessian import panel_bytes
+from compressor.numerics.part_sums import most_sums
 from compressor.numerics.scheme import QuantizationArgs
 
 FLOAT32_BYTES = 4
@@ -22,14 +24,16 @@ class Cost(NamedTuple):
     """The cost of one stack of weights.
 
     Attributes:
-        statistics_bytes: kept from the first calibration batch until the stack is solved.
-        working_bytes: beyond statistics and weights, while it is solved.
+        statistics_bytes: sums over the calibration samples, at the end of the calibration.
+        settled_bytes: of the finished statistics, while they wait for the solver and in it.
+        working_bytes: beyond these and weights, while it is solved.
         flops: in matrix products and factorizations.
         num_columns: columns that are rounded one after the other, where the speed of matrix products says nothing.
         num_roundings: elements in all of these columns.
     """
 
     statistics_bytes: int
+    settled_bytes: int
     working_bytes: int
     flops: float
     num_columns: int
@@ -48,7 +52,7 @@ def rounding_cost(rows: Sequence[int], columns: int, element_bytes: int) -> Cost
         The cost: a float32 copy, quotient, values and codes of the largest weight.
     """
     copies = 2 * FLOAT32_BYTES + 1 + (FLOAT32_BYTES if element_bytes < FLOAT32_BYTES else 0)
-    return Cost(0, copies * max(rows) * columns, 0.0, 0, sum(rows) * columns)
+    return Cost(0, 0, copies * max(rows) * columns, 0.0, 0, sum(rows) * columns)
 
 
 def gptq_cost(
@@ -100,8 +104,9 @@ def gptq_cost(
     factoring = columns**3 * (1 / 3 if solver == "r_form" else 5 / 3)
     sweeps = num_rows * columns * (columns + (NUM_CANDIDATES * group if searched else 0))
     return Cost(
-        statistics_bytes=2 * square if has_base_stream else square,
-        working_bytes=max(2 * square, solving, searching, shifting),  # at first the two triangles of which the Hessian is made
+        statistics_bytes=most_sums(num_tokens) * (panel_bytes(columns) + (square if has_base_stream else 0)),
+        settled_bytes=2 * square if has_base_stream else square,
+        working_bytes=max(panel_bytes(columns), solving, searching, shifting),  # at first the panels of which the Hessian is made
         flops=float(num_tokens) * columns * columns * (3 if has_base_stream else 1)
         + factoring
         + sweeps
@@ -147,7 +152,8 @@ def sparsegpt_cost(
     refining = 3 * square + (8 * FLOAT32_BYTES + 1) * largest if refining_steps else 0
     products = 2.0 * (refining_steps + 1 if refining_steps else 0) + 1.0 + (6.0 if has_base_stream else 0.0)
     return Cost(
-        statistics_bytes=2 * square if has_base_stream else square,
+        statistics_bytes=most_sums(num_tokens) * (panel_bytes(columns) + (square if has_base_stream else 0)),
+        settled_bytes=2 * square if has_base_stream else square,
         working_bytes=done + max(3 * square, sweeping, refining),
         flops=float(num_tokens) * columns * columns * (3 if has_base_stream else 1) + columns**3 / 3 + products * num_rows * columns**2,
         num_columns=columns,

@@ -1,18 +1,21 @@
 """The second-order statistic that GPTQ and SparseGPT share: H = 2 * mean(x x^T) over calibration tokens.
 
 The sum is kept, not the running mean: a sum of float32 products does not depend on how tokens fall into batches, beyond rounding.
-Only the block-upper triangle is accumulated, in up to 8 panels (1.6 times faster than the whole product, where panels are wide enough to
-keep the product efficient); `matrix` mirrors it once.
+Only the block-upper triangle is accumulated and kept, in up to 8 panels (1.6 times faster than the whole product, where panels are wide
+enough to keep the product efficient); `matrix` mirrors it once. Sums of the parts of the samples are added in a fixed order (PartSum).
 
 Shapes: N tokens, C columns (in_features).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from compressor.errors import NumericsError
+from compressor.numerics.part_sums import PartSum
 
 MAX_PANELS = 8
 MIN_PANEL_COLUMNS = 192
@@ -27,41 +30,43 @@ class Hessian:
 
         Args:
             num_columns: in_features of the modules, C.
-            device: where the sum lives.
+            device: where the sums live.
         """
-        self._sum_CC = torch.zeros(num_columns, num_columns, dtype=torch.float32, device=device)
-        self._shift_CC: Tensor | None = None
-        self.num_tokens = 0
+        self.num_columns, self.num_tokens = num_columns, 0
+        self.panels, self.shifts = PartSum(), PartSum()
+        self._device = device
 
-    @property
-    def num_columns(self) -> int:
-        """C, the number of input features."""
-        return self._sum_CC.shape[0]
-
-    def add(self, x: Tensor) -> None:
+    def add(self, x: Tensor, part: int = 0) -> None:
         """Add the inputs of one forward.
 
         Args:
             x: [..., C], any float dtype; not modified.
+            part: of the samples; parts come in their order.
         """
         x_NC = x.reshape(-1, x.shape[-1]).float().detach()
-        step = max(MIN_PANEL_COLUMNS, -(-self.num_columns // MAX_PANELS))
-        for start in range(0, self.num_columns, step):
-            stop = min(start + step, self.num_columns)
-            self._sum_CC[start:stop, start:].addmm_(x_NC[:, start:stop].t(), x_NC[:, start:])
+        panels = self.panels.of_part(
+            part, lambda: [self._zeros(stop - start, self.num_columns - start) for start, stop in _spans(self.num_columns)]
+        )
+        for panel, (start, stop) in zip(panels, _spans(self.num_columns), strict=True):
+            panel.addmm_(x_NC[:, start:stop].t(), x_NC[:, start:])
         self.num_tokens += x_NC.shape[0]
 
-    def add_shift(self, base: Tensor, x: Tensor) -> None:
+    def add_shift(self, base: Tensor, x: Tensor, part: int = 0) -> None:
         """Add what the same tokens would bring from the uncompressed model: (x_base - x)^T x.
 
         Args:
             base: [..., C], the inputs there; not modified.
             x: [..., C], those that `add` is given; not modified.
+            part: of the samples.
         """
-        if self._shift_CC is None:
-            self._shift_CC = torch.zeros_like(self._sum_CC)
+        (shift_CC,) = self.shifts.of_part(part, lambda: [self._zeros(self.num_columns, self.num_columns)])
         x_NC = x.reshape(-1, x.shape[-1]).float().detach()
-        self._shift_CC.addmm_((base.reshape(x_NC.shape).float().detach() - x_NC).t(), x_NC)
+        shift_CC.addmm_((base.reshape(x_NC.shape).float().detach() - x_NC).t(), x_NC)
+
+    def settle(self) -> None:
+        """Add the parts up, of which no more will come: what waits for its solver then takes less."""
+        self.panels.total()
+        self.shifts.total()
 
     def shift(self, share: float = 1.0) -> Tensor | None:
         """Return 2 * mean((x_base - x)^T x), or a share of it, and release the sum; call it before `matrix`.
@@ -72,8 +77,8 @@ class Hessian:
         Returns:
             [C, C] float32; None where nothing was added.
         """
-        shift_CC, self._shift_CC = self._shift_CC, None
-        return None if shift_CC is None else shift_CC.mul_(share * 2.0 / max(1, self.num_tokens))
+        found, self.shifts = self.shifts.total(), PartSum()
+        return None if found is None else found[0].mul_(share * 2.0 / max(1, self.num_tokens))
 
     def matrix(self, name: str) -> Tensor:
         """Return H = 2 * mean(x x^T) and release the sum: call it once, when all tokens are in.
@@ -87,17 +92,41 @@ class Hessian:
         Raises:
             NumericsError: no token was seen, or an input held NaN or infinity.
         """
-        if self.num_tokens == 0:
+        panels, self.panels = self.panels.total(), PartSum()
+        if self.num_tokens == 0 or panels is None:
             raise NumericsError(f"{name}: 0 calibration tokens reached this module; add data that exercises it or ignore it")
-        H_CC = self._sum_CC
-        self._sum_CC = H_CC.new_empty(0, 0)
-        upper = torch.triu(H_CC)
-        torch.add(upper, torch.triu(upper, 1).t(), out=H_CC)
+        H_CC = self._zeros(self.num_columns, self.num_columns)
+        for panel, (start, stop) in zip(panels, _spans(self.num_columns), strict=True):
+            block = panel[:, : stop - start].triu()
+            H_CC[start:stop, stop:] = panel[:, stop - start :]
+            H_CC[stop:, start:stop] = panel[:, stop - start :].t()
+            H_CC[start:stop, start:stop] = block + block.triu(1).t()
         H_CC.mul_(2.0 / self.num_tokens)
         # A NaN or infinite input always reaches its own diagonal entry.
         if not bool(torch.isfinite(H_CC.diagonal()).all()):
             raise NumericsError(f"{name}: its calibration inputs hold NaN or infinity; check the model in its own dtype on this data")
         return H_CC
+
+    def _zeros(self, rows: int, columns: int) -> Tensor:
+        return torch.zeros(rows, columns, dtype=torch.float32, device=self._device)
+
+
+def _spans(num_columns: int) -> Iterator[tuple[int, int]]:
+    """The columns of each panel."""
+    step = max(MIN_PANEL_COLUMNS, -(-num_columns // MAX_PANELS))
+    return ((start, min(start + step, num_columns)) for start in range(0, num_columns, step))
+
+
+def panel_bytes(num_columns: int) -> int:
+    """Say what one sum of x x^T takes.
+
+    Args:
+        num_columns: C.
+
+    Returns:
+        Bytes: those of the square up to 192 columns, 9/16 of them from 1536 on.
+    """
+    return sum(4 * (stop - start) * (num_columns - start) for start, stop in _spans(num_columns))
 
 
 def relative_output_error(weight_RC: Tensor, values_RC: Tensor, hessian_CC: Tensor) -> float:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from compressor.cli import convert, inspect, mappings, trace, train
 from compressor.console import Parser, add_completion, add_verbosity, logged, with_output
-from compressor.errors import AlreadyDoneError, CompressorError
+from compressor.distributed.launch import is_first_rank, num_ranks
+from compressor.errors import AlreadyDoneError, CompressorError, RankError
 from compressor.json_text import from_json, to_json
 from compressor.settings.options import Settings, add_options, chosen
 from compressor.settings.verbs import MODEL_HELP, OneshotSettings, PlanSettings, RecipeSettings
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from compressor.planning import Plan
 
 
+_SHARED_BY_RANKS = ("oneshot",)
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -48,9 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
+    if num_ranks() > 1 and args.verb not in _SHARED_BY_RANKS:
+        if is_first_rank():
+            shared = ", ".join(_SHARED_BY_RANKS)
+            print(
+                f"compressor {args.verb}: error: {num_ranks()} ranks were started, and only {shared} shares its work; start one",
+                file=sys.stderr,
+            )
+        return EXIT_USAGE
     try:
         with logged(getattr(args, "verbose", 0)):
             return VERBS[args.verb].run(args)
+    except RankError as error:
+        if error.is_mine_to_tell:
+            print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_OK if error.kind == AlreadyDoneError.__name__ else EXIT_ERROR
     except (CompressorError, ExceptionGroup) as error:
         print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
@@ -126,6 +140,8 @@ def _run_oneshot(args: argparse.Namespace) -> int:
             record = from_json((Path(args.output_dir) / "compression.json").read_text(encoding="utf-8"))
             print(to_json({**record, "output_dir": str(Path(args.output_dir).resolve())}), end="")
         return EXIT_OK
+    if not is_first_rank():
+        return EXIT_OK
     if args.json:
         own = {"output_dir": str(result.output_dir), "seconds": result.seconds, "resumed": result.resumed}
         laps = {name: [asdict(lap) for lap in getattr(result, name)] for name in ("phases", "stages")}
@@ -136,9 +152,11 @@ def _run_oneshot(args: argparse.Namespace) -> int:
 
 
 def _oneshot(args: argparse.Namespace) -> OneshotResult:
+    from compressor.distributed.launch import launched
     from compressor.entrypoints.oneshot import oneshot
 
-    return oneshot(args.model, **chosen(args, OneshotSettings))
+    with launched():
+        return oneshot(args.model, **chosen(args, OneshotSettings))
 
 
 def _print_result(result: OneshotResult) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from compressor.data.encode import NO_LIMIT, Tokens, encode_row
 from compressor.data.rows import TEXT_COLUMN, Row, check_columns, read_rows
 from compressor.data.user_code import read_through
 from compressor.errors import DatasetError
+from compressor.numerics.part_sums import MIN_TOKENS_SHARED, NUM_PARTS
 
 DEFAULT_MAX_SEQ_LENGTH = 2048
 
@@ -44,6 +47,18 @@ class CalibrationData:
     num_samples: int
     num_tokens: int
     num_dropped: int = 0
+
+    @cached_property
+    def sample_parts(self) -> list[tuple[int, ...]]:
+        """For each sample of each batch the part of all samples that it is in, see PartSum: about as many tokens in each.
+
+        Parts do not depend on the batch size. Few tokens are one part, for nobody would share them out, and the sums take less memory.
+        """
+        rows = [_tokens_by_row(batch, mask) for batch, mask in zip(self.batches, self.token_masks, strict=True)]
+        total = sum(map(sum, rows))
+        before = iter(accumulate((count for batch in rows for count in batch), initial=0))
+        parts = 0 if total < MIN_TOKENS_SHARED else NUM_PARTS
+        return [tuple(next(before) * parts // total for _ in batch) for batch in rows]
 
 
 def load_dataset_source(
@@ -176,6 +191,14 @@ def _count_tokens(batch: Batch, mask: Tensor | None) -> int:
     if mask is not None:
         return int(mask.sum())
     return lead.numel() if _is_tokens(lead) or lead.dim() == 1 else lead.numel() // max(lead.shape[-1], 1)
+
+
+def _tokens_by_row(batch: Batch, mask: Tensor | None) -> list[int]:
+    if mask is not None:
+        return [int(count) for count in mask.sum(-1)]
+    lead = leading_tensor(batch)
+    rows = max(1, lead.shape[0] if lead.dim() else 1)
+    return [_count_tokens(batch, None) // rows] * rows
 
 
 def chosen_length(max_seq_length: int | None, max_positions: int | None) -> int:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compressor.data import CalibrationData, check_vocabulary, input_columns, load_dataset_source, max_positions, open_source
+from compressor.distributed.ranks import Ranks, joined
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.base import Content, check_unclaimed, contents
@@ -37,7 +38,7 @@ from compressor.monitor import Lap, Monitor
 from compressor.nn import QuantizedLayer
 from compressor.numerics.half_products import widened_products
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
-from compressor.pipelines.journal import RunPlace, base_hashes, check_places, model_identity, run_fingerprint, run_record
+from compressor.pipelines.journal import RunPlace, SharedJournal, base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.pipelines.offload.onload import needs_copies, weights_wait
 from compressor.pipelines.stage_targets import expert_targets
 from compressor.progress import progress_of
@@ -117,6 +118,17 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
         CheckpointError: checkpoint or run folder could not be written; finished stages are kept.
         AlreadyDoneError: `resume` of a run whose checkpoint is there already.
     """
+    with joined() as ranks:
+        return _run(model, settings if ranks.is_first else _unwritten(settings), ranks)
+
+
+def _unwritten(settings: OneshotSettings) -> OneshotSettings:
+    """What a rank does that is not the first, which writes files, shows progress and warns."""
+    names = ("output_dir", "run_dir", "resume", "report_to")
+    return settings.model_copy(update={name: OneshotSettings.model_fields[name].default for name in names} | {"progress": False})
+
+
+def _run(model: str | Path | nn.Module, settings: OneshotSettings, ranks: Ranks) -> OneshotResult:
     bars, monitor = progress_of(settings.progress), Monitor()
     sequential = SequentialSettings.of(settings)
     source = None if isinstance(model, nn.Module) else model
@@ -124,11 +136,12 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot", mode=settings.mode, stage=settings.stage)
     words = _words(settings)
     chosen = _choose(parsed, settings, sequential)
+    _refuse_unshared(parsed, ranks)
     config_dir = _config_dir(settings)
     loaded = _load(model, settings, config_dir)
     device = _place(loaded, settings, _all_layers_at_once(parsed, chosen))
-    base = base_hashes(loaded.source_dir)
-    identity = model_identity(loaded, base, words.saved)  # before anything is done to it
+    base = base_hashes(loaded.source_dir if ranks.is_first else None)
+    identity = model_identity(loaded, base, words.saved) if ranks.is_first else {}  # before anything is done to it
     untied = () if settings.tie_word_embeddings else untie(loaded)
     monitor.end_phase("load")
     state = State(
@@ -138,7 +151,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
         Report(notes=[*loaded.notes, *untied]),
         keep_originals=loaded.from_memory,
     )
-    state.progress, state.monitor = bars, monitor
+    state.progress, state.monitor, state.ranks, ranks.device = bars, monitor, ranks, state.device
     with ExitStack() as held:
         told = {"model": str(source or type(model).__name__), "recipe": parsed.dump()}
         monitor.tracker = held.enter_context(tracked(settings.trackers, told))
@@ -164,15 +177,18 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
                 identity, parsed.dump(), data, state.seed, choices, sequential, device, needs_copies(loaded.model, device)
             )
             journal = held.enter_context(place.open(run, session.modifiers))
+            journal = journal if ranks.size == 1 else SharedJournal(journal, ranks)
             run_pipeline(chosen, session, data, progress=bars, settings=sequential, journal=journal)
             session.finalize()
             _note_few_tokens(state, settings.min_tokens_per_module)
             _check_changes(state, parsed, untouched)
         monitor.end_phase("compress")
-        record = loaded.source_record | run_record(parsed.dump(), base, data, state.report, choices, state.seed, run)
+        record: dict[str, Any] = loaded.source_record | run_record(parsed.dump(), base, data, state.report, choices, state.seed, run)
         folder = None if settings.output_dir is None else _save(loaded, words.saved, settings.output_dir, record, journal.token)
+        written = ranks.first(lambda: None if folder is None else str(folder))
         monitor.end_phase("save")
         journal.finish()
+    folder = None if written is None else Path(written)
     return _result(loaded, words.saved, state.report, record, folder, monitor, journal.summary)
 
 
@@ -279,6 +295,16 @@ def _result(
         tuple(monitor.phases),
         tuple(monitor.stages),
     )
+
+
+def _refuse_unshared(recipe: Recipe, ranks: Ranks) -> None:
+    """Refuse a modifier that would see the samples of one rank and take them for all."""
+    unable = [one for one in recipe.modifiers if one.across_ranks is None and one.calibration_need != "none"]
+    if unable and ranks.size > 1:
+        raise RecipeError(
+            f"{unable[0].label}: learns from calibration data in a way that {ranks.size} ranks cannot share; run it in one process (a "
+            "modifier of your own says by `across_ranks` that it can)"
+        )
 
 
 def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) -> None:

@@ -17,6 +17,8 @@ from compressor.lifecycle.state import Detail, State
 # `own`: data for forwards that the modifier runs by itself when calibration starts; nothing has to flow for it afterwards.
 CalibrationNeed = Literal["none", "own", "basic", "sequential"]
 BaseStream = Literal["unused", "wanted", "required"]
+# In a run that several processes share: `sums` of what each sees of its own samples; or all of the work, on all samples, in each of them.
+AcrossRanks = Literal["sums", "repeats"]
 
 
 class Flags(NamedTuple):

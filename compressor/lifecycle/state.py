@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressor.data import CalibrationData
+from compressor.data.collate import leading_tensor
+from compressor.distributed.ranks import Ranks
 from compressor.errors import TargetError, UserInputError
 from compressor.lifecycle.hooks import hand_over_hooks
 from compressor.monitor import Monitor
@@ -115,6 +117,7 @@ class State:
         report: what was done so far.
         token_mask: bool [batch, sequence], True for a real token, set before each forward pass; None when every token is real.
         batch_shape: rows and columns of the tokens of the batch that runs; None where nobody says.
+        sample_parts: in which part of all samples each sample of that batch is (PartSum); None for those that another process counts.
         has_base_stream: True where every batch runs through the model as it was before compression, too.
         base_stream: True while a batch runs through the model as it was before compression, for modifiers that compare the two.
         keep_originals: keep replaced modules, so that an abort can put them back.
@@ -136,6 +139,7 @@ class State:
         progress: where such modifiers show how far they are.
         monitor: what the run has taken so far.
         bring: has the weights of named modules at hand on the device until others are named; those of the stage at work are there.
+        ranks: the processes that share the run; a modifier that learns from samples sees those of its own, and adds up with the others.
 
     Raises:
         UserInputError: no generator takes the seed.
@@ -147,6 +151,7 @@ class State:
     report: Report = field(default_factory=Report)
     token_mask: torch.Tensor | None = None
     batch_shape: tuple[int, ...] | None = None
+    sample_parts: tuple[int | None, ...] = (0,)
     has_base_stream: bool = False
     base_stream: bool = False
     keep_originals: bool = False
@@ -168,11 +173,39 @@ class State:
     progress: Progress = field(default_factory=SilentProgress)
     monitor: Monitor = field(default_factory=Monitor)
     bring: Callable[[Collection[str]], None] = lambda names: None
+    ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
         """Refuse a seed that no generator takes."""
         if not -(2**63) <= self.seed < 2**64:
             raise UserInputError(f"seed: {self.seed} was given, and torch takes whole numbers from -2**63 to 2**64 - 1; give one of them")
+
+    def enter_batch(self, data: CalibrationData, index: int) -> None:
+        """Note which batch is about to run.
+
+        Args:
+            data: the batches with their masks.
+            index: number of the batch.
+        """
+        mask = data.token_masks[index]
+        self.token_mask = None if mask is None else mask.to(self.device)
+        self.batch_shape = tuple(leading_tensor(data.batches[index]).shape[:2])
+        self.sample_parts = tuple(part if self.ranks.counts(part) else None for part in data.sample_parts[index])
+
+    def own_batches(self, data: CalibrationData) -> list[int]:
+        """Say which batches hold a sample that this process counts.
+
+        Args:
+            data: the batches.
+
+        Returns:
+            Their numbers, in order; all in one process.
+        """
+        return [index for index, parts in enumerate(data.sample_parts) if any(map(self.ranks.counts, parts))]
+
+    def leave_batch(self) -> None:
+        """Note that no batch runs any more."""
+        self.token_mask, self.batch_shape, self.sample_parts = None, None, (0,)
 
     def claim(self, names: Iterable[str], modifier: str) -> None:
         """Note that a modifier will change modules, which no other may.

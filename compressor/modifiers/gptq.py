@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -12,17 +13,17 @@ from torch import Tensor
 
 from compressor.algorithms.costs import Cost, gptq_cost
 from compressor.algorithms.gptq import ActOrder, Solver, quantize_gptq
-from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError, SchemeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, Modifier, ModuleRecord, State
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.modifiers.scale_tuning import ScaleTuningModifier
 from compressor.modifiers.schemes.base import SchemeModifier
-from compressor.modifiers.schemes.input_statistics import HessianHooks, Target
+from compressor.modifiers.schemes.hessians import HessianHooks, SharedInput, Target, join_hessians
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import weight_of
 from compressor.nn.experts import Expert
-from compressor.numerics import QuantizationArgs, QuantizationScheme, weight_qparams
+from compressor.numerics import QParams, QuantizationArgs, QuantizationScheme, weight_qparams
 
 Mode = Literal["fast", "default", "best"]
 
@@ -30,6 +31,27 @@ _FEW_BITS = 4  # of a weight: with more, what compression changes is too little 
 # 20 ranges in place of the observer's 111: the same KL (0.823 of minmax, either) in a sixth of the time.
 _FLOAT_SEARCH = MappingProxyType({"grid": 36})
 _DEAD = "dead_columns"  # in the details of a module's record
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What is to be put in a module's place, whoever has found it.
+
+    Attributes:
+        name: dotted module name.
+        codes_RC: [R, C].
+        qparams: of the weight.
+        record: for the report.
+        g_idx_C: [C] group of each column, where columns were reordered into groups.
+        fallback: kind of fallback and what happened, where the module was only rounded.
+    """
+
+    name: str
+    codes_RC: Tensor
+    qparams: QParams
+    record: ModuleRecord
+    g_idx_C: Tensor | None = None
+    fallback: tuple[str, str] | None = None
 
 
 class GPTQModifier(SchemeModifier):
@@ -53,6 +75,7 @@ class GPTQModifier(SchemeModifier):
             other, `best` trains scales afterwards, too (see ScaleTuningModifier). What is set by itself comes first.
     """
 
+    across_ranks: ClassVar[AcrossRanks | None] = "sums"
     borrows: ClassVar[bool] = True
     takes_embeddings: ClassVar[bool] = False
     takes_order: ClassVar[bool] = True
@@ -137,7 +160,7 @@ class GPTQModifier(SchemeModifier):
     def on_calibration_end(self, state: State, event: Event) -> None:
         """Compress what no stage contained, then let the statistics go."""
         super().on_calibration_end(state, event)
-        state.report.notes += self._statistics.notes(self.label)
+        state.report.notes += self._statistics.notes(self.label, state.ranks)
         self._statistics = HessianHooks()
 
     def on_finalize(self, state: State) -> bool:
@@ -153,14 +176,15 @@ class GPTQModifier(SchemeModifier):
         return super().on_finalize(state)
 
     def compress(self, state: State, names: list[str]) -> None:
-        """Solve the named modules, those with one input and one format together."""
-        for hessian, members in self._by_hessian(state, names):
-            shift_CC = hessian.shift(self.alpha)
-            if not state.settled_to_base.isdisjoint(members):  # a second time they would be moved too far
-                shift_CC = None
-            hessian_CC = hessian.matrix(members[0])
-            for stack in _stacks(members, self._schemes):
-                self._solve(state, stack, hessian_CC, hessian.num_tokens, shift_CC)
+        """Solve the named modules, those with one input and one format together; each by the rank that owns it."""
+        inputs = self._statistics.hessians.take_all(names, state.ranks)
+        owners = state.ranks.share_out([self._flops(one) for one in inputs])
+        join_hessians(state.ranks, [one.hessian for one in inputs], owners)
+        for solved in state.ranks.solved(owners, lambda place: self._solve(state, inputs[place]), (Solved, QParams, ModuleRecord)):
+            for own in solved:
+                if own.fallback is not None:
+                    self.fall_back(state, own.name, *own.fallback)
+                self.place(state, own.name, own.codes_RC, own.qparams, own.record, own.g_idx_C)
 
     def cost(
         self,
@@ -199,26 +223,32 @@ class GPTQModifier(SchemeModifier):
         """What was asked for, else whether one of them has been pruned; the others have no zeros to speak of."""
         return not state.sparse.isdisjoint(names) if self.preserve_sparsity_mask is None else self.preserve_sparsity_mask
 
-    def _by_hessian(self, state: State, names: list[str]) -> Iterator[tuple[Hessian, list[str]]]:
-        left = list(names)
-        while left:
-            taken = self._statistics.hessians.take(left[0])
-            if taken is None:
-                self._round(state, left[0], "no_tokens", f"no calibration token reached it{_hint(state, left[0])}")
-                left = left[1:]
-                continue
-            hessian, members = taken
-            yield hessian, members
-            left = [name for name in left if name not in members]
+    def _flops(self, shared: SharedInput) -> float:
+        weights = [weight_of(self._pending[name]) for name in shared.members]
+        rows = [len(weight) for weight in weights]
+        return self.cost(self._schemes[shared.members[0]], rows, weights[0].shape[1], 4, 0).flops if shared.hessian.num_tokens else 0.0
 
-    def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None) -> None:
+    def _solve(self, state: State, shared: SharedInput) -> list[Solved]:
+        """Solve modules that share an input."""
+        names, hessian = shared
+        if hessian.num_tokens == 0:
+            return [self._round(name, "no_tokens", f"no calibration token reached it{_hint(state, name)}") for name in names]
+        shift_CC = hessian.shift(self.alpha)
+        if not state.settled_to_base.isdisjoint(names):  # a second time they would be moved too far
+            shift_CC = None
+        hessian_CC = hessian.matrix(names[0])
+        return [
+            solved
+            for stack in _stacks(names, self._schemes)
+            for solved in self._solve_stack(state, stack, hessian_CC, hessian.num_tokens, shift_CC)
+        ]
+
+    def _solve_stack(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None) -> list[Solved]:
         """Quantize weights that share input and format together."""
         args = self._schemes[names[0]].weights
         assert args is not None
         if not hessian_CC.diagonal().any():
-            for name in names:
-                self._round(state, name, "dead_input", f"its input was zero on all {num_tokens} calibration tokens")
-            return
+            return [self._round(name, "dead_input", f"its input was zero on all {num_tokens} calibration tokens") for name in names]
         weights = [weight_of(self._pending[name]) for name in names]
         try:
             solved, num_dead = quantize_gptq(
@@ -238,17 +268,21 @@ class GPTQModifier(SchemeModifier):
         except NumericsError as error:
             if not all(bool(torch.isfinite(weight).all()) for weight in weights):
                 raise
-            for name in names:
-                self._round(state, name, "not_positive_definite", str(error).removeprefix(f"{' + '.join(names)}: "))
-            return
+            text = str(error).removeprefix(f"{' + '.join(names)}: ")
+            return [self._round(name, "not_positive_definite", text) for name in names]
         dead = {_DEAD: num_dead} if num_dead else {}
-        for name, own in zip(names, solved, strict=True):
-            details = {"loss": own.loss, **dead}
-            record = ModuleRecord(name, type(self).__name__, scheme_label(args), own.relative_error, num_tokens, details)
-            self.place(state, name, own.codes_RC, own.qparams, record, own.g_idx_C)
+        return [
+            Solved(
+                name,
+                own.codes_RC,
+                own.qparams,
+                ModuleRecord(name, type(self).__name__, scheme_label(args), own.relative_error, num_tokens, {"loss": own.loss, **dead}),
+                own.g_idx_C,
+            )
+            for name, own in zip(names, solved, strict=True)
+        ]
 
-    def _round(self, state: State, name: str, kind: str, detail: str) -> None:
-        self.fall_back(state, name, kind, detail)
+    def _round(self, name: str, kind: str, detail: str) -> Solved:
         args = self._schemes[name].weights
         assert args is not None
         weight = weight_of(self._pending[name])
@@ -256,7 +290,7 @@ class GPTQModifier(SchemeModifier):
         qparams = weight_qparams(weight, plain, name, self.global_scale(name))
         rounded = round_to_nearest(weight, qparams, plain)
         record = ModuleRecord(name, "GPTQModifier (rounded)", scheme_label(args), rounded.relative_error, None, {"fallback": kind})
-        self.place(state, name, rounded.codes_RC, qparams, record)
+        return Solved(name, rounded.codes_RC, qparams, record, fallback=(kind, detail))
 
 
 def _same_order(order: str | None) -> str | None:

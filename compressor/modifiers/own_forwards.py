@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data import CalibrationData, batch_to
-from compressor.data.collate import call_model, leading_tensor
+from compressor.data.collate import call_model
 from compressor.errors import CalibrationError
 from compressor.lifecycle import State
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.model.evaluation import evaluation_mode
-from compressor.modifiers.schemes.input_statistics import input_of, mask_of_input, real_tokens
+from compressor.modifiers.schemes.input_statistics import input_of, own_sequences
+from compressor.numerics.part_sums import PartSum
 from compressor.tracing.footprint import Footprint
+
+Watcher = Callable[[Tensor, int], None]  # takes tokens, and the part of the samples that they are in
 
 
 class MeanSquare:
@@ -24,18 +27,19 @@ class MeanSquare:
 
     def __init__(self) -> None:
         """Start at zero tokens."""
-        self._sum_C: Tensor | float = 0.0
-        self.num_tokens = 0
+        self.sums, self.num_tokens = PartSum(), 0
 
-    def add(self, tokens_NC: Tensor) -> None:
-        """Add tokens, [N, C]."""
-        self._sum_C = self._sum_C + tokens_NC.detach().float().square().sum(0, dtype=torch.float64)
+    def add(self, tokens_NC: Tensor, part: int) -> None:
+        """Add tokens, [N, C], of a part of the samples."""
+        added_C = tokens_NC.detach().float().square().sum(0, dtype=torch.float64)
+        self.sums.of_part(part, lambda: [torch.zeros_like(added_C)])[0].add_(added_C)
         self.num_tokens += len(tokens_NC)
 
     def value(self) -> Tensor:
         """Return [C] float32; some token must have been seen."""
-        assert isinstance(self._sum_C, Tensor)
-        return (self._sum_C / self.num_tokens).float()
+        found = self.sums.total()
+        assert found is not None
+        return (found[0] / self.num_tokens).float()
 
 
 def mean_squares(state: State, names: Iterable[str], title: str) -> dict[str, MeanSquare]:
@@ -51,6 +55,10 @@ def mean_squares(state: State, names: Iterable[str], title: str) -> dict[str, Me
     """
     squares = {name: MeanSquare() for name in names}
     show_inputs(state, [(name, square.add) for name, square in squares.items()], title)
+    state.ranks.add_up([square.sums for square in squares.values()], [None] * len(squares))
+    counts = state.ranks.gather({name: square.num_tokens for name, square in squares.items()})
+    for name, square in squares.items():
+        square.num_tokens = sum(own[name] for own in counts)
     return squares
 
 
@@ -72,12 +80,13 @@ def calibration_data(state: State, label: str) -> CalibrationData:
     return state.data
 
 
-def show_inputs(state: State, watchers: Iterable[tuple[str, Callable[[Tensor], None]]], title: str) -> None:
+def show_inputs(state: State, watchers: Iterable[tuple[str, Watcher]], title: str) -> None:
     """Run all batches, and show what modules are handed, without padding. The model is the same afterwards.
 
     Args:
         state: of the run, with data.
-        watchers: dotted module names, each with what takes its inputs of real tokens, [N, C], one call at least.
+        watchers: dotted module names, each with what takes its inputs of real tokens, [N, C] of one sequence, one at least, and
+            the part of the samples that it is in.
         title: of the bar.
 
     Raises:
@@ -92,13 +101,14 @@ def show_inputs(state: State, watchers: Iterable[tuple[str, Callable[[Tensor], N
     run_batches(state, watched, title)
 
 
-def run_batches(state: State, watch: Callable[[ExitStack], None], title: str) -> None:
-    """Run all batches under hooks of the caller. The model is the same afterwards.
+def run_batches(state: State, watch: Callable[[ExitStack], None], title: str, *, everywhere: bool = False) -> None:
+    """Run batches under hooks of the caller: those of this rank. The model is the same afterwards.
 
     Args:
         state: of the run, with data; it says of each batch what is padding.
         watch: registers the hooks, and what removes them.
         title: of the bar.
+        everywhere: each rank runs all batches, for statistics that cannot be added up.
 
     Raises:
         CalibrationError: the run has no data.
@@ -108,21 +118,23 @@ def run_batches(state: State, watch: Callable[[ExitStack], None], title: str) ->
         stack.enter_context(without_modifier_hooks(state.model))
         stack.enter_context(evaluation_mode(state.model))
         stack.enter_context(Footprint(state.model))
-        task = stack.enter_context(state.progress.task(title, total=len(data.batches)))
+        numbers = range(len(data.batches)) if everywhere else state.own_batches(data)
+        task = stack.enter_context(state.progress.task(title, total=len(numbers)))
         stack.enter_context(torch.no_grad())
         watch(stack)
-        for index, batch in enumerate(data.batches):
+        for index in numbers:
+            state.ranks.check()
             with _masked(state, index):
-                call_model(state.model, batch_to(batch, state.device))
+                call_model(state.model, batch_to(data.batches[index], state.device))
             task.advance()
 
 
-def _hook(state: State, name: str, watch: Callable[[Tensor], None]) -> Any:
+def _hook(state: State, name: str, watch: Watcher) -> Any:
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
-        tokens_NK = real_tokens(input_of(args, kwargs, name).detach(), mask_of_input(state, name), name)
-        if len(tokens_NK):
-            watch(tokens_NK)
+        for part, tokens_NK in own_sequences(state, input_of(args, kwargs, name).detach(), name):
+            if len(tokens_NK):
+                watch(tokens_NK, part)
 
     return look
 
@@ -131,10 +143,8 @@ def _hook(state: State, name: str, watch: Callable[[Tensor], None]) -> Any:
 def _masked(state: State, index: int) -> Iterator[None]:
     """Say which tokens of a batch are real while it runs. Changes the state."""
     assert state.data is not None
-    mask = state.data.token_masks[index]
-    state.token_mask = None if mask is None else mask.to(state.device)
-    state.batch_shape = tuple(leading_tensor(state.data.batches[index]).shape[:2])
+    state.enter_batch(state.data, index)
     try:
         yield
     finally:
-        state.token_mask, state.batch_shape = None, None
+        state.leave_batch()

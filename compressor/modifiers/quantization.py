@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import PrivateAttr
 
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.modifiers.own_forwards import MeanSquare, mean_squares
 from compressor.modifiers.qat import TrainingModifier
 from compressor.modifiers.schemes.targets import scheme_label
@@ -18,6 +21,8 @@ class QuantizationModifier(TrainingModifier):
 
     With `start`, and in a training, it trains the layers for that rounding first: see `compressor.modifiers.qat`.
     """
+
+    across_ranks: ClassVar[AcrossRanks | None] = "sums"
 
     _squares: dict[str, MeanSquare] = PrivateAttr(default_factory=dict)
 

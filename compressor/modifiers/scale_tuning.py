@@ -15,6 +15,7 @@ from pydantic import Field, PrivateAttr
 from compressor.errors import CalibrationError, RecipeError, SchemeError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import Detail, StageValue
 from compressor.model.evaluation import evaluation_mode
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
@@ -39,6 +40,7 @@ class ScaleTuningModifier(Modifier):
     """
 
     needs_all_layers: ClassVar[bool] = True
+    across_ranks: ClassVar[AcrossRanks | None] = "repeats"
 
     steps: int = Field(default=64, gt=0)
     batch_size: int = Field(default=8, gt=0)

@@ -8,6 +8,7 @@ observers.py   tensors -> range
 packing.py     codes -> int32 words and bytes, and how many
 products.py    codes times codes, summed exactly
 half_products.py  products in half precision, as float32 on a CPU that is slow at them
+part_sums.py  sums over samples in one order, however many processes share these
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ Shapes: n groups of S values each, whatever the strategy: n = 1 per tensor, n = 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -83,6 +84,12 @@ def weight_qparams(
     return qparams._replace(scale=qparams.scale.to(weight.dtype))
 
 
+# How what observers have learnt of different batches is put together, none of which depends on an order.
+_JOINS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"min": lambda kept: kept.amin(0), "max": lambda kept: kept.amax(0), "counts": lambda kept: kept.sum(0)}
+)
+
+
 class Observer(ABC):
     """Watches one static activation over any number of batches."""
 
@@ -124,6 +131,16 @@ class Observer(ABC):
         Args:
             state: what `state` gave.
         """
+
+    def restore_all(self, states: Iterable[Mapping[str, Tensor]]) -> None:
+        """Go on from what several others have learnt of batches of their own.
+
+        Args:
+            states: what `state` gave, of each.
+        """
+        seen = [state for state in states if state]
+        if seen:
+            self.restore({key: join(torch.stack([state[key] for state in seen])) for key, join in _JOINS.items() if key in seen[0]})
 
 
 class MinMaxObserver(Observer):

@@ -8,7 +8,7 @@ import torch
 
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session
-from compressor.pipelines.calibration_mode import calibration_mode, note_kept, set_token_mask, watched_modules
+from compressor.pipelines.calibration_mode import calibration_mode, check_alike, note_kept, set_token_mask, watched_modules
 from compressor.pipelines.forward_checks import calls_of, check_padding, check_still_called, compressed_names
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained
@@ -47,6 +47,7 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
             journal.restore_stage(session)
         else:
             session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
+            check_alike(state, names)
             journal.finish_stage(session)
             state.monitor.end_stage(1, 1, "all layers", state.report.errors(names), data.num_tokens)
     session.send(EventType.CALIBRATION_END)
@@ -69,7 +70,9 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
             return called
         stirred.add(all_that_may_change(state.model, watched))  # later batches may change what the first one leaves alone
         with Traces(state.model, stirred) as traces:
-            for index, batch in enumerate(data.batches):
+            for index in state.own_batches(data):
+                batch = data.batches[index]
+                state.ranks.check()
                 set_token_mask(state, data, index)
                 with torch.no_grad(), traces.forwards():
                     _forward(session, batch_to(batch, state.device))

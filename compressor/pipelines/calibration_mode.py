@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from compressor.data import CalibrationData
-from compressor.data.collate import leading_tensor
+from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
 from compressor.model.evaluation import evaluation_mode
+from compressor.numerics.checksum import checksum
 from compressor.tracing import Watched
 
 # Which modules the modifiers of a session are looking at now: those that carry their calibration hooks.
@@ -42,7 +43,8 @@ def calibration_mode(state: State) -> Iterator[None]:
         with evaluation_mode(state.model):
             yield
     finally:
-        state.token_mask, state.batch_shape, state.base_stream, state.has_base_stream = None, None, False, False
+        state.leave_batch()
+        state.base_stream, state.has_base_stream = False, False
 
 
 def note_kept(state: State, kept: Collection[str]) -> None:
@@ -76,6 +78,28 @@ def set_token_mask(state: State, data: CalibrationData, index: int) -> None:
         data: the batches with their masks.
         index: number of the batch.
     """
-    mask = data.token_masks[index]
-    state.token_mask = None if mask is None else mask.to(state.device)
-    state.batch_shape = tuple(leading_tensor(data.batches[index]).shape[:2])
+    state.enter_batch(data, index)
+
+
+def check_alike(state: State, names: Sequence[str]) -> None:
+    """Refuse to go on where ranks have made different things of one stage.
+
+    Args:
+        state: of the session.
+        names: dotted names of the stage's modules, before it was compressed.
+
+    Raises:
+        CalibrationError: the tensors of a module differ.
+    """
+    if state.ranks.size == 1:
+        return
+    modules = {name: state.model.get_submodule(name) for name in names if name in state.claims or name in state.touched}
+    sums = {name: [checksum(tensor) for tensor in module.state_dict().values()] for name, module in modules.items()}
+    first, *others = state.ranks.gather(sums)
+    for rank, own in enumerate(others, 1):
+        different = [name for name in first if own.get(name) != first[name]]
+        if different:
+            raise CalibrationError(
+                f"{different[0]} (one of {len(different)}): rank {rank} has made something else of it than rank 0; ranks must run on equal "
+                "machines with as many threads each (OMP_NUM_THREADS)"
+            )

@@ -17,7 +17,7 @@ from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, TracingError
 from compressor.lifecycle import EventType, Session, State
 from compressor.model.folder import some
-from compressor.pipelines.calibration_mode import calibration_mode, note_kept, note_proof, set_token_mask, watched_modules
+from compressor.pipelines.calibration_mode import calibration_mode, check_alike, note_kept, note_proof, set_token_mask, watched_modules
 from compressor.pipelines.forward_checks import calls_of, check_padding, check_still_called, compressed_names
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained
@@ -106,6 +106,7 @@ def _run_stages(
                 plan, runs_once = _trace(session, data, settings, watched, weights)
             check_padding(state, data, watched)
         weights.refuse_rewritten(plan.rewritten)
+        _refuse_suspended(state, plan)
         note_kept(state, plan.kept)
         note_proof(state, plan.widened)
         cut = plan.partition
@@ -118,6 +119,7 @@ def _run_stages(
             bar = _Bar(task, total, journal.summary, data.num_tokens)
 
             def on_sample(index: int) -> None:
+                state.ranks.check()
                 # Twins of samples, on the uncompressed model, are numbered behind all samples and share their masks.
                 set_token_mask(state, data, index % num_batches)
                 state.base_stream = index >= num_batches
@@ -133,6 +135,7 @@ def _run_stages(
                     on_sample=on_sample,
                     quiet=session.hooks_disabled,
                     beside=beside,
+                    own=state.own_batches(data),
                 ) as running,
             ):
                 # What planning knows is refused before the first stage; what only the run shows, below.
@@ -143,7 +146,7 @@ def _run_stages(
                 with _outside_calls(state, cut) as outside:
                     for stage in running:
                         # What was called before the last stage: layers behind it have seen it uncompressed.
-                        early = tuple(outside)
+                        early = tuple(state.ranks.union(tuple(outside)))
                         weights.hold(stage.module_names)
                         _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(plan.stages))
                 weights.hold(())
@@ -190,6 +193,14 @@ def _trace(
         return plan(layers, settings.engine, 1), False
 
 
+def _refuse_suspended(state: State, plan: Plan) -> None:
+    if state.ranks.size > 1 and plan.engine != "graph":
+        raise TracingError(
+            f"engine: the suspend engine ({plan.why}) finds the order of stages in its own forwards, which ranks that share the samples "
+            "would find otherwise; run it in one process, or choose what the graph engine can follow"
+        )
+
+
 def _beside(
     session: Session, plan: Plan, settings: SequentialSettings, runs_once: bool
 ) -> Callable[[], AbstractContextManager[None]] | None:
@@ -209,7 +220,7 @@ def _open_store(state: State, plan: Plan, settings: SequentialSettings) -> Abstr
     """The store of what is live between stages, for the engine that can hand it over."""
     chosen = settings.activation_choices
     if plan.engine == "graph":
-        return open_store(state.model, state.device, **chosen)  # type: ignore[arg-type]
+        return open_store(state.model, state.device, sharers=state.ranks.on_host, **chosen)  # type: ignore[arg-type]
     if chosen:
         name, value = next(iter(chosen.items()))
         raise TracingError(
@@ -246,6 +257,7 @@ def _run_stage(
             journal.restore_stage(session)
         else:
             session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
+            check_alike(session.state, names)
             journal.finish_stage(session)
     if propagate_error:
         with memory_explained(model, stage.name, "propagated", names), ExitStack() as weights:

@@ -255,11 +255,11 @@ def _observing(inside: Footprint, sequence_tokens: int) -> int:
 
 def _compressing(stacks: Sequence[Stack], activations: int) -> tuple[int, int, int]:
     """Statistics, activations and working memory at the worst of all solves: statistics go as their stacks are solved."""
-    waiting = sum(stack.cost.statistics_bytes for stack in stacks)
+    waiting = sum(stack.cost.settled_bytes for stack in stacks)
     worst = (waiting, 0)
     for stack in stacks:
         worst = max(worst, (waiting, max(stack.cost.working_bytes, _unpacking(stack.targets))), key=sum)
-        waiting -= stack.cost.statistics_bytes
+        waiting -= stack.cost.settled_bytes
     return worst[0], activations, worst[1]
 
 

@@ -151,6 +151,7 @@ class Plan:
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
         beside: Callable[[], AbstractContextManager[None]] | None = None,
+        own: Collection[int] | None = None,
     ) -> Run:
         """Prepare to run batches stage by stage. Batches that were not traced are planned first, before any stage.
 
@@ -164,6 +165,7 @@ class Plan:
             keep_outputs: keep what the forwards return.
             beside: run a twin of every batch through the targets as they are before each stage; context for hooks that want to see it. The
                 suspend engine has no twins.
+            own: numbers of the batches that run here; the others run in processes that share them. None: all; the suspend engine runs all.
 
         Returns:
             The stages, one after another.
@@ -201,6 +203,7 @@ class Plan:
                 keep_outputs=keep_outputs,
                 traces=traces,
                 beside=beside,
+                own=own,
             )
         return SuspendedRun(
             self.model,

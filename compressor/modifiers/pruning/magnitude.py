@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from compressor.algorithms.pruning.magnitude import Blocks, Pattern, num_zeros, 
 from compressor.algorithms.pruning.schedule import DEFAULT_EXPONENT, SCHEDULES, SparsitySchedule
 from compressor.errors import LifecycleError, RecipeError, SchemeError
 from compressor.lifecycle import Event, EventType, State
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.modifiers.pruning.masks import PruningModifier, weight_rows
 from compressor.spelling import suggest
 
@@ -62,6 +63,8 @@ class MagnitudePruningModifier(PruningModifier):
         leave_enabled: keep the weights at zero after `end`, until the training is over; else they may grow again.
         apply_globally: one share over all targets together, in place of the same share in each.
     """
+
+    across_ranks: ClassVar[AcrossRanks | None] = "repeats"
 
     init_sparsity: float = Field(default=0.0, ge=0, lt=1)
     final_sparsity: float = Field(gt=0, lt=1)

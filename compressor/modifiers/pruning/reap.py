@@ -15,6 +15,7 @@ from compressor.algorithms.pruning.reap import ExpertSaliency, kept_experts, los
 from compressor.atomic import check_output_file, write_whole
 from compressor.errors import CalibrationError, RecipeError, TargetError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import Detail, StageValue
 from compressor.model.checkpoints.format import stored_keys
 from compressor.model.targets import check_patterns, matches
@@ -46,6 +47,7 @@ class REAPPruningModifier(Modifier):
         report_path: a JSON file that gets the numbers of the experts that stay, by layer.
     """
 
+    across_ranks: ClassVar[AcrossRanks | None] = "repeats"
     calibration: ClassVar[CalibrationNeed] = "own"
     reshapes: ClassVar[bool] = True
 
@@ -181,7 +183,7 @@ class REAPPruningModifier(Modifier):
             for layer, kept in seen.items():
                 stack.enter_context(layer_seen(state, layer, kept, frac))
 
-        run_batches(state, watch, type(self).__name__)
+        run_batches(state, watch, type(self).__name__, everywhere=True)
         unseen = [layer for layer, saliency in found.items() if not int(saliency.num_tokens_E.sum())]
         if unseen:
             raise CalibrationError(f"{self.label}: no token reached the experts of {unseen[0]}; give data that exercises them")

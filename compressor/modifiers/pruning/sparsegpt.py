@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,12 +15,33 @@ from compressor.algorithms.costs import Cost, sparsegpt_cost
 from compressor.algorithms.pruning.sparsegpt import prune_sparsegpt
 from compressor.errors import NumericsError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, State
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import StageValue
 from compressor.modifiers.own_forwards import mean_squares
 from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier, dead_input
 from compressor.modifiers.pruning.masks import weight_rows
-from compressor.modifiers.schemes.input_statistics import HessianHooks, InputHook, Target, input_of
+from compressor.modifiers.schemes.hessians import HessianHooks, SharedInput, Target, join_hessians
+from compressor.modifiers.schemes.input_statistics import InputHook, input_of
 from compressor.numerics import QuantizationScheme
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What becomes of one weight, whoever has found it.
+
+    Attributes:
+        name: dotted module name.
+        weight_RC: [R, C]; None where it is to be pruned by size.
+        error: relative squared error of the outputs.
+        is_shifted: moved towards what the uncompressed model gives.
+        fallback: why it is pruned by size, as `prune_by_size` takes it.
+    """
+
+    name: str
+    weight_RC: Tensor | None = None
+    error: float = 0.0
+    is_shifted: bool = False
+    fallback: Sequence[str] = ()
 
 
 class SparseGPTModifier(CalibratedPruningModifier):
@@ -36,6 +58,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
         share_inputs: accumulate one Hessian for modules that read the same tensor.
     """
 
+    across_ranks: ClassVar[AcrossRanks | None] = "sums"
     calibration: ClassVar[CalibrationNeed] = "sequential"
 
     block_size: int = Field(default=128, gt=0)
@@ -98,7 +121,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
         """Prune what no stage contained, then let the statistics go."""
         del event
         self._prune_pending(state, tuple(self._pending))
-        state.report.notes += self._statistics.notes(self.label)
+        state.report.notes += self._statistics.notes(self.label, state.ranks)
         self._statistics = HessianHooks()
 
     def stage_memory(self, modules: Sequence[str]) -> dict[str, StageValue]:
@@ -135,26 +158,37 @@ class SparseGPTModifier(CalibratedPruningModifier):
             state: of the run.
             names: dotted module names.
         """
-        left = list(names)
-        while left:
-            taken = self._statistics.hessians.take(left[0])
-            if taken is None:
-                self.prune_by_size(state, left.pop(0))
-                continue
-            hessian, members = taken
-            shift_CC = hessian.shift(self.alpha)
-            hessian_CC = hessian.matrix(members[0])
-            for share in dict.fromkeys(self.share_of(name) for name in members):
-                self._solve(
-                    state, [name for name in members if self.share_of(name) == share], share, hessian_CC, shift_CC, hessian.num_tokens
-                )
-            left = [name for name in left if name not in members]
+        inputs = self._statistics.hessians.take_all(names, state.ranks)
+        owners = state.ranks.share_out([self._flops(one) for one in inputs])
+        join_hessians(state.ranks, [one.hessian for one in inputs], owners)
+        for shared, solved in zip(inputs, state.ranks.solved(owners, lambda place: self._solve(inputs[place]), (Solved,)), strict=True):
+            for own in solved:
+                if own.weight_RC is None:
+                    self.prune_by_size(state, own.name, *own.fallback)
+                    continue
+                if own.is_shifted:
+                    state.settled_to_base.add(own.name)
+                self.place(state, own.name, own.weight_RC, own.error, shared.hessian.num_tokens, {"kept": "moved"})
 
-    def _solve(self, state: State, names: list[str], share: float, hessian_CC: Tensor, shift_CC: Tensor | None, num_tokens: int) -> None:
+    def _flops(self, shared: SharedInput) -> float:
+        weights = [weight_rows(self._pending[name]) for name in shared.members]
+        rows = [len(weight) for weight in weights]
+        return self.cost(None, rows, weights[0].shape[1], 4, 0).flops if shared.hessian.num_tokens else 0.0
+
+    def _solve(self, shared: SharedInput) -> list[Solved]:
+        """Prune modules that share an input, those with one share of zeros together."""
+        names, hessian = shared
+        if hessian.num_tokens == 0:
+            return [Solved(name) for name in names]
+        shift_CC = hessian.shift(self.alpha)
+        hessian_CC = hessian.matrix(names[0])
         if not hessian_CC.diagonal().any():
-            for name in names:
-                self.prune_by_size(state, name, *dead_input(num_tokens))
-            return
+            return [Solved(name, fallback=dead_input(hessian.num_tokens)) for name in names]
+        shares = dict.fromkeys(self.share_of(name) for name in names)
+        stacks = {share: [name for name in names if self.share_of(name) == share] for share in shares}
+        return [solved for share, stack in stacks.items() for solved in self._solve_stack(stack, share, hessian_CC, shift_CC)]
+
+    def _solve_stack(self, names: list[str], share: float, hessian_CC: Tensor, shift_CC: Tensor | None) -> list[Solved]:
         try:
             solved = prune_sparsegpt(
                 [weight_rows(self._pending[name]) for name in names],
@@ -169,10 +203,6 @@ class SparseGPTModifier(CalibratedPruningModifier):
                 names=names,
             )
         except NumericsError as error:
-            for name in names:
-                self.prune_by_size(state, name, "not_positive_definite", str(error).removeprefix(f"{' + '.join(names)}: "))
-            return
-        if shift_CC is not None:
-            state.settled_to_base.update(names)
-        for name, own in zip(names, solved, strict=True):
-            self.place(state, name, own.weight_RC, own.relative_error, num_tokens, {"kept": "moved"})
+            text = str(error).removeprefix(f"{' + '.join(names)}: ")
+            return [Solved(name, fallback=("not_positive_definite", text)) for name in names]
+        return [Solved(name, own.weight_RC, own.relative_error, shift_CC is not None) for name, own in zip(names, solved, strict=True)]

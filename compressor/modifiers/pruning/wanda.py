@@ -9,6 +9,7 @@ import torch
 
 from compressor.algorithms.pruning.wanda import prune_wanda
 from compressor.lifecycle import CalibrationNeed, Event, State
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import StageValue
 from compressor.modifiers.own_forwards import mean_squares
 from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier, dead_input
@@ -21,6 +22,7 @@ class WandaPruningModifier(CalibratedPruningModifier):
     Inputs are those of the uncompressed model: one pass over the data does for all layers, before anything else flows.
     """
 
+    across_ranks: ClassVar[AcrossRanks | None] = "sums"
     calibration: ClassVar[CalibrationNeed] = "own"
 
     def on_calibration_start(self, state: State, event: Event) -> None:

@@ -17,7 +17,7 @@ from compressor.lifecycle import Event, FinishedStage, ModuleRecord, State
 from compressor.lifecycle.state import StageValue
 from compressor.model.folder import some
 from compressor.modifiers.fallbacks import WithFallbacks
-from compressor.modifiers.schemes.input_statistics import InputHook, input_of, observing, static_input_qparams
+from compressor.modifiers.schemes.input_statistics import InputHook, input_of, join_observers, observing, static_input_qparams
 from compressor.modifiers.schemes.targets import SchemeTargets
 from compressor.nn import from_buffers, replacement, weight_of
 from compressor.numerics import Observer, QParams, QuantizationScheme, calculate_global_scale, check_qparams, make_observer
@@ -73,6 +73,7 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
     _handles_of: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
     _attention: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
     _global_scales: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+    _joined: set[str] = PrivateAttr(default_factory=set)
 
     @property
     def schemes(self) -> dict[str, QuantizationScheme]:
@@ -87,7 +88,7 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
         state.claim([*self._schemes, *self._attention], self.label)
         state.schemes.update(self._schemes)
         self._pending = {name: state.model.get_submodule(name) for name in self._schemes}
-        self._input_observers, self._handles_of, self._global_scales = {}, {}, {}
+        self._input_observers, self._handles_of, self._global_scales, self._joined = {}, {}, {}, set()
         self.forget_fallbacks()
         return True
 
@@ -105,11 +106,13 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
 
     def on_sequential_epoch_end(self, state: State, event: Event) -> None:
         """Compress the modules of the stage that has just been calibrated."""
+        self._join_kv_ranges(state, event.modules)
         self._compress_pending(state, event.modules)
 
     def on_calibration_end(self, state: State, event: Event) -> None:
         """Compress what no stage contained: everything, when the pipeline is data-free."""
         del event
+        self._join_kv_ranges(state, tuple(self._attention))
         self._compress_pending(state, tuple(self._pending))
         self.remove_hooks([handle for name in self._attention for handle in self._handles_of.pop(name, [])])
         self.place_quantizers(state, self._attention)
@@ -184,8 +187,15 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
             return
         self.remove_hooks([handle for name in names for handle in self._handles_of.pop(name, [])])
         self._choose_global_scales()
+        join_observers(state.ranks, {name: self._input_observers[name] for name in names if name in self._input_observers})
         with torch.no_grad():
             self.compress(state, names)
+
+    def _join_kv_ranges(self, state: State, modules: Iterable[str]) -> None:
+        """Put together what all ranks have learnt of keys and values; once, for counts would be added twice."""
+        names = [name for name in modules if name in self._attention and name not in self._joined]
+        self._joined.update(names)
+        join_observers(state.ranks, self.kv_observers(names))
 
     @torch.no_grad()
     def _choose_global_scales(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from compressor.errors import CalibrationError, NumericsError, TargetError
 from compressor.lifecycle import State
 from compressor.model.targets import matches
-from compressor.modifiers.schemes.input_statistics import real_tokens
+from compressor.modifiers.schemes.input_statistics import own_tokens
 from compressor.nn.kv_cache import PARTS, attach_kv_quantizer, attention_modules, check_kv_args, kv_args, num_kv_heads, with_view
 from compressor.numerics import Observer, QuantizationArgs, make_observer
 
@@ -102,6 +102,22 @@ class KVCacheTargets(BaseModel):
         self._kv_observers = {name: {part: make_observer(args, f"{name}.{part}") for part in PARTS} for name in modules}
         return {name: _observing(self._kv_observers[name], state, name) for name in modules}
 
+    def kv_observers(self, modules: Collection[str]) -> dict[str, Observer]:
+        """Return what observes keys and values.
+
+        Args:
+            modules: dotted names; others are left out.
+
+        Returns:
+            By "<name> <part>".
+        """
+        return {
+            f"{name} {part}": observer
+            for name, observers in self._kv_observers.items()
+            if name in modules
+            for part, observer in observers.items()
+        }
+
     def kv_ranges(self, modules: Collection[str]) -> dict[str, Tensor]:
         """Return what has been learnt of keys and values, for a run that goes on later.
 
@@ -112,10 +128,8 @@ class KVCacheTargets(BaseModel):
             Tensors by "kv <name> <part> <key>".
         """
         return {
-            f"kv {name} {part} {key}": tensor
-            for name, observers in self._kv_observers.items()
-            if name in modules
-            for part, observer in observers.items()
+            f"kv {place} {key}": tensor
+            for place, observer in self.kv_observers(modules).items()
             for key, tensor in observer.state().items()
         }
 
@@ -176,7 +190,7 @@ def _own_copy(module: nn.Module) -> nn.Module:
 
 def _observing(observers: Mapping[str, Observer], state: State, name: str) -> Any:
     def look(part: str, states: Tensor) -> Tensor:
-        tokens_NHD = real_tokens(states.detach().transpose(1, 2).flatten(2), state.token_mask, f"{name}.{part}")
+        tokens_NHD = own_tokens(state, states.detach().transpose(1, 2).flatten(2), state.token_mask, f"{name}.{part}")
         heads = states.shape[1]
         if tokens_NHD.numel():
             observers[part].update(tokens_NHD.reshape(len(tokens_NHD), heads, -1).transpose(0, 1).unsqueeze(0))

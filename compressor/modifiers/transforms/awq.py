@@ -5,7 +5,7 @@ Older recipes of llm-compressor give it schemes, for AWQ rounded there as well: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,11 +17,14 @@ from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.smoothing import DuoScaling, search_awq
 from compressor.errors import CalibrationError, RecipeError
 from compressor.lifecycle import Event, Modifier, State
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.mappings import ScalePair
 from compressor.modifiers.own_forwards import show_inputs
 from compressor.modifiers.quantization import QuantizationModifier
+from compressor.modifiers.schemes.hessians import count_all, join_hessians
 from compressor.modifiers.schemes.settings import SchemeSettings
 from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier, in_portions, reader_weight
+from compressor.numerics.part_sums import PartSum
 
 
 class AWQModifier(ScaleMovingModifier, SchemeSettings):
@@ -37,6 +40,7 @@ class AWQModifier(ScaleMovingModifier, SchemeSettings):
             integers in groups or rows that a QuantizationModifier rounds, with an observer that takes the whole range.
     """
 
+    across_ranks: ClassVar[AcrossRanks | None] = "sums"
     borrows: ClassVar[bool] = True
 
     duo_scaling: DuoScaling = True
@@ -47,8 +51,9 @@ class AWQModifier(ScaleMovingModifier, SchemeSettings):
     max_chunk_memory: Any = None
 
     _hessians: dict[str, Hessian] = PrivateAttr(default_factory=dict)
-    _sums: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+    _sums: dict[str, PartSum] = PrivateAttr(default_factory=dict)
     _clippings: dict[str, Clipping] = PrivateAttr(default_factory=dict)
+    _last: dict[str, Clipping] = PrivateAttr(default_factory=dict)
 
     @property
     def lacks_schemes(self) -> bool:
@@ -82,7 +87,7 @@ class AWQModifier(ScaleMovingModifier, SchemeSettings):
                 f"{self.label}.clip: True was given, and no QuantizationModifier behind it rounds integers in groups or rows "
                 "with an observer that takes the whole range; leave it out"
             )
-        self._clippings = {}
+        self._clippings, self._last = {}, {}
         super().on_calibration_start(state, event)
         if self.clip is not False:
             self._clip_others(state)
@@ -110,23 +115,49 @@ class AWQModifier(ScaleMovingModifier, SchemeSettings):
         """The second moments, in float32."""
         return 4 * num_columns * num_columns
 
-    def watch_input(self, pair: ScalePair, tokens_NK: Tensor) -> None:
+    def watch_input(self, pair: ScalePair, tokens_NK: Tensor, part: int) -> None:
         """Add to second moments and absolute values."""
         if pair.source not in self._hessians:
             self._hessians[pair.source] = Hessian(tokens_NK.shape[1], tokens_NK.device)
-            self._sums[pair.source] = torch.zeros(tokens_NK.shape[1], dtype=torch.float64, device=tokens_NK.device)
-        self._hessians[pair.source].add(tokens_NK)
-        self._sums[pair.source] += tokens_NK.float().abs().sum(0)
+            self._sums[pair.source] = PartSum()
+        self._hessians[pair.source].add(tokens_NK, part)
+        added_K = tokens_NK.float().abs().sum(0).double()
+        self._sums[pair.source].of_part(part, lambda: [torch.zeros_like(added_K)])[0].add_(added_K)
+
+    def add_up(self, state: State, pairs: Sequence[ScalePair]) -> list[int]:
+        """Bring the second moments of each pair to one rank, which searches."""
+        weights = {pair.source: [reader_weight(state.model.get_submodule(name)) for name in pair.readers] for pair in pairs}
+        columns = {source: own[0].shape[1] for source, own in weights.items()}
+        hessians = [self._hessians.setdefault(source, Hessian(size, state.device)) for source, size in columns.items()]
+        sums = [self._sums.setdefault(source, PartSum()) for source in columns]
+        owners = state.ranks.share_out(
+            [self.search_flops([len(one) for one in own], columns[source], 0) for source, own in weights.items()]
+        )
+        count_all(state.ranks, hessians)
+        join_hessians(state.ranks, hessians, owners)
+        state.ranks.add_up(sums, owners)
+        return owners
+
+    def found_beside(self) -> dict[str, Any]:
+        """The ranges of the last search."""
+        found, self._last = self._last, {}
+        return {name: [one.kept_RG, one.error, one.error_before] for name, one in found.items()}
+
+    def keep_beside(self, state: State, found: Mapping[str, Any]) -> None:
+        """Keep ranges for the modifier that rounds."""
+        for name, (kept_RG, error, before) in found.items():
+            self._clippings[name] = Clipping(kept_RG, error, before)
+            state.kept_ranges[name] = kept_RG
 
     def scales(self, state: State, pair: ScalePair) -> tuple[Tensor, dict[str, float]]:
         """Search over all readers that are quantized."""
-        hessian, sums_K = self._hessians.pop(pair.source, None), self._sums.pop(pair.source, None)
-        if hessian is None or sums_K is None:
+        hessian, sums = self._hessians.pop(pair.source, None), self._sums.pop(pair.source, PartSum()).total()
+        if hessian is None or sums is None or not hessian.num_tokens:
             raise CalibrationError(
                 f"{self.label}: no token reached {pair.readers[0]}; give data that exercises it, or ignore {pair.source}"
             )
         readers = [name for name in pair.readers if name in state.schemes and state.schemes[name].weights is not None]
-        mean_K = (sums_K / hessian.num_tokens).float()
+        mean_K = (sums[0] / hessian.num_tokens).float()
         formats = [state.schemes[name].weights for name in readers]
         hessian_CC = hessian.matrix(pair.readers[0])
         found = search_awq(
@@ -147,11 +178,10 @@ class AWQModifier(ScaleMovingModifier, SchemeSettings):
         return scales_C, {"error_before": found.error_before, "error": found.error}
 
     def _clip_one(self, state: State, name: str, weight_RK: Tensor, hessian_KK: Tensor) -> None:
-        """Choose ranges of one weight, which the modifier that rounds it will keep to. Changes the state."""
+        """Choose ranges of one weight, which the modifier that rounds it will keep to."""
         args = state.schemes[name].weights
         if name in state.narrowable and args is not None:
-            self._clippings[name] = search_clipping(weight_RK, args, hessian_KK, name)
-            state.kept_ranges[name] = self._clippings[name].kept_RG
+            self._last[name] = search_clipping(weight_RK, args, hessian_KK, name)
 
     def _clip_others(self, state: State) -> None:
         """Layers that no scale moved into have statistics of their own."""
@@ -159,11 +189,20 @@ class AWQModifier(ScaleMovingModifier, SchemeSettings):
         others = {name: model.get_submodule(name) for name in state.schemes if name in state.narrowable - self._clippings.keys()}
         widths = {name: reader_weight(module).shape[1] for name, module in others.items() if not isinstance(module, nn.Embedding)}
         for taken in in_portions(widths, lambda name: self.statistics_bytes(widths[name])):
-            hessians = {name: Hessian(widths[name], state.device) for name in taken}
-            show_inputs(state, [(name, hessian.add) for name, hessian in hessians.items()], type(self).__name__)
-            for name, hessian in hessians.items():
-                if hessian.num_tokens:
-                    self._clip_one(state, name, reader_weight(others[name]), hessian.matrix(name))
+            hessians = [Hessian(widths[name], state.device) for name in taken]
+            show_inputs(state, [(name, hessian.add) for name, hessian in zip(taken, hessians, strict=True)], type(self).__name__)
+            count_all(state.ranks, hessians)
+            owners = state.ranks.share_out([float(reader_weight(others[name]).numel()) for name in taken])
+            join_hessians(state.ranks, hessians, owners)
+
+            def found(place: int, names: Sequence[str] = taken, hessians: Sequence[Hessian] = hessians) -> dict[str, Any]:
+                if hessians[place].num_tokens:
+                    name = names[place]
+                    self._clip_one(state, name, reader_weight(others[name]), hessians[place].matrix(name))
+                return self.found_beside()
+
+            for one in state.ranks.solved(owners, found, ()):
+                self.keep_beside(state, one)
 
     def _note_clipping(self, state: State) -> None:
         found = self._clippings.values()

@@ -87,8 +87,7 @@ class ScaleMovingModifier(Modifier):
             pairs = self._pairs(state)
         for taken in in_portions(pairs, lambda pair: self.statistics_bytes(reader_columns(state.model, pair).shape[1])):
             show_inputs(state, [(pair.readers[0], partial(self.watch_input, pair)) for pair in taken], type(self).__name__)
-            for pair in taken:
-                self._move(state, pair)
+            state.report.transforms += self._search(state, taken)
         state.bring(())
         state.report.notes.append(f"{self.label}: scales of {len(pairs)} modules were moved into what reads them ({_in_short(pairs)})")
 
@@ -124,8 +123,32 @@ class ScaleMovingModifier(Modifier):
         """Say what the statistics of one pair take."""
 
     @abstractmethod
-    def watch_input(self, pair: ScalePair, tokens_NK: Tensor) -> None:
-        """Take the inputs of real tokens of the first reader."""
+    def watch_input(self, pair: ScalePair, tokens_NK: Tensor, part: int) -> None:
+        """Take the inputs of real tokens of the first reader, and the part of the samples that they are in."""
+
+    @abstractmethod
+    def add_up(self, state: State, pairs: Sequence[ScalePair]) -> list[int]:
+        """Put the statistics of all ranks together.
+
+        Args:
+            state: of the run.
+            pairs: that were watched, the same on all ranks.
+
+        Returns:
+            For each pair the rank that has them, and looks for its scales.
+        """
+
+    def found_beside(self) -> dict[str, Any]:
+        """Hand over what the last search has found beside scales, for all ranks."""
+        return {}
+
+    def keep_beside(self, state: State, found: Mapping[str, Any]) -> None:
+        """Take over what a search has found beside scales.
+
+        Args:
+            state: of the run; changed.
+            found: what `found_beside` gave.
+        """
 
     @abstractmethod
     def scales(self, state: State, pair: ScalePair) -> tuple[Tensor, dict[str, float]]:
@@ -155,19 +178,34 @@ class ScaleMovingModifier(Modifier):
     def _is_ignored(self, model: nn.Module, name: str) -> bool:
         return any(matches(name, model.get_submodule(name), pattern) for pattern in self.ignore)
 
-    def _move(self, state: State, pair: ScalePair) -> None:
-        state.bring((pair.source, *pair.readers))
-        with torch.no_grad():
-            scales_C, details = self.scales(state, pair)
+    def _search(self, state: State, pairs: Sequence[ScalePair]) -> list[dict[str, Any]]:
+        """Find scales, each by the rank that has its statistics, and move them; return what was done, in the order of the pairs."""
+        owners, done = self.add_up(state, pairs), {}
+        for level in _levels(pairs):
+
+            def found(number: int, level: Sequence[int] = level) -> dict[str, Any]:
+                pair = pairs[level[number]]
+                state.bring((pair.source, *pair.readers))
+                scales_C, details = self.scales(state, pair)
+                return {"scales": scales_C, "details": details, "beside": self.found_beside()}
+
+            with torch.no_grad():
+                for place, one in zip(level, state.ranks.solved([owners[place] for place in level], found, ()), strict=True):
+                    state.bring((pairs[place].source, *pairs[place].readers))
+                    self.keep_beside(state, one["beside"])
+                    done[place] = self._move(state, pairs[place], one["scales"], one["details"])
+        return [done[place] for place in range(len(pairs))]
+
+    def _move(self, state: State, pair: ScalePair, scales_C: Tensor, details: Mapping[str, float]) -> dict[str, Any]:
         for name in (pair.source, *pair.readers):
             state.own_tensors(name)
             state.settled.add(name)
         factor_C = (1.0 / scales_C.double()).float().cpu()
         scale_channels(state.model, pair, factor_C)
-        state.report.transforms.append(self._transform(state.model, pair, factor_C))
         largest = float(torch.maximum(scales_C, 1 / scales_C).max())
         record = ModuleRecord(pair.source, type(self).__name__, "scales moved", 0.0, None, {"largest_factor": largest, **details})
         state.report.modules.setdefault(pair.source, record)
+        return self._transform(state.model, pair, factor_C)
 
     def _transform(self, model: nn.Module, pair: ScalePair, factor_C: Tensor) -> dict[str, Any]:
         """What a reader of compression.json needs to do the same to the base; names are those of its files."""
@@ -177,6 +215,19 @@ class ScaleMovingModifier(Modifier):
         layout = {"head_dim": pair.head_dim, "repeats": pair.repeats, "offset": pair.offset}
         factors = base64.b64encode(factor_C.numpy().astype("<f4").tobytes()).decode()
         return {"kind": "scales", "modifier": type(self).__name__, "source": source, "readers": readers, **layout, "factors": factors}
+
+
+def _levels(pairs: Sequence[ScalePair]) -> list[list[int]]:
+    """Which pairs can be searched together, with the results of one after another: those whose modules no pair before them changes."""
+    reached: dict[str, int] = {}
+    levels: list[list[int]] = []
+    for place, pair in enumerate(pairs):
+        names = (pair.source, *pair.readers)
+        level = max(reached.get(name, 0) for name in names)
+        levels += [[]] if level == len(levels) else []
+        levels[level].append(place)
+        reached |= dict.fromkeys(names, level + 1)
+    return levels
 
 
 def in_portions(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from compressor.algorithms.rotations import Rotation, RotationKind, make_rotatio
 from compressor.data.collate import Batch, batch_to, call_model
 from compressor.errors import CalibrationError, ModelError, NumericsError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, State
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import StageValue
 from compressor.mappings.basis import Basis
 from compressor.mappings.turns import Turn, fold_and_turn
@@ -40,6 +41,8 @@ class RotatingModifier(Modifier):
         transform_block_size: runs of so many channels are turned; None: all together.
         precision: float64, in which all is computed.
     """
+
+    across_ranks: ClassVar[AcrossRanks | None] = "repeats"
 
     transform_type: RotationKind = "hadamard"
     randomize: bool = False

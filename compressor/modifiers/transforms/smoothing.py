@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator
@@ -11,6 +12,7 @@ from torch import Tensor
 from compressor.algorithms.smoothing import equalizing_scales, smooth_scales
 from compressor.errors import CalibrationError, RecipeError
 from compressor.lifecycle import State
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.mappings import ScalePair
 from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier, reader_weight
 
@@ -22,6 +24,8 @@ class SmoothQuantModifier(ScaleMovingModifier):
         smoothing_strength: share of the range that weights take over.
         algorithm: `smoothquant`, or `log_equalization`, which looks at activations only.
     """
+
+    across_ranks: ClassVar[AcrossRanks | None] = "sums"
 
     smoothing_strength: float = Field(default=0.5, ge=0, le=1)
     num_calibration_steps: int | None = None
@@ -47,11 +51,19 @@ class SmoothQuantModifier(ScaleMovingModifier):
         """One float32 for each channel."""
         return 4 * num_columns
 
-    def watch_input(self, pair: ScalePair, tokens_NK: Tensor) -> None:
+    def watch_input(self, pair: ScalePair, tokens_NK: Tensor, part: int) -> None:
         """Take the largest absolute values."""
+        del part
         largest_K = tokens_NK.abs().amax(0).float()
         known = self._largest.get(pair.source)
         self._largest[pair.source] = largest_K if known is None else torch.maximum(known, largest_K)
+
+    def add_up(self, state: State, pairs: Sequence[ScalePair]) -> list[int]:
+        """Take the largest of all ranks; each looks for all scales, which is quickly done."""
+        for own in state.ranks.gather(self._largest) if state.ranks.size > 1 else ():
+            for source, largest_K in own.items():
+                self._largest[source] = torch.maximum(self._largest.get(source, largest_K), largest_K)
+        return [0] * len(pairs)
 
     def scales(self, state: State, pair: ScalePair) -> tuple[Tensor, dict[str, float]]:
         """By the paper's formula, or by that of logarithmic equalization."""

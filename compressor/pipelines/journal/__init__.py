@@ -2,6 +2,7 @@
 
 journal.py      what the pipelines tell it      place.py        the folders of one run: a new one begins, or an old one goes on
 run_folder.py   name, lock, who may use it      lines.py        the append-only file of checksummed lines
+shared.py      the journal of a run in several processes
 stage_files.py  one stage on disk               fingerprint.py  what the result depends on, and how two runs differ
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity, run_fingerprint, run_record
 from compressor.pipelines.journal.journal import Journal, NullJournal, StageJournal
 from compressor.pipelines.journal.place import RunPlace, check_places
+from compressor.pipelines.journal.shared import SharedJournal
 
 __all__ = [
     "Journal",
     "NullJournal",
     "RunPlace",
+    "SharedJournal",
     "StageJournal",
     "base_hashes",
     "check_places",

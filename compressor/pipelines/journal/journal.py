@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
 from compressor.atomic import reason
 from compressor.errors import CheckpointError, LifecycleError, ResumeError
 from compressor.lifecycle import FinishedStage, Session
+from compressor.lifecycle.state import StageValue
 from compressor.pipelines.journal.fingerprint import file_hashes
 from compressor.pipelines.journal.run_folder import Lines, RunFolder
 from compressor.pipelines.journal.stage_files import (
@@ -29,6 +30,40 @@ from compressor.pipelines.journal.stage_files import (
     report_since,
     write_tensors,
 )
+from compressor.random_state import RandomState
+
+
+class KeptStage(NamedTuple):
+    """What an earlier run has kept of a stage.
+
+    Attributes:
+        modules: dotted names of its modules.
+        memories: of each modifier.
+        tensors: by module and name.
+        report: for `add_report`.
+        random: states of generators, by device.
+    """
+
+    modules: Sequence[str]
+    memories: Sequence[Mapping[str, StageValue]]
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    report: Mapping[str, Sequence[Any]]
+    random: Mapping[str, Tensor]
+
+
+def put_back(session: Session, kept: KeptStage) -> None:
+    """Put in place what a stage has made.
+
+    Args:
+        session: of the run; its model and report change.
+        kept: of the stage.
+    """
+    for modifier, memory in zip(session.modifiers, kept.memories, strict=True):
+        modifier.skip_stage(session.state, FinishedStage(kept.modules, memory, kept.tensors))
+    # After the modifiers, which put their layers in place: these tensors include what lies in them.
+    copy_tensors(session.state.model, kept.tensors)
+    add_report(session.state.report, kept.report)
+    RandomState(kept.random).restore()
 
 
 class StageJournal(Protocol):
@@ -173,6 +208,11 @@ class Journal:
             return None
         return f"resumed after stage {self.num_resumed} of {self.num_stages}"
 
+    @property
+    def uncalled(self) -> tuple[str, ...]:
+        """Targets that no sample has called, once all stages are finished."""
+        return tuple(self._end["uncalled"]) if self._end else ()
+
     def needs_no_data(self, watched: Collection[str]) -> bool:
         """Compare the modules of finished stages with those that are still watched."""
         finished = {name for entry in self._done for name in entry["modules"]}
@@ -180,11 +220,11 @@ class Journal:
 
     def restore_all(self, session: Session) -> tuple[str, ...]:
         """Read every stage file, and the random states behind the last stage."""
-        for entry in self._done:
-            self._restore(session, entry)
+        for index in range(self.num_resumed):
+            self._put_back(session, index)
         # Whatever draws random numbers afterwards draws those that it would have drawn.
-        read_tensors(self._folder.stage_file(None), ()).random.restore()
-        return tuple(self._end["uncalled"]) if self._end else ()
+        self.random_behind().restore()
+        return self.uncalled
 
     def open_stage(self, session: Session, index: int, name: str, modules: Sequence[str], num_stages: int) -> bool:
         """Refuse a stage that is another one than the earlier run has finished at this place."""
@@ -204,7 +244,7 @@ class Journal:
 
     def restore_stage(self, session: Session) -> None:
         """Read the file of the stage."""
-        self._restore(session, self._done[self._stage["index"]])
+        self._put_back(session, self._stage["index"])
 
     def finish_stage(self, session: Session) -> None:
         """Write the file of the stage, then its line."""
@@ -275,16 +315,27 @@ class Journal:
                 "(resume=True) goes on from there"
             )
 
-    def _restore(self, session: Session, entry: Mapping[str, Any]) -> None:
+    def kept(self, index: int) -> KeptStage:
+        """Read what an earlier run has kept of a stage.
+
+        Args:
+            index: number of the stage.
+
+        Returns:
+            All of it.
+        """
+        entry = self._done[index]
         tensors = read_tensors(self.path / entry["file"], entry["tensors"])
-        for number, (modifier, memory) in enumerate(zip(session.modifiers, entry["memories"], strict=True)):
-            kept = {**memory, **tensors.memories.get(number, {})}
-            modifier.skip_stage(session.state, FinishedStage(entry["modules"], kept, tensors.modules))
-        # After the modifiers, which put their layers in place: these tensors include what lies in them.
-        copy_tensors(session.state.model, tensors.modules)
-        add_report(session.state.report, entry["report"])
-        tensors.random.restore()
-        self._let_memory_go(session, entry)
+        memories = [{**memory, **tensors.memories.get(number, {})} for number, memory in enumerate(entry["memories"])]
+        return KeptStage(entry["modules"], memories, tensors.modules, entry["report"], tensors.random.by_device)
+
+    def random_behind(self) -> RandomState:
+        """Read where the random generators stood behind the last stage."""
+        return read_tensors(self._folder.stage_file(None), ()).random
+
+    def _put_back(self, session: Session, index: int) -> None:
+        put_back(session, self.kept(index))
+        self._let_memory_go(session, self._done[index])
 
     def _let_memory_go(self, session: Session, entry: Mapping[str, Any]) -> None:
         """Of a model that the caller holds nothing shall lie in files of ours."""

@@ -285,15 +285,17 @@ def open_store(
     activation_memory: int | str | None = None,
     activation_device_memory: int | str | None = None,
     offload_dir: str | Path | None = None,
+    sharers: int = 1,
 ) -> ActivationStore:
     """Make the store for one run.
 
     Args:
         model: its configurations are kept by reference wherever activations hold one.
         device: that computes.
-        activation_memory: bytes of main memory; None takes three quarters of what is free.
+        activation_memory: bytes of main memory; None takes three quarters of what is free, or an even share of that.
         activation_device_memory: bytes of GPU memory; None takes two fifths of what is free. There is none to grant on a CPU.
         offload_dir: folder for what fits in neither; None makes that an error.
+        sharers: processes of the run on this host.
 
     Returns:
         An empty store; close it.
@@ -302,7 +304,9 @@ def open_store(
         UserInputError: a size that is none, GPU memory without a GPU, or a folder that cannot be written.
     """
     cpu = torch.device("cpu")
-    host = int(HOST_SHARE * free_bytes(cpu)) if activation_memory is None else parse_bytes(activation_memory, "activation_memory")
+    host = (
+        int(HOST_SHARE * free_bytes(cpu)) // sharers if activation_memory is None else parse_bytes(activation_memory, "activation_memory")
+    )
     if device.type != "cuda" and activation_device_memory is not None:
         raise UserInputError(
             f"activation_device_memory: {activation_device_memory!r} was given, but the run is on {device}; use activation_memory"

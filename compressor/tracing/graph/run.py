@@ -139,8 +139,9 @@ class GraphRun:
         keep_outputs: bool = False,
         traces: Traces | None = None,
         beside: Callable[[], AbstractContextManager[None]] | None = None,
+        own: Collection[int] | None = None,
     ) -> None:
-        """Schedule the stages; nothing runs yet.
+        """Schedule the stages of all batches; nothing runs yet, and of the batches only `own` will, where others run elsewhere.
 
         With `beside`, every batch has a twin, whose number is larger by the number of batches: a twin runs through each stage before that
         is compressed, ahead of the calibration of its batch. Its hooks are awake inside the targets, within the context that is given.
@@ -151,6 +152,7 @@ class GraphRun:
         self.model = model
         self.node: fx.Node | None = None
         self._beside, self._num_own = beside, len(batches)
+        self._runs_here = set(range(len(batches)) if own is None else own)
         streams = 1 if beside is None else 2
         self.outputs: list[Any] = [None] * (streams * len(batches))
         self._batches: list[Batch | None] = [*batches] * streams
@@ -223,6 +225,8 @@ class GraphRun:
             # From here on the sample has a copy; the batch may go where nobody else holds it.
             self._batches[sample] = None
             self._random[sample], self._views[sample] = start, {}
+            if self._passes_by(sample, 0):
+                continue
             self._on_sample(sample)
             values = named_inputs(copy_batch(batch if self._device is None else batch_to(batch, self._device)))
             with self._traces.forwards(), self._as_sample(sample):
@@ -252,6 +256,13 @@ class GraphRun:
             else:
                 self._values.undo(before)
             outside.restore()
+
+    def _passes_by(self, sample: int, segment: int) -> bool:
+        """True for a sample that another process runs through this segment."""
+        passes = sample % self._num_own not in self._runs_here
+        if passes and self._programs[sample].segments[segment].is_last:
+            self._ended.add(sample)
+        return passes
 
     def _advance(self, sample: int, segment: int, values: dict[str, Any], call: CallModule) -> None:
         """Run one segment for real, and keep what lives on."""
@@ -410,7 +421,7 @@ class GraphStage:
     Attributes:
         index: position among the stages.
         name: dotted name of the target; several are joined by commas.
-        num_samples: how many samples wait at it.
+        num_samples: how many samples wait at it here.
     """
 
     def __init__(self, run: GraphRun, index: int, stop: Stop) -> None:
@@ -418,7 +429,7 @@ class GraphStage:
         self.index = index
         self.name = ", ".join(stop.targets)
         self._run, self._stop = run, stop
-        self._samples = [sample for sample in stop.samples if sample < run._num_own]
+        self._samples = [sample for sample in stop.samples if sample in run._runs_here]
         self.num_samples = len(self._samples)
 
     @property
@@ -479,11 +490,11 @@ class GraphStage:
         run = self._run
         torch.clear_autocast_cache()  # it would serve casts of weights that have been replaced
         run._closed.add(self.index)
-        first, *others = self._samples
+        first, *others = [sample for sample in self._stop.samples if sample < run._num_own]
         if only_first:
             for sample in range(len(run.outputs)):
                 if sample != first:
                     run._end(sample)
             others = []
-        for sample in self._prefetched([first, *others]):
+        for sample in self._prefetched([one for one in (first, *others) if not run._passes_by(one, self._stop.samples[one])]):
             run._propagate_sample(sample, self._stop.samples[sample])

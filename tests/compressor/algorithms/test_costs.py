@@ -10,10 +10,11 @@ import torch
 
 from compressor.algorithms.costs import FLOAT32_BYTES, gptq_cost, rounding_cost, sparsegpt_cost
 from compressor.algorithms.gptq import Solver, quantize_gptq
-from compressor.algorithms.hessian import Hessian
+from compressor.algorithms.hessian import Hessian, panel_bytes
 from compressor.algorithms.pruning.sparsegpt import prune_sparsegpt
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.numerics import preset_scheme, weight_qparams
+from compressor.numerics.part_sums import NUM_PARTS
 
 SHAPES = [([768, 768], 256, torch.bfloat16), ([256], 768, torch.bfloat16), ([64], 512, torch.float32), ([1024], 256, torch.float32)]
 
@@ -52,13 +53,17 @@ def test_the_cost_of_gptq_is_what_it_takes(preset: str, solver: Solver, rows: li
 
     element_bytes = weights[0].element_size()
     cost = gptq_cost(rows, columns, element_bytes, args, num_tokens=len(inputs), block_size=128, solver=solver, scale_search=search)
-    measured = max(peak_bytes(solve), 2 * cost.statistics_bytes)
+    measured = max(peak_bytes(solve), panel_bytes(columns))
     assert cost.working_bytes == pytest.approx(measured, rel=0.03)
 
-    def accumulate() -> None:
-        Hessian(columns).add(inputs)
+    def accumulate(parts: int) -> None:
+        growing = Hessian(columns)
+        for part in range(parts):
+            growing.add(inputs, part)
 
-    assert cost.statistics_bytes == pytest.approx(peak_bytes(accumulate), rel=0.01)
+    assert cost.statistics_bytes == pytest.approx(peak_bytes(lambda: accumulate(1)), rel=0.01)
+    shared = gptq_cost(rows, columns, element_bytes, args, num_tokens=1 << 20, block_size=128, solver=solver, scale_search=search)
+    assert shared.statistics_bytes == pytest.approx(peak_bytes(lambda: accumulate(NUM_PARTS)), rel=0.01)
     assert cost.flops > 2.0 * len(inputs) * columns**2 / 2
 
 
@@ -81,8 +86,8 @@ def test_the_cost_of_shifted_weights_is_what_it_takes(rows: list[int], columns: 
     cost = gptq_cost(
         rows, columns, element_bytes, args, num_tokens=1, block_size=128, solver="r_form", scale_search=True, has_base_stream=True
     )
-    assert cost.statistics_bytes == 2 * FLOAT32_BYTES * columns**2
-    assert cost.working_bytes == pytest.approx(max(peak_bytes(solve), cost.statistics_bytes), rel=0.1)
+    assert cost.settled_bytes == 2 * FLOAT32_BYTES * columns**2
+    assert cost.working_bytes == pytest.approx(max(peak_bytes(solve), panel_bytes(columns)), rel=0.1)
 
 
 @pytest.mark.parametrize(("rows", "columns", "dtype"), SHAPES)
@@ -109,5 +114,5 @@ def test_the_cost_of_sparsegpt_is_what_it_takes(rows: list[int], columns: int, d
         prune_sparsegpt(weights, kept, 0.5, refining_steps=steps, names=[f"layer{i}" for i in range(len(rows))])
 
     cost = sparsegpt_cost(rows, columns, weights[0].element_size(), num_tokens=1, block_size=128, refining_steps=steps)
-    assert cost.statistics_bytes == FLOAT32_BYTES * columns**2
+    assert cost.settled_bytes == FLOAT32_BYTES * columns**2
     assert cost.working_bytes == pytest.approx(peak_bytes(solve), rel=0.15)

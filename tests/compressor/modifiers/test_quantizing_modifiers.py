@@ -77,7 +77,7 @@ def hooks_on(model: nn.Module) -> int:
 def test_readers_of_one_tensor_share_a_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
     added: list[int] = []
     original = Hessian.add
-    monkeypatch.setattr(Hessian, "add", lambda self, x: (added.append(id(self)), original(self, x))[1])
+    monkeypatch.setattr(Hessian, "add", lambda self, x, part: (added.append(id(self)), original(self, x, part))[1])
     shared = Block()
     state = calibrate(shared, gptq(), batches())
     assert len(added) == 2 * 4 * 2  # q with k and v, and o, in four forwards of two sequences

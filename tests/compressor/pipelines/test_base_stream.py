@@ -16,7 +16,7 @@ import compressor.modifiers.gptq
 from compressor import GPTQModifier, QuantizationModifier, oneshot
 from compressor.errors import CompressorError, TracingError
 from compressor.lifecycle import Event, Modifier, State
-from compressor.modifiers.schemes.input_statistics import BaseInputs
+from compressor.modifiers.schemes.hessians import BaseInputs
 
 INT4 = {"num_bits": 4, "group_size": 16, "strategy": "group"}
 GROUPS = {"group_0": {"targets": ["Linear"], "weights": INT4}}

@@ -18,8 +18,7 @@ from compressor.algorithms.hessian import Hessian
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
-from compressor.modifiers import gptq
-from compressor.modifiers.gptq import GPTQModifier
+from compressor.modifiers.gptq import GPTQModifier, Solved
 from compressor.modifiers.schemes import input_statistics
 from compressor.pipelines import basic, run_pipeline, sequential
 from compressor.progress import SilentProgress
@@ -56,13 +55,13 @@ def hessians(data: CalibrationData, pipeline: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     class Noting(GPTQModifier):
-        def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None) -> None:
+        def _solve_stack(
+            self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None
+        ) -> list[Solved]:
             found["+".join(names)] = hessian_CC.double().clone()
             if pipeline == "basic":  # what is learned from the float flow depends on nothing that was compressed
-                super()._solve(state, names, hessian_CC, num_tokens, shift_CC)
-            else:
-                for name in names:
-                    self._round(state, name, "noted", "not solved")
+                return super()._solve_stack(state, names, hessian_CC, num_tokens, shift_CC)
+            return [self._round(name, "noted", "not solved") for name in names]
 
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
     groups: Any = {"all": {"targets": ["Linear"], "weights": weights}}
@@ -140,12 +139,11 @@ def test_the_check_sees_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) 
     elif bug == "padding counts as tokens":
         plain_add = Hessian.add
 
-        def add(self: Hessian, x: Tensor) -> None:
-            plain_add(self, x)
+        def add(self: Hessian, x: Tensor, part: int) -> None:
+            plain_add(self, x, part)
             self.num_tokens += 1
 
         monkeypatch.setattr(Hessian, "add", add)
-        monkeypatch.setattr(gptq, "Hessian", Hessian)
     data = load_dataset_source(rows(), batch_size=3)
     if bug == "masks of another batch":
         with pytest.raises(CalibrationError, match=r"does not line up with a padded batch"):

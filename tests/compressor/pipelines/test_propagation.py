@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import TracingError
 from compressor.lifecycle import Session, State
-from compressor.modifiers.gptq import GPTQModifier
+from compressor.modifiers.gptq import GPTQModifier, Solved
 from compressor.pipelines import SequentialSettings, run_pipeline
 from compressor.progress import SilentProgress
 from compressor.tracing import Engine
@@ -30,10 +30,10 @@ BOUND, APART = 1e-6, 1e-3
 class Noting(GPTQModifier):
     """Remembers every Hessian that it solves with."""
 
-    def _solve(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None) -> None:
+    def _solve_stack(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None) -> list[Solved]:
         found: dict[str, Tensor] = self.__dict__.setdefault("found", {})
         found.update(dict.fromkeys(names, hessian_CC.double().clone()))
-        super()._solve(state, names, hessian_CC, num_tokens, shift_CC)
+        return super()._solve_stack(state, names, hessian_CC, num_tokens, shift_CC)
 
 
 def llama() -> Any:

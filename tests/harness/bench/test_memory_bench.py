@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from compressor.modifiers.schemes.input_statistics import InputHessians
+from compressor.distributed.ranks import Ranks
+from compressor.modifiers.schemes.hessians import InputHessians, SharedInput
 from harness.errors import HarnessError
 from tests.bench import memory
 from tests.bench.memory_job import measure_case
@@ -45,14 +47,14 @@ def test_the_stage_that_is_said_to_be_worst_is(measured: list[dict[str, Any]]) -
 @pytest.mark.nightly
 def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept: list[Any] = []
-    take = InputHessians.take
+    take_all = InputHessians.take_all
 
-    def leaking(self: InputHessians, name: str) -> Any:
-        taken = take(self, name)
-        kept.append(None if taken is None else taken[0]._sum_CC.clone())
+    def leaking(self: InputHessians, names: Sequence[str], ranks: Ranks) -> list[SharedInput]:
+        taken = take_all(self, names, ranks)
+        kept.extend(array.clone() for one in taken for arrays in one.hessian.panels.nodes.values() for array in arrays)
         return taken
 
-    monkeypatch.setattr(InputHessians, "take", leaking)
+    monkeypatch.setattr(InputHessians, "take_all", leaking)
     results = []
     for case in memory.layer_cases([2, 6], 4):
         kept.clear()

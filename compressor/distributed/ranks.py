@@ -1,0 +1,278 @@
+"""The processes of one run, as the rest of the code sees them: alone by default, else the ranks of a torch.distributed group.
+
+All ranks make the same calls in the same order. Sums have the bits that one process gets (`PartSum`): each rank counts its share of the
+parts of the samples, and whoever needs a sum adds the parts of all in their order.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from compressor.distributed.launch import ENDED
+from compressor.distributed.messages import blanks, read, written
+from compressor.distributed.watch import Watch
+from compressor.errors import CalibrationError, RankError, UserInputError
+from compressor.numerics.part_sums import NUM_PARTS, PartSum, add_parts
+
+T = TypeVar("T")
+_NO_LIMIT = timedelta(days=30)  # one rank may solve, or write, for long; whether it lives is for the watch to say
+_PIECE = 1 << 22  # numbers that come together at once, from every rank
+_LONGEST_PAUSE = 1e-3  # seconds between two looks at whether a collective is done
+
+
+class Ranks:
+    """The ranks that share a run.
+
+    Attributes:
+        rank: number of this process.
+        size: number of processes; 1 for a run in one process.
+        device: where this rank computes.
+    """
+
+    def __init__(self, group: Any = None, watch: Watch | None = None) -> None:
+        """Take over a process group; None for one process."""
+        self._group, self._watch = group, watch
+        self.rank: int = 0 if group is None else group.rank()
+        self.size: int = 1 if group is None else group.size()
+        self.device = torch.device("cpu")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what is written."""
+        return self.rank == 0
+
+    @property
+    def on_host(self) -> int:
+        """How many ranks share this host, as torchrun says; all, where nobody says."""
+        return min(self.size, int(os.environ.get("LOCAL_WORLD_SIZE", self.size)))
+
+    def counts(self, part: int) -> bool:
+        """Say whether this rank counts the samples of a part.
+
+        Args:
+            part: its number.
+
+        Returns:
+            True for one rank.
+        """
+        return part * self.size // NUM_PARTS == self.rank
+
+    def check(self) -> None:
+        """Raise what has happened to another rank.
+
+        Raises:
+            RankError: one has failed, or does not answer.
+        """
+        if self._watch is not None:
+            self._watch.check()
+
+    def broadcast(self, value: Any, source: int, types: Sequence[type] = ()) -> Any:
+        """Give a value of one rank to all.
+
+        Args:
+            value: on that rank: numbers, text, tensors, lists, mappings, and objects of `types`; on the others it is not looked at.
+            source: number of that rank.
+            types: dataclasses and named tuples inside of the value.
+
+        Returns:
+            The value; on the other ranks a copy, with tensors on the CPU or on their device.
+        """
+        if self.size == 1:
+            return value
+        text, tensors = written(value) if self.rank == source else (b"", [])
+        length = torch.tensor([len(text)], dtype=torch.int64)
+        self._wait(dist.broadcast(length, group=self._group, group_src=source, async_op=True))
+        head = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
+        self._wait(dist.broadcast(head, group=self._group, group_src=source, async_op=True))
+        skeleton = None
+        if self.rank != source:
+            skeleton, tensors = blanks(bytes(head.tolist()), self.device)
+        for tensor in tensors:
+            if tensor.numel():
+                self._wait(dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=self._group, group_src=source, async_op=True))
+        return value if self.rank == source else read(skeleton, tensors, types)
+
+    def gather(self, value: Any, types: Sequence[type] = ()) -> list[Any]:
+        """Give the values of all ranks to all.
+
+        Args:
+            value: of this rank, as `broadcast` takes it.
+            types: as `broadcast` takes them.
+
+        Returns:
+            By rank.
+        """
+        return [self.broadcast(value, source, types) for source in range(self.size)]
+
+    def first(self, work: Callable[[], Any], types: Sequence[type] = ()) -> Any:
+        """Do something on the first rank alone.
+
+        Args:
+            work: gives a value as `broadcast` takes it.
+            types: as `broadcast` takes them.
+
+        Returns:
+            The value, on all ranks.
+        """
+        return self.broadcast(work() if self.is_first else None, 0, types)
+
+    def union(self, values: Sequence[str]) -> list[str]:
+        """Put texts of all ranks together: those of the first rank first, each once.
+
+        Args:
+            values: of this rank.
+
+        Returns:
+            The same on all ranks.
+        """
+        return list(dict.fromkeys(value for own in self.gather(list(values)) for value in own))
+
+    def share_out(self, costs: Sequence[float]) -> list[int]:
+        """Choose who solves what: the most expensive first, each for the rank that has least to do.
+
+        Args:
+            costs: of each problem.
+
+        Returns:
+            The rank of each problem; the same on all ranks.
+        """
+        loads, owners = [0.0] * self.size, [0] * len(costs)
+        for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
+            owners[place] = min(range(self.size), key=loads.__getitem__)
+            loads[owners[place]] += costs[place]
+        return owners
+
+    def solved(self, owners: Sequence[int], solve: Callable[[int], T], types: Sequence[type]) -> Iterator[T]:
+        """Solve problems, each on its owner, and give the results to all.
+
+        Args:
+            owners: of each problem.
+            solve: called with the number of a problem.
+            types: as `broadcast` takes them.
+
+        Yields:
+            The results, in the order of the problems; in one process each is solved when it is asked for.
+        """
+        own: dict[int, T] = {}
+        for place in (place for place, owner in enumerate(owners) if self.size > 1 and owner == self.rank):
+            self.check()
+            own[place] = solve(place)
+        for place, owner in enumerate(owners):
+            yield solve(place) if self.size == 1 else self.broadcast(own.pop(place, None), owner, types)
+
+    def add_up(self, sums: Sequence[PartSum], owners: Sequence[int | None]) -> None:
+        """Add what all ranks have counted. Changes the sums: they are whole on their owner, and empty elsewhere.
+
+        Args:
+            sums: the same ones on all ranks, in the same order.
+            owners: of each; None for all ranks.
+
+        Raises:
+            CalibrationError: something sees all samples several times, so that its parts cannot be told apart.
+        """
+        if self.size == 1:
+            return
+        if any(self.gather(any(one.came_again for one in sums))):
+            raise CalibrationError(
+                "ranks: a module is called between several stages, so that its statistics cannot be shared out; run it in one process"
+            )
+        kinds = [[[[*span], [_kind(array) for array in arrays]] for span, arrays in one.nodes.items()] for one in sums]
+        everywhere = self.gather(kinds)
+        for place, (one, owner) in enumerate(zip(sums, owners, strict=True)):
+            held = [own[place] for own in everywhere]
+            target = 0 if owner is None else owner
+            found = self._added(one, held, target)
+            one.replace(found)
+            if owner is None:
+                one.replace(self.broadcast(found, target))
+
+    def _added(self, one: PartSum, held: Sequence[Any], target: int) -> list[Tensor]:
+        """Bring the arrays of a sum together on one rank, a piece of them at a time; nothing on the others."""
+        kinds: list[Any] = next((spans[0][1] for spans in held if spans), [])
+        most, own, found = max(map(len, held)), list(one.nodes.values()), []
+        for array, (dtype, shape, kind) in enumerate(kinds):
+            total = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if kind == "cpu" else self.device)
+            pieces = [arrays[array].reshape(-1).split(_PIECE) for arrays in own]
+            for number, piece in enumerate(total.reshape(-1).split(_PIECE)):
+                came = [
+                    self._gathered(pieces[node][number] if node < len(pieces) else torch.zeros_like(piece), target) for node in range(most)
+                ]
+                if self.rank == target:
+                    nodes = {tuple(span): came[node][rank] for rank, spans in enumerate(held) for node, (span, _) in enumerate(spans)}
+                    piece.copy_(add_parts(nodes))
+            found.append(total)
+        return found if self.rank == target else []
+
+    def _gathered(self, tensor: Tensor, target: int) -> list[Tensor]:
+        """Bring tensors of one shape to one rank."""
+        room = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == target else None
+        self._wait(dist.gather(tensor, room, group=self._group, group_dst=target, async_op=True))
+        return room or []
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective; not longer than all ranks live."""
+        pause = 0.0
+        try:
+            while not work.is_completed():
+                self.check()
+                time.sleep(pause)
+                pause = min(_LONGEST_PAUSE, pause + 1e-5)
+            work.wait()
+        except RankError:
+            raise
+        except RuntimeError as error:
+            assert self._watch is not None
+            raise self._watch.explain(error) from error
+
+
+def _kind(tensor: Tensor) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type]
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """Find the ranks that share this run: those of the process group, where there is one.
+
+    Yields:
+        The ranks; all leave together, and when one fails all do.
+
+    Raises:
+        UserInputError: a number of ranks among which the parts of the samples cannot be divided.
+        RankError: another rank has failed.
+    """
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if size == 1:
+        yield Ranks()
+        return
+    if NUM_PARTS % size:
+        raise UserInputError(
+            f"ranks: {size} processes were started, and statistics are summed in {NUM_PARTS} parts, so that every number of them gives "
+            "the same bytes; start 1, 2, 4 or 8"
+        )
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    group: Any = dist.new_group(timeout=_NO_LIMIT, backend=backend)
+    store = dist.PrefixStore(f"compressor {group.group_name}", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+    watch = Watch(store, group.rank(), size)
+    ranks = Ranks(group, watch)
+    try:
+        yield ranks
+        ranks.gather(None)  # nobody leaves before all are done
+    except RankError as error:
+        if error.kind != ENDED:
+            raise
+        raise watch.explain(error) from error
+    except BaseException as error:
+        watch.fail(error)
+        error.add_note(f"rank {ranks.rank} of {size}")
+        raise
+    finally:
+        watch.close()

@@ -1,0 +1,62 @@
+"""The command under torchrun: one rank speaks, other verbs refuse to be started several times."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from compressor import oneshot
+from compressor.cli.main import main
+from compressor.distributed import launch
+from compressor.distributed.ranks import Ranks
+
+RECIPE = "quant_modifiers: {GPTQModifier: {scheme: W8A16, ignore: [lm_head]}}"
+
+
+def test_verbs_that_share_nothing_refuse_several_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, said in (("0", "compressor plan: error: 2 ranks were started, and only oneshot shares its work; start one\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["plan", "MODEL", "--recipe", "R"]) == 2
+        assert capsys.readouterr().err == said
+
+
+def test_one_process_is_a_rank_that_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    assert ranks.is_first and all(ranks.counts(part) for part in range(8)) and ranks.share_out([3.0, 1.0]) == [0, 0]
+    kept = object()
+    assert ranks.broadcast(kept, 0) is kept and ranks.gather(kept) == [kept]
+    monkeypatch.setenv("WORLD_SIZE", "8")  # of a scheduler that sets no RANK
+    assert launch.num_ranks() == 1
+    with launch.launched():
+        assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.nightly
+def test_torchrun_writes_what_one_process_writes(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")  # type: ignore[arg-type]
+    save_file({"input_ids": torch.randint(64, (48, 96))}, tmp_path / "data.safetensors")
+    data, threads = str(tmp_path / "data.safetensors"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        oneshot(str(tmp_path / "model"), recipe=RECIPE, dataset=data, output_dir=str(tmp_path / "alone"), progress=False)
+    finally:
+        torch.set_num_threads(threads)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "compressor", "oneshot"]
+    command += [str(tmp_path / "model"), "--recipe", RECIPE, "--dataset", data, "--output-dir", str(tmp_path / "shared")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("checkpoint: ") == 1  # one rank speaks
+    assert {one.name: one.read_bytes() for one in (tmp_path / "shared").iterdir()} == {
+        one.name: one.read_bytes() for one in (tmp_path / "alone").iterdir()
+    }

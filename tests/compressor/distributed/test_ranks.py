@@ -1,0 +1,125 @@
+"""Several processes make what one makes, to the byte; one that fails ends all at once, with one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from compressor import oneshot
+from tests.compressor.distributed import rank_jobs
+
+GROUPED = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": True}}
+STATIC = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}
+STATIC |= {"input_activations": {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "observer": "mse"}}
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+LAYERS = ["re:.*layers.*proj"]
+RECIPES: dict[str, dict[str, Any]] = {
+    "smoothquant and gptq with static inputs": {
+        "SmoothQuantModifier": {},
+        "GPTQModifier": {"ignore": ["lm_head"], "config_groups": {"a": STATIC}, "kv_cache_scheme": KV},
+    },
+    "awq": {"AWQModifier": {}, "QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"a": GROUPED}}},
+    "sparsegpt by outliers": {
+        "SparseGPTModifier": {"sparsity": 0.5, "targets": LAYERS, "sparsity_profile": "owl", "owl_m": 5, "owl_lmbda": 0.08}
+    },
+    "gptq and training": {"GPTQModifier": {"mode": "best", "ignore": ["lm_head"], "config_groups": {"a": GROUPED}}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers, and 48 sequences of 96 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=128)).save_pretrained(folder)
+    save_file({"input_ids": torch.randint(64, (48, 96))}, folder / "data.safetensors")
+    return folder
+
+
+def settings(model: Path, recipe: str) -> dict[str, Any]:
+    return {"recipe": {"quant_modifiers": RECIPES[recipe]}, "dataset": str(model / "data.safetensors"), "max_seq_length": 96}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size"),
+    [
+        ("smoothquant and gptq with static inputs", 2),
+        *(pytest.param(recipe, size, marks=pytest.mark.nightly) for recipe in RECIPES for size in (2, 4)),
+    ],
+)
+def test_any_number_of_ranks_writes_the_same_bytes(model: Path, recipe: str, size: int, tmp_path: Path) -> None:
+    alone = oneshot(str(model), output_dir=str(tmp_path / "alone"), progress=False, **settings(model, recipe))
+    codes, results, _ = rank_jobs.run(rank_jobs.compress, size, tmp_path / "ranks", str(model), settings(model, recipe))
+    assert codes == [0] * size, results
+    assert [result["output_dir"] for result in results] == [str(tmp_path / "ranks" / "out")] * size
+    assert files(tmp_path / "ranks" / "out") == files(tmp_path / "alone")
+    assert all(result["notes"] == alone.report.notes for result in results)
+    assert not (tmp_path / "ranks" / "out.partial-run").exists()
+
+
+def test_ranks_tell_each_other_values_and_add_up_in_one_order(tmp_path: Path) -> None:
+    _, (alone,), _ = rank_jobs.run(rank_jobs.talk, 1, tmp_path / "1")
+    codes, results, _ = rank_jobs.run(rank_jobs.talk, 4, tmp_path / "4")
+    assert codes == [0] * 4
+    for rank, told in enumerate(results):
+        assert told["ranks"] == [0, 1, 2, 3] and told["first"] == 0
+        assert told["halves"] == [6 * (other + 0.5) for other in range(4)]
+        assert told["rest"] == [[None, True, "x"]] * 4 and told["scales"] == [True] * 4
+        assert told["solved"] == [[0, 2], [1, 0], [2, 1]]  # the most expensive first
+        assert told["union"] == ["all", "only 0", "only 1", "only 2", "only 3"]
+        assert told["everywhere"] == alone["everywhere"]
+        assert told["owned"] == (alone["owned"] if rank == 3 else None)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raises", "layer: a planted error; repair it"),
+        ("is killed", "was killed, or ended without a word"),
+        ("is stopped", "is stopped by a signal"),
+    ],
+)
+def test_a_rank_that_fails_ends_all_in_seconds_with_one_message(how: str, says: str, tmp_path: Path) -> None:
+    codes, results, seconds = rank_jobs.run(rank_jobs.fail, 4, tmp_path / "ranks", how)
+    survivors = [results[rank] for rank in (0, 2, 3)]
+    assert [codes[rank] for rank in (0, 2, 3)] == [0, 0, 0] and seconds < 10
+    assert all(one["error"] == "RankError" and one["text"].startswith("rank 1 of 4: ") and says in one["text"] for one in survivors)
+    if how == "raises":
+        assert results[1]["error"] == "CalibrationError" and results[1]["notes"] == ["rank 1 of 4"]
+        assert not any(one["mine"] for one in survivors)  # the one that failed says so
+    else:
+        assert codes[1] == -9
+        assert sum(one["mine"] for one in survivors) == 1
+
+
+def test_what_cannot_be_shared_out_is_refused_by_its_name(model: Path, tmp_path: Path) -> None:
+    codes, results, _ = rank_jobs.run(rank_jobs.disagree, 2, tmp_path / "twice")
+    assert codes == [0, 0] and all("called between several stages" in one["text"] for one in results)
+    learned = {"recipe": {"quant_modifiers": {"AutoRoundModifier": {"scheme": "W4A16", "ignore": ["lm_head"]}}}}
+    codes, results, _ = rank_jobs.run(rank_jobs.compress, 2, tmp_path / "learned", str(model), settings(model, "awq") | learned)
+    assert codes == [0, 0] and all("AutoRoundModifier[0]: learns from calibration data" in one["text"] for one in results)
+    codes, results, _ = rank_jobs.run(rank_jobs.compress, 3, tmp_path / "three", str(model), settings(model, "awq"))
+    assert codes == [0] * 3 and all("start 1, 2, 4 or 8" in one["text"] for one in results)
+
+
+@pytest.mark.nightly
+def test_another_number_of_ranks_goes_on_where_one_was_killed(model: Path, tmp_path: Path) -> None:
+    chosen = settings(model, "gptq and training")
+    oneshot(str(model), output_dir=str(tmp_path / "alone"), progress=False, **chosen)
+    folder = tmp_path / "ranks"
+    codes, results, _ = rank_jobs.run(rank_jobs.killed_after, 2, folder, str(model), chosen, 3)
+    assert codes[1] == -9 and results[0]["error"] == "RankError"
+    codes, results, _ = rank_jobs.run(rank_jobs.resume, 4, tmp_path / "again", str(model), chosen, str(folder / "out"))
+    assert codes == [0] * 4 and all(result["resumed"] == "resumed after stage 3 of 8" for result in results), results
+    assert files(folder / "out") == files(tmp_path / "alone")
