@@ -15,7 +15,7 @@ from torch import Tensor
 
 NUM_PARTS = 8
 MIN_TOKENS_SHARED = 512 * NUM_PARTS  # of all samples; fewer are one part, for which one sum does
-_MOST_SUMS = 3  # alive in one process
+_MOST_SUMS: Mapping[int, int] = MappingProxyType({1: 3, 2: 2, 4: 2, 8: 1})  # alive in each of so many processes
 
 Span = tuple[int, int]  # first part, and the one behind the last
 # The order of additions, shortest spans first: a span of parts is the sum of what lies before a part and what lies from it on.
@@ -23,16 +23,17 @@ _MIDDLE: Mapping[Span, int] = MappingProxyType({(0, 2): 1, (0, 3): 2, (0, 4): 3,
 _ALL = (0, NUM_PARTS)
 
 
-def most_sums(num_tokens: int) -> int:
+def most_sums(num_tokens: int, processes: int = 1) -> int:
     """Say how many sums of one statistic are alive together in one process.
 
     Args:
         num_tokens: of all samples.
+        processes: that share them: 1, 2, 4 or 8.
 
     Returns:
         The number.
     """
-    return _MOST_SUMS if num_tokens >= MIN_TOKENS_SHARED else 1
+    return _MOST_SUMS[processes] if num_tokens >= MIN_TOKENS_SHARED else 1
 
 
 class PartSum:

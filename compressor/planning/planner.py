@@ -116,6 +116,7 @@ class Plan:
         modes: what it would cost in each mode, where the recipe has modes: estimates by name.
         online: FLOPs for each token of rotations in the forward, by layer: what the result pays whenever it is used.
         online_share: of that in the products of all linear layers.
+        ranks: processes that would share the run; the estimates are those of one of them.
     """
 
     modules: list[PlannedModule]
@@ -127,6 +128,7 @@ class Plan:
     modes: dict[str, Estimate] = field(default_factory=dict)
     online: dict[str, float] = field(default_factory=dict)
     online_share: float = 0.0
+    ranks: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -144,6 +146,7 @@ class Plan:
             "modes": {name: _figures(estimate) for name, estimate in self.modes.items()},
             "online": self.online,
             "online_share": self.online_share,
+            "ranks": self.ranks,
         }
 
 
@@ -178,7 +181,10 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     elif dtype != "auto":
         skeleton = skeleton.to(resolve_dtype(dtype))
     batches = Batches.of(
-        settings.num_calibration_samples, chosen_length(settings.max_seq_length, max_positions(skeleton)), settings.batch_size
+        settings.num_calibration_samples,
+        chosen_length(settings.max_seq_length, max_positions(skeleton)),
+        settings.batch_size,
+        settings.ranks,
     )
     run_device = resolve_device(settings.device)
     with unfused_experts(skeleton, hold=True) as experts:
@@ -196,7 +202,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
                 }
         finally:
             experts.restore()
-    return replace(made, modes=modes)
+    return replace(made, modes=modes, ranks=settings.ranks)
 
 
 @contextmanager
@@ -231,7 +237,11 @@ def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettin
     if chosen == "sequential" and setting.num_ahead is not None:
         setting = replace(setting, stretches={name: bytes_of(layer) for name, layer in cut.targets.items()})
     batches = setting.batches
-    sequences = {one.label: one.forwards_of_training(batches.num_samples) for one in parsed.modifiers if isinstance(one, _Training)}
+    sequences = {
+        one.label: one.forwards_of_training(batches.num_samples * (batches.ranks if one.across_ranks == "repeats" else 1))
+        for one in parsed.modifiers
+        if isinstance(one, _Training)
+    }
     searches = {one.label: one.search_flops for one in parsed.modifiers if isinstance(one, Searching)}
     trained = {label: Beside(number / batches.batch_size, searches.get(label)) for label, number in sequences.items()}
     estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from compressor.algorithms.costs import FLOAT32_BYTES
+from compressor.numerics.part_sums import most_sums
 from compressor.planning.estimate import Phase, Speed, StageEstimate
 from compressor.planning.footprint import Footprint
 from compressor.planning.workload import Batches, Stack, Target, group_stacks
@@ -118,7 +119,7 @@ class Timeline:
         made = sum(target.number("bytes_after") for target in targets)
         floats = sum(target.number("bytes_before") for target in targets)
         replaced = made - (0 if self._setting.keeps_float else floats)
-        statistics = sum(stack.cost.statistics_bytes for stack in stacks)
+        statistics = self._statistics(stacks)
         grown = max(0, between.own_bytes + between.shared_bytes - inside.own_bytes - inside.shared_bytes) if self._setting.runs_once else 0
         forward = max(inside.peak_bytes, grown + between.peak_bytes if following.name else 0) + inside.needed_shared_bytes
         # In one pass modules are shown their inputs only; a layer of experts, whose own are inside, runs all the same.
@@ -182,7 +183,7 @@ class Timeline:
         batches = self._setting.batches
         calls = [call for stretch in stretches for call in stretch.calls]
         stacks = group_stacks(targets, calls, batches.total_tokens if num_forwards else 0, batches.batch_size * batches.num_tokens)
-        statistics = sum(stack.cost.statistics_bytes for stack in stacks)
+        statistics = self._statistics(stacks)
         made = sum(target.number("bytes_after") for target in targets)
         floats = 0 if self._setting.keeps_float else sum(target.number("bytes_before") for target in targets)
         peaks = [stretch.own_bytes + stretch.shared_bytes + stretch.peak_bytes + stretch.output_bytes for stretch in stretches]
@@ -232,13 +233,25 @@ class Timeline:
         self.offload_bytes = max(self.offload_bytes, live - kept)
         return kept + self._setting.batches.num_bytes
 
+    def _statistics(self, stacks: Sequence[Stack]) -> int:
+        """What sums take at the end of a calibration, of which a rank has fewer than a process that has all samples."""
+        batches = self._setting.batches
+        alone, shared = most_sums(batches.total_tokens), most_sums(batches.total_tokens * batches.ranks, batches.ranks)
+        return sum(stack.cost.statistics_bytes for stack in stacks) // alone * shared
+
     def _seconds(self, forward_flops: float, stacks: Sequence[Stack]) -> float:
+        """Ranks share forwards and statistics evenly; each stack of weights is solved by one of them."""
         speed = self._setting.speed
-        own = sum(stack.cost.flops for stack in stacks) / speed.flops
-        columns = sum(stack.cost.num_columns for stack in stacks) * speed.column_seconds
-        return (
-            forward_flops / speed.model_flops + own + columns + sum(stack.cost.num_roundings for stack in stacks) * speed.rounding_seconds
-        )
+        summing = sum(stack.cost.flops - stack.solving_flops for stack in stacks) / speed.flops
+        loads = [0.0] * self._setting.batches.ranks
+        for seconds in sorted((_solving_seconds(stack, speed) for stack in stacks), reverse=True):
+            loads[loads.index(min(loads))] += seconds
+        return forward_flops / speed.model_flops + summing + max(loads)
+
+
+def _solving_seconds(stack: Stack, speed: Speed) -> float:
+    columns = stack.cost.num_columns * speed.column_seconds
+    return stack.solving_flops / speed.flops + columns + stack.cost.num_roundings * speed.rounding_seconds
 
 
 def _observing(inside: Footprint, sequence_tokens: int) -> int:

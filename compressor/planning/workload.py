@@ -50,26 +50,30 @@ class Batches:
         num_samples: sequences.
         num_tokens: of each sequence.
         batch_size: sequences in one forward.
+        ranks: processes that share the run; all numbers are those of one of them.
     """
 
     num_samples: int
     num_tokens: int
     batch_size: int
+    ranks: int = 1
 
     @staticmethod
-    def of(num_samples: int, num_tokens: int, batch_size: int | None) -> Batches:
+    def of(num_samples: int, num_tokens: int, batch_size: int | None, ranks: int = 1) -> Batches:
         """Take as many sequences into a batch as a run would.
 
         Args:
-            num_samples: sequences.
+            num_samples: sequences, of all ranks.
             num_tokens: of each.
             batch_size: what the user asked for; None leaves it to the run.
+            ranks: processes that share them.
 
         Returns:
             The batches.
         """
         size = batch_size or max(1, TOKENS_AT_ONCE // num_tokens)
-        return Batches(num_samples, num_tokens, min(size, num_samples))
+        own = -(-num_samples // ranks)
+        return Batches(own, num_tokens, min(size, own), ranks)
 
     @property
     def total_tokens(self) -> int:
@@ -106,10 +110,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Stack:
-    """Weights that read one input and get one scheme, and what they cost together."""
+    """Weights that read one input and get one scheme, and what they cost together.
+
+    Attributes:
+        targets: the weights.
+        cost: of all.
+        solving_flops: of that, what does not depend on the samples.
+    """
 
     targets: tuple[Target, ...]
     cost: Cost
+    solving_flops: float
 
 
 def group_stacks(
@@ -137,7 +148,8 @@ def group_stacks(
     for members in groups.values():
         call = called.get(members[0].module.name)
         share = 1.0 if call is None else call.num_tokens / batch_tokens
-        stacks.append(Stack(tuple(members), _cost(members, round(share * total_tokens), has_base_stream)))
+        cost, solving = (_cost(members, tokens, has_base_stream) for tokens in (round(share * total_tokens), 0))
+        stacks.append(Stack(tuple(members), cost, solving.flops))
     return stacks
 
 

@@ -105,6 +105,7 @@ def _all(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list | tuple) and all(map(holds, value))
 
 
+RANKS = (1, 2, 4, 8)  # among which the parts of the samples can be divided
 PATH = Kind(_path, "a path")
 MODEL = Kind(_is_model, "the path of a folder, a name on the hub (owner/name), or a model (torch.nn.Module)")
 DEVICE = Kind(lambda value: _text(value) or _of_torch(value, "device"), "the name of a device")
@@ -114,6 +115,7 @@ TEXT = Kind(_text, "a text")
 """For texts with a Literal type of their own."""
 
 Whole = Annotated[int, WHOLE]
+Ranks = Annotated[int, Kind(lambda value: _whole(value) and value in RANKS, " or ".join(map(str, RANKS)))]
 Number = Annotated[float, Kind(_number, "a number")]
 Flag = Annotated[bool, Kind(lambda value: isinstance(value, bool), "True or False")]
 Text = Annotated[str, TEXT]

@@ -15,6 +15,7 @@ from pydantic import model_validator
 from compressor.console import count, positive, whole
 from compressor.errors import UserInputError
 from compressor.settings.kinds import (
+    RANKS,
     TEXT,
     Device,
     Dtype,
@@ -26,6 +27,7 @@ from compressor.settings.kinds import (
     Numbers,
     PathLike,
     ProgressLike,
+    Ranks,
     RecipeArgs,
     RowFunction,
     SomeTexts,
@@ -106,7 +108,7 @@ class PassSettings(Settings):
     had and no sequential targets are named."""
 
 
-class PlanSettings(RecipeSettings, TracingSettings, PassSettings, LoadSettings):
+class CostSettings(RecipeSettings, TracingSettings, PassSettings, LoadSettings):
     """The choices on which the cost of a run depends."""
 
     recipe: Annotated[Any, Option(metavar="R")]
@@ -127,6 +129,13 @@ class PlanSettings(RecipeSettings, TracingSettings, PassSettings, LoadSettings):
     """`auto`, `cpu`, `cuda`, `cuda:1`; a model in memory stays where it is."""
     dtype: Annotated[Dtype, Option(choices=DTYPES)] = "auto"
     """Dtype to load in; `auto` keeps the checkpoint's own, and a model in memory keeps its own."""
+
+
+class PlanSettings(CostSettings):
+    """The choices of a run that is planned, and on how many processes."""
+
+    ranks: Annotated[Ranks, Option(choices=RANKS, read=int)] = 1
+    """Processes that torchrun would start; all numbers are then those of one of them."""
 
 
 class DataSettings(Settings):
@@ -168,7 +177,7 @@ class TrackSettings(Settings):
         return self
 
 
-class OneshotSettings(PlanSettings, RecordSettings, DataSettings, TrackSettings):
+class OneshotSettings(CostSettings, RecordSettings, DataSettings, TrackSettings):
     """The choices of one run of `oneshot`."""
 
     dataset: Annotated[Any, Option(metavar="D")] = None

@@ -82,6 +82,17 @@ def test_in_one_pass_modules_with_one_input_are_a_stage_and_wide_inputs_wait(fol
     assert down.statistics_bytes == 3 * 4 * (2 * 256**2 - 64 * 192)  # three sums of H, in panels, and of D
 
 
+def test_ranks_share_samples_and_solvers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, half, eighth = (layer(make(folder, ranks=ranks)) for ranks in (1, 2, 8))
+    assert 3 * half.statistics_bytes == 2 * one.statistics_bytes
+    assert 1.5 < one.activations_bytes / half.activations_bytes < 2  # rotary tables are nobody's share
+    assert 2 < one.seconds / eighth.seconds < 8  # of seven weights q, k and v are one problem, and gate and up
+    with pytest.raises(UserInputError, match="ranks: 3 was given, where 1 or 2 or 4 or 8 belongs"):
+        make(folder, ranks=3)
+    assert main(["plan", str(folder), "--recipe", json.dumps(RECIPE), "--ranks", "2"]) == 0
+    assert "of each of 2 ranks" in capsys.readouterr().out
+
+
 def _rotary(made: Plan) -> int:
     """Cosines and sines wait once for all samples; behind the last attention nobody reads them."""
     names = [stage.name for stage in made.estimate.stages]
