@@ -29,7 +29,7 @@ MOVED_SCALE_MUTANTS: tuple[Mutant, ...] = (
     bug("worst_of_the_search", "awq", "the candidate with the largest error is taken", _VACUOUS,
         Edit(_SMOOTH + "search_awq", "if now < best:", "if now > best:")),
     bug("first_pair_only", "smoothing", "all pairs but the first stay as they are", _VACUOUS,
-        Edit(_MOVE + "on_calibration_start", "for pair in taken:\n", "for pair in taken[:1]:\n")),
+        Edit(_MOVE + "_search", "done[place] = self._move(", "done[place] = {} if place else self._move(")),
     bug("factors_in_bfloat16", "smoothing", "source and readers get factors that were rounded on the way to one of them", _FLOAT,
         Edit(_PAIRS + "scale_channels", "columns_K = pair.spread(factor_C)", "columns_K = pair.spread(factor_C.bfloat16())")),
     bug("source_rounded_first", "pairs", "a source is scaled in its own dtype after a detour through bfloat16", _FLOAT,
