@@ -6,6 +6,7 @@ parts of the samples, and whoever needs a sum adds the parts of all in their ord
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -200,16 +201,17 @@ class Ranks:
         kinds: list[Any] = next((spans[0][1] for spans in held if spans), [])
         most, own, found = max(map(len, held)), list(one.nodes.values()), []
         for array, (dtype, shape, kind) in enumerate(kinds):
-            total = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if kind == "cpu" else self.device)
-            pieces = [arrays[array].reshape(-1).split(_PIECE) for arrays in own]
-            for number, piece in enumerate(total.reshape(-1).split(_PIECE)):
-                came = [
-                    self._gathered(pieces[node][number] if node < len(pieces) else torch.zeros_like(piece), target) for node in range(most)
-                ]
+            made = {"dtype": getattr(torch, dtype), "device": torch.device("cpu") if kind == "cpu" else self.device}
+            total = torch.empty(shape if self.rank == target else 0, **made).reshape(-1)
+            for start in range(0, math.prod(shape), _PIECE):
+                part = slice(start, min(start + _PIECE, math.prod(shape)))
+                pieces = [arrays[array].reshape(-1)[part] for arrays in own]
+                pieces += [torch.zeros(part.stop - start, **made) for _ in range(most - len(own))]
+                came = [self._gathered(piece, target) for piece in pieces]
                 if self.rank == target:
                     nodes = {tuple(span): came[node][rank] for rank, spans in enumerate(held) for node, (span, _) in enumerate(spans)}
-                    piece.copy_(add_parts(nodes))
-            found.append(total)
+                    total[part] = add_parts(nodes)
+            found.append(total.reshape(shape) if self.rank == target else total)
         return found if self.rank == target else []
 
     def _gathered(self, tensor: Tensor, target: int) -> list[Tensor]:
@@ -254,7 +256,8 @@ def joined() -> Iterator[Ranks]:
         yield Ranks()
         return
     if NUM_PARTS % size:
-        raise UserInputError(
+        kind = UserInputError if dist.get_rank() == 0 else RankError  # which one rank tells
+        raise kind(
             f"ranks: {size} processes were started, and statistics are summed in {NUM_PARTS} parts, so that every number of them gives "
             "the same bytes; start 1, 2, 4 or 8"
         )

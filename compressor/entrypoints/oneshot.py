@@ -119,7 +119,7 @@ def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> Oneshot
         AlreadyDoneError: `resume` of a run whose checkpoint is there already.
     """
     with joined() as ranks:
-        return _run(model, settings if ranks.is_first else _unwritten(settings), ranks)
+        return _compress(model, settings if ranks.is_first else _unwritten(settings), ranks)
 
 
 def _unwritten(settings: OneshotSettings) -> OneshotSettings:
@@ -128,7 +128,7 @@ def _unwritten(settings: OneshotSettings) -> OneshotSettings:
     return settings.model_copy(update={name: OneshotSettings.model_fields[name].default for name in names} | {"progress": False})
 
 
-def _run(model: str | Path | nn.Module, settings: OneshotSettings, ranks: Ranks) -> OneshotResult:
+def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: Ranks) -> OneshotResult:
     bars, monitor = progress_of(settings.progress), Monitor()
     sequential = SequentialSettings.of(settings)
     source = None if isinstance(model, nn.Module) else model

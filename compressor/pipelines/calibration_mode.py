@@ -93,7 +93,8 @@ def check_alike(state: State, names: Sequence[str]) -> None:
     """
     if state.ranks.size == 1:
         return
-    modules = {name: state.model.get_submodule(name) for name in names if name in state.claims or name in state.touched}
+    changed = {name for name in names if name in state.claims or name in state.touched}
+    modules = {name: module for name, module in state.model.named_modules() if name in changed}
     sums = {name: [checksum(tensor) for tensor in module.state_dict().values()] for name, module in modules.items()}
     first, *others = state.ranks.gather(sums)
     for rank, own in enumerate(others, 1):
