@@ -16,7 +16,10 @@ from compressor.cli.main import main
 from compressor.distributed import launch
 from compressor.distributed.ranks import Ranks
 
-RECIPE = "quant_modifiers: {GPTQModifier: {scheme: W8A16, ignore: [lm_head]}}"
+RECIPE = (
+    "quant_modifiers: {GPTQModifier: {ignore: [lm_head], config_groups: {all: {targets: [Linear], "
+    "weights: {num_bits: 4, type: int, strategy: channel, symmetric: true}}}}}"
+)
 
 
 def test_verbs_that_share_nothing_refuse_several_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
