@@ -49,6 +49,9 @@ class Setting:
 
         Args:
             stage: names of its targets; of no layer in particular for what runs through the whole model.
+
+        Returns:
+            Bytes.
         """
         layers = [size for name, size in self.stretches.items() if f"{stage}.".startswith(f"{name}.")]
         outside = self.model_bytes - sum(self.stretches.values())
