@@ -156,6 +156,8 @@ def _prune(settings: PruneSettings) -> Verdict:
     from harness.goldens.store.writer import remove
 
     root = _root(settings)
+    if settings.delete:
+        _refuse_ci("prune --delete")
     unused, unsure = list[str](settings.names), list[str]()
     if settings.names and not settings.delete:
         raise GoldenError("golden prune: names were given without --delete, which would do nothing; give both")

@@ -166,16 +166,15 @@ def _run_night(settings: NightSettings) -> Verdict:
 
 def _run_at(revision: str, config: NightlyConfig, night: str | None, progress: Progress) -> Night:
     """Run a night of a commit; logs and checkpoints lie beside those of the night itself."""
-    import tempfile
-
     from harness.nightly.blame.measuring import config_at, variables_of
     from harness.nightly.blame.repository import Repository
     from harness.nightly.runner import Runner
 
     repository = Repository(config.root)
     commit = repository.commit(revision, "--at")
-    with tempfile.TemporaryDirectory(prefix="nightly-") as folder, repository.tree(commit.revision, Path(folder) / "commit") as tree:
-        own = config.model_copy(update={"folder": config.folder / f"at-{commit.revision[:12]}"})
+    own = config.model_copy(update={"folder": config.folder / f"at-{commit.revision[:12]}"})
+    own.folder.mkdir(parents=True, exist_ok=True)
+    with repository.tree(commit.revision, own.folder / "tree") as tree:
         placed, variables = config_at(own, repository, tree), variables_of(repository, tree)
         return Runner(placed, night, progress, revision=commit.revision, variables=variables).run()
 

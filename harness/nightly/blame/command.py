@@ -99,7 +99,7 @@ def blame(settings: BlameSettings, progress: Progress) -> BlameReport:
         measure: Measure = CommandMeasure(str(settings.command), settings.metric, repository, folder)
     else:
         measure = CellMeasure(config, settings.metric, repository, folder)
-    report = Search(measure, repository, good, bad, max_rounds=settings.rounds).run(progress)
+    report = Search(measure, repository, folder, good, bad, max_rounds=settings.rounds).run(progress)
     return with_layers(report, measure, progress) if isinstance(measure, CellMeasure) else report
 
 

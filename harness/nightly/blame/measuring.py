@@ -69,6 +69,9 @@ def config_at(config: NightlyConfig, repository: Repository, tree: Path) -> Nigh
 
     Returns:
         The matrix; its folder and history are those of before.
+
+    Raises:
+        UserInputError: the commit lacks what other commits hold.
     """
 
     def text(source: str) -> str:
@@ -125,7 +128,10 @@ class CellMeasure:
 
     def run(self, revision: str, tree: Path, name: str) -> Reading:
         """Run the cell (`Measure.run`)."""
-        config = self._at(revision, tree, name)
+        try:
+            config = self._at(revision, tree, name)
+        except UserInputError as error:
+            return Reading(None, CellOutcome.SKIPPED, str(error))
         needed = [self._needed] if self._needed is not None and not self.checkpoint(revision).exists() else []
         night = Runner(config, name, cells=[*needed, self._cell], revision=revision, variables=variables_of(self._repository, tree)).run()
         row = night.rows[-1]

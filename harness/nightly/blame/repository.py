@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from compressor.errors import UserInputError
 from harness.errors import HarnessError
 
 Mark = Literal["good", "bad", "skip"]
+_ONLY_SKIPPED = 2  # exit code of git bisect where no other commit is left
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,25 @@ class Repository:
 
         Args:
             revision: the commit.
-            folder: where; must not exist.
+            folder: where; what a process that was killed left there is cleared away.
 
         Yields:
             The folder.
         """
-        _git(self.top, "worktree", "add", "--detach", "--quiet", str(folder), revision)
+        self._clear(folder)
         try:
+            _git(self.top, "worktree", "add", "--detach", "--quiet", str(folder), revision)
             yield folder
         finally:
-            _git(self.top, "worktree", "remove", "--force", str(folder))
+            self._clear(folder)
+
+    def _clear(self, folder: Path) -> None:
+        if folder.exists():
+            _git(self.top, "worktree", "remove", "--force", str(folder), allowed=range(256))
+            shutil.rmtree(folder, ignore_errors=True)
 
     def at(self, path: Path, tree: Path) -> Path:
-        """Return a path as it is in a working tree; what the commit does not hold (a model, data) is taken from where it is.
+        """Return a path as it is in a working tree; what no commit holds (a model, data) is taken from where it is.
 
         Args:
             path: absolute.
@@ -104,10 +112,19 @@ class Repository:
 
         Returns:
             The path in the tree where there is one, else the path.
+
+        Raises:
+            UserInputError: the commit lacks it, and others hold it: what lies there now is another commit's.
         """
         resolved = path.resolve()
-        inside = tree / resolved.relative_to(self.top) if resolved.is_relative_to(self.top) else resolved
-        return inside if inside.exists() else path
+        if not resolved.is_relative_to(self.top):
+            return path
+        name = resolved.relative_to(self.top)
+        if (tree / name).exists():
+            return tree / name
+        if _git(self.top, "ls-files", "--", str(name)):
+            raise UserInputError(f"{name}: is not in this commit, and what lies there now is another one's; compare commits that have it")
+        return path
 
 
 class Bisection:
@@ -148,16 +165,18 @@ class Bisection:
         Raises:
             HarnessError: git gives up: where the two ends parted, it was bad already.
         """
-        _git(self.tree, "bisect", word, may_fail=word == "skip")  # git's 2: only skipped ones are left
+        _git(self.tree, "bisect", word, allowed=(_ONLY_SKIPPED,))
 
 
-def _git(folder: Path, *arguments: str, may_fail: bool = False) -> str:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # as set in a hook, they name one tree
+def _git(folder: Path, *arguments: str, allowed: Collection[int] = ()) -> str:
+    """Run git; hooks of the user's have no business in trees of ours, and variables that a hook sets would name one tree."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-c", f"core.hooksPath={os.devnull}", *arguments]
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, env=variables, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     except OSError as error:
         raise HarnessError(f"git: cannot be started in {folder} ({error.strerror}); install it, or name another folder") from error
-    if done.returncode and not may_fail:
-        told = " ".join((done.stderr or done.stdout).split())
+    if done.returncode and done.returncode not in allowed:
+        told = " ".join((done.stderr or done.stdout).split()) or "it says nothing"
         raise HarnessError(f"git {' '.join(arguments[:2])}: exit code {done.returncode}: {told}")
     return done.stdout.strip()

@@ -5,9 +5,10 @@ What was measured lies in files and is not measured again, so that a search that
 
 from __future__ import annotations
 
+import fcntl
 import math
-import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,17 +29,20 @@ MAX_ROUNDS = 8
 class Search:
     """One metric, one good and one bad commit."""
 
-    def __init__(self, measure: Measure, repository: Repository, good: Commit, bad: Commit, *, max_rounds: int = MAX_ROUNDS) -> None:
+    def __init__(
+        self, measure: Measure, repository: Repository, folder: Path, good: Commit, bad: Commit, *, max_rounds: int = MAX_ROUNDS
+    ) -> None:
         """Take what is searched.
 
         Args:
             measure: the metric.
             repository: where.
+            folder: for working trees.
             good: a commit that is as it should be.
             bad: one that is worse.
             max_rounds: runs of one commit, each beside one of the good commit, after which it counts as one that cannot be told.
         """
-        self._measure, self._repository, self._max_rounds = measure, repository, max_rounds
+        self._measure, self._repository, self._folder, self._max_rounds = measure, repository, folder, max_rounds
         self._good, self._bad = good, bad
         self._rounds: dict[str, list[float]] = {}
         self._outcome = CellOutcome.REGRESSION  # of the bad commit
@@ -57,9 +61,9 @@ class Search:
         """
         between = self._repository.num_between(self._good.revision, self._bad.revision)
         with ExitStack() as stack, (progress or SilentProgress()).task("commits", 2 + math.ceil(math.log2(max(1, between)))) as bar:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blame-")))
-            self._tree = stack.enter_context(self._repository.tree(self._bad.revision, folder / "commit"))
-            self._good_tree = stack.enter_context(self._repository.tree(self._good.revision, folder / "good"))
+            stack.enter_context(_alone(self._folder))
+            self._tree = stack.enter_context(self._repository.tree(self._bad.revision, self._folder / "tree"))
+            self._good_tree = stack.enter_context(self._repository.tree(self._good.revision, self._folder / "good-tree"))
             steps = [self._look_at_good(bar), self._look(self._bad, bar, is_end=True)]
             if steps[-1].mark != "bad":
                 return BlameReport(self._measure.metric, tuple(steps), ())
@@ -122,6 +126,18 @@ class Search:
             return tuple(self._measure.run(*one) for one in runs)  # type: ignore[return-value]
         theirs, ours = (self._measure.run(*one) for one in reversed(runs))
         return ours, theirs
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep a second search out of the folder, whose working trees it would clear away."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise HarnessError(f"{folder}: the same search is at work there; wait for it, or name another --output-dir") from error
+        yield
 
 
 def _name(commit: Commit, number: int) -> str:

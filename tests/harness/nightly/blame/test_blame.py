@@ -6,6 +6,7 @@ import json
 import math
 import random
 import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from datetime import date, timedelta
 from pathlib import Path
@@ -77,7 +78,9 @@ class Measured:
 
 def search(place: tuple[Path, list[str]], measure: Measured, good: int = 0, bad: int = 9) -> BlameReport:
     repository, commits = Repository(place[0]), place[1]
-    return Search(measure, repository, *(repository.commit(commits[one], "test") for one in (good, bad))).run()
+    ends = (repository.commit(commits[one], "test") for one in (good, bad))
+    with tempfile.TemporaryDirectory() as folder:
+        return Search(measure, repository, Path(folder), *ends).run()
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,33 @@ def test_a_commit_that_cannot_be_measured_is_passed_over(history_of_seconds: tup
     assert "does not build" in found.to_text()
     with pytest.raises(HarnessError, match="the good commit gives error here: does not build; name another"):
         search(history_of_seconds, Measured(broken=(commits[0],)))
+
+
+@pytest.mark.parametrize("broken", [[5], [4, 5]])
+def test_the_commits_before_the_guilty_one_may_be_those_that_cannot_be_measured(
+    history_of_seconds: tuple[Path, list[str]], broken: list[int]
+) -> None:
+    commits = history_of_seconds[1]
+    found = search(history_of_seconds, Measured(broken=tuple(commits[place] for place in broken)), good=3 if broken == [4, 5] else 4)
+    assert {commits.index(one.revision) for one in found.first_bad} == {*broken, 6} and found.verdict is Verdict.INCONCLUSIVE
+
+
+def test_what_a_killed_search_left_is_cleared_and_hooks_of_the_user_do_not_run(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / ".git" / "hooks" / "post-checkout").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / ".git" / "hooks" / "post-checkout").chmod(0o755)
+    first = commit(tmp_path, "first", seconds="1")
+    git(tmp_path, "-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", "-q", "left", first)
+    (tmp_path / "left" / "more").write_text("of the one that was killed")
+    repository = Repository(tmp_path)
+    with repository.tree(first, tmp_path / "left") as tree:
+        assert [path.name for path in tree.iterdir() if path.name != ".git"] == ["seconds"]
+        with pytest.raises(UserInputError, match="renamed: is not in this commit, and what lies there now is another one's"):
+            commit(tmp_path, "second", renamed="2")
+            repository.at(tmp_path / "renamed", tree)
+        (tmp_path / "untracked").touch()
+        assert repository.at(tmp_path / "untracked", tree) == tmp_path / "untracked"
+    assert len(git(tmp_path, "worktree", "list").splitlines()) == 1 and not (tmp_path / "left").exists()
 
 
 @pytest.mark.parametrize(("measure", "bad"), [(Measured(noise=0.1), 5), (Measured(), 2), (Measured(is_outcome=True), 5)])
