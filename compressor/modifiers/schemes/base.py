@@ -139,6 +139,7 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
             buffers = {key: tensor for key, tensor in stage.tensors[name].items() if key != "bias"}
             state.replace_module(name, from_buffers(module, self._schemes[name], buffers, name=name))
         self.restore_kv_ranges(stage.memory, state.device)
+        self._joined.update(stage.modules)  # they hold what all ranks had learnt
         self.restore_fallbacks(stage.memory)
 
     def cost(
