@@ -200,13 +200,13 @@ class Ranks:
         """Bring the arrays of a sum together on one rank, a piece of them at a time; nothing on the others."""
         kinds: list[Any] = next((spans[0][1] for spans in held if spans), [])
         most, own, found = max(map(len, held)), list(one.nodes.values()), []
-        for array, (dtype, shape, kind) in enumerate(kinds):
-            made = {"dtype": getattr(torch, dtype), "device": torch.device("cpu") if kind == "cpu" else self.device}
-            total = torch.empty(shape if self.rank == target else 0, **made).reshape(-1)
+        for array, (kind, shape, place) in enumerate(kinds):
+            dtype, device = getattr(torch, kind), torch.device("cpu") if place == "cpu" else self.device
+            total = torch.empty(shape if self.rank == target else 0, dtype=dtype, device=device).reshape(-1)
             for start in range(0, math.prod(shape), _PIECE):
                 part = slice(start, min(start + _PIECE, math.prod(shape)))
                 pieces = [arrays[array].reshape(-1)[part] for arrays in own]
-                pieces += [torch.zeros(part.stop - start, **made) for _ in range(most - len(own))]
+                pieces += [torch.zeros(part.stop - start, dtype=dtype, device=device) for _ in range(most - len(own))]
                 came = [self._gathered(piece, target) for piece in pieces]
                 if self.rank == target:
                     nodes = {tuple(span): came[node][rank] for rank, spans in enumerate(held) for node, (span, _) in enumerate(spans)}
