@@ -237,9 +237,10 @@ def test_a_check_sees_what_is_planted_for_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALSO_SEEN)
 def test_a_check_sees_a_bug_that_others_see_first(name: str) -> None:
-    family, _, mutant = ALSO_SEEN[name].partition("-")
-    killer = next(one for one in find_family(family).killers(None) if one.name == name)
-    with find_family(family).mutants[mutant].planted():
+    family, _, key = ALSO_SEEN[name].partition("-")
+    mutant = find_family(family).mutants[key]
+    killer = next(one for one in find_family(family).killers(mutant) if one.name == name)
+    with mutant.planted():
         seen = killer.look()
     assert seen and "could not be completed" not in seen, seen
 

@@ -64,6 +64,7 @@ _SEEN_BY = {
     "input_not_quantized": "int-quantized",
     "plain_scale_in_bfloat16": "int-quantized",
     "global_scale_overflows": "fp4-tensor",
+    "nvfp4_scale_not_stored_so": "fp4-tensor",
     "global_scale_upside_down": "fp4-tensor",
     "fp4_steps_end_early": "fp4",
     "nibbles_swapped_both_ways": "pack_fp4",
