@@ -23,6 +23,11 @@ from compressor.numerics import QuantizationScheme
 from compressor.pages import let_go
 from compressor.progress import Progress, SilentProgress
 
+
+def _at_hand(names: Collection[str]) -> None:
+    """Weights are there already."""
+
+
 Detail = float | int | str
 # What a state notes of modules, beside `phases`.
 _NOTED = ("claims", "schemes", "touched", "settled", "sparse", "narrowable", "settled_to_base")
@@ -172,7 +177,7 @@ class State:
     data: CalibrationData | None = None
     progress: Progress = field(default_factory=SilentProgress)
     monitor: Monitor = field(default_factory=Monitor)
-    bring: Callable[[Collection[str]], None] = lambda names: None
+    bring: Callable[[Collection[str]], None] = _at_hand
     ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:

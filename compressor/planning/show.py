@@ -93,6 +93,7 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
     """
     cost = plan.estimate
     disk = f"{_mb(cost.checkpoint_bytes)} ({cost.checkpoint_bytes / max(1, cost.model_bytes):.0%})"
+    by_layers = cost.peak_by_layers_bytes
     peak = f"{_mb(cost.peak_bytes)}, {cost.worst.name} at {cost.worst.phase}"
     speed = f"{cost.flops_per_second / 1e9:,.0f} GFLOP/s, {1e6 * cost.column_seconds:,.0f} us for a column in the solver"
     lines = [
@@ -101,11 +102,10 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
         ("layers or modules in sequence", str(len(plan.sequential_targets) or "-")),
         ("forwards per layer", plan.forwards),
         ("peak memory of tensors (estimate)", peak),
+        *([("with weights of one layer at a time (estimate)", _mb(by_layers))] if by_layers < cost.peak_bytes else []),
         ("memory beyond the model (estimate)", _mb(cost.peak_extra_bytes)),
         ("process before the model is loaded", _mb(cost.process_bytes)),
     ]
-    if cost.peak_by_layers_bytes < cost.peak_bytes:
-        lines.append(("the same with weights of a layer at a time (estimate)", _mb(cost.peak_by_layers_bytes)))
     if cost.journal_bytes:
         lines.append(("disk for finished stages until the end (with an output folder)", _mb(cost.journal_bytes)))
     if cost.offload_bytes:

@@ -214,6 +214,7 @@ def test_the_command_prints_stages_and_takes_the_options_of_the_run(folder: Path
         "model.layers.2",
         "propagate",
         "forwards per layer: two",
+        "with weights of one layer at a time",
         "disk for activations (estimate)",
         "GFLOP/s",
         "one forward followed on shapes",
