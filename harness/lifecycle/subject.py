@@ -222,6 +222,22 @@ class Subject:
                 break
         return outcome
 
+    def result(self, model: nn.Module | None = None, *, seed: int) -> dict[str, Tensor]:
+        """Go through a whole life.
+
+        Args:
+            model: to work on; by default a copy of the subject's.
+            seed: that the caller has chosen; the making of the modifier and the run find its numbers at one place.
+
+        Returns:
+            The state dict that it leaves, copied.
+        """
+        begin_random_numbers(seed)
+        run = self.open(model=model)
+        begin_random_numbers(seed)
+        self.live(self.check(run), run)
+        return {key: value.detach().clone() for key, value in run.model.state_dict().items()}
+
 
 def call(model: nn.Module, batch: Batch) -> Any:
     """Run a model on a batch: keyword arguments for a dict, positional ones for a tuple, one for a tensor."""

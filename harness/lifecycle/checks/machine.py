@@ -1,4 +1,4 @@
-"""Checks that go beyond a list of cases: a state machine over the modifier among others, and a second run that must give the same."""
+"""Checks that go beyond a list of cases: a state machine, further runs that must give the same, and what a run leaves being finite."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from compressor.errors import CompressorError
+from compressor.lifecycle import Session
+from compressor.recipe import load_recipe
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.callback_recorder import PlannedError
 from harness.lifecycle.driving.compare import Violation
 from harness.lifecycle.driving.snapshot import freeze
 from harness.lifecycle.machines.machine_subjects import GUEST_SHARE, drive_session, guest_stage
-from harness.lifecycle.subject import Subject, begin_random_numbers
+from harness.lifecycle.other_process import NoAnswerError, digests, run_elsewhere
+from harness.lifecycle.subject import NothingToCheckError, Subject
 
 
 @register("repeatable", "A second run of a fresh modifier over the same model gives the same, bit for bit", number=43)
@@ -28,8 +32,8 @@ def repeatable(subject: Subject) -> str:
     Raises:
         Violation: the last run gives another model: something of the others is kept outside of them.
     """
-    first = _result(subject, copy.deepcopy(subject.model), seed=1)
-    _result(subject, _another(subject.model), seed=3)
+    first = subject.result(seed=1)
+    subject.result(_another(subject.model), seed=3)
     _hold_again(subject, first, "the second run")
     for error in (None, PlannedError("a forward failed")):
         _give_up(subject, error)
@@ -38,14 +42,51 @@ def repeatable(subject: Subject) -> str:
 
 
 def _hold_again(subject: Subject, first: dict[str, Tensor], which: str) -> None:
-    second = _result(subject, copy.deepcopy(subject.model), seed=1 if "random" in subject.tags else 2)
+    second = subject.result(seed=_seed(subject))
     if first.keys() != second.keys():
         raise Violation("state", f"{which} gives other tensors: {', '.join(sorted(first.keys() ^ second.keys())[:4])}")
     changed = _changed(first, second)
     if changed:
-        follows = not _changed(first, _result(subject, copy.deepcopy(subject.model), seed=1))
+        follows = not _changed(first, subject.result(seed=1))
         why = "; they follow the caller's random numbers: draw from a torch.Generator of your own, or declare 'random'" if follows else ""
         raise Violation("state", f"{which} gives other values in {', '.join(changed[:4])}{why}")
+
+
+def _seed(subject: Subject) -> int:
+    """Of a second run: the caller may have chosen another one, unless the modifier says that it matters."""
+    return 1 if "random" in subject.tags else 2
+
+
+@register("new_process", "A run in another process, where texts have other hashes, gives the same, bit for bit", number=43)
+def new_process(subject: Subject) -> str:
+    """Run here, and in a process with another PYTHONHASHSEED, which orders sets of names in another way.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        NothingToCheckError: the other process cannot make the modifier, or the model.
+        Violation: the two runs give other models.
+    """
+    cls = type(subject.template)
+    if not subject.is_tiny or subject.session_class is not Session:
+        raise NothingToCheckError("another process has neither the model nor the session that were given")
+    if "<locals>" in cls.__qualname__ or cls.__module__ == "__main__":
+        raise NothingToCheckError(f"{cls.__qualname__} is defined where another process cannot find it; move it into a module")
+    try:
+        recipe = load_recipe([subject.fresh()]).dump()
+        there = run_elsewhere(recipe, subject.tags, _seed(subject), subject.stopwatch.restart)
+    except (CompressorError, NoAnswerError) as error:
+        raise NothingToCheckError(f"another process cannot tell: {error}") from error
+    here = digests(subject.result(seed=1))
+    changed = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if changed:
+        what = f"in another process it gives other values in {', '.join(changed[:4])}"
+        raise Violation("state", f"{what}; sort what comes out of a set, and use no hash() of a text")
+    return f"{len(here)} tensors are equal"
 
 
 def _give_up(subject: Subject, error: BaseException | None) -> None:
@@ -67,15 +108,6 @@ def _changed(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [key for key, value in one.items() if key not in other or freeze(value) != freeze(other[key])]
 
 
-def _result(subject: Subject, model: nn.Module, *, seed: int) -> dict[str, Tensor]:
-    """What a whole run leaves, where the caller has chosen a seed: the making of the modifier and the run find its numbers at one place."""
-    begin_random_numbers(seed)
-    run = subject.open(model=model)
-    begin_random_numbers(seed)
-    subject.live(subject.check(run), run)
-    return {key: value.detach().clone() for key, value in run.model.state_dict().items()}
-
-
 def _another(model: nn.Module) -> nn.Module:
     """A model whose weights and activations are larger, so that what was seen in it does not fit the first one."""
     other = copy.deepcopy(model)
@@ -84,6 +116,32 @@ def _another(model: nn.Module) -> nn.Module:
             if parameter.is_floating_point():
                 parameter.mul_(1.5)
     return other
+
+
+@register("finite", "What a run leaves in the model is finite, wherever it was before", in_training=True)
+def finite(subject: Subject) -> str:
+    """Look for NaN and infinity in the state dict; whether the values are right is for the checks of algorithms.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        Violation: a tensor that was finite, or was not there, is not finite.
+    """
+    odd = {name for name, tensor in subject.model.state_dict().items() if not _is_finite(tensor)}
+    left = subject.result(seed=1)
+    wrong = [name for name, tensor in left.items() if name not in odd and not _is_finite(tensor)]
+    if wrong:
+        text = f"it leaves NaN or infinity in {', '.join(wrong[:4])}; check what it divides by, and what no token has reached"
+        raise Violation("state", text, [f"finite {name}" for name in wrong])
+    return f"{len(left)} tensors"
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
 
 
 @register("state_machine", "Random calls, legal and illegal, with callbacks that fail, go as the independent model says")

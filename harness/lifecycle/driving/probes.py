@@ -51,6 +51,9 @@ class TinyModel(nn.Module):
             for parameter in self.parameters():
                 if parameter.dim() > 1:
                     parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+            for name, parameter in self.named_parameters():
+                if name.endswith("down_proj.bias"):  # torch draws it from the caller's generator, so each process would have another
+                    parameter.copy_((torch.rand(width, generator=generator) - 0.5) / 8)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the logits."""

@@ -1,0 +1,133 @@
+"""A whole run of a modifier in another process, where the hashes of texts, and with them the order of sets of texts, are others.
+
+Python draws these hashes anew in every process, so within one nothing can tell that a result depends on them. Importing torch and the
+harness takes seconds; so one process does that once, and a copy of it (`os.fork`) makes each run. It ends with the one that asks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.json_text import from_json
+from compressor.recipe import load_recipe
+from compressor.training.step.digests import raw_bytes
+from harness.lifecycle.driving.compare import describe
+from harness.lifecycle.subject import Subject
+
+_SECONDS = 300.0
+
+
+class NoAnswerError(Exception):
+    """The other process could not make the run; the message says why."""
+
+
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return a digest of each tensor: dtype, shape and bits."""
+    texts = {name: f"{one.dtype}{tuple(one.shape)}".encode() for name, one in tensors.items()}
+    return {name: hashlib.sha256(texts[name] + raw_bytes(one).cpu().numpy().tobytes()).hexdigest() for name, one in tensors.items()}
+
+
+def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, still_alive: Callable[[], None]) -> dict[str, str]:
+    """Make a whole run over the tiny model in another process.
+
+    Args:
+        recipe: of the modifier alone.
+        tags: of the modifier.
+        seed: of the global generators.
+        still_alive: called again and again while it is waited for.
+
+    Returns:
+        The digest of every tensor of the model afterwards.
+
+    Raises:
+        NoAnswerError: the modifier cannot be made there, or no answer came in five minutes.
+    """
+    asked = {"recipe": recipe, "tags": sorted(tags), "seed": seed, "path": sys.path, "threads": torch.get_num_threads()}
+    process = _started(os.getpid())
+    assert process.stdin is not None and process.stdout is not None  # both are pipes
+    try:
+        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        process.stdin.flush()
+        begun = time.monotonic()
+        while not select.select([process.stdout], [], [], 0.1)[0]:
+            still_alive()
+            if time.monotonic() - begun > _SECONDS:
+                process.kill()
+                raise NoAnswerError(f"it gave no answer within {_SECONDS:g} s")
+        answer = from_json(process.stdout.readline())
+    except (OSError, ValueError) as error:
+        _started.cache_clear()
+        raise NoAnswerError(f"it ended without an answer ({describe(error)})") from error
+    if "error" in answer:
+        raise NoAnswerError(answer["error"])
+    found: dict[str, str] = answer["digests"]
+    return found
+
+
+@functools.cache
+def _started(pid: int) -> subprocess.Popen[bytes]:
+    """The process that waits for questions of this one; a fork of this one has its own."""
+    del pid
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harness.lifecycle.other_process"],
+        bufsize=0,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)},
+        start_new_session=True,  # ctrl-C is for the one that asks, whose end this one sees
+    )
+    atexit.register(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with process:  # closes both pipes and waits; it ends where its input does
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+    sys.path[:] = asked["path"]
+    torch.set_num_threads(asked["threads"])
+    try:
+        (template,) = load_recipe(asked["recipe"]).modifiers
+    except BaseException as error:  # noqa: BLE001 - importing somebody's module may raise anything, SystemExit too
+        return {"error": f"there it cannot be made: {describe(error)}"}
+    subject = Subject(template, tags=frozenset(asked["tags"]))
+    try:
+        return {"digests": digests(subject.result(seed=asked["seed"]))}
+    except BaseException as error:  # noqa: BLE001 - as above; another check says what is wrong with the run itself
+        return {"error": f"there the run failed: {describe(error)}"}
+
+
+def _main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what modifiers print is no answer
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            out.write(json.dumps(_answer(from_json(line))) + "\n")
+            out.flush()
+            os._exit(0)
+        if os.waitpid(pid, 0)[1]:
+            out.write('{"error": "there the process died"}\n')
+            out.flush()
+
+
+if __name__ == "__main__":
+    _main()
