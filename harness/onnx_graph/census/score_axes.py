@@ -108,7 +108,7 @@ class ScoreAxes:
         return {position - rank: axes[axis - rank] for position, axis in enumerate(order) if axis - rank in axes}
 
     def _reshaped(self, node: ir.Node, axes: Axes) -> Axes | None:
-        """The last axes stay what they are up to the first that has another length; lengths that nobody states are taken for equal."""
+        """The last axes stay what they are up to the first of another length, which is lost; what nobody states is taken for equal."""
         before, after = (self._shapes.of(value) if value is not None else None for value in (node.inputs[0], node.outputs[0]))
         if before is None or after is None:
             return axes
@@ -118,7 +118,7 @@ class ScoreAxes:
                 break
             same -= 1
         kept = {axis: factor for axis, factor in axes.items() if axis >= same}
-        return kept if len(set(kept.values())) == len(set(axes.values())) else None
+        return kept or None  # of scores in two axes, as old exporters write a softmax, the last one alone is still known
 
     def _unsqueezed(self, node: ir.Node, axes: Axes) -> Axes | None:
         places = self._places(node, self._shapes.rank(node.outputs[0]))

@@ -10,7 +10,7 @@ import onnx
 from compressor.errors import UserInputError
 from harness.errors import HarnessError
 from harness.onnx_graph.contracts.base import Contract, Finding, Pair
-from harness.onnx_graph.graph.drawn_inputs import example_inputs, id_limits, other_inputs
+from harness.onnx_graph.graph.drawn_inputs import example_inputs, full_size_inputs, id_limits, nudged, other_inputs
 from harness.onnx_graph.graph.run_session import POLICIES, OutputRow, Session, output_rows, random_operators
 from harness.onnx_graph.graph.view import load_graph
 
@@ -45,6 +45,12 @@ class AllowedDomains(Contract):
         ]
 
 
+_ROUNDING_MARGIN_DB = 20.0
+"""What a graph that rounds in another order may be worse than one whose inputs moved by one rounding: ten times the amplitude."""
+_LEAST_DB = 20.0
+"""Below it the exported graph decides nothing itself."""
+
+
 class NumericEqual(Contract):
     """Both graphs compute the same on the same inputs, within the limit of a policy.
 
@@ -52,8 +58,10 @@ class NumericEqual(Contract):
     limit that its integer kernels need (source: measured, see the README of this room).
 
     Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew. What the
-    exported graph refuses keeps its first values, and a note names what had the same values throughout. Outputs are compared in their
-    order: a name that moved to another output is a violation, a new name is a note, for exporters number outputs that nobody names.
+    exported graph refuses keeps its first values, and a note names what had the same values throughout. Under `golden` all floats are
+    large at once in one more drawing, where rounding grows: the limit is then what inputs that moved by one rounding leave, less 20 dB.
+    Outputs are compared in their order: a name that moved to another output is a violation, a new name is a note, for exporters number
+    outputs that nobody names.
 
     An output that is constant, NaN everywhere, empty or drawn at random is no evidence; another type or shape, or NaN elsewhere, is a
     violation. An error passes if it has less than a billionth of an output's energy and less than a thousandth (3 % in amplitude) of each
@@ -103,7 +111,8 @@ class NumericEqual(Contract):
             if len(values) > 1 and all(np.array_equal(values[0], other, equal_nan=values[0].dtype.kind == "f") for other in values[1:]):
                 pair.notes.append(f"{self.name}: output {name} did not change with the inputs that were drawn, so it says little of them")
         judged = [self._judge(pair, list(several)) for several in zip(*rows, strict=True)]
-        return [*self._renamed(pair), *(finding for finding in judged if finding is not None)]
+        found = [finding for finding in judged if finding is not None] or self._at_full_size(pair, drawings[0][0], after)
+        return [*self._renamed(pair), *found]
 
     def _drawings(self, pair: Pair) -> list[tuple[Mapping[str, np.ndarray], list[np.ndarray]]]:
         """Inputs, and what the exported graph makes of them. Of a drawing that it refuses, what it takes is kept."""
@@ -122,6 +131,28 @@ class NumericEqual(Contract):
         if same:
             pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")
         return drawings
+
+    def _at_full_size(self, pair: Pair, first: Mapping[str, np.ndarray], after: Session) -> list[Finding]:
+        """All floats large at once. Rounding grows there, so the limit is what inputs that moved by one rounding leave, less a margin."""
+        large = full_size_inputs(pair.before, first, self._seed)
+        if large is None or self._inputs is not None or self._policy is not POLICIES["golden"]:
+            return []
+        before = Session(pair.before, self._policy)
+        try:
+            expected, moved = before.run(large), before.run(nudged(large, self._seed))
+        except HarnessError:
+            pair.notes.append(f"{self.name}: inputs that are all large were not looked at; the exported graph refuses them")
+            return []
+        names = [value.name for value in pair.before.graph.output]
+        rounding, rows = output_rows(names, expected, moved), output_rows(names, expected, after.run(large))
+        found = []
+        for own, row in zip(rounding, rows, strict=True):
+            limit = min(self._policy.min_sqnr_db, own.sqnr_db - _ROUNDING_MARGIN_DB)
+            if own.changed or limit < _LEAST_DB:
+                pair.notes.append(f"{self.name}: output {own.name} says nothing where all inputs are large: rounding decides it")
+            elif row.wrong(limit):
+                found.append(self.violated(f"{row.text(limit)}, where all inputs are large"))
+        return found
 
     def _judge(self, pair: Pair, rows: Sequence[OutputRow]) -> Finding | None:
         """One output on every drawing. One that says nothing on some is judged by the others."""
@@ -164,19 +195,38 @@ def _accepted(
 
 
 def _interface_changed(pair: Pair) -> list[str]:
-    """Outputs that came or went, and inputs of another type: who runs the graph would notice before any number differs."""
+    """Outputs that came or went, and inputs of another type or size: who runs the graph would notice before any number differs."""
     outputs = [[value.name for value in one.graph.output] for one in (pair.before, pair.after)]
     if len(outputs[0]) != len(outputs[1]):
         found = [f"output {name} is gone" for name in outputs[0] if name not in outputs[1]]
         found += [f"output {name} is new" for name in outputs[1] if name not in outputs[0]]
         return found or [f"{len(outputs[0])} outputs became {len(outputs[1])}"]
-    types = [{value.name: value.type.tensor_type.elem_type for value in one.graph.input} for one in (pair.before, pair.after)]
+    inputs = [{value.name: value.type.tensor_type for value in one.graph.input} for one in (pair.before, pair.after)]
+    both = [(f"input {name}", inputs[0][name], now) for name, now in inputs[1].items() if name in inputs[0]]
     kind = onnx.TensorProto.DataType.Name
-    return [
-        f"input {name}: {kind(types[0][name])} became {kind(now)}"
-        for name, now in types[1].items()
-        if name in types[0] and types[0][name] != now
-    ]
+    types = [f"{what}: {kind(was.elem_type)} became {kind(now.elem_type)}" for what, was, now in both if was.elem_type != now.elem_type]
+    return types or [f"{what}: {_shown(was)} became {_shown(now)}" for what, was, now in both if _takes_less(_sizes(was), _sizes(now))]
+
+
+Sizes = Sequence[int | str | None]
+
+
+def _sizes(kind: onnx.TypeProto.Tensor) -> Sizes | None:
+    """What is declared: a length, a name, or None for whatever it is; of an unknown rank nothing is."""
+    if not kind.HasField("shape"):
+        return None
+    return [(one.dim_value if one.HasField("dim_value") and one.dim_value >= 0 else one.dim_param or None) for one in kind.shape.dim]
+
+
+def _shown(kind: onnx.TypeProto.Tensor) -> str:
+    return f"[{', '.join('?' if size is None else str(size) for size in _sizes(kind) or ())}]"
+
+
+def _takes_less(was: Sizes | None, now: Sizes | None) -> bool:
+    """What ran before does not run now: another rank, or a length that was another one or open."""
+    if was is None or now is None:
+        return now is not None
+    return len(was) != len(now) or any(isinstance(size, int) and size != before for before, size in zip(was, now, strict=True))
 
 
 def _random(pair: Pair) -> list[tuple[str, list[str]]]:

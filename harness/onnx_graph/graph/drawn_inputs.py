@@ -66,6 +66,51 @@ def other_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: 
         yield {name: _again(values[name], array, draw, limits.get(name), name in off, number) for name, array in first.items()}
 
 
+def full_size_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray] | None:
+    """Draw inputs whose floats are all large at once, in [-16, 16): where scores outgrow a mask that is too soft, or overflow.
+
+    Args:
+        model: not modified.
+        first: as they were drawn before; what is no float stays.
+        seed: of the draw.
+
+    Returns:
+        Name to array; None where no input is a float.
+    """
+    draw, limits = np.random.default_rng(seed + 2), id_limits(model)
+    floats = [name for name, one in first.items() if _is_float(one.dtype) and not _is_mask(name, one.dtype) and name not in limits]
+    large = {name: (4 * _steps(first[name].shape, draw)).astype(first[name].dtype) for name in floats}
+    return {**first, **large} if floats else None
+
+
+def nudged(inputs: Mapping[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:
+    """Move every float by one rounding of its type, up or down.
+
+    Args:
+        inputs: by name.
+        seed: of the draw.
+
+    Returns:
+        Name to array.
+    """
+    draw = np.random.default_rng(seed + 3)
+    moved = {}
+    for name, one in inputs.items():
+        if _is_float(one.dtype) and not _is_mask(name, one.dtype):
+            signs = np.asarray(draw.integers(0, 2, one.shape)) * 2 - 1
+            moved[name] = (one.astype(np.float64) * (1 + signs * float(np.finfo(one.dtype).eps))).astype(one.dtype)
+    return {**inputs, **moved}
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(np.issubdtype(dtype, np.floating))
+
+
+def _steps(shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
+    """Floats in [-4, 4) with all bits, the same on every machine."""
+    return np.asarray(draw.integers(-(1 << 24), 1 << 24, shape)) / (1 << 22)
+
+
 def _again(
     value: onnx.ValueInfoProto, first: np.ndarray, draw: np.random.Generator, limit: int | None, is_off: bool, number: int
 ) -> np.ndarray:
@@ -118,7 +163,7 @@ def _values(shape: tuple[int, ...], dtype: Any, draw: np.random.Generator, limit
     So a graph that rounds its inputs, or cuts them off, is told from one that does not.
     """
     if not np.issubdtype(dtype, np.integer):
-        steps = np.asarray(draw.integers(-(1 << 24), 1 << 24, shape)) / (1 << 22)
+        steps = _steps(shape, draw)
         return np.where(np.asarray(draw.integers(0, 16, shape)) == 0, 4 * steps, steps).astype(dtype)
     info = np.iinfo(dtype)
     low, high = (0, limit) if limit else (max(free.start, info.min), min(free.stop, info.max))

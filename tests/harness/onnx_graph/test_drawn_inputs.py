@@ -21,7 +21,13 @@ FLAGGED = "n = Neg(x) y = Where(use_cache, x, n)"
 
 def _model(inputs: str, text: str) -> onnx.ModelProto:
     made = parser.parse_graph(f"g (float[3, 6] x{inputs}) => (float[3, 6] y) {{ {text} }}")
-    held = {"one": np.array(1, np.float32), "far": np.array(-1e9, np.float32), "two": np.array(2), "row": np.ones(1, np.float32)}
+    held = {
+        "one": np.array(1, np.float32),
+        "far": np.array(-1e9, np.float32),
+        "two": np.array(2),
+        "limit": np.array(1400, np.float32),
+        "row": np.ones(1, np.float32),
+    }
     made.initializer.extend(numpy_helper.from_array(array, name) for name, array in held.items() if name in text)
     return helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
@@ -35,6 +41,50 @@ def test_a_mask_that_is_ignored_is_seen(kind: str, name: str, policy: str) -> No
     assert NumericEqual(policy).check(model, model).holds
     result = NumericEqual(policy).check(model, damaged)
     assert result.holding is Holding.VIOLATED and "on drawing 2 of 2" in result.message
+
+
+LARGE = "p = Mul(x, x) s = ReduceSum(p) l = Sub(s, limit) o = Relu(l) y = Add(x, o)"
+
+
+def test_what_large_inputs_alone_reach_is_seen() -> None:
+    """As scores outgrow a mask that is too soft: the sum of squares stays below the limit unless all inputs are large at once."""
+    model, other = _model("", LARGE), _model("", "y = Identity(x)")
+    assert NumericEqual().check(model, model).holds
+    for before, after in ((model, other), (other, model)):
+        result = NumericEqual().check(before, after)
+        assert result.holding is Holding.VIOLATED and "where all inputs are large" in result.message
+    given = {"x": np.eye(3, 6, dtype=np.float32)}
+    assert NumericEqual(inputs=given).check(model, other).holds
+
+
+def test_where_rounding_decides_large_inputs_say_nothing() -> None:
+    """Exported by one program and another: sums of another order, whose rounding a sine makes as large as its output."""
+    first = "p = Mul(x, x) s = ReduceSum(p) a = Mul(s, s) b = Mul(a, s) y = Sin(b)"
+    report = NumericEqual().check(_model("", first), _model("", first))
+    assert report.holds and any("says nothing where all inputs are large" in note for note in report.notes)
+
+
+SIZES = {
+    "[2, 6], [2, 5]": "input x: [2, 6] became [2, 5]",
+    "[n, 6], [2, 6]": "input x: [n, 6] became [2, 6]",
+    "[2, 6], [2, 6, 1]": "input x: [2, 6] became [2, 6, 1]",
+    "[2, 6], [n, m]": "",
+    "[n, 6], [k, 6]": "",
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_an_input_that_takes_less_than_before_is_a_violation(sizes: str) -> None:
+    before, after = (
+        helper.make_model(
+            parser.parse_graph(f"g (float[{one}] x) => (float[a, b] y) {{ y = Neg(x) }}"),
+            opset_imports=[helper.make_opsetid("", 18)],
+            ir_version=9,
+        )
+        for one in sizes.strip("[]").split("], [")
+    )
+    report = NumericEqual().check(before, after)
+    assert report.holds is not bool(SIZES[sizes]) and SIZES[sizes] in report.message
 
 
 def test_both_values_of_a_flag_are_tried() -> None:
