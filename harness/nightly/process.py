@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.errors import HarnessError
 
 _LOOK_EVERY = 0.1  # seconds
+_MARK = "HARNESS_NIGHTLY_CELL"
 _GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 
 
@@ -25,13 +27,15 @@ class Ended:
         code: exit code; below 0 the signal.
         beyond: `timeout` or `memory` where it was ended for that; empty otherwise.
         seconds: wall time.
-        memory: peak of the resident memory of all its processes, bytes, as seen every 0.1 s.
+        memory: peak of the resident memory of all its processes, bytes, as seen every 0.1 s; without those that detached themselves.
+        strays: processes that had detached themselves from it, and were ended after it.
     """
 
     code: int
     beyond: str
     seconds: float
     memory: int
+    strays: int = 0
 
 
 def run_limited(
@@ -54,6 +58,7 @@ def run_limited(
         HarnessError: it cannot be started, or psutil is not installed.
     """
     start, peak, beyond = time.monotonic(), 0, ""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -62,7 +67,7 @@ def run_limited(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=cwd,
-                env=environment,
+                env={**(os.environ if environment is None else environment), _MARK: mark},
                 start_new_session=True,
             )
         except OSError as error:
@@ -77,16 +82,15 @@ def run_limited(
                 elif time.monotonic() - start > seconds:
                     beyond = "timeout"
         finally:
+            seconds = time.monotonic() - start
             _end(process)
-    return Ended(process.returncode, beyond, time.monotonic() - start, peak)
+            strays = _end_strays(mark)
+    return Ended(process.returncode, beyond, seconds, peak, strays)
 
 
 def _held(pid: int) -> int:
     """Resident memory of a process and all below it."""
-    try:
-        import psutil
-    except ModuleNotFoundError as error:
-        raise HarnessError("harness nightly: psutil is not installed; pip install 'compressor-harness[nightly]'") from error
+    psutil = _psutil()
     total = 0
     with suppress(psutil.NoSuchProcess):
         whole = psutil.Process(pid)
@@ -94,6 +98,26 @@ def _held(pid: int) -> int:
             with suppress(psutil.NoSuchProcess):
                 total += process.memory_info().rss
     return total
+
+
+def _psutil() -> Any:
+    try:
+        import psutil
+    except ModuleNotFoundError as error:
+        raise HarnessError("harness nightly: psutil is not installed; pip install 'compressor-harness[nightly]'") from error
+    return psutil
+
+
+def _end_strays(mark: str) -> int:
+    """End what has left the group (a daemon, by `setsid`): it would run on beside the next program. Its variables still say whose it is."""
+    psutil, strays = _psutil(), []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or belongs to somebody else
+            if process.environ().get(_MARK) == mark:
+                process.kill()
+                strays.append(process)
+    psutil.wait_procs(strays, timeout=_GRACE)
+    return len(strays)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

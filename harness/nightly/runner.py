@@ -163,6 +163,8 @@ class Runner:
         except HarnessError as error:
             return self._write(cell, attempt, CellOutcome.ERROR, str(error), None, {})
         outcome, summary, metrics = self._read(cell, ended, log, result)
+        if ended.strays:
+            summary = f"{summary}; processes that had detached themselves from it were ended: {ended.strays}"
         return self._write(cell, attempt, outcome, summary, ended, metrics)
 
     def _command(self, cell: Cell, stem: Path, result: Path) -> list[str]:

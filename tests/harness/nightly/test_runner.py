@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from compressor.errors import UserInputError
@@ -20,6 +21,7 @@ from harness.nightly.config import read_config
 from harness.nightly.history import CellRow
 from harness.nightly.judging.flaky import find_flaky
 from harness.nightly.judging.judgement import Judgement
+from harness.nightly.process import run_limited
 from harness.nightly.runner import Night, Runner
 from harness.reporting.verdict import Verdict
 
@@ -99,6 +101,28 @@ def test_whatever_becomes_of_a_cell_is_a_row(tmp_path: Path, code: str) -> None:
 def test_a_program_that_is_not_there_is_a_row(tmp_path: Path) -> None:
     (row,) = run(tmp_path, commands={"c": "no-such-program"}).rows
     assert row.outcome == "error" and "no-such-program: cannot be started" in row.summary
+
+
+DAEMON = """
+import os, sys, time
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        open(sys.argv[1], "w").write(str(os.getpid()))
+        time.sleep(60)
+    os._exit(0)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_that_detached_itself_is_ended_and_told(tmp_path: Path) -> None:
+    (tmp_path / "daemon.py").write_text(DAEMON)
+    ended = run_limited([sys.executable, str(tmp_path / "daemon.py"), "pid"], tmp_path / "log", seconds=60, memory=None, cwd=tmp_path)
+    assert (ended.code, ended.beyond, ended.strays) == (0, "", 1)
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert run_limited(["true"], tmp_path / "log", seconds=60, memory=None, cwd=tmp_path).strays == 0
 
 
 def test_children_that_outlive_a_cell_are_ended(tmp_path: Path) -> None:

@@ -37,3 +37,20 @@ def test_a_measurement_is_kept_and_one_that_is_worse_for_two_nights_fails(projec
     found.assert_outcomes(failed=1)
     found.stdout.fnmatch_lines(["*speed: worse by 11.2*if it is meant: harness nightly accept speed*--reason*"])
     assert "harness.nightly" in (project.path / "report.xml").read_text()
+
+
+WRONG = """
+import pytest
+from compressor.errors import UserInputError
+
+@pytest.mark.parametrize("values", ["12", b"12", [True], None, ["a"], ["1.0"], 3.0, {1.0: 2.0}, [[1.0]], float("nan")], ids=str)
+def test_speed(assert_no_regression, values):
+    with pytest.raises(UserInputError, match="speed: .* was given, where a list of numbers belongs"):
+        assert_no_regression("speed", values)
+"""
+
+
+def test_what_is_no_list_of_numbers_is_refused_before_it_is_kept(project) -> None:
+    project.tests(test_it=WRONG)
+    project.run("--harness-history=history.sqlite").assert_outcomes(passed=10)
+    assert not (project.path / "history.sqlite").exists()
