@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from harness.errors import HarnessError
 
-LEVEL = 3e-6
+LEVEL = 1e-5
 """One-sided p below which a shift is one; chosen so that 50 metrics give at most one false alarm in 100 nights (`simulation`)."""
-LEAST_EFFECT = 0.007
+LEAST_EFFECT = 0.008
 """A shift by less is none, however sure: machines drift by as much between seasons."""
 LEAST_GAIN = 0.015
 """Likewise for the better, and for a drift: what a season gives, it takes, and a level that follows its dips cries wolf behind each."""
