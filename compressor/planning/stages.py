@@ -45,7 +45,7 @@ class Setting:
     stretches: Mapping[str, int] = field(default_factory=dict)
 
     def at_hand(self, stage: str) -> int:
-        """Bytes of the weights that a stage needs at hand, those beside the layers included where they are at work or have one place only.
+        """Say what a stage needs at hand of the weights, those beside the layers included where they are at work or have one place only.
 
         Args:
             stage: names of its targets; of no layer in particular for what runs through the whole model.
