@@ -17,6 +17,7 @@ import torch
 
 from compressor.algorithms.gptq import quantize_gptq
 from compressor.numerics import preset_scheme
+from compressor.numerics.half_products import widened_products
 
 Phase = Literal["load", "calibrate", "compress", "propagate", "save"]
 
@@ -135,6 +136,7 @@ class Speed(NamedTuple):
 
 
 @cache  # plans of one process are of one machine, and a slow one takes seconds
+@widened_products()  # as in the run
 def measure_speed(device: torch.device, dtype: torch.dtype) -> Speed:
     """Time small pieces of work, once in a process; the best of two to five, since the first one warms up.
 
