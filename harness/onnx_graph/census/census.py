@@ -364,12 +364,14 @@ class _Search:
 
     def _own(self, layers: dict[str, tuple[Projection, ...]]) -> tuple[dict[str, tuple[Projection, ...]], list[str]]:
         """Keep the layers that are a role's own: not what feeds another layer of it, nor what another role is projected from."""
-        direct, notes = {}, []
-        for role in ROLES:
-            direct[role] = tuple(one for one in layers[role] if not any(self._feeds(one, other) for other in layers[role]))
-            passed = [one for one in layers[role] if one not in direct[role]]
-            if passed and not all(one.turns for one in direct[role]):
-                notes.append(f"{role.upper()} takes a part from {_shown(passed)}, past its own layer")
+        direct = {role: self._nearest(layers[role]) for role in ROLES}
+        passed = {role: [one for one in layers[role] if one not in direct[role]] for role in ROLES}
+        notes = [
+            f"{role.upper()} takes a part from {_shown(passed[role])}, past its own layer"
+            for role in ROLES
+            if passed[role] and not all(one.turns for one in direct[role])
+        ]
+        direct |= self._turned(direct, passed)
         own = dict(direct)
         for role in ROLES:
             above = [other for other in ROLES if other != role and self._all_feed(direct[role], direct[other])]
@@ -377,6 +379,17 @@ class _Search:
                 own[role] = ()
                 notes.append(f"{role.upper()} has no linear layer of its own: it is what {above[0].upper()} is projected from")
         return own, notes
+
+    def _nearest(self, layers: Sequence[Projection]) -> tuple[Projection, ...]:
+        return tuple(one for one in layers if not any(self._feeds(one, other) for other in layers))
+
+    def _turned(
+        self, direct: Mapping[str, tuple[Projection, ...]], passed: Mapping[str, Sequence[Projection]]
+    ) -> dict[str, tuple[Projection, ...]]:
+        """Roles that a rotation of positions turns behind a layer which another role shares: x cos + (x P) sin takes x past P as well."""
+        behind = {role: self._nearest(passed[role]) for role in ROLES if passed[role] and all(one.turns for one in direct[role])}
+        taken = {role: {one.node for one in behind.get(role, direct[role])} for role in ROLES}
+        return {role: found for role, found in behind.items() if any(taken[role] & taken[other] for other in ROLES if other != role)}
 
     def _all_feed(self, layers: Sequence[Projection], others: Sequence[Projection]) -> bool:
         return bool(layers) and all(any(self._feeds(one, other) for other in others) for one in layers)

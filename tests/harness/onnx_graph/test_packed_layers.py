@@ -20,6 +20,7 @@ WIDTH = HEADS * EACH
 ROLES = contract_from_names("separate-qkv,same-block-count,role-weights")
 HALF = "{0}1, {0}2 = Split<axis = 3, num_outputs = 2>({0}) {0}n = Neg({0}2) {0}r = Concat<axis = 3>({0}n, {0}1) "
 ROTARY = HALF + "{0}c = Mul({0}, cos) {0}s = Mul({0}r, sin) {0}x = Add({0}c, {0}s) "
+TURNED = "{0}r = MatMul({0}, turn) {0}c = Mul({0}, cos) {0}s = Mul({0}r, sin) {0}x = Add({0}c, {0}s) "
 LAYOUTS = {
     "split": "p = MatMul(x, packed) a0, a1, a2 = Split<axis = 2, num_outputs = 3>(p)",
     "per head": "p = MatMul(x, packed) h = Reshape(p, per_head) a0, a1, a2 = Split<axis = 3, num_outputs = 3>(h)",
@@ -37,6 +38,7 @@ LAYOUTS = {
 BETWEEN = {
     "nothing": "qx = Identity(q) kx = Identity(k) ",
     "rotary": ROTARY.format("q") + ROTARY.format("k"),
+    "rotary by a product": TURNED.format("q") + TURNED.format("k"),
     "norms": "qx = LayerNormalization(q, gain) kx = LayerNormalization(k, gain) ",
     "other heads": "qx = Gather<axis = 1>(q, heads) kx = Identity(k) ",
     "other features": "qx = Gather<axis = 3>(q, features) kx = Identity(k) ",
@@ -57,6 +59,9 @@ def _constants() -> dict[str, np.ndarray]:
     held |= {"w1": np.array([WIDTH]), "w2": np.array([2 * WIDTH]), "end": np.array([3 * WIDTH])}
     held |= {"per_head": np.array([BATCH, LENGTH, HEADS, 3 * EACH]), "five": np.array([BATCH, LENGTH, 3, WIDTH])}
     held |= {"flat": np.array([1, BATCH * LENGTH, WIDTH]), "rows": np.array([BATCH * LENGTH, WIDTH])}
+    turn = np.eye(EACH, dtype=np.float32)
+    held |= {"turn": np.concatenate([turn[EACH // 2 :], -turn[: EACH // 2]])}
+    held |= {"two_axes": np.array([-1, LENGTH]), "four_axes": np.array([BATCH, HEADS, LENGTH, LENGTH])}
     held |= {
         "by_head": np.array([BATCH, LENGTH, HEADS, EACH]),
         "heads": np.array([1, 0, 2, 3]),
@@ -96,7 +101,7 @@ def test_roles_of_a_packed_layer_that_are_exchanged_are_seen_in_every_layout(lay
         assert {finding.role for finding in result.findings} == moved and "expected columns" in result.message
 
 
-@pytest.mark.parametrize("between", ["rotary", "norms"])
+@pytest.mark.parametrize("between", ["rotary", "rotary by a product", "norms"])
 @pytest.mark.parametrize("sizes", [(BATCH, LENGTH, WIDTH), ("batch", LENGTH, WIDTH)], ids=["fixed", "open"])
 def test_columns_are_followed_through_what_joins_several(between: str, sizes: Sequence[object]) -> None:
     model = _packed("split", between=between, sizes=sizes)
@@ -135,3 +140,20 @@ def test_what_weighs_inside_of_a_branch_is_no_absence(name: str) -> None:
     found = census(model)
     assert sum(found.counts.values()) == 1 and not found.comparisons, found.text()
     assert ROLES.check(model, model).holding is Holding.NOT_ANALYSED
+
+
+FLAT_SOFTMAX = "t = Reshape(s, two_axes) u = Softmax<axis = 1>(t) w = Reshape(u, four_axes) "
+FORMS = {
+    "rotary by a product": (BETWEEN["rotary by a product"], CORE),
+    "rotary by a product, of q alone": (TURNED.format("q") + "kx = Identity(k) ", CORE),
+    "softmax in two axes": (BETWEEN["nothing"], CORE.replace("w = Softmax(s) ", FLAT_SOFTMAX)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_packed_layer_is_read_behind_what_older_programs_write(form: str) -> None:
+    between, core = FORMS[form]
+    heads = "".join(f"{role}0 = Reshape(a{at}, by_head) {role} = Transpose<perm = [0, 2, 1, 3]>({role}0) " for at, role in enumerate("qkv"))
+    packed = _model(f"{LAYOUTS['split']} {heads}{between}{core}")
+    (block,) = census(packed).blocks
+    assert (block.status.name, block.note) == ("FUSED", "")
