@@ -63,8 +63,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return EXIT_CODES[args.to_verdict(args)]
     except CompressorError as error:
         return _fail(f"harness {args.verb}: error: {' '.join(str(error).split())}", EXIT_FAILURE)
-    except KeyboardInterrupt:
-        return _fail(f"harness {args.verb}: interrupted; nothing was written", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        kept = "; ".join(getattr(stop, "__notes__", ["nothing was written"]))
+        return _fail(f"harness {args.verb}: interrupted; {kept}", EXIT_INTERRUPTED)
 
 
 def spelled(argv: Sequence[str]) -> list[str]:

@@ -155,8 +155,10 @@ def _scales_record(inspections: Sequence[ModuleInspection], policy: Policy) -> C
     within = {module.name: _GROUP_GAINS.get(module.limit_name, _GROUP_GAINS["other"]) for module in inspections}
     findings = [f"{name}: mismatch {close.mismatch:.1f}, its scales do not belong to their groups"
                 for name, close in found.items() if not close.mismatch <= policy.max_scale_mismatch]  # fmt: skip
-    findings += [f"{name}: group {close.worst_group} is stretched by {close.worst_gain:.2f}" for name, close in found.items()
-                 if not within[name][0] <= close.worst_gain <= within[name][1] and close.worst_deviation > _GROUP_DEVIATION]  # fmt: skip
+    for name, close in found.items():
+        if not within[name][0] <= close.worst_gain <= within[name][1] and close.worst_deviation > _GROUP_DEVIATION:
+            row, group = close.worst_group
+            findings.append(f"{name}: row {row}, group {group} is stretched by {close.worst_gain:.2f}")
     worst = max(found, key=lambda name: found[name].mismatch)
     gains = [close.gain for close in found.values()]
     evidence = {

@@ -99,7 +99,11 @@ def blame(settings: BlameSettings, progress: Progress) -> BlameReport:
         measure: Measure = CommandMeasure(str(settings.command), settings.metric, repository, folder)
     else:
         measure = CellMeasure(config, settings.metric, repository, folder)
-    report = Search(measure, repository, folder, good, bad, max_rounds=settings.rounds).run(progress)
+    try:
+        report = Search(measure, repository, folder, good, bad, max_rounds=settings.rounds).run(progress)
+    except KeyboardInterrupt as stop:
+        stop.add_note(f"what was measured lies in {folder}, and the same command goes on from it")
+        raise
     return with_layers(report, measure, progress) if isinstance(measure, CellMeasure) else report
 
 

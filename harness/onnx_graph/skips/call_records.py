@@ -140,7 +140,7 @@ def _line(call: OptimizerCall) -> str:
 
 def _difference(call: OptimizerCall) -> str:
     if call.asked is None or call.used is None:
-        return "optimizing is off"
+        return "the call did not come to optimizing" if call.error else "optimizing is off"
     asked, used = set(call.asked), set(call.used)
     if asked == used:
         return "nothing had to be forced"

@@ -52,7 +52,7 @@ class Closeness:
         sqnr_db: 10 log10(|w|^2 / |w - w'|^2); inf where equal, -inf where only w is zero, nan where either holds one.
         gain: of the whole weight; 1 for a faithful one, 0 for an unrelated one.
         mismatch: mean over groups of the squared excess of |gain - 1| over GAIN_BIAS, in units of its expected variance; below 1 when sane.
-        worst_group: index of the group that is farthest off, counted along the rows.
+        worst_group: row and place in the row of the group that is farthest off.
         worst_gain: its gain.
         worst_deviation: its excess in standard deviations.
     """
@@ -60,7 +60,7 @@ class Closeness:
     sqnr_db: float
     gain: float
     mismatch: float
-    worst_group: int
+    worst_group: tuple[int, int]
     worst_gain: float
     worst_deviation: float
 
@@ -96,7 +96,7 @@ def compare_weights(reference: torch.Tensor, approximation: torch.Tensor, groups
         sqnr_db=_decibels(total, float(noise.sum())),
         gain=float(product.sum()) / total if total else 1.0,
         mismatch=float(deviation.square().mean()),
-        worst_group=worst,
+        worst_group=divmod(worst, groups_per_row or 1),
         worst_gain=float(gain[worst]),
         worst_deviation=float(deviation[worst]),
     )

@@ -128,6 +128,7 @@ GIVEN = dict.fromkeys(LEAVES, "") | {
     "nightly add": "metric 1",
     "nightly show": "metric",
     "nightly accept": "metric night --reason r",
+    "nightly blame": "metric",
     "nightly export": "a.csv",
     "nightly import": "a.csv",
     "nightly report": "--output-dir pages",

@@ -40,7 +40,7 @@ def test_gain_finds_stretched_groups_and_forgives_noise(weight):
     stretched = noisy.clone()
     stretched[5, 16:32] *= 2
     found = compare_weights(weight, stretched, 4)
-    assert found.worst_group == 5 * 4 + 1
+    assert found.worst_group == (5, 1)
     assert found.worst_gain == pytest.approx(2, abs=0.15)
     assert found.worst_deviation > 8
     assert compare_weights(weight, weight / 2, None).mismatch > 1e6

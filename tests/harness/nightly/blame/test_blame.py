@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import subprocess
 import tempfile
@@ -33,7 +34,9 @@ ENVIRONMENT = Environment({"device": "cpu"})
 
 def git(folder: Path, *arguments: str) -> str:
     named = ["-c", "user.name=A", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
-    return subprocess.run(["git", *named, *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+    dated = os.environ | dict.fromkeys(("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE"), "2026-01-01T00:00:00Z")  # equal commits in every run
+    done = subprocess.run(["git", *named, *arguments], cwd=folder, env=dated, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def commit(folder: Path, subject: str, **files: str) -> str:
@@ -327,3 +330,17 @@ def test_a_recipe_that_a_commit_spoiled_is_found_and_the_layer_in_it(project: Pa
     found = json.loads(capsys.readouterr().out)
     assert [one["revision"] for one in found["first_bad"]] == [commits[2]]
     assert [one["name"] for one in found["layers"]["layers"]] == ["model.layers.1"]
+
+
+def test_an_interruption_says_what_is_kept(
+    history_of_seconds: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object, **__: object) -> Reading:
+        raise KeyboardInterrupt
+
+    folder, commits = history_of_seconds
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("harness.nightly.blame.measuring.CommandMeasure.run", stop)
+    asked = ["nightly", "blame", "m", "--command", "a {history}", "--good", commits[0], "--bad", commits[9], "--output-dir", str(tmp_path)]
+    assert main(asked) == 130
+    assert f"interrupted; what was measured lies in {tmp_path}" in capsys.readouterr().err
