@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.json_text import from_json
+
 _PLAIN = (str, int, float, type(None))
 
 
@@ -41,7 +43,7 @@ def blanks(text: bytes, device: torch.device) -> tuple[Any, list[Tensor]]:
     Returns:
         The skeleton, for `read`; and tensors without values.
     """
-    skeleton, kinds = json.loads(text)
+    skeleton, kinds = from_json(text)
     made = [torch.empty(shape, dtype=getattr(torch, dtype), device="cpu" if kind == "cpu" else device) for dtype, shape, kind in kinds]
     return skeleton, made
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compressor.errors import RankError
+from compressor.json_text import from_json
 
 _EVERY_SECONDS = 0.25
 _STOPPED_LOOKS = 12  # in a row: 3 seconds; who stops a whole job and lets it go on stops us as well
@@ -91,7 +92,7 @@ class Watch:
         text = str(error) or type(error).__name__
         if self._failure is None:
             self._post(self._rank, text, type(error).__name__, self._rank)
-        if json.loads(self._failure or "{}").get("teller") != self._rank:
+        if from_json(self._failure or "{}").get("teller") != self._rank:
             self.check()
 
     def close(self) -> None:
@@ -102,7 +103,7 @@ class Watch:
         self._thread.join()
 
     def _error(self, failure: str) -> RankError:
-        told = json.loads(failure)
+        told = from_json(failure)
         error = RankError(f"rank {told['rank']} of {self._size}: {told['text']}")
         error.kind, error.is_mine_to_tell = told["kind"], told["teller"] == self._rank
         return error
@@ -137,7 +138,7 @@ class Watch:
         if self._store.check([f"left {rank}"]):
             return
         if other.process is None and self._store.check([f"process {rank}"]):
-            other.process = _Process(*json.loads(self._store.get(f"process {rank}")))
+            other.process = _Process(*from_json(self._store.get(f"process {rank}")))
         life = self._store.get(f"life {rank}") if self._store.check([f"life {rank}"]) else b""
         other.silent = 0 if life != other.life else other.silent + 1
         other.life = life

@@ -144,13 +144,8 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
     identity = model_identity(loaded, base, words.saved) if ranks.is_first else {}  # before anything is done to it
     untied = () if settings.tie_word_embeddings else untie(loaded)
     monitor.end_phase("load")
-    state = State(
-        loaded.model,
-        device,
-        settings.seed,
-        Report(notes=[*loaded.notes, *untied]),
-        keep_originals=loaded.from_memory,
-    )
+    notes = [*loaded.notes, *untied]
+    state = State(loaded.model, device, settings.seed, Report(notes=notes), keep_originals=loaded.from_memory)
     state.progress, state.monitor, state.ranks, ranks.device = bars, monitor, ranks, state.device
     with ExitStack() as held:
         told = {"model": str(source or type(model).__name__), "recipe": parsed.dump()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import UserInputError
+from compressor.json_text import from_json
 from harness.nightly.environment import Environment
 from harness.nightly.measurement import Measurement, check_measurement
 
@@ -56,7 +56,7 @@ def from_csv(source: Path) -> dict[tuple[Measurement, str, str], list[float]]:
     for number, row in enumerate(rows[1:], 2):
         try:
             night, facts, revision, metric, better, kind, made, place, value = row
-            held = json.loads(facts)
+            held = from_json(facts)
             if not isinstance(held, dict):
                 raise ValueError("environment is no object of facts")
             datetime.fromisoformat(made)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.nightly.blame.repository import Commit, Mark
+from harness.nightly.judging.shifts import LEAST_EFFECT
 from harness.reporting.verdict import EXIT_CODES, Verdict
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ class BlameReport:
 
     @property
     def verdict(self) -> Verdict:
-        """REGRESSION where one commit was found."""
-        return Verdict.REGRESSION if len(self.first_bad) == 1 else Verdict.INCONCLUSIVE
+        """REGRESSION where one commit was found; PASS where the bad one is as good here, within what counts as a change."""
+        if self.first_bad:
+            return Verdict.REGRESSION if len(self.first_bad) == 1 else Verdict.INCONCLUSIVE
+        end = self.steps[-1]
+        is_equal = end.mark == "good" and (end.effect is None or end.effect.high < LEAST_EFFECT)
+        return Verdict.PASS if is_equal else Verdict.INCONCLUSIVE
 
     @property
     def exit_code(self) -> int:

@@ -53,7 +53,7 @@ def run(settings: BlameSettings) -> Verdict:
         settings: of the verb.
 
     Returns:
-        REGRESSION where one commit was found, else INCONCLUSIVE.
+        REGRESSION where one commit was found, PASS where the bad one is as good here, else INCONCLUSIVE.
     """
     from compressor.progress import RichProgress, SilentProgress
 
@@ -117,5 +117,5 @@ COMMAND = Command(
     "find the commit that made a metric worse, and the layer that it changed",
     BlameSettings,
     run,
-    exit_codes("", "a commit was found", "the commits could not be told apart, or none is worse here"),
+    exit_codes("the bad commit is as good here", "a commit was found", "commits could not be told apart, or the change not from noise"),
 )
