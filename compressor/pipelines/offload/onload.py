@@ -188,10 +188,7 @@ class OnloadedWeights(WeightsByStretch):
     def _bring(self, target: str) -> None:
         own, coming = self._own(target), self._coming.pop(target, None)
         # What was asked for ahead of its time may have been replaced or written to since.
-        is_good = (
-            coming is not None and list(map(id, own)) == list(map(id, coming.own)) and coming.versions == [one._version for one in own]
-        )
-        self._install(target, coming if is_good and coming is not None else self._ask(own))
+        self._install(target, coming if coming is not None and _same(own, coming) else self._ask(own))
 
     def _look_ahead(self, target: str) -> None:
         after = self._targets[self._targets.index(target) + 1 :][:1]
