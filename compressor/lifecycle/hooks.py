@@ -75,16 +75,20 @@ def without_modifier_hooks(model: nn.Module) -> Iterator[None]:
     """
     tables = [getattr(module, table) for module in model.modules() for table in _TABLES]
     before = [(table, OrderedDict(table)) for table in tables if table]
+    asleep = [{key for key, hook in hooks.items() if isinstance(hook, FunctionType) and hook in _OF_MODIFIERS} for _, hooks in before]
     try:
-        for table, hooks in before:
-            for key, hook in hooks.items():
-                if isinstance(hook, FunctionType) and hook in _OF_MODIFIERS:
-                    table.pop(key, None)
+        for (table, _), keys in zip(before, asleep, strict=True):
+            for key in keys:
+                del table[key]
         yield
     finally:
-        for table, hooks in before:  # in their order
+        for (table, hooks), keys in zip(before, asleep, strict=True):
+            now = OrderedDict(table)
+            first = next((place for place, key in enumerate(now) if key in hooks), len(now))
+            ahead = list(now)[:first]  # what came meanwhile, such as a rotation, stays
+            kept = [key for key in hooks if key in keys or key in now]  # in their order
             table.clear()
-            table.update(hooks)
+            table.update({key: hooks.get(key) or now[key] for key in dict.fromkeys([*ahead, *kept, *now])})
 
 
 class HooksMixin(BaseModel):

@@ -3,7 +3,8 @@
 A float sum depends on its order. So the samples are cut into NUM_PARTS parts, whatever the number of processes; each part is summed from
 zero, and the parts are added in one fixed order: two chains of four, ((0 + 1) + 2) + 3 and ((4 + 5) + 6) + 7, and then the two. In one
 process three sums are alive at most (a chain that is done, one on its way, the part that runs), where a balanced tree would have four; a
-process of two, four or eight has at most two. Parts without a value are left out of the order.
+process of two, four or eight has at most two. Parts without a value are left out of the order, and keep their neighbours apart: an expert
+that no sample of some parts reached may have six.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from compressor.algorithms.babai import Factor, Grid, GridColumns, solve_r_form
 from compressor.numerics import QuantizationArgs
 
 ROOT = Path(compressor.__file__).parent
-MOST = 109  # files; 100 on the reference model on 2026-11-25, before monitor, tracking, containers, rotations and half products
+MOST = 120  # files; 100 on the reference model on 2026-11-25, before monitor, tracking, rotations, half products, ranks and onloading
 
 
 def entered(run: Callable[[], Any]) -> tuple[collections.Counter[str], int]:
@@ -53,7 +53,7 @@ def test_a_run_enters_few_files(llama_dir: Path, tmp_path: Path) -> None:
 
     run("first")  # what modules do as they are loaded is none of the trip
     calls, _ = entered(lambda: run("second"))
-    assert len(calls) <= MOST, "\n".join(sorted(calls))
+    assert len(calls) <= MOST, f"{len(calls)}: {sorted(calls)}"
     assert len([file for file in calls if file.startswith("tracing/graph/")]) <= 12
 
 

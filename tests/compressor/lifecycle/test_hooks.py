@@ -14,6 +14,7 @@ from torch import nn
 
 from compressor.errors import LifecycleError
 from compressor.lifecycle import HooksMixin
+from compressor.lifecycle.hooks import without_modifier_hooks
 
 
 def linear() -> nn.Linear:
@@ -126,3 +127,17 @@ def test_the_owner_says_where_its_hooks_sit() -> None:
     assert owner.hooked_modules() == [(first, "forward"), (second, "forward_pre")]
     owner.remove_hooks([handle])
     assert owner.hooked_modules() == [(second, "forward_pre")]
+
+
+def test_hooks_that_come_or_go_while_those_of_modifiers_are_off_have_come_or_gone() -> None:
+    layer, modifier, seen = linear(), HooksMixin(), list[str]()
+    gone = layer.register_forward_pre_hook(lambda *_: seen.append("gone"))
+    modifier.register_hook(layer, lambda *_: seen.append("modifier"), "forward_pre")
+    layer.register_forward_pre_hook(lambda *_: seen.append("author"))
+    with without_modifier_hooks(layer):
+        gone.remove()
+        layer.register_forward_pre_hook(lambda *_: seen.append("first"), prepend=True)
+        layer.register_forward_pre_hook(lambda *_: seen.append("last"))
+        layer(torch.zeros(1, 2))
+    layer(torch.zeros(1, 2))
+    assert seen == ["first", "author", "last", "first", "modifier", "author", "last"]

@@ -289,7 +289,7 @@ sparse_stage:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"final_sparsity": 1.5}, "less than or equal to 1"),
+        ({"final_sparsity": 1.5}, "less than 1"),
         ({"final_sparsity": 0.2, "init_sparsity": 0.5}, "is above final_sparsity"),
         ({"final_sparsity": 0.5, "update_scheduler": "qubic"}, "did you mean 'cubic'"),
         ({"final_sparsity": 0.5, "update_scheduler": "calc(0.5)"}, "does not exist"),
