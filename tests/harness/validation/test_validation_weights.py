@@ -199,7 +199,7 @@ def test_one_wrong_scale_among_hundreds_is_caught_and_located(workspace, compres
     put(SCALE, double)(checkpoint)
     found = records(workspace.base, checkpoint.folder)
     assert found["weights.sqnr"].outcome == "pass"
-    assert found["weights.scales"].findings[0].startswith(f"{MODULE}: group 42 is stretched by 1.89")
+    assert found["weights.scales"].findings[0].startswith(f"{MODULE}: row 10, group 2 is stretched by 1.89")
 
 
 def test_a_limit_that_lets_decoys_through_makes_the_check_inconclusive(workspace, pristine):
