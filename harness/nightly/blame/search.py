@@ -23,15 +23,11 @@ from harness.nightly.cells import CellOutcome
 from harness.nightly.judging.bridging import level
 from harness.nightly.measurement import Measurement
 
-MAX_ROUNDS = 8
-
 
 class Search:
     """One metric, one good and one bad commit."""
 
-    def __init__(
-        self, measure: Measure, repository: Repository, folder: Path, good: Commit, bad: Commit, *, max_rounds: int = MAX_ROUNDS
-    ) -> None:
+    def __init__(self, measure: Measure, repository: Repository, folder: Path, good: Commit, bad: Commit, *, max_rounds: int) -> None:
         """Take what is searched.
 
         Args:

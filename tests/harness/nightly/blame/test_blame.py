@@ -83,7 +83,7 @@ def search(place: tuple[Path, list[str]], measure: Measured, good: int = 0, bad:
     repository, commits = Repository(place[0]), place[1]
     ends = (repository.commit(commits[one], "test") for one in (good, bad))
     with tempfile.TemporaryDirectory() as folder:
-        return Search(measure, repository, Path(folder), *ends).run()
+        return Search(measure, repository, Path(folder), *ends, max_rounds=8).run()
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,8 @@ def test_a_machine_that_measured_lately_counts_and_one_that_is_gone_does_not() -
     here, there = series([100.0] * 40), series([100.0] * 37 + [110.0] * 3, seed=1, environment="there")
     found = judge(sorted([*there, *here], key=lambda one: one.night))
     assert found.verdict is Verdict.REGRESSION and found.summary.startswith("in environment there: worse by")
+    resting = judge(sorted([*there, *series([100.0] * 45)], key=lambda one: one.night))
+    assert resting.verdict is Verdict.REGRESSION and resting.summary.startswith("in environment there: worse by")
     moved = judge([*there, *series([100.0] * 80)[40:]])
     assert moved.verdict is Verdict.PASS and moved.summary.endswith("; 40 nights of other machines or versions do not count")
 
