@@ -176,6 +176,7 @@ def test_decisions_hold_at_their_level() -> None:
         wrong += mark == "bad"
         undecided += mark == "skip"
     assert wrong <= 3 and undecided < 200
+    assert decide("ours", "bad", {"bad": [0.1, 0.12, 0.08, 0.1], "ours": [0.045, 0.052]}) == "skip"  # halfway
     same = {"bad": [0.01, -0.01, 0.004, -0.004]}
     assert not is_reproduced("bad", same) and effect_of("bad", same).low < 0 < effect_of("bad", same).high
 

@@ -12,7 +12,7 @@ import pytest
 from harness.nightly.history import Acceptance
 from harness.nightly.judging.bridging import level
 from harness.nightly.judging.judge import judge
-from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, student_tail
+from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, Bridge, find_shifts, student_tail
 from harness.nightly.measurement import Measurement
 from harness.reporting.verdict import Verdict
 
@@ -93,7 +93,14 @@ def test_a_commit_that_ran_in_both_environments_bridges_them() -> None:
     assert bad.verdict is Verdict.REGRESSION and bad.changes[0].night == night_label(42) and abs(bad.changes[0].effect - 0.06) < 0.02
     assert bad.changes[0].high - bad.changes[0].low > 0.01  # two bridging nights are not sure of more
     assert judge([*old, *at(bridge, "c"), *worse]).verdict is Verdict.INCONCLUSIVE
-    assert judge([*old, *at(bridge, "a-dirty"), *worse]).verdict is Verdict.INCONCLUSIVE
+    assert judge([*at(old, "a-dirty"), *at(bridge, "a-dirty"), *worse]).verdict is Verdict.INCONCLUSIVE  # dirty in two ways
+
+
+def test_what_is_compared_across_a_bridge_is_as_unsure_as_the_bridge() -> None:
+    levels_N = np.array([level(one.values, one.better) for one in series([1.0] * 40 + [1.02] * 10)])
+    (shift,) = find_shifts(levels_N, bridge=Bridge(40, 0.5)).found
+    (alone,) = find_shifts(levels_N).found
+    assert shift.error > alone.error and find_shifts(levels_N, bridge=Bridge(40, 5.0)).found == ()
 
 
 STORIES = {
