@@ -125,6 +125,8 @@ class SimulateSettings(Settings):
     """Histories of each kind of noise."""
     seed: Annotated[Whole, Option(read=count)] = 0
     """Of the noise."""
+    recorded: Annotated[FilePath | None, Option(metavar="F", read=Path)] = None
+    """A history whose nights are a further kind of noise; they should be of one commit."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print data instead of text."""
     quiet: Annotated[Flag, Option()] = False
@@ -134,9 +136,15 @@ class SimulateSettings(Settings):
 def _history(settings: HistorySettings, *, must_exist: bool = True) -> History:
     from harness.nightly.history import History
 
-    if must_exist and not settings.history.exists():
-        raise UserInputError(f"{settings.history}: there is no history; write one with harness nightly add, or name it with --history")
-    return History(settings.history)
+    return _existing(settings.history) if must_exist else History(settings.history)
+
+
+def _existing(path: Path) -> History:
+    from harness.nightly.history import History
+
+    if not path.exists():
+        raise UserInputError(f"{path}: there is no history; write one with harness nightly add, or name another file")
+    return History(path)
 
 
 def _known(history: History, metric: str) -> str:
@@ -265,9 +273,12 @@ def _report(settings: ReportSettings) -> Verdict:
 
 def _simulate(settings: SimulateSettings) -> Verdict:
     from compressor.progress import RichProgress, SilentProgress
-    from harness.nightly.judging.simulation import simulate
+    from harness.nightly.judging.simulation import NOISES, recorded, simulate
 
-    found = simulate(settings.series, settings.seed, SilentProgress() if settings.quiet else RichProgress())
+    noises = dict(NOISES)
+    if settings.recorded is not None:
+        noises["recorded"] = recorded(_existing(settings.recorded))
+    found = simulate(settings.series, settings.seed, SilentProgress() if settings.quiet else RichProgress(), noises)
     if settings.as_json:
         print(to_json([one.to_dict() for one in found]), end="")
     else:

@@ -61,3 +61,8 @@ def test_help_names_verbs_flags_and_exit_codes(capsys):
         assert caught.value.code == 0
         text = capsys.readouterr().out
         assert all(word in text for word in words)
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "harness", "validate"], capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and done.stderr.startswith("harness validate: error: ")

@@ -8,23 +8,29 @@ A night has 20 repetitions with a spread of 2 %. What differs between the kinds 
 - bimodal: a quarter of the repetitions take 4.5 % longer (memory that lies badly).
 - heavy: repetitions and nights follow Student's t with three degrees of freedom.
 - autocorrelated: a night is off by 0.4 %, and resembles the one before with a correlation of 0.6.
+
+What a history of one's own holds is noise, too: `recorded` draws stretches of its nights, with the repetitions that they had.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from compressor.errors import UserInputError
 from compressor.progress import Progress, SilentProgress
 from harness.nightly.judging.bridging import level
 from harness.nightly.judging.shifts import find_shifts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from harness.nightly.history import History
+    from harness.nightly.measurement import Measurement
 
     Noise = Callable[[int, np.random.Generator], NDArray[np.float64]]
 
@@ -33,6 +39,8 @@ NIGHTS_BEFORE, NIGHTS_JUDGED = 40, 100
 METRIC_NIGHTS = 5000
 """50 metrics over 100 nights: the unit of false alarms."""
 _NIGHTS_WATCHED = 30  # after a planted change
+_NIGHTS_RECORDED = 30  # a metric with fewer says too little of its noise
+_STRETCH = 10  # nights that stay together, since neighbours resemble each other
 
 
 def _white(nights: int, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -70,7 +78,45 @@ NOISES: Mapping[str, Noise] = {
     "heavy": _heavy,
     "autocorrelated": _autocorrelated,
 }
-"""Name to a function from a number of nights to logarithms of readings [nights, REPETITIONS]."""
+"""Name to a function from a number of nights to logarithms of readings [nights, repetitions]."""
+
+
+def recorded(history: History) -> Noise:
+    """Return the noise that a history holds: stretches of ten nights of one of its metrics, drawn at random and joined.
+
+    Args:
+        history: its nights should be of one commit, for a change among them is taken for noise; metrics that never differ are left out.
+
+    Returns:
+        The noise; every history drawn is of one metric.
+
+    Raises:
+        UserInputError: no metric has 30 nights of one environment.
+    """
+    drawn = [logs for name in history.metrics() if (logs := _longest_series(history.series(name))) is not None]
+    if not drawn:
+        told = f"no metric has {_NIGHTS_RECORDED} nights of one environment that differ"
+        raise UserInputError(f"{history.path}: {told}; record more nights of one commit")
+
+    def noise(nights: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        logs = drawn[rng.integers(len(drawn))]
+        starts = rng.integers(len(logs) - _STRETCH + 1, size=-(-nights // _STRETCH))
+        return np.concatenate([logs[start : start + _STRETCH] for start in starts])[:nights]
+
+    return noise
+
+
+def _longest_series(measured: Sequence[Measurement]) -> NDArray[np.float64] | None:
+    """Logarithms [nights, repetitions] of the environment with most nights, where they are enough and differ."""
+    by_environment: dict[str, list[tuple[float, ...]]] = {}
+    for one in measured:
+        if one.kind == "series":
+            worse_is_more = one.values if one.better == "lower" else tuple(1 / value for value in one.values)
+            by_environment.setdefault(one.environment, []).append(worse_is_more)
+    nights = max(by_environment.values(), key=len, default=[])
+    repetitions = min(map(len, nights), default=0)
+    logs = np.log([values[:repetitions] for values in nights])
+    return logs if len(nights) >= _NIGHTS_RECORDED and np.ptp(logs) > 0 else None
 
 
 @dataclass(frozen=True)
@@ -111,20 +157,21 @@ class Figures:
         return asdict(self) | {"seen": dict(self.seen), "median_night": finite}
 
 
-def simulate(num_series: int = 200, seed: int = 0, progress: Progress | None = None) -> list[Figures]:
+def simulate(num_series: int = 200, seed: int = 0, progress: Progress | None = None, noises: Mapping[str, Noise] = NOISES) -> list[Figures]:
     """Judge simulated histories night by night.
 
     Args:
         num_series: histories of each kind; planted changes are tried on a quarter of as many.
         seed: of the noise.
         progress: shows a bar.
+        noises: the kinds.
 
     Returns:
         The figures of each kind of noise.
     """
     found = []
-    with (progress or SilentProgress()).task("histories", len(NOISES) * (1 + len(PLANTED))) as task:
-        for name, noise in NOISES.items():
+    with (progress or SilentProgress()).task("histories", len(noises) * (1 + len(PLANTED))) as task:
+        for name, noise in noises.items():
             rng = np.random.default_rng(seed)
             alarms = sum(_false_alarms(_levels(noise(NIGHTS_BEFORE + NIGHTS_JUDGED, rng))) for _ in range(num_series))
             task.advance(note=name)

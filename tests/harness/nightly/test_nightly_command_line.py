@@ -75,9 +75,11 @@ def test_nights_are_listed_and_come_back_from_an_export(history: Path, tmp_path:
     assert json.loads(nightly(capsys, "show", "slower", "--history", other, "--json")[1])["nights"][3]["revision"] == "r3"
 
 
-def test_simulate_prints_a_row_a_noise(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = nightly(capsys, "simulate", "--series", "1", "--quiet")
-    assert code == 0 and all(noise in text for noise in ("white", "drifting", "bimodal", "heavy", "autocorrelated"))
+def test_simulate_prints_a_row_a_noise(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = nightly(capsys, "simulate", "--series", "1", "--quiet", "--recorded", history)
+    assert code == 0 and all(noise in text for noise in ("white", "drifting", "bimodal", "heavy", "autocorrelated", "recorded"))
+    code, text = nightly(capsys, "simulate", "--recorded", "nowhere.sqlite")
+    assert code == 3 and "nowhere.sqlite: there is no history" in text
 
 
 @pytest.mark.parametrize(
