@@ -10,7 +10,7 @@ since published recipes name parts of other models there; that is noted. A patte
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -133,7 +133,8 @@ def _resolved(
     left_out = _match_all(named, _as_list(ignore))
     _check_all_match({"targets": wanted, "ignore": left_out}, named)
     wanted_ids, left_out_ids = _ids(wanted), _ids(left_out)
-    found = {name: module for name, module in model.named_modules() if name and id(module) in wanted_ids - left_out_ids}
+    chosen_ids = wanted_ids - left_out_ids
+    found = {name: module for name, module in model.named_modules() if name and id(module) in chosen_ids}
     if wanted and not found:
         raise TargetError(
             f"ignore: {_quoted(left_out)} leaves none of the {len(wanted_ids)} modules that targets {_quoted(wanted)} match; "
@@ -178,6 +179,14 @@ def matches(name: str, module: nn.Module, pattern: str) -> bool:
     if pattern.startswith(_REGEX_PREFIX):
         return re.match(pattern.removeprefix(_REGEX_PREFIX), name) is not None
     return pattern == name or not set(_CLASSES.get(pattern, (pattern,))).isdisjoint(_class_names(module))
+
+
+def outward(name: str) -> Iterator[str]:
+    """Yield a dotted name, then the names of the modules around it from the inside out; the last is "", the model itself."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 def closeness(name: str, module: nn.Module, patterns: Sequence[str]) -> int | None:
@@ -226,21 +235,40 @@ def _class_names(module: nn.Module) -> list[str]:
     return [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module]
 
 
+class _Index:
+    """Where modules stand by name and by class: a model of experts has ten thousands of both modules and patterns."""
+
+    def __init__(self, named: list[tuple[str, nn.Module]]) -> None:
+        self._named = named
+        self._names = {name: place for place, (name, _) in enumerate(named)}
+        self._classes: dict[str, list[int]] = {}
+        for place, (_, module) in enumerate(named):
+            for word in _class_names(module):
+                self._classes.setdefault(word, []).append(place)
+
+    def literal(self, pattern: str) -> list[nn.Module]:
+        """Modules whose name or class this is, else the one that has a parameter of this name."""
+        places = {place for word in _CLASSES.get(pattern, (pattern,)) for place in self._classes.get(word, ())}
+        places |= {self._names[pattern]} if pattern in self._names else set()
+        holder, _, parameter = pattern.rpartition(".")
+        if not places and holder in self._names and parameter in self._named[self._names[holder]][1]._parameters:
+            places = {self._names[holder]}
+        return [self._named[place][1] for place in sorted(places)]
+
+
 def _match_all(named: list[tuple[str, nn.Module]], patterns: list[str]) -> dict[str, list[nn.Module]]:
     """Modules per pattern: by their own names, else by those of their parameters; a pattern that is no regular expression matches none."""
-    found = {}
-    for pattern in patterns:
-        sound = _regex_fault(pattern) is None
-        own = [module for name, module in named if sound and matches(name, module, pattern)]
-        found[pattern] = own or [module for name, module in named if sound and _matches_parameter(name, module, pattern)]
-    return found
+    index = _Index(named)
+    return {pattern: index.literal(pattern) if not pattern.startswith(_REGEX_PREFIX) else _matching(named, pattern) for pattern in patterns}
 
 
-def _matches_parameter(name: str, module: nn.Module, pattern: str) -> bool:
-    if pattern.startswith(_REGEX_PREFIX):
-        expression = pattern.removeprefix(_REGEX_PREFIX)
-        return any(re.match(expression, f"{name}.{parameter}") for parameter in module._parameters)
-    return any(pattern == f"{name}.{parameter}" for parameter in module._parameters)
+def _matching(named: list[tuple[str, nn.Module]], pattern: str) -> list[nn.Module]:
+    if _regex_fault(pattern) is not None:
+        return []
+    expression = pattern.removeprefix(_REGEX_PREFIX)
+    return [module for name, module in named if re.match(expression, name)] or [
+        module for name, module in named if any(re.match(expression, f"{name}.{parameter}") for parameter in module._parameters)
+    ]
 
 
 def _regex_fault(pattern: str) -> str | None:

@@ -13,10 +13,11 @@ a layer, and an expert's statistics go as soon as it is solved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
+from compressor.model.targets import outward
 from compressor.nn.experts import Expert, UnfusedExperts
 from compressor.tracing import Partition
 from compressor.tracing.targets.partition import infer_targets
@@ -37,13 +38,10 @@ def cut_at_inputs(model: nn.Module, watched: Collection[str], layers: Partition)
         and where one lies inside another the outer one. Both run twice.
     """
     experts = [name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)]
-    chosen = {_outermost(name, (*experts, *watched)) for name in watched}
+    stops = {*experts, *watched}
+    chosen = {[outer for outer in outward(name) if outer in stops][-1] for name in watched}
     targets = {name: module for name, module in model.named_modules() if name in chosen}
     return Partition(targets, f"the inputs of what is compressed, in one pass ({layers.reason})", layers.inferred)
-
-
-def _outermost(name: str, others: Iterable[str]) -> str:
-    return min((other for other in others if name == other or name.startswith(f"{other}.") or not other), key=len)
 
 
 def expert_targets(
@@ -65,7 +63,8 @@ def expert_targets(
     if named is not None or pipeline != "sequential" or max(sizes, default=0) <= (HESSIAN_BYTES if limit is None else limit):
         return named
     names = [piece for layer, module in infer_targets(model).targets.items() for piece in _pieces(layer, module)]
-    return [name for name in names if any(other == name or other.startswith(f"{name}.") for other in claimed)]
+    holding = {outer for name in claimed for outer in outward(name)}
+    return [name for name in names if name in holding]
 
 
 def _hessian_bytes(experts: UnfusedExperts) -> int:

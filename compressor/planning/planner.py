@@ -195,9 +195,10 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
             if not isinstance(model, nn.Module):  # on a GPU the next layer is on its way
                 setting = replace(setting, num_ahead=0 if run_device.type == "cpu" else 1)
             with _reshaped(skeleton, parsed.modifiers):
-                made = _made(skeleton, parsed, chosen, settings, setting)
+                follow = _Following(skeleton, batches.example())
+                made = _made(skeleton, parsed, chosen, settings, setting, follow)
                 modes = {
-                    mode: _made(skeleton, other, chosen, settings, setting).estimate
+                    mode: _made(skeleton, other, chosen, settings, setting, follow).estimate
                     for mode, other in _other_modes(parsed, settings).items()
                 }
         finally:
@@ -227,7 +228,22 @@ def _other_modes(parsed: Recipe, settings: PlanSettings) -> dict[str, Recipe]:
     return {mode: load_recipe(settings.recipe, args=settings.recipe_args, mode=mode) for mode in get_args(Mode)}
 
 
-def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettings, setting: Setting) -> Plan:
+class _Following:
+    """Follows a forward of the model on shapes; modes that stop and look at the same places share one."""
+
+    def __init__(self, skeleton: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        self._skeleton, self._batch = skeleton, batch
+        self._found: dict[tuple[str, ...], list[Footprint]] = {}
+
+    def __call__(self, layers: Sequence[str], watched: Sequence[str]) -> list[Footprint]:
+        places = (*layers, "", *watched)
+        if places not in self._found:
+            with calibration_mode(State(model=self._skeleton)):
+                self._found[places] = measure_footprints(self._skeleton, self._batch, layers, watched)
+        return self._found[places]
+
+
+def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettings, setting: Setting, follow: _Following) -> Plan:
     targets, skipped = _targets(skeleton, parsed.modifiers)
     patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, settings.sequential_targets)
     runs_once, has_base_stream = streams = _streams(chosen, settings, list(targets.values()))
@@ -244,7 +260,7 @@ def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettin
     }
     searches = {one.label: one.search_flops for one in parsed.modifiers if isinstance(one, Searching)}
     trained = {label: Beside(number / batches.batch_size, searches.get(label)) for label, number in sequences.items()}
-    estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained)
+    estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained, follow)
     modules = [target.module for target in targets.values()]
     online: dict[str, float] = {}
     for modifier in parsed.modifiers:
@@ -326,9 +342,10 @@ def _estimate(
     layers: Sequence[str],
     targets: Sequence[Target],
     trained: Mapping[str, Beside],
+    follow: _Following,
 ) -> Estimate:
     stages = stages_of(layers, targets)
-    footprints, basis = _footprints(skeleton, setting, pipeline, stages)
+    footprints, basis = _footprints(setting, pipeline, stages, follow)
     timeline = lay_out(setting, pipeline, footprints, stages, trained)
     made = sum(target.number("bytes_after") for target in targets)
     saved = sum(target.number("bytes_before") for target in targets) - made
@@ -347,22 +364,20 @@ def _estimate(
     )
 
 
-def _footprints(
-    skeleton: nn.Module, setting: Setting, pipeline: str, stages: Mapping[str, Sequence[Target]]
-) -> tuple[list[Footprint], str]:
+def _footprints(setting: Setting, pipeline: str, stages: Mapping[str, Sequence[Target]], follow: _Following) -> tuple[list[Footprint], str]:
     """Follow one forward, or guess where that cannot be done, and say which."""
-    batches = setting.batches
     if pipeline == "data_free":
         return [], "shapes of the weights; no data flows"
     watched = [target.module.name for targets in stages.values() for target in targets]
     layers = [layer for layer in stages if layer]
     try:
-        with calibration_mode(State(model=skeleton)):
-            found = measure_footprints(skeleton, batches.example(), layers, watched)
-            return join_by_input(found) if setting.runs_once else found, "one forward followed on shapes"
+        found = follow(layers, watched)
+        return join_by_input(found) if setting.runs_once else found, "one forward followed on shapes"
     except _CANNOT_FOLLOW as error:
         reason = " ".join(str(error).split())[:160]
-        return guess_footprints(stages, batches), f"a guess from the shapes of the weights: the forward needs more than shapes ({reason})"
+        return guess_footprints(
+            stages, setting.batches
+        ), f"a guess from the shapes of the weights: the forward needs more than shapes ({reason})"
 
 
 def _without_values(model: nn.Module) -> nn.Module:

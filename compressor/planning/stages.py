@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
 from compressor.algorithms.costs import FLOAT32_BYTES
+from compressor.model.targets import outward
 from compressor.numerics.part_sums import most_sums
 from compressor.planning.estimate import Phase, Speed, StageEstimate
 from compressor.planning.footprint import Footprint
@@ -53,11 +55,18 @@ class Setting:
         Returns:
             Bytes.
         """
-        layers = [size for name, size in self.stretches.items() if f"{stage}.".startswith(f"{name}.")]
-        outside = self.model_bytes - sum(self.stretches.values())
-        largest = max(self.stretches.values(), default=0)
+        own = next((self.stretches[name] for name in outward(stage) if name in self.stretches), None)
         ahead = self.num_ahead or 0
-        return (layers[0] if layers else largest) + ahead * largest + (outside if ahead or not layers else 0)
+        outside = self._outside if ahead or own is None else 0
+        return (self._largest if own is None else own) + ahead * self._largest + outside
+
+    @cached_property
+    def _largest(self) -> int:
+        return max(self.stretches.values(), default=0)
+
+    @cached_property
+    def _outside(self) -> int:
+        return self.model_bytes - sum(self.stretches.values())
 
     @property
     def num_streams(self) -> int:

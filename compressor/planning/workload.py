@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from compressor.algorithms.costs import Cost, rounding_cost
 from compressor.data.collate import TOKENS_AT_ONCE
 from compressor.lifecycle import PlannedModule
+from compressor.model.targets import outward
 from compressor.numerics import QuantizationScheme
 from compressor.planning.footprint import Call, Footprint
 
@@ -253,19 +254,7 @@ def stages_of(layers: Sequence[str], targets: Sequence[Target]) -> dict[str, lis
     Returns:
         By layer; the key "" holds what lies in none.
     """
-    owner: Callable[[str], str] = _finder(layers)
     found: dict[str, list[Target]] = {layer: [] for layer in (*layers, "")}
     for target in targets:
-        found[owner(target.module.name)].append(target)
+        found[next(name for name in outward(target.module.name) if name in found)].append(target)
     return found
-
-
-def _finder(layers: Sequence[str]) -> Callable[[str], str]:
-    known = set(layers)
-
-    def owner(name: str) -> str:
-        while name and name not in known:
-            name = name.rpartition(".")[0]
-        return name if name in known else ""
-
-    return owner

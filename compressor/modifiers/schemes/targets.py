@@ -5,7 +5,7 @@ All of them resolve to one table, module name -> scheme, before any work starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -132,7 +132,7 @@ class SchemeTargets(SchemeSettings):
         check_linear_forwards(modules)
         check_fast_paths(model, modules)
         _check_groups(found, modules)
-        for name, module in modules.items():
+        for name, module in _first_of_alike(modules, found).items():
             check_fit(module, found[name], name)
         _check_ties(model, modules)
         order = {name: index for index, (name, _) in enumerate(model.named_modules())}
@@ -219,6 +219,16 @@ def _check_kinds(modules: dict[str, nn.Module], modifier: str, *, embeddings: bo
             "kept; bake it in first (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), or add these to "
             "ignore"
         )
+
+
+def _first_of_alike(modules: dict[str, nn.Module], schemes: dict[str, QuantizationScheme]) -> dict[str, nn.Module]:
+    """The first of all modules of one class, size and scheme, with attributes of the same names: a model has thousands of experts."""
+    first: dict[Hashable, tuple[str, nn.Module]] = {}
+    for name, module in modules.items():
+        weight = weight_of(module)
+        kind = (type(module), weight.shape, weight.dtype, id(schemes[name]))
+        first.setdefault((kind, *vars(module), *module._parameters, *module._buffers, *module._modules), (name, module))
+    return dict(first.values())
 
 
 def _check_groups(schemes: dict[str, QuantizationScheme], modules: dict[str, nn.Module]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from compressor.errors import TargetError
-from compressor.model.targets import resolve_targets
+from compressor.model.targets import outward, resolve_targets
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def infer_targets(model: nn.Module) -> Partition:
     lines = []
     for name, module in model.named_modules():
         # Outermost lists come first in `named_modules`; what they hold (experts, branches) is no stack of its own.
-        if _is_inside(name, found) or not _is_stack(module):
+        if not found.keys().isdisjoint(outward(name)) or not _is_stack(module):
             continue
         layers = {f"{name}.{child}" if name else child: layer for child, layer in module.named_children()}
         found |= layers
@@ -88,7 +88,7 @@ def partition(model: nn.Module, patterns: Sequence[str] | None) -> Partition:
         return infer_targets(model)
     targets = resolve_targets(model, patterns)
     for name in targets:
-        outer = next((other for other in targets if other != name and _is_inside(name, {other: targets[other]})), None)
+        outer = next((other for other in outward(name) if other != name and other in targets), None)
         if outer is not None:
             raise TargetError(f"sequential_targets: {name} lies inside {outer}, and both are targets; name only one of the two levels")
     return Partition(targets, f"named by {', '.join(patterns)}", inferred=False)
@@ -108,10 +108,6 @@ def _is_layer(module: nn.Module) -> bool:
     """True for what can be called (a list cannot) and is built of further modules with parameters."""
     is_callable = type(module).forward is not nn.Module.forward
     return is_callable and any(next(below.parameters(), None) is not None for below in module.children())
-
-
-def _is_inside(name: str, targets: dict[str, nn.Module]) -> bool:
-    return any(name == target or name.startswith(f"{target}.") for target in targets)
 
 
 def taken_apart(targets: Collection[str]) -> set[str]:
