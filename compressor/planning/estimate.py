@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from compressor.numerics import preset_scheme
 from compressor.numerics.half_products import widened_products
 
 Phase = Literal["load", "calibrate", "compress", "propagate", "save"]
+Held = Literal["everything", "weights", "layer", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,53 @@ class Estimate:
         totals = {"peak_bytes": self.peak_bytes, "peak_extra_bytes": self.peak_extra_bytes, "peak_stage": self.worst.name}
         totals |= {"peak_by_layers_bytes": self.peak_by_layers_bytes}
         return {**asdict(self), "stages": stages, **totals}
+
+
+# What need not be on a GPU: activations wait in main memory, and so do weights where layers come one by one.
+_WAITING: dict[Held, tuple[str, ...]] = {"everything": (), "weights": ("activations_bytes",), "layer": ("activations_bytes", "away_bytes")}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What of a run fits into the memory of a GPU.
+
+    Attributes:
+        device_bytes: memory of the GPU.
+        holds: `everything`; `weights`, while activations wait in main memory; `layer`, while weights wait there, too; or `nothing`.
+        stage: the one that needs most of it so.
+        needed_bytes: of the GPU, by that stage.
+        waiting_bytes: of activations and weights in main memory, at most.
+    """
+
+    device_bytes: int
+    holds: Held
+    stage: StageEstimate
+    needed_bytes: int
+    waiting_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self) | {"stage": self.stage.name, "phase": self.stage.phase}
+
+
+def fit_into(device_bytes: int, estimate: Estimate) -> Fit:
+    """Find the way that leaves most on a GPU.
+
+    Args:
+        device_bytes: memory of the GPU.
+        estimate: of the run on one.
+
+    Returns:
+        What fits; where nothing does, what the way with one layer at a time would need.
+    """
+    for holds, parts in _WAITING.items():
+        waiting = [sum(getattr(stage, part) for part in parts) for stage in estimate.stages]
+        needed = [stage.peak_bytes - away for stage, away in zip(estimate.stages, waiting, strict=True)]
+        worst = needed.index(max(needed))
+        fit = Fit(device_bytes, holds, estimate.stages[worst], needed[worst], max(waiting))
+        if fit.needed_bytes <= device_bytes:
+            return fit
+    return replace(fit, holds="nothing")
 
 
 # How fast this machine is at what a run consists of: matrix products, and rounding one column after the other. Timed in half a second.

@@ -35,7 +35,7 @@ from compressor.pipelines import SequentialSettings, choose_pipeline
 from compressor.pipelines.calibration_mode import calibration_mode
 from compressor.pipelines.memory import parse_bytes
 from compressor.pipelines.stage_targets import cut_at_inputs, expert_targets
-from compressor.planning.estimate import Estimate, measure_speed
+from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.stages import Beside, Setting, lay_out
 from compressor.planning.workload import Batches, Searching, Target, bytes_of, guess_footprints, join_by_input, stages_of
@@ -117,6 +117,7 @@ class Plan:
         online: FLOPs for each token of rotations in the forward, by layer: what the result pays whenever it is used.
         online_share: of that in the products of all linear layers.
         ranks: processes that would share the run; the estimates are those of one of them.
+        fit: what of it fits into the memory of the GPU that was named.
     """
 
     modules: list[PlannedModule]
@@ -129,6 +130,7 @@ class Plan:
     online: dict[str, float] = field(default_factory=dict)
     online_share: float = 0.0
     ranks: int = 1
+    fit: Fit | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -147,6 +149,7 @@ class Plan:
             "online": self.online,
             "online_share": self.online_share,
             "ranks": self.ranks,
+            "fit": None if self.fit is None else self.fit.to_dict(),
         }
 
 
@@ -167,6 +170,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     check_dtypes_around(plan)
     dtype, memory = settings.dtype, settings.activation_memory
     granted = None if memory is None else parse_bytes(memory, "activation_memory")
+    device_bytes = None if settings.device_memory is None else parse_bytes(settings.device_memory, "device_memory")
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, mode=settings.mode)
     chosen = choose_pipeline(parsed.modifiers, settings.pipeline)
     skeleton = load_skeleton(
@@ -190,10 +194,11 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     with unfused_experts(skeleton, hold=True) as experts:
         try:
             speed = measure_speed(run_device, next((p.dtype for p in skeleton.parameters()), torch.float32))
-            keeps_float = run_device.type == "cpu" or isinstance(model, nn.Module)
+            on_gpu = run_device.type != "cpu" or device_bytes is not None
+            keeps_float = not on_gpu or isinstance(model, nn.Module)
             setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed)
             if not isinstance(model, nn.Module):  # on a GPU the next layer is on its way
-                setting = replace(setting, num_ahead=0 if run_device.type == "cpu" else 1)
+                setting = replace(setting, num_ahead=1 if on_gpu else 0)
             with _reshaped(skeleton, parsed.modifiers):
                 follow = _Following(skeleton, batches.example())
                 made = _made(skeleton, parsed, chosen, settings, setting, follow)
@@ -203,7 +208,8 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
                 }
         finally:
             experts.restore()
-    return replace(made, modes=modes, ranks=settings.ranks)
+    fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
+    return replace(made, modes=modes, ranks=settings.ranks, fit=fit)
 
 
 @contextmanager

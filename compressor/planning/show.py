@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compressor.lifecycle import PlannedModule
-from compressor.planning.estimate import Estimate
+from compressor.planning.estimate import Estimate, Fit
 from compressor.planning.planner import Plan
 
 # Many modules in few words: names that differ in numbers only, and get the same, stand as one: `layers.0-31.mlp.up_proj`.
@@ -113,7 +113,7 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
     modes = [
         (
             f"mode {name} (estimate)",
-            f"{other.seconds:,.1f} s, {_mb(other.peak_extra_bytes)} beyond the model"
+            f"{_time(other.seconds)}, {_mb(other.peak_extra_bytes)} beyond the model"
             + (" and what a step of its training keeps" if name == "best" else ""),
         )
         for name, other in plan.modes.items()
@@ -124,7 +124,38 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
         flops = sum(plan.online.values()) / 1e6
         beside = f"{flops:,.2f} MFLOP a token in {len(plan.online)} modules, {plan.online_share:.1%} of the products of linear layers"
         lines.append(("rotations in every forward of the result (estimate)", beside))
-    return [*lines, ("time (estimate)", f"{cost.seconds:,.1f} s, at {speed}"), ("memory of forwards", cost.basis), *modes]
+    if plan.fit is not None:
+        lines.append((f"on a GPU of {_mb(plan.fit.device_bytes)} (estimate)", _fit_in_words(plan.fit)))
+    return [*lines, ("time (estimate)", f"{_time(cost.seconds)}, at {speed}"), ("memory of forwards", cost.basis), *modes]
+
+
+_HOLDS = {
+    "everything": "fits as a whole",
+    "weights": "fits with its activations in main memory",
+    "layer": "fits layer by layer: weights, too, wait in main memory (--sequential-offload-device cpu)",
+    "nothing": "does not fit, not even layer by layer",
+}
+_REMEDIES = {
+    "weights_bytes": "name smaller --sequential-targets",
+    "statistics_bytes": "name smaller --sequential-targets, so that fewer sums live at a time",
+    "temporaries_bytes": "take a smaller --batch-size or --max-seq-length",
+}
+
+
+def _fit_in_words(fit: Fit) -> str:
+    stage, at = fit.stage, f"{_label(fit.stage.name)} at {fit.stage.phase}"
+    if fit.holds != "nothing":
+        waiting = f", beside {_mb(fit.waiting_bytes)} in main memory" if fit.waiting_bytes else ""
+        return f"{_HOLDS[fit.holds]}; at most {_mb(fit.needed_bytes)}, {at}{waiting}"
+    parts = {name: getattr(stage, name) for name in _REMEDIES} | {"weights_bytes": stage.weights_bytes - stage.away_bytes}
+    largest = max(parts, key=parts.__getitem__)
+    most = f"{_mb(parts[largest])} are {largest.removesuffix('_bytes')}"
+    return f"{_HOLDS[fit.holds]}: {at} needs {_mb(fit.needed_bytes)}, of which {most}; {_REMEDIES[largest]}"
+
+
+def _time(seconds: float) -> str:
+    """Seconds, and from an hour on hours beside them."""
+    return f"{seconds:,.1f} s" + (f" ({seconds / 3600:,.1f} h)" if seconds >= 3600 else "")
 
 
 def _modules(plan: Plan) -> Iterator[Table]:
@@ -172,7 +203,7 @@ def _table(title: str, columns: Sequence[tuple[str, str]]) -> Table:
 
 
 def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= _FROM_HERE_IN_GB else f"{num_bytes / 1e6:,.1f} MB"
 
 
 _MODULE_DETAILS = ("shape", "bytes_before", "bytes_after")

@@ -136,6 +136,8 @@ class PlanSettings(CostSettings):
 
     ranks: Annotated[Ranks, Option(choices=RANKS, read=int)] = 1
     """Processes that torchrun would start; all numbers are then those of one of them."""
+    device_memory: Annotated[Memory | None, Option(metavar="SIZE")] = None
+    """Memory of the GPU that the run would have, such as `80GB`: say what of the run fits into it, and where it breaks."""
 
 
 class DataSettings(Settings):

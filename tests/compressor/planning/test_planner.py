@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressor.cli.main import main
 from compressor.errors import TargetError, UserInputError
+from compressor.pipelines import stage_targets
 from compressor.planning import Plan, plan, planner
-from compressor.planning.estimate import Speed, measure_speed
+from compressor.planning.estimate import Speed, fit_into, measure_speed
 
 RECIPE = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}}}
 NO_HEAD = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "scheme": "W4A16"}}}}
@@ -91,6 +93,60 @@ def test_ranks_share_samples_and_solvers(folder: Path, capsys: pytest.CaptureFix
         make(folder, ranks=3)
     assert main(["plan", str(folder), "--recipe", json.dumps(RECIPE), "--ranks", "2"]) == 0
     assert "of each of 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("passes", ["one", "two"])
+def test_what_a_gpu_of_a_size_holds_is_told_to_the_byte(folder: Path, passes: str) -> None:
+    made = make(folder, device_memory="1GB", passes=passes)
+    stages, fit = made.estimate.stages, made.fit
+    assert fit is not None and (fit.holds, fit.waiting_bytes) == ("everything", 0)
+    needs = {
+        "everything": max(stage.peak_bytes for stage in stages),
+        "weights": max(stage.peak_bytes - stage.activations_bytes for stage in stages),
+        "layer": max(stage.peak_bytes - stage.activations_bytes - stage.away_bytes for stage in stages),
+    }
+    assert needs["everything"] > needs["weights"] > needs["layer"] > 0
+    ways = [*needs, "nothing"]
+    for number, (way, needed) in enumerate(needs.items()):
+        enough, less = (fit_into(size, made.estimate) for size in (needed, needed - 1))
+        assert (enough.holds, less.holds) == (way, ways[number + 1])
+        assert enough.needed_bytes == needed
+    assert less.needed_bytes == needs["layer"]  # what the last way would need
+    assert less.waiting_bytes == max(stage.activations_bytes + stage.away_bytes for stage in stages)
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ("1GB", "on a GPU of 1,000.0 MB (estimate): fits as a whole; at most "),
+        ("4MB", "on a GPU of 4.0 MB (estimate): does not fit, not even layer by layer: "),
+    ],
+)
+def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[str], memory: str, said: str) -> None:
+    command = ["plan", str(folder), "--recipe", json.dumps(RECIPE), "--num-calibration-samples", "64", "--device-memory", memory]
+    assert main(command) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert said in text and ("are temporaries; take a smaller --batch-size" in text) == (memory == "4MB")
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fit"]["device_bytes"] == int(memory[:-2]) * 10 ** (9 if "GB" in memory else 6)
+
+
+@pytest.mark.nightly
+def test_a_plan_grows_with_the_model_and_not_with_its_square(tmp_path: Path) -> None:
+    """DeepSeek-V3 has 45,000 linear layers: what looked at all pairs of names took hours."""
+    from transformers import Qwen3MoeConfig
+
+    seconds = []
+    for experts in (64, 256):
+        sizes = SIZES | {"num_experts": experts, "moe_intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 32}
+        Qwen3MoeConfig(**sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path / str(experts))
+        start = time.process_time()
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(stage_targets, "HESSIAN_BYTES", 0)  # every expert is a stage
+            made = make(tmp_path / str(experts))
+        seconds.append(time.process_time() - start)
+        assert len(made.sequential_targets) > 3 * experts
+    assert seconds[1] < 10 * seconds[0]
 
 
 def _rotary(made: Plan) -> int:
