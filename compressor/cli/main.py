@@ -65,6 +65,8 @@ def _run(argv: Sequence[str] | None) -> int:
         if error.is_mine_to_tell:
             print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_OK if error.kind == AlreadyDoneError.__name__ else EXIT_ERROR
+    except AlreadyDoneError as done:
+        return _tell_done(args, done)
     except (CompressorError, ExceptionGroup) as error:
         print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_ERROR
@@ -78,6 +80,15 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt as error:
         print(f"compressor {args.verb}: interrupted; {_notes(error) or _left(args)}", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _tell_done(args: argparse.Namespace, done: AlreadyDoneError) -> int:
+    """Nothing is left to do, which is no failure: what asked for the record gets it."""
+    print(f"compressor {args.verb}: {_one_line(done)}", file=sys.stderr)
+    if args.json:
+        record = from_json((Path(args.output_dir) / "compression.json").read_text(encoding="utf-8"))
+        print(to_json({**record, "output_dir": str(Path(args.output_dir).resolve())}), end="")
+    return EXIT_OK
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -132,14 +143,7 @@ def _model_arguments(parser: argparse.ArgumentParser, verb: str, settings: type[
 
 
 def _run_oneshot(args: argparse.Namespace) -> int:
-    try:
-        result = _oneshot(args)
-    except AlreadyDoneError as done:
-        print(f"compressor oneshot: {_one_line(done)}", file=sys.stderr)
-        if args.json:
-            record = from_json((Path(args.output_dir) / "compression.json").read_text(encoding="utf-8"))
-            print(to_json({**record, "output_dir": str(Path(args.output_dir).resolve())}), end="")
-        return EXIT_OK
+    result = _oneshot(args)
     if not is_first_rank():
         return EXIT_OK
     if args.json:

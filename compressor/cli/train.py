@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from compressor.console import add_verbosity
-from compressor.errors import AlreadyDoneError
-from compressor.json_text import from_json, to_json
+from compressor.json_text import to_json
 from compressor.settings.options import add_options, chosen
 from compressor.settings.verbs import MODEL_HELP, TrainSettings
 
@@ -41,14 +38,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         Exit code 0; errors are raised.
     """
-    try:
-        result = _train(args)
-    except AlreadyDoneError as done:
-        print(f"compressor train: {done}", file=sys.stderr)
-        if args.json:
-            record = from_json((Path(args.output_dir) / "compression.json").read_text(encoding="utf-8"))
-            print(to_json({**record, "output_dir": str(Path(args.output_dir).resolve())}), end="")
-        return 0
+    result = _train(args)
     if args.json:
         print(to_json(_payload(args, result)), end="")
     else:
