@@ -8,9 +8,12 @@ import argparse
 import logging
 import os
 import select
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import rich.console
@@ -128,7 +131,7 @@ EXIT_CLOSED_PIPE = 141
 
 
 def with_output(name: str, run: Callable[[], int], failed: int) -> int:
-    """Run a command, and see that its output arrives.
+    """Run a command, see that its output arrives, and that SIGTERM ends it as ctrl-C does: with a word on what is kept.
 
     Args:
         name: of the command, for the line that says that it did not.
@@ -143,7 +146,8 @@ def with_output(name: str, run: Callable[[], int], failed: int) -> int:
             setattr(sys, stream, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     try:
         try:
-            return run()
+            with _ended_by_sigterm():
+                return run()
         finally:  # also behind the help of argparse, which exits: what is left in the buffer would fail where nobody can say so
             sys.stdout.flush()
     except OSError as error:
@@ -157,6 +161,26 @@ def with_output(name: str, run: Callable[[], int], failed: int) -> int:
             return EXIT_CLOSED_PIPE
         print(f"{name}: error: standard output: it cannot be written ({reason}); make room or write elsewhere", file=sys.stderr)
         return failed
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Take SIGTERM, which schedulers send, for ctrl-C; where nobody listens to it yet."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _as_ctrl_c)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _as_ctrl_c(number: int, frame: FrameType | None) -> None:
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
+    if not callable(on_ctrl_c):  # shells let what they start in the background ignore it
+        on_ctrl_c = signal.default_int_handler
+    on_ctrl_c(number, frame)
 
 
 def _broken(error: OSError) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 
+_READ_AT_A_GLANCE = 8  # words whose own order tells more than their likeness
+
 
 def nearest(given: str, known: Iterable[str], count: int = 1) -> list[str]:
     """Return the words that are most like a given one, whatever their case.
@@ -34,7 +36,7 @@ def suggest(given: str, choices: Iterable[str], otherwise: str | None = None, sh
         show: writes the word.
 
     Returns:
-        `did you mean 'x'?`, or that.
+        `did you mean 'x'?`, or that; a long list with the words first that are most like it.
     """
     choices = list(choices)
     near = nearest(given, choices)
@@ -42,7 +44,14 @@ def suggest(given: str, choices: Iterable[str], otherwise: str | None = None, sh
         return f"did you mean {show(near[0])}?"
     if otherwise is not None:
         return otherwise
+    if len(choices) > _READ_AT_A_GLANCE:
+        choices.sort(key=lambda word: _likeness(given.lower(), word.lower()), reverse=True)
     return f"choose from {', '.join(choices)}" if choices else "leave it out"
+
+
+def _likeness(given: str, word: str) -> tuple[bool, float]:
+    """Whether one holds the other, as a shortened name does; then the share of letters that they have in common."""
+    return given in word or word in given, difflib.SequenceMatcher(None, given, word).ratio()
 
 
 def did_you_mean(given: str, choices: Iterable[str], show: Callable[[str], str] = repr) -> str:

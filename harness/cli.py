@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; by default those of the process.
     Returns:
         The verb's exit code; 3 for bad input or a failure of the harness itself, which one line on standard error explains; 130 if
-        interrupted, 141 if nobody reads what it prints any more.
+        interrupted (ctrl-C, SIGTERM), 141 if nobody reads what it prints any more.
     """
     try:
         return with_output("harness", lambda: _run(argv), EXIT_FAILURE)

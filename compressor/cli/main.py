@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; by default those of the process.
 
     Returns:
-        Exit code: 0 done, 1 an error that one line on standard error explains, 2 wrong arguments, 130 interrupted, 141 nobody reads what
-        it prints any more.
+        Exit code: 0 done, 1 an error that one line on standard error explains, 2 wrong arguments, 130 interrupted
+        (ctrl-C, SIGTERM), 141 nobody reads what it prints any more.
     """
     return with_output("compressor", lambda: _run(argv), EXIT_ERROR)
 

@@ -17,6 +17,7 @@ from compressor.model.experts.format import kept_fused, with_fused_floats
 from compressor.model.folder import some
 from compressor.model.headers import NAMES, read_header
 from compressor.model.loading.empty import EmptyModel
+from compressor.model.targets import other_names
 from compressor.modifiers.schemes.base import siblings
 from compressor.nn import QuantizedLayer, empty_layer, weight_of
 from compressor.numerics import QuantizationScheme
@@ -114,7 +115,14 @@ def place_empty_layers(model: nn.Module, schemes: Mapping[str, QuantizationSchem
 
     Returns:
         Dotted name to the float weight [R, C], on the meta device.
+
+    Raises:
+        ModelError: one of them stands in the model in several places.
     """
+    twice = other_names(model)
+    for name in schemes:
+        if name in twice:  # to transformers, which names what is written, two names of one tensor that nobody ties
+            raise ModelError(f"{name}: it stands in the model as {twice[name][0]}, too; use oneshot, or add {name!r} to ignore")
     weights = {name: weight_of(model.get_submodule(name)).detach() for name in schemes}
     for name, scheme in schemes.items():
         model.set_submodule(name, empty_layer(model.get_submodule(name), scheme, name=name))

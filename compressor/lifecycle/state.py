@@ -18,6 +18,7 @@ from compressor.data.collate import leading_tensor
 from compressor.distributed.ranks import Ranks
 from compressor.errors import TargetError, UserInputError
 from compressor.lifecycle.hooks import hand_over_hooks
+from compressor.model.targets import other_names, put_module
 from compressor.monitor import Monitor
 from compressor.numerics import QuantizationScheme
 from compressor.pages import let_go
@@ -181,7 +182,8 @@ class State:
     ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
-        """Refuse a seed that no generator takes."""
+        """Refuse a seed that no generator takes; note which modules the model holds in several places."""
+        self._other_names = other_names(self.model)
         if not -(2**63) <= self.seed < 2**64:
             raise UserInputError(f"seed: {self.seed} was given, and torch takes whole numbers from -2**63 to 2**64 - 1; give one of them")
 
@@ -301,7 +303,7 @@ class State:
             raise TargetError("the model: it cannot be replaced inside itself; give the dotted name of a module below it")
         new.train(old.training)
         hand_over_hooks(old, new)
-        _set_module(self.model, name, new)
+        put_module(self.model, name, new, self._other_names)
         self.touch([name])
         let_go(old.parameters(recurse=False))  # nobody else knows them any more
         if self.keep_originals:
@@ -394,7 +396,7 @@ class State:
         """Put every kept original back, the latest first, and forget them. Changes the model."""
         # Latest first: an inner module may have been replaced before the one around it.
         for name in reversed(tuple(self.originals)):
-            _set_module(self.model, name, self.originals.pop(name))
+            put_module(self.model, name, self.originals.pop(name), self._other_names)
         while self.tensors:
             table, key, old = self.tensors.pop()
             table[key] = old
@@ -409,11 +411,6 @@ def _span(start: float, end: float) -> str:
     if math.isinf(start):
         return "the whole run"
     return f"from {start:g} on" if math.isinf(end) else f"{start:g} to {end:g}"
-
-
-def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
 
 
 # What an earlier run left of a stage that it finished; see `Modifier.stage_memory` and `Modifier.skip_stage`.

@@ -27,6 +27,7 @@ from compressor.errors import TracingError
 from compressor.mappings.alone import close, double, doubled_arguments, input_of, output_of, outputs_of
 from compressor.mappings.pairs import Mappings, Refusal, ScalePair, pattern_of, scale_reader, scale_source
 from compressor.model.evaluation import evaluation_mode
+from compressor.model.targets import owners_of_parameters
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import SortedExperts, UnfusedExperts
@@ -399,11 +400,8 @@ def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
 
 def tied_modules(model: nn.Module) -> dict[str, str]:
     """Modules whose weight or bias another one holds, too, or that compute it, with the name of what they share it with."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
     tied = {}
-    for names in owners.values():
+    for names in owners_of_parameters(model).values():
         for name in names if len(names) > 1 else ():
             tied[name.rpartition(".")[0]] = next(other for other in names if other != name)
     return tied

@@ -52,7 +52,7 @@ def check_unclaimed(model: nn.Module, base: Mapping[str, Content], claimed: Coll
     Raises:
         CheckpointError: another tensor differs from the base's, is gone, or is new.
     """
-    found = dict(_stored(model))
+    found, claimed = dict(_stored(model)), _by_all_names(model, claimed)
     mine = {name for name in found if _owner(name) in claimed or name in exempt}
     tied = {found[name].data_ptr() for name in mine}  # the head of a model whose embedding is pruned
     free = {name: tensor for name, tensor in found.items() if name not in mine and tensor.data_ptr() not in tied}
@@ -65,6 +65,12 @@ def check_unclaimed(model: nn.Module, base: Mapping[str, Content], claimed: Coll
             f"{wrong[0]}: {len(wrong)} tensors ({some(wrong)}) are no longer what was loaded, and no modifier has claimed their modules; "
             "see whether the model's forward or a hook writes to them; a modifier that means to change them says so with state.touch()"
         )
+
+
+def _by_all_names(model: nn.Module, claimed: Collection[str]) -> set[str]:
+    """The same modules, and by what other names the model knows them."""
+    modules = {id(module) for name, module in model.named_modules() if name in claimed}
+    return {*claimed, *(name for name, module in model.named_modules(remove_duplicate=False) if id(module) in modules)}
 
 
 def _contents(tensors: Mapping[str, Tensor], known: Mapping[str, Content]) -> dict[str, Content]:

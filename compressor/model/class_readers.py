@@ -12,7 +12,7 @@ from torch import nn
 from compressor.errors import ModelError, SchemeError
 from compressor.model.checkpoints.format import check_schemes, hides_weight, unpacked_at_once
 from compressor.model.folder import some
-from compressor.model.targets import ends_of
+from compressor.model.targets import ends_of, other_names
 from compressor.nn import QuantizedLayer
 from compressor.nn.experts import UnfusedExperts
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
@@ -48,10 +48,11 @@ def check_readable(
 
 
 def class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
-    """Say that the class of a model initializes weights that quantized layers do not have, so that `from_pretrained` stops.
+    """Say why transformers stops at a checkpoint of this model, though its schemes could be read.
 
     transformers calls `_init_weights` for modules whose weights it has not found under the name `weight`. Most classes ask whether there
-    is one; those that do not raise. That is tried on a model of the same class without bytes.
+    is one; those that do not raise. That is tried on a model of the same class without bytes. So does compressed-tensors where a module
+    stands in several places.
 
     Args:
         model: compressed or not; not changed.
@@ -63,7 +64,16 @@ def class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> 
     """
     from transformers import PreTrainedModel
 
-    if not isinstance(model, PreTrainedModel) or unpacked_at_once(schemes, model):
+    if not isinstance(model, PreTrainedModel):
+        return []
+    twice = other_names(model) if schemes else {}
+    if twice:
+        name, others = next(iter(twice.items()))
+        return [
+            f"transformers does not run this checkpoint of {type(model).__name__} ({name} stands in it as {others[0]}, too, and "
+            "compressed-tensors moves no module twice); compressor.load_compressed reads the checkpoint"
+        ]
+    if unpacked_at_once(schemes, model):
         return []
     twin = class_twin(model)
     if twin is None:

@@ -62,11 +62,14 @@ def resolve_folder(
         The folder.
 
     Raises:
-        ModelError: a revision was given for a folder, or the hub does not give the model.
+        ModelError: a revision was given for a folder, a link in it leads nowhere, or the hub does not give the model.
     """
     named = split_name(model) if isinstance(model, str) and not is_there(Path(model)) else None
     if named is None:
         check_no_revision(revision, f"the path {str(model)!r}")
+        if is_dir(Path(model)):
+            texts = (path for pattern in (*_TEXTS, _CODE) for path in Path(model).glob(pattern))
+            _check_links(path for path in texts if path.name != _INDEX_FILE)  # which only those need who need weights
         return ModelFolder(Path(model))
     name, own = named
     if own is not None and revision not in (None, DEFAULT_REVISION, own):
@@ -118,6 +121,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         _check_sizes(path, part)
     return config
+
+
+def _check_links(paths: Iterable[Path]) -> None:
+    """Refuse links that lead nowhere, as a cache that was cleared leaves them: what they stand for would seem never to have been there."""
+    dangling = {path.name: path for path in paths if path.is_symlink() and not is_there(path)}
+    if dangling:
+        folder, first = next(iter(dangling.values())).parent, dangling[min(dangling)]
+        raise ModelError(f"{folder}: {some(dangling)} link to what is not there ({first.name}: {first.readlink()}); fetch the folder again")
 
 
 def is_dir(folder: Path) -> bool:
@@ -231,14 +242,18 @@ def weight_files(folder: Path) -> list[str]:
         File names: model.safetensors, or the shards of the index.
 
     Raises:
-        ModelError: there are no safetensors weights.
+        ModelError: there are no safetensors weights, or the index names a file that is not in the folder itself.
     """
+    _check_links((folder / _SINGLE_FILE, folder / _INDEX_FILE))
     if (folder / _SINGLE_FILE).exists():
         return [_SINGLE_FILE]
     if (folder / _INDEX_FILE).exists():
         weight_map = read_json(folder / _INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
             raise ModelError(f"{folder / _INDEX_FILE}: has no weight_map from names to files; restore the file")
+        outside = sorted({name for name in weight_map.values() if Path(name).name != name})
+        if outside:
+            raise ModelError(f"{folder / _INDEX_FILE}: {outside[0]!r} is no name of a file in its folder; restore the file")
         return sorted(set(weight_map.values()))
     pickles = sorted(path.name for pattern in _PICKLE_PATTERNS for path in folder.glob(pattern))
     found = f"only {pickles[0]} was found, which is a pickle and may run code" if pickles else "no weights were found"

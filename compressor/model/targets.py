@@ -10,7 +10,7 @@ since published recipes name parts of other models there; that is noted. A patte
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -113,6 +113,60 @@ def loose_patterns(model: nn.Module, targets: Sequence[str], ignore: Sequence[st
         elif not any(matches(name, module, pattern) for name, module in named):
             said.append(f"ignore {pattern!r} names parameters, and leaves out the {len(modules)} modules that hold them")
     return said
+
+
+def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Say by which names parameters are known; those that have several are tied.
+
+    Args:
+        model: on any device; not modified.
+
+    Returns:
+        By `id` of the parameter; a module that a model holds in several places counts once, for it is one.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(f"{name}.{key}" if name else key)
+    return owners
+
+
+def other_names(model: nn.Module) -> dict[str, list[str]]:
+    """Find the modules that a model holds in several places.
+
+    Args:
+        model: on any device; not modified.
+
+    Returns:
+        The name that `named_modules` gives such a module, to its further ones; of the parts of such a module none, for they move with it.
+    """
+    first = {id(module): name for name, module in model.named_modules()}
+    found: dict[str, list[str]] = {}
+    for parent, holder in model.named_modules():
+        for child, module in holder._modules.items():
+            name = f"{parent}.{child}" if parent else child
+            if module is not None and first[id(module)] != name:
+                found.setdefault(first[id(module)], []).append(name)
+    return found
+
+
+def put_module(model: nn.Module, name: str, new: nn.Module, others: Mapping[str, Sequence[str]]) -> None:
+    """Put a module in the place of another, wherever the model holds that one. Changes the model.
+
+    Args:
+        model: it changes.
+        name: of the module that goes, as `named_modules` has it.
+        new: the module that comes.
+        others: further names of modules, of `other_names`.
+    """
+    parent, _, child = name.rpartition(".")
+    holder = model.get_submodule(parent)
+    old = getattr(holder, child, None)
+    setattr(holder, child, new)
+    for other in others.get(name, ()):
+        if model.get_submodule(other) is old:
+            model.set_submodule(other, new)
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -301,7 +301,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
     "state as a setting": (
         HEAD + "    ToyModifier: {initialized: true}",
-        "recipe:3: ToyModifier.initialized: there is no such setting; choose from start, end,",
+        "recipe:3: ToyModifier.initialized: there is no such setting; choose from ",
     ),
     "unknown nested setting": (
         GROUP + "        g0:\n          targets: []\n          weights:\n            num_bit: 4",

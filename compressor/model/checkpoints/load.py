@@ -28,7 +28,7 @@ from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 from compressor.model.folder import check_weight_files, one_line, read_config, read_json, resolve_folder, some, weight_files
 from compressor.model.loading.load import DTYPES, LOAD_ERRORS, quiet_transformers, resolve_class, resolve_device
 from compressor.model.saving import attach_save
-from compressor.model.targets import matches
+from compressor.model.targets import matches, other_names, put_module
 from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
 from compressor.nn.experts import UnfusedExperts, split_weights
 from compressor.nn.kv_cache import attach_kv_quantizer, attention_modules
@@ -181,7 +181,7 @@ def _split_fused(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tens
 def _place_layers(model: nn.Module, tensors: Mapping[str, Tensor], schemes: list[QuantizationScheme], folder: Path) -> None:
     """Put an empty quantized layer wherever the files hold a scale."""
     modules = {name: module for name, module in model.named_modules() if is_quantizable(module)}
-    stored = stored_names(model, list(modules))
+    stored, others = stored_names(model, list(modules)), other_names(model)
     scaled = {key.rpartition(".")[0] for key in tensors if key.endswith(".weight_scale")}
     for name, module in modules.items():
         on_disk = stored.get(name, name)
@@ -190,7 +190,7 @@ def _place_layers(model: nn.Module, tensors: Mapping[str, Tensor], schemes: list
         scheme = next((one for one in schemes if any(_is_meant(module, (name, on_disk), target) for target in one.targets)), None)
         if scheme is None:
             raise ModelError(f"{folder}: {on_disk} has a scale, but no group of the quantization_config targets it; restore config.json")
-        model.set_submodule(name, empty_layer(module, scheme, name=name))
+        put_module(model, name, empty_layer(module, scheme, name=name), others)
 
 
 def _is_meant(module: nn.Module, names: tuple[str, ...], target: str) -> bool:

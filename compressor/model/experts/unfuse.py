@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import ModelError
-from compressor.model.targets import matches
+from compressor.model.targets import matches, other_names, put_module
 from compressor.nn.experts import ExpertLayout, SortedExperts, UnfusedExperts
 
 # What the files of an architecture call the projections of its experts, read off the table by which transformers converts files.
@@ -137,7 +137,7 @@ class UnfusedModel:
             changed: dotted names of the modules that will be changed.
         """
         for name in [name for name in self.fused if not any(other.startswith(f"{name}.") for other in changed)]:
-            self.model.set_submodule(name, self.fused.pop(name))
+            put_module(self.model, name, self.fused.pop(name), other_names(self.model))
             del self.modules[name]
 
     def restore(self) -> None:
@@ -222,13 +222,13 @@ def unfuse_into(unfused: UnfusedModel, *, prove: bool = True) -> None:
     """
     model = unfused.model
     known = [(name, module) for name, module in model.named_modules() if layout_of(module) is not None]
-    converters = weight_converters(model) if known else []
+    converters, others = (weight_converters(model), other_names(model)) if known else ([], {})
     for name, module in known:
         layout = layout_of(module, disk_names(converters, name))
         assert layout is not None
         apart = (SortedExperts if type(module).__name__ == _SORTED else UnfusedExperts)(module, layout)
         difference = _difference(name, module, apart) if prove else None
-        model.set_submodule(name, apart)
+        put_module(model, name, apart, others)
         unfused.fused[name] = module
         unfused.modules[name] = UnfusedModule(type(module).__name__, len(list(apart.experts())), difference)
 

@@ -15,7 +15,7 @@ from compressor.errors import SchemeError, TargetError
 from compressor.lifecycle import PlannedModule
 from compressor.model.experts.unfuse import check_no_unknown_experts
 from compressor.model.folder import some
-from compressor.model.targets import closeness, loose_patterns, matches, resolve_layers
+from compressor.model.targets import closeness, loose_patterns, matches, owners_of_parameters, resolve_layers
 from compressor.modifiers.schemes.settings import SchemeSettings
 from compressor.nn import check_fit, is_quantizable, weight_of
 from compressor.numerics import QuantizationArgs, QuantizationScheme
@@ -243,10 +243,8 @@ def _check_groups(schemes: dict[str, QuantizationScheme], modules: dict[str, nn.
 
 
 def _check_ties(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    owners: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), set()).add(name)
+    owners = owners_of_parameters(model)
     for name, module in modules.items():
-        others = owners[id(module.get_parameter("weight"))] - {f"{name}.weight"}
+        others = {*owners[id(module.get_parameter("weight"))]} - {f"{name}.weight"}
         if others:
             raise TargetError(f"{name}: its weight is tied to {sorted(others)}; add {name!r} to ignore or untie the weights first")

@@ -36,19 +36,13 @@ class QuIPModifier(RotatingModifier):
         ignore: patterns of layers that stay.
     """
 
-    rotations: list[Literal["v", "u"]] = Field(default=["v"], min_length=1)
+    rotations: list[Literal["v", "u"]] = Field(default=["v"])
     transform_type: RotationKind = "random-hadamard"
     targets: list[str] = Field(default=["Linear"])
     ignore: list[str] = Field(default=["re:.*lm_head$"])
     learnable: bool = False
 
     _names: tuple[str, ...] = PrivateAttr(default=())
-
-    @field_validator("rotations", mode="before")
-    @classmethod
-    def _lower(cls, value: Any) -> Any:
-        given = [value] if isinstance(value, str) else value
-        return list(dict.fromkeys(one.lower() if isinstance(one, str) else one for one in given)) if isinstance(given, list) else given
 
     @field_validator("targets", "ignore", mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -43,6 +43,7 @@ class RotatingModifier(Modifier):
     """
 
     across_ranks: ClassVar[AcrossRanks | None] = "repeats"
+    spell: ClassVar[Callable[[str], str]] = str.lower  # of the names of rotations
 
     transform_type: RotationKind = "hadamard"
     randomize: bool = False
@@ -51,6 +52,21 @@ class RotatingModifier(Modifier):
     transform_config: Any = None
 
     _was_asked: bool = PrivateAttr(default=False)
+
+    @field_validator("rotations", mode="before", check_fields=False)
+    @classmethod
+    def _each_once(cls, value: Any) -> Any:
+        """One, or a list of them, in the spelling of the class."""
+        given = [value] if isinstance(value, str) else value
+        if not isinstance(given, list | tuple):
+            return given
+        spelled = [cls.spell(one) if isinstance(one, str) else one for one in given]
+        twice = next((one for place, one in enumerate(spelled) if one in spelled[:place]), None)
+        if not spelled:
+            raise RecipeError("[] names none; give one, or leave rotations out for the usual ones")
+        if twice is not None:
+            raise RecipeError(f"{twice!r} stands twice in {list(given)}, and a model is turned once by each; name it once")
+        return spelled
 
     @field_validator("precision", mode="after")
     @classmethod

@@ -7,9 +7,9 @@ mean of a token's channels, so that it stays a model of its class. R4 turns the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from torch import nn
@@ -56,6 +56,8 @@ class SpinQuantModifier(RotatingModifier):
         held_out_frac: share of the sequences that only judge; the best state on them is kept, the fixed rotation where none is better.
     """
 
+    spell: ClassVar[Callable[[str], str]] = str.upper
+
     rotations: list[RotationName] = Field(default=["R1", "R2"])
     mappings: Any = None
     norm_mappings: Any = None
@@ -64,14 +66,6 @@ class SpinQuantModifier(RotatingModifier):
     batch_size: int = Field(default=8, gt=0)
     lr: float = Field(default=0.02, gt=0, le=1)
     held_out_frac: float = Field(default=0.125, gt=0, lt=1)
-
-    @field_validator("rotations", mode="before")
-    @classmethod
-    def _upper(cls, value: Any) -> Any:
-        given = [value] if isinstance(value, str) else value
-        if not isinstance(given, list | tuple) or not given:
-            raise RecipeError(f"rotations: {value!r} names none; give some of R1, R2, R4")
-        return list(dict.fromkeys(one.upper() if isinstance(one, str) else one for one in given))
 
     @field_validator("rotations", mode="after")
     @classmethod

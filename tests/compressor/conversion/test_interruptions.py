@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compressor import model_free
+from compressor.cli.main import main
+from compressor.conversion import workers
 from compressor.errors import CheckpointError, CompressorError, ModelError, NumericsError, OutputError, ResumeError, UserInputError
 
 Folders = Callable[[str], Path]
@@ -144,6 +146,31 @@ def _kill_a_child() -> None:
     while not (found := _children()):
         time.sleep(0.01)
     os.kill(found[-1], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("on_ctrl_c", [signal.default_int_handler, signal.SIG_IGN], ids=["ctrl-C too", "in the background"])
+def test_sigterm_ends_the_command_with_a_word_on_what_is_kept(
+    on_ctrl_c: Any, base: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ctrl-C does, also where that is ignored; afterwards SIGTERM is what it was."""
+    done: list[str] = []
+    usual_unit = workers.run_unit
+
+    def run_unit(unit: Any, *args: Any) -> Any:
+        done.append(unit.name)
+        if len(done) == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return usual_unit(unit, *args)
+
+    monkeypatch.setattr(workers, "run_unit", run_unit, raising=True)
+    usual = signal.signal(signal.SIGINT, on_ctrl_c)
+    try:
+        code = main(["convert", str(base("dense")), "--scheme", "W4A16", "--ignore", "lm_head", "--output-dir", str(tmp_path / "out")])
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert code == 130 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("compressor convert: interrupted; 3 of ") and said.endswith("go on with --resume")
 
 
 @pytest.mark.nightly

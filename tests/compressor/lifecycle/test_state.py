@@ -60,6 +60,17 @@ def test_originals_come_back_all_of_them_even_below_a_replaced_parent() -> None:
     assert state.originals == {}
 
 
+def test_a_module_in_several_places_is_replaced_and_restored_in_all() -> None:
+    model = nn.Module()
+    model.a = model.b = nn.Linear(2, 2)
+    old, new = model.a, nn.Linear(2, 2)
+    state = State(model, keep_originals=True)
+    state.replace_module("a", new)
+    assert model.a is new and model.b is new
+    state.restore_originals()
+    assert model.a is old and model.b is old
+
+
 @pytest.mark.parametrize("name", ["2", "0.9", "nothing", "0.weight"])
 def test_a_name_that_is_no_module_is_refused_and_changes_nothing(name: str) -> None:
     state = State(nested(), keep_originals=True)

@@ -103,6 +103,25 @@ def test_a_class_can_be_given_itself(source_dir):
     assert type(load_model(source_dir, model_class=LlamaForCausalLM).model) is LlamaForCausalLM
 
 
+def _into_shards(folder, second):
+    """Two files of weights, of which the index names the second in a way of its own."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    names = sorted(tensors)
+    parts = {"model-00001.safetensors": names[:3], second: names[3:]}
+    for file, part in parts.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _dangle(path):
+    """As a cache leaves its links that was cleared."""
+    path.unlink(missing_ok=True)
+    path.symlink_to("../blobs/0123")
+
+
 _DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json was found"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json: not valid JSON"),
@@ -135,6 +154,15 @@ _DAMAGE = {
         lambda d: ((d / WEIGHTS).unlink(), (d / "model.safetensors.index.json").write_text("{}")),
         "has no weight_map",
     ),
+    "index names a file elsewhere": (lambda d: _into_shards(d, "../source/model-00002.safetensors"), "is no name of a file in its folder"),
+    "index names a file below": (lambda d: _into_shards(d, "part/model-00002.safetensors"), "is no name of a file in its folder"),
+    "weights that link to nothing": (lambda d: _dangle(d / WEIGHTS), r"model.safetensors link to what is not there .*; fetch"),
+    "an index that links to nothing": (
+        lambda d: ((d / WEIGHTS).unlink(), _dangle(d / "model.safetensors.index.json")),
+        "model.safetensors.index.json link to what is not there",
+    ),
+    "a config that links to nothing": (lambda d: _dangle(d / "config.json"), "config.json link to what is not there"),
+    "a tokenizer that links to nothing": (lambda d: _dangle(d / "tokenizer.json"), "tokenizer.json link to what is not there"),
     "damaged tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "its tokenizer cannot be loaded"),
     "already quantized": (lambda d: _edit_config(d, quantization_config={"quant_method": "gptq"}), r"is quantized already \(gptq\)"),
     "a part is quantized": (

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.utils.match import match_targets
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from compressor import oneshot
 from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, CompressorError, NumericsError, SchemeError, TargetError
 from compressor.lifecycle import EventType, Session, State
@@ -343,6 +346,35 @@ def test_a_tied_weight_is_refused() -> None:
     model.head.weight = model.embed.weight
     with pytest.raises(TargetError, match=r"head: its weight is tied to \['embed.weight'\]"):
         QuantizationModifier(scheme="W4A16").resolve(model)
+
+
+_LENT: dict[str, Any] = {"config_groups": {"all": GROUPED}}
+
+
+class _Twice(nn.Module):
+    """Layers that stand in several places: a name beside the list, the list itself, and one called at two moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.layers = nn.ModuleList([nn.Linear(32, 32, bias=False), nn.Linear(32, 32)])
+        self.first, self.all = self.layers[0], self.layers
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        del attention_mask
+        return self.all[1](self.first(self.layers[0](self.embed(input_ids)).relu()))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("modifier", [GPTQModifier(**_LENT), QuantizationModifier(**_LENT, ignore=["all.1"])], ids=["GPTQ", "ignored"])
+def test_a_module_in_several_places_is_one_module_and_no_tie(modifier: SchemeModifier, tmp_path: Path) -> None:
+    model = _Twice()
+    tokens = torch.randint(16, (2, 64), generator=torch.Generator().manual_seed(0))
+    result = oneshot(model, recipe=modifier, dataset=tokens, output_dir=tmp_path / "out")
+    assert isinstance(model.first, QuantizedLinear) and model.first is model.layers[0] and model.all is model.layers
+    assert isinstance(model.layers[1], QuantizedLinear) == (not modifier.ignore)
+    assert list(result.report.modules) == (["layers.0"] if modifier.ignore else ["layers.0", "layers.1"])
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored.keys() == model.state_dict().keys() and torch.equal(stored["first.weight_packed"], stored["layers.0.weight_packed"])
 
 
 def test_targets_that_are_not_linear_are_refused() -> None:

@@ -63,7 +63,7 @@ def test_a_wrong_name_is_answered_with_the_nearest(given: str, meant: str) -> No
 
 
 def test_a_hopeless_name_is_answered_with_all_of_them() -> None:
-    with pytest.raises(RecipeError, match="choose from AWQModifier, AutoRoundModifier, ") as caught:
+    with pytest.raises(RecipeError, match="choose from ") as caught:
         find_modifier("xyzzy")
     assert all(name in str(caught.value) for name in registry.MODIFIERS)
 

@@ -177,6 +177,7 @@ def test_what_cannot_be_done_is_refused_and_the_model_is_as_it_was(recipe: Any, 
     ("settings", "why"),
     [
         ({"rotations": []}, "names none"),
+        ({"rotations": ["R1", "r1"]}, r"'R1' stands twice in \['R1', 'r1'\]"),
         ({"rotations": ["R3"]}, "R3 would be computed inside attention"),
         ({"rotations": ["R5"]}, "rotations"),
         ({"transform_type": "fourier"}, "transform_type"),
