@@ -172,7 +172,7 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
                 identity, parsed.dump(), data, state.seed, choices, sequential, device, needs_copies(loaded.model, device)
             )
             journal = held.enter_context(place.open(run, session.modifiers))
-            journal = journal if ranks.size == 1 else SharedJournal(journal, ranks)
+            journal = journal if ranks.size == 1 else held.enter_context(SharedJournal(journal, ranks))
             run_pipeline(chosen, session, data, progress=bars, settings=sequential, journal=journal)
             session.finalize()
             _note_few_tokens(state, settings.min_tokens_per_module)

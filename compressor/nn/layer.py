@@ -51,6 +51,7 @@ class QuantizedLayer(nn.Module):
         self.scheme = scheme
         self.dtype = dtype
         self._materialized: Tensor | None = None
+        self._lent: list[Tensor] | None = None
 
     @property
     def where(self) -> str:
@@ -100,6 +101,26 @@ class QuantizedLayer(nn.Module):
             return self._materialized
         # As in compressed-tensors, the values are rounded to the dtype of the scale (bfloat16 for fp4) before they meet the model's.
         return dequantize(self.codes(), self.weight_qparams(), self.weight_args, g_idx=getattr(self, "weight_g_idx", None)).to(self.dtype)
+
+    def lend_weight(self) -> Tensor:
+        """Return the dequantized weight, [R, C], for code that reads `layer.weight`; computed at each access, so that writes are lost."""
+        weight = self.dequantized_weight()
+        if self._lent is not None:
+            self._lent.append(weight)
+        return weight
+
+    @contextmanager
+    def lent_weights(self) -> Iterator[list[Tensor]]:
+        """Keep what is read as `layer.weight` for the duration, to see whether somebody writes to it.
+
+        Yields:
+            All of it so far; who looks at it may empty it.
+        """
+        self._lent = []
+        try:
+            yield self._lent
+        finally:
+            self._lent = None
 
     @contextmanager
     def materialize(self, weight_RC: Tensor | None = None) -> Iterator[None]:

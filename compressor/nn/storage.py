@@ -27,8 +27,8 @@ class PackedWeight(QuantizedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight, for code that reads `layer.weight`; computed at each access."""
-        return self.dequantized_weight()
+        """The dequantized weight, see `lend_weight`."""
+        return self.lend_weight()
 
     def weight_specs(self) -> BufferSpecs:
         """Codes in int32 words, scales and the unpacked shape; zero points and an order of columns where there are any."""
@@ -83,9 +83,9 @@ class PlainWeight(QuantizedLayer):
     weight_scale: Tensor
 
     def __getattr__(self, name: str) -> Any:
-        """Give the dequantized weight for `layer.weight`, computed at each access: code that reads it multiplies with it."""
+        """Give the dequantized weight for `layer.weight`: code that reads it multiplies with it."""
         if name == "weight" and "weight" in self._buffers:
-            return self.dequantized_weight()
+            return self.lend_weight()
         return super().__getattr__(name)
 
     def weight_specs(self) -> BufferSpecs:
@@ -130,8 +130,8 @@ class Fp4Weight(QuantizedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight, for code that reads `layer.weight`; computed at each access."""
-        return self.dequantized_weight()
+        """The dequantized weight, see `lend_weight`."""
+        return self.lend_weight()
 
     def weight_specs(self) -> BufferSpecs:
         """Two codes a byte and scales of groups; a global scale where the format has one."""

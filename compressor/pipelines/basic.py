@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -41,7 +42,7 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
     is_finished = journal.open_stage(session, 0, "", names, 1)
     if not is_finished:
         with memory_explained(state.model, "the model", "calibrated", names):
-            called = _forward_all(session, data, progress)
+            called, rewritten = _forward_all(session, data, progress)
     with memory_explained(state.model, "the model", "compressed", names):
         if is_finished:
             journal.restore_stage(session)
@@ -53,11 +54,14 @@ def run(session: Session, data: CalibrationData, *, progress: Progress, journal:
     session.send(EventType.CALIBRATION_END)
     if not is_finished:
         with calibration_mode(state):
-            check_still_called(session, data, called)
+            check_still_called(session, data, called, rewritten)
 
 
-def _forward_all(session: Session, data: CalibrationData, progress: Progress) -> set[str]:
-    """Run every batch on the model as it was loaded: what a forward leaves there is taken back after each. Return what was called."""
+def _forward_all(session: Session, data: CalibrationData, progress: Progress) -> tuple[set[str], Collection[str]]:
+    """Run every batch on the model as it was loaded: what a forward leaves there is taken back after each.
+
+    Returns the modules that were called, and the parameters that were written to.
+    """
     state = session.state
     with calibration_mode(state), progress.task("calibrate", total=len(data.batches)) as task:
         watched = watched_modules(session)
@@ -67,7 +71,7 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
         note_kept(state, kept)
         # Nobody would look: modifiers of need `own` run forwards themselves.
         if all(modifier.calibration_need in ("none", "own") for modifier in session.modifiers):
-            return called
+            return called, stirred.rewritten
         stirred.add(all_that_may_change(state.model, watched))  # later batches may change what the first one leaves alone
         with Traces(state.model, stirred) as traces:
             for index in state.own_batches(data):
@@ -78,7 +82,7 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
                     _forward(session, batch_to(batch, state.device))
                 traces.undo()
                 task.advance()
-    return called
+    return called, stirred.rewritten
 
 
 def _forward(session: Session, batch: Batch) -> None:

@@ -8,6 +8,8 @@ row is its author's choice, and none of the kind.
 Calls. A layer that its owner also holds in a list or a function stays there as it was. Forwards that run anyway before compression tell
 which modules are called; one of the smallest batch at the end tells what is left of it. A module counts only where its owner is called as
 well: which experts a token is sent to may change.
+
+Writes. What a forward writes to the weight of a compressed layer goes nowhere, for what it gets to see of it is a copy.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from compressor.data.collate import leading_tensor
 from compressor.data.layouts import refuse_without_memory
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
+from compressor.model.folder import some
+from compressor.nn import QuantizedLayer
 from compressor.tracing.footprint import Footprint
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.targets.call_order import plain_forward
@@ -203,16 +207,19 @@ def _noting(called: set[str], name: str, module: nn.Module) -> Callable[..., Non
     return hook
 
 
-def check_still_called(session: Session, data: CalibrationData, before: set[str]) -> None:
-    """Run the compressed model on its smallest batch, and look for layers that are called no more. The model is as before.
+def check_still_called(session: Session, data: CalibrationData, before: set[str], rewritten: Collection[str]) -> None:
+    """Run the compressed model on its smallest batch: are all layers called, and is nothing written to them? The model is as before.
 
     Args:
         session: after the last stage; its hooks are put to sleep.
         data: the batches.
         before: modules that were called before compression.
+        rewritten: parameters that a forward writes to for good, as RWKV does at its first one: what is compressed is what was loaded, and
+            that forwards of the result lose this is noted.
 
     Raises:
-        CalibrationError: a layer is called no more, though its owner is; or the compressed model raises an error.
+        CalibrationError: a layer is called no more, though its owner is; its weight is written to; or the compressed model raises an
+            error.
     """
     model = session.state.model
     # What no forward has called before says nothing when none calls it now.
@@ -223,18 +230,61 @@ def check_still_called(session: Session, data: CalibrationData, before: set[str]
     watched = list(dict.fromkeys((*owners, *owners.values())))
     with session.hooks_disabled(), torch.no_grad(), Footprint(model), calls_of(model, watched) as called:
         try:
-            plain_forward(model, batch)
+            with _writes_to(model) as written:
+                plain_forward(model, batch)
         except Unrepeatable as error:
             raise CalibrationError(
                 f"forward: the compressed model raises {one_line(error.__cause__ or error)} on a batch that it took before; ignore the "
                 "layers of which its code asks for more than to be called"
             ) from error
+    _judge_writes(session.state, written, rewritten)
     lost = [name for name, owner in owners.items() if owner in called and name not in called]
     if lost:
         more = f" (and {len(lost) - 1} more)" if lost[1:] else ""
         raise CalibrationError(
             f"{lost[0]}{more}: {owners[lost[0]] or 'the model'} calls it no more now that it is compressed: it holds the float layer in "
             "another place (a list, a dict, a function), or asks for its class; let it call its submodule by name, or ignore the layer"
+        )
+
+
+@contextmanager
+def _writes_to(model: nn.Module) -> Iterator[set[str]]:
+    """Look at each call of a compressed layer, and at the end, whether what was read as its weight still is that; else name the layer."""
+    found: set[str] = set()
+    with ExitStack() as held:
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
+        looks = [_noting_writes(found, name, layer, held.enter_context(layer.lent_weights())) for name, layer in layers.items()]
+        for layer, look in zip(layers.values(), looks, strict=True):
+            held.callback(layer.register_forward_pre_hook(look).remove)
+        yield found
+        for look in looks:
+            look()
+
+
+def _noting_writes(found: set[str], name: str, layer: QuantizedLayer, lent: list[Tensor]) -> Callable[..., None]:
+    def look(*call: Any) -> None:
+        del call
+        if lent:
+            weight = layer.dequantized_weight()
+            if not all(one.shape == weight.shape and torch.equal(one.to(weight), weight) for one in lent):
+                found.add(name)
+            lent.clear()
+
+    return look
+
+
+def _judge_writes(state: State, written: Collection[str], rewritten: Collection[str]) -> None:
+    known = {name.rpartition(".")[0] for name in rewritten}
+    wrong = sorted(name for name in written if name not in known)
+    if wrong:
+        raise CalibrationError(
+            f"{wrong[0]}: a forward writes to its weight, and what it writes is lost on a compressed layer; let it change the layer's "
+            "input or output instead, or ignore the layer"
+        )
+    if written:
+        state.report.notes.append(
+            f"{len(written)} layers ({some(written)}) are compressed as they were loaded; what the model's own forward writes to their "
+            "weights is lost on the compressed ones"
         )
 
 

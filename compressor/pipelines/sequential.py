@@ -80,13 +80,14 @@ def _run(
     # An earlier run has finished the stages of all watched modules: what it left is enough, and no forward runs.
     if journal.needs_no_data(watched_modules(session)):
         cut, uncalled, called = partition(state.model, settings.targets), journal.restore_all(session), set[str]()
+        rewritten: tuple[str, ...] = ()
     else:
-        cut, uncalled, called = _run_stages(session, data, progress, settings, journal, weights)
+        cut, uncalled, called, rewritten = _run_stages(session, data, progress, settings, journal, weights)
         journal.end_stages(session, uncalled)
     _send_rest(session, cut, uncalled)
     session.send(EventType.CALIBRATION_END)
     with calibration_mode(state):
-        check_still_called(session, data, called)
+        check_still_called(session, data, called, rewritten)
 
 
 def _run_stages(
@@ -96,8 +97,8 @@ def _run_stages(
     settings: SequentialSettings,
     journal: StageJournal,
     weights: WeightsByStretch,
-) -> tuple[Partition, tuple[str, ...], set[str]]:
-    """Take all samples through all stages; return the targets, those that no sample has called, and the modules that one has."""
+) -> tuple[Partition, tuple[str, ...], set[str], tuple[str, ...]]:
+    """Take all samples through all stages; return targets, those that no sample has called, called modules, and rewritten parameters."""
     state = session.state
     with calibration_mode(state):
         watched = watched_modules(session)
@@ -153,7 +154,7 @@ def _run_stages(
             _check_called(session, running.uncalled, settings.targets)
             _note_late(state, early if settings.propagate_error else ())
             bar.finish()
-    return cut, running.uncalled, called
+    return cut, running.uncalled, called, plan.rewritten
 
 
 def _trace(

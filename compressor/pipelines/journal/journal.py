@@ -8,6 +8,7 @@ through the finished stages with their packed weights, which is what the first r
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -19,7 +20,7 @@ from compressor.errors import CheckpointError, LifecycleError, ResumeError
 from compressor.lifecycle import FinishedStage, Session
 from compressor.lifecycle.state import StageValue
 from compressor.pipelines.journal.fingerprint import file_hashes
-from compressor.pipelines.journal.run_folder import Lines, RunFolder
+from compressor.pipelines.journal.run_folder import JOURNAL, Lines, RunFolder
 from compressor.pipelines.journal.stage_files import (
     Before,
     add_report,
@@ -64,6 +65,30 @@ def put_back(session: Session, kept: KeptStage) -> None:
     copy_tensors(session.state.model, kept.tensors)
     add_report(session.state.report, kept.report)
     RandomState(kept.random).restore()
+
+
+def _num_kept(journal: Path) -> int:
+    """How many stages lie on the disk, which counts: ctrl-C may have come right behind the write."""
+    return sum(entry["kind"] == "stage" for entry in Lines.read(journal).entries)
+
+
+def _advice(path: Path, num_kept: int, num_stages: int) -> str:
+    kept = f"{num_kept} of {num_stages} stages are finished and kept in {path}"
+    return f"{kept}; the same command with --resume (resume=True) goes on from there"
+
+
+def note_kept_by_another(error: BaseException, path: Path, num_stages: int) -> None:
+    """Say beside an error what the run has kept, where it is another rank that keeps; where its folder is not at hand, nothing.
+
+    Args:
+        error: gets a note.
+        path: of the run folder.
+        num_stages: of the whole run.
+    """
+    with suppress(ResumeError):
+        kept = _num_kept(path / JOURNAL)
+        if kept:
+            error.add_note(_advice(path, kept, num_stages))
 
 
 class StageJournal(Protocol):
@@ -302,18 +327,14 @@ class Journal:
         if self._is_finished or not self._folder.journal.exists():
             self._folder.unlock()
             return
-        # What lies on the disk counts: ctrl-C may have come right behind the write.
-        kept = [entry for entry in Lines.read(self._folder.journal).entries if entry["kind"] == "stage"]
+        kept = _num_kept(self._folder.journal)
         if not kept:
             self._folder.clear()
             self._folder.give_up()
             return
         self._folder.unlock()
         if error is not None:
-            error.add_note(
-                f"{len(kept)} of {self.num_stages} stages are finished and kept in {self.path}; the same command with --resume "
-                "(resume=True) goes on from there"
-            )
+            error.add_note(_advice(self.path, kept, self.num_stages))
 
     def kept(self, index: int) -> KeptStage:
         """Read what an earlier run has kept of a stage.

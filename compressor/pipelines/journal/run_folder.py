@@ -28,10 +28,10 @@ from compressor.atomic import flush, own_names, real_path, reason, remove, whole
 from compressor.errors import CheckpointError, ModelError, OutputError, ResumeError
 
 _SUFFIX = ".partial-run"
-_LOCK, _JOURNAL = "lock", "journal.jsonl"
+_LOCK, JOURNAL = "lock", "journal.jsonl"
 _FORMAT = 1
 _CHECKPOINT, _EMPTY = "checkpoint", "empty"
-_OWN_NAMES = own_names(rf"{_LOCK}|{_CHECKPOINT}|{_EMPTY}", rf"{re.escape(_JOURNAL)}|(stage-\d+|end)\.safetensors")
+_OWN_NAMES = own_names(rf"{_LOCK}|{_CHECKPOINT}|{_EMPTY}", rf"{re.escape(JOURNAL)}|(stage-\d+|end)\.safetensors")
 
 
 class Lines:
@@ -229,14 +229,14 @@ def read_journal(path: Path) -> Lines | None:
     Raises:
         ResumeError: it is damaged, or gone while stages are still there.
     """
-    if (path / _JOURNAL).exists():
-        journal = Lines.read(path / _JOURNAL)
+    if (path / JOURNAL).exists():
+        journal = Lines.read(path / JOURNAL)
         if journal.entries[0].get("format") != _FORMAT:
             raise ResumeError(f"{path}: was written by another version of this package; finish the run with that one, or remove the folder")
         return None if journal.entries[-1]["kind"] == "done" else journal
     stages = sorted(path.glob("stage-*.safetensors"))
     if stages:
-        raise ResumeError(f"{path / _JOURNAL}: is gone, though {stages[0].name} is there; restore the file, or remove {path} to start over")
+        raise ResumeError(f"{path / JOURNAL}: is gone, though {stages[0].name} is there; restore the file, or remove {path} to start over")
     return None
 
 
@@ -271,7 +271,7 @@ class RunFolder:
     @property
     def journal(self) -> Path:
         """Path of the journal."""
-        return self.path / _JOURNAL
+        return self.path / JOURNAL
 
     @property
     def checkpoint(self) -> Path:
@@ -337,7 +337,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what runs have left here; the journal last, so that at no moment a stage is without it. The lock stays."""
-        files = sorted(path for path in self.path.iterdir() if path.name not in (_LOCK, _JOURNAL) and _OWN_NAMES.fullmatch(path.name))
+        files = sorted(path for path in self.path.iterdir() if path.name not in (_LOCK, JOURNAL) and _OWN_NAMES.fullmatch(path.name))
         for path in (*files, self.journal):
             remove(path)
 

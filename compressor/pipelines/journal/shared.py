@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from compressor.distributed.ranks import Ranks
 from compressor.lifecycle import Session
-from compressor.pipelines.journal.journal import Journal, KeptStage, StageJournal, put_back
+from compressor.pipelines.journal.journal import Journal, KeptStage, StageJournal, note_kept_by_another, put_back
 from compressor.random_state import RandomState
 
 
@@ -23,7 +26,17 @@ class SharedJournal:
         self._own, self._ranks = own, ranks
         self.num_resumed, self.num_stages = ranks.first(lambda: [own.num_resumed, own.num_stages])
         self.token, self.summary = ranks.first(lambda: [own.token, own.summary])
+        self._path: str | None = ranks.first(lambda: str(own.path) if isinstance(own, Journal) else None)
         self._index = 0
+
+    def __enter__(self) -> Self:
+        """Return the journal."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Say what is kept on the ranks that do not keep it: it may be the first one that was killed."""
+        if error is not None and self._path is not None and not self._ranks.is_first:
+            note_kept_by_another(error, Path(self._path), self.num_stages)
 
     def needs_no_data(self, watched: Collection[str]) -> bool:
         """Ask the first rank."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from compressor.errors import CalibrationError, CompressorError, TracingError
 from compressor.random_state import RandomState
 from compressor.tracing.suspend.paused_forward import Sample, running_sample
+from compressor.tracing.suspend.standstill import StandstillWatch
 from compressor.tracing.targets.order import missed_call
 from compressor.tracing.targets.sample_state import ModuleValues, copy_arguments, noting_cached_properties, run_shielded
 
@@ -104,6 +105,7 @@ class CallRouter:
         self.values = ModuleValues()
         self.covered: dict[str, set[int]] = {}
         self.weights = FixedWeights()
+        self._standstill = StandstillWatch()
         self._model = model
         self._quiet = quiet
         self._stage_of: dict[str, str] = {}  # watched module -> the closed target that it was calibrated in
@@ -150,11 +152,12 @@ class CallRouter:
             propagate: what its pause returns.
 
         Raises:
-            TracingError: meanwhile a target was called from another thread.
+            TracingError: meanwhile a target was called from another thread, or the forward waits for ever.
         """
         self.advancing = sample
         try:
-            sample.advance(propagate)
+            with self._standstill.turn(sample):
+                sample.advance(propagate)
         finally:
             self.advancing = None
             if sample.stray is not None:
@@ -184,7 +187,7 @@ class CallRouter:
         plain = {name: getattr(nn.Module, name) for name in ("__call__", "__setattr__", "register_buffer")}
         try:
             self._patch(plain["__setattr__"], plain["register_buffer"])
-            with noting_cached_properties(self._note_value):
+            with noting_cached_properties(self._note_value), self._standstill.watching():
                 yield
         finally:
             for name, function in plain.items():

@@ -63,8 +63,8 @@ def compress(folder: Path, model: str, settings: dict[str, Any]) -> dict[str, An
     return {"output_dir": str(result.output_dir), "resumed": result.resumed, "notes": result.report.notes}
 
 
-def killed_after(folder: Path, model: str, settings: dict[str, Any], stages: int) -> dict[str, Any]:
-    """A run whose second rank is killed in the middle of a stage."""
+def killed_after(folder: Path, model: str, settings: dict[str, Any], stages: int, rank: int = 1) -> dict[str, Any]:
+    """A run of which a rank is killed in the middle of a stage."""
     finish, done = SharedJournal.finish_stage, []
 
     def counting(journal: SharedJournal, session: Session) -> None:
@@ -74,7 +74,7 @@ def killed_after(folder: Path, model: str, settings: dict[str, Any], stages: int
     observe = Hessian.add
 
     def observing(hessian: Hessian, x: torch.Tensor, part: int = 0) -> None:
-        if len(done) == stages and dist.get_rank() == 1:
+        if len(done) == stages and dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         observe(hessian, x, part)
 

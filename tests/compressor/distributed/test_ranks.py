@@ -113,6 +113,13 @@ def test_what_cannot_be_shared_out_is_refused_by_its_name(model: Path, tmp_path:
     assert codes == [0] * 3 and all("start 1, 2, 4 or 8" in one["text"] for one in results)
 
 
+def test_the_first_that_is_left_says_what_a_killed_first_rank_has_kept(model: Path, tmp_path: Path) -> None:
+    chosen = settings(model, "smoothquant and gptq with static inputs")
+    codes, (_, told), _ = rank_jobs.run(rank_jobs.killed_after, 2, tmp_path / "ranks", str(model), chosen, 2, 0)
+    assert codes == [-9, 0] and told["mine"] and "rank 0 of 2: was killed" in told["text"]
+    assert told["notes"][0].startswith("2 of ") and f"kept in {tmp_path / 'ranks' / 'out.partial-run'}; the same" in told["notes"][0]
+
+
 @pytest.mark.nightly
 def test_another_number_of_ranks_goes_on_where_one_was_killed(model: Path, tmp_path: Path) -> None:
     chosen = settings(model, "smoothquant and gptq with static inputs")

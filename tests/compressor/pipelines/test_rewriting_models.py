@@ -53,7 +53,8 @@ def test_rwkv_keeps_what_is_ignored(way: str) -> None:
 @pytest.mark.parametrize("way", ["unpropagated", "basic"])
 def test_rwkv_compresses_what_was_loaded(way: str) -> None:
     model, base = rwkv(), rwkv()
-    oneshot(model, recipe=recipe("head"), dataset=rows(), **WAYS[way])
+    result = oneshot(model, recipe=recipe("head"), dataset=rows(), **WAYS[way])
+    assert any("4 layers (rwkv.blocks.2.attention.output," in note and "is lost on the compressed" in note for note in result.report.notes)
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLayer):
             weight = base.get_submodule(name).weight

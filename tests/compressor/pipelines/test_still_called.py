@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from compressor import GPTQModifier, QuantizationModifier, oneshot
-from compressor.errors import CompressorError, ModelError, TargetError, TracingError
+from compressor.errors import CalibrationError, CompressorError, ModelError, TargetError, TracingError
 from compressor.random_state import RandomState
 
 SIZE = 8
@@ -111,6 +111,41 @@ def test_what_an_owner_asks_of_its_layer_is_there_after_compression(how: str, ki
     expected = Model(how).eval()(ids)
     got = compressed(Model(how).eval(), kind)(ids)
     assert 0 < float((got - expected).detach().abs().max()) < 0.05
+
+
+def _swapped(block: Any) -> None:
+    block.b.weight.data = block.b.weight.data * 4
+
+
+def _scaled_in_place(block: Any) -> None:
+    block.b.weight.data.mul_(4)
+
+
+def _copied_into(block: Any) -> None:
+    with torch.no_grad():
+        block.b.weight.copy_(block.b.weight * 4)
+
+
+@pytest.mark.parametrize("write", [_swapped, _scaled_in_place, _copied_into])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_forward_that_writes_to_the_weight_of_its_layer_is_an_error(write: Any, symmetric: bool) -> None:
+    """And puts it back behind the call, so that the model itself is what it was; who only reads a weight may."""
+
+    def rewrites(block: Any, x: Tensor) -> Tensor:
+        old, kept = block.b.weight.data, block.b.weight.detach().clone()
+        write(block)
+        y: Tensor = block.b(torch.relu(block.a(x)))
+        block.b.weight.data = old.copy_(kept)
+        return y
+
+    WAYS["writes"], WAYS["reads"] = rewrites, lambda block, x: block.b(torch.relu(block.a(x))) * block.b.weight.abs().max()
+    inputs = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    groups: Any = {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "symmetric": symmetric, "strategy": "channel"}}}
+    groups["g"] |= {"input_activations": inputs} if symmetric else {}  # codes of a byte each, and packed ones
+    ids = torch.randint(0, 32, (4, 6))
+    with pytest.raises(CalibrationError, match=r"layers\.0\.b: a forward writes to its weight"):
+        oneshot(Model("writes").eval(), recipe=QuantizationModifier(config_groups=groups), dataset=ids, pipeline="basic")
+    oneshot(Model("reads").eval(), recipe=QuantizationModifier(config_groups=groups), dataset=ids, pipeline="basic")
 
 
 def test_a_forward_that_was_exchanged_on_the_object_is_refused() -> None:

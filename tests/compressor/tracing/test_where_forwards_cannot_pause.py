@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +17,7 @@ from compressor import GPTQModifier, oneshot
 from compressor.data.collate import call_model, copied_batch
 from compressor.errors import CalibrationError, TracingError
 from compressor.tracing import trace
+from compressor.tracing.suspend import standstill
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
@@ -135,3 +139,32 @@ def test_a_foreign_message_becomes_one_line() -> None:
         trace(Model(complains).eval(), BATCHES, ["Layer"])
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+LOCK, TICKETS = threading.Lock(), queue.Queue[int]()
+TICKETS.put(1)
+
+
+def with_lock(model: Model, x: Tensor) -> Tensor:
+    with LOCK:
+        return in_turn(model, x)
+
+
+def with_ticket(model: Model, x: Tensor) -> Tensor:
+    ticket = TICKETS.get()
+    try:
+        return in_turn(model, x)
+    finally:
+        TICKETS.put(ticket)
+
+
+@pytest.mark.parametrize("way", [with_lock, with_ticket])
+def test_a_forward_that_waits_for_one_that_is_paused_is_an_error(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of waiting for ever; nothing is held any more afterwards."""
+    monkeypatch.setattr(standstill, "_PATIENCE_SECONDS", 0.6)
+    first = way.__code__.co_firstlineno + 1
+    with pytest.raises(TracingError, match=rf"test_where_forwards_cannot_pause.py:{first}: batch 1 waits there .*pipeline=\"basic\""):
+        trace(Model(way).eval(), BATCHES, engine="suspend")
+    assert LOCK.acquire(blocking=False) and TICKETS.qsize() == 1
+    LOCK.release()
+    assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
