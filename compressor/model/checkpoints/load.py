@@ -39,6 +39,7 @@ from compressor.settings.options import check_kind
 
 _SCHEME_PARTS = ("weights", "input_activations")
 _NOT_READ = ("observer", "observer_kwargs", "zp_dtype")
+_QUANTIZED_PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx")
 _NO_FORMAT = (None, "mixed-precision", "dense")
 
 
@@ -179,18 +180,24 @@ def _split_fused(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 
 def _place_layers(model: nn.Module, tensors: Mapping[str, Tensor], schemes: list[QuantizationScheme], folder: Path) -> None:
-    """Put an empty quantized layer wherever the files hold a scale."""
+    """Put an empty quantized layer wherever the files hold a part of a quantized weight: what else belongs to it is then found missing."""
     modules = {name: module for name, module in model.named_modules() if is_quantizable(module)}
     stored, others = stored_names(model, list(modules)), other_names(model)
-    scaled = {key.rpartition(".")[0] for key in tensors if key.endswith(".weight_scale")}
+    quantized = {key.rpartition(".")[0] for key, tensor in tensors.items() if _is_quantized(key.rpartition(".")[2], tensor)}
     for name, module in modules.items():
         on_disk = stored.get(name, name)
-        if on_disk not in scaled:
+        if on_disk not in quantized:
             continue
         scheme = next((one for one in schemes if any(_is_meant(module, (name, on_disk), target) for target in one.targets)), None)
         if scheme is None:
-            raise ModelError(f"{folder}: {on_disk} has a scale, but no group of the quantization_config targets it; restore config.json")
+            raise ModelError(
+                f"{folder}: {on_disk} is stored quantized, but no group of the quantization_config targets it; restore config.json"
+            )
         put_module(model, name, empty_layer(module, scheme, name=name), others)
+
+
+def _is_quantized(key: str, tensor: Tensor) -> bool:
+    return key in _QUANTIZED_PARTS or (key == "weight" and tensor.dtype not in DTYPES.values())
 
 
 def _is_meant(module: nn.Module, names: tuple[str, ...], target: str) -> bool:

@@ -312,6 +312,19 @@ def test_damaged_folders_are_refused(damage, make_model, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("preset", "part"),
+    [("W4A16", "weight_scale"), ("W8A8", "weight_scale"), ("FP8_DYNAMIC", "weight_scale"), ("NVFP4A16", "weight_global_scale")],
+)
+def test_the_part_of_a_weight_that_is_missing_is_named(preset, part, make_model, tmp_path):
+    oneshot(make_model("llama", num_hidden_layers=1, intermediate_size=256), recipe=recipe(preset), output_dir=tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    del stored[f"model.layers.0.mlp.up_proj.{part}"]
+    save_file(stored, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"1 tensors are missing \(model\.layers\.0\.mlp\.up_proj\.{part}\)"):
+        load_compressed(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"config_groups": {}}, "names no compressed-tensors groups"),
