@@ -44,8 +44,8 @@ def run(settings: RunSettings) -> Verdict:
         settings: of the verb.
 
     Returns:
-        PASS when it ended well, an optimizer that has one of the passes was called, and every program that called one was reached;
-        otherwise INCONCLUSIVE. Never REGRESSION: no contract is asked.
+        PASS when it ended well, an optimizer that has one of the passes was called and did not fail, and every program that called one
+        was reached; otherwise INCONCLUSIVE. Never REGRESSION: no contract is asked.
 
     Raises:
         UserInputError: no command, or one that cannot be run, a file that is no .json, or a pass that no optimizer knows.
@@ -95,8 +95,8 @@ def _conclude(command: Sequence[str], ended: Ended, calls: Calls, skips: dict[st
     problems = [f"not every call is known: {one.command}: {one.reason}" for one in ended.unseen]
     if ended.code:
         problems.append(f"{command[0]} ended with exit code {ended.code}")
-    elif not any(call.backend in skips for call in calls):
-        problems.append(f"nothing was protected: no Python that the command started called {' or '.join(skips)}")
+    elif reason := calls.unprotected(skips):
+        problems.append(f"nothing was protected: {reason} in the Python that the command started")
     for problem in problems:
         print(f"harness onnx run: {problem}", file=sys.stderr)
     return Verdict.INCONCLUSIVE if problems else Verdict.PASS

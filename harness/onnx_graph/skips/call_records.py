@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import UserList
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -75,6 +76,22 @@ class Calls(UserList[OptimizerCall]):
             Caller, what it asked for and what was used.
         """
         return "\n".join(_line(call) for call in self)
+
+    def unprotected(self, backends: Collection[str]) -> str:
+        """Say why skips protected nothing.
+
+        Args:
+            backends: optimizers that have one of the passes.
+
+        Returns:
+            In words; empty where one of them was called and did not fail.
+        """
+        ours = [call for call in self if call.backend in backends]
+        if any(not call.error for call in ours):
+            return ""
+        if ours:
+            return f"every call of {' and '.join(dict.fromkeys(call.backend for call in ours))} failed"
+        return f"no call of {' or '.join(backends)} was seen"
 
 
 class GraphContract(Protocol):

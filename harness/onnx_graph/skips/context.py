@@ -55,7 +55,8 @@ def forced_skips(
             an optimizer opens it for itself, to fold constants or to compare outputs.
         backends: where to look the names up (`onnxsim`, `onnxoptimizer`, `ort`); by default wherever they are known.
         this_thread_only: leave the calls of other threads as they are; they still wait their turn.
-        require_call: no call of an optimizer that has one of the passes is an error: the code took another way, and nothing was protected.
+        require_call: no call of an optimizer that has one of the passes is an error (the code took another way, and nothing was protected);
+            calls that all failed are one, too.
 
     Yields:
         The calls so far; those of child processes are added when the context ends.
@@ -63,7 +64,7 @@ def forced_skips(
     Raises:
         UserInputError: a name that no installed optimizer knows, or an argument of another type.
         ContractViolation: `on_call` does not hold; also when the code inside swallowed the first one.
-        HarnessError: no call was made, or somebody holds a native function where it cannot be replaced.
+        HarnessError: no call was made or all failed, or somebody holds a native function where it cannot be replaced.
     """
     _check_arguments(skips, on_call, backends)
     resolved = resolve_skips(skips, backends)
@@ -127,9 +128,9 @@ def _check(calls: Calls, resolved: Mapping[str, Sequence[str]], require_call: bo
     for call in calls:
         if call.broken:
             _raise_broken(call)
-    if require_call and not any(call.backend in resolved for call in calls):
+    if require_call and (reason := calls.unprotected(resolved)):
         names = ", ".join(dict.fromkeys(name for skips in resolved.values() for name in skips))
         raise HarnessError(
-            f"forced_skips: no call of {' or '.join(resolved)} was seen, so {names} protected nothing; if the code starts processes, pass "
-            "subprocesses=True, and if it ends before it optimizes, pass require_call=False"
+            f"forced_skips: {reason}, so {names} protected nothing; if the code starts processes, pass subprocesses=True, and if it ends "
+            "before it optimizes, pass require_call=False"
         )

@@ -41,6 +41,9 @@ def test_a_command_that_calls_no_optimizer_or_fails_is_not_a_pass(
     assert "nothing was protected" in capsys.readouterr().err
     assert main(["onnx", "run", "--skip", "fuse_qkv", *_command(attention_graph, tmp_path, "raise SystemExit(7)")]) == 2
     assert "exit code 7" in capsys.readouterr().err
+    swallowed = "import contextlib, onnxsim\nwith contextlib.suppress(TypeError): onnxsim.onnxsim_cpp2py_export.simplify(None, b'', [])"
+    assert main(["onnx", "run", "--skip", "fuse_qkv", *_command(attention_graph, tmp_path, swallowed)]) == 2
+    assert "nothing was protected: every call of onnxsim failed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
