@@ -17,9 +17,10 @@ from typing import Any
 
 from compressor.atomic import write_whole
 from compressor.errors import UserInputError
+from compressor.settings.kinds import TEXT
 from harness.errors import HistoryError
 from harness.nightly.environment import Environment
-from harness.nightly.measurement import Better, Kind, Measurement, begins_with_a_date, check_measurement
+from harness.nightly.measurement import Better, Kind, Measurement, begins_with_a_date, check_measurement, readings
 from harness.nightly.readings_csv import from_csv, to_csv
 
 SCHEMA = 2
@@ -122,7 +123,7 @@ class History:
 
         Args:
             metric: its name, such as `reference/w4a16/compress_ratio`.
-            values: the repetitions; finite and above 0, at least one.
+            values: the repetitions; numbers, finite and above 0, at least one.
             environment: where they were measured.
             night: label that sorts by time; by default today's date in UTC.
             revision: of the code.
@@ -133,11 +134,11 @@ class History:
             The measurement.
 
         Raises:
-            UserInputError: a name is empty, or a value is not finite or not above 0.
+            UserInputError: a name is empty or no text, or a value is no number, not finite or not above 0.
             HistoryError: the file cannot be written; nothing of it was.
         """
         night = datetime.now(UTC).date().isoformat() if night is None else night
-        made = Measurement(night, environment.digest, revision, metric, better, tuple(map(float, values)), kind)
+        made = Measurement(night, environment.digest, revision, metric, better, readings(metric, values), kind)
         self._write(environment, [made])
         return made
 
@@ -195,12 +196,12 @@ class History:
         Raises:
             UserInputError: there is no such measurement, the reason is blank, or the day is none.
         """
-        if not reason.strip():
+        if not TEXT.holds(reason):
             raise UserInputError("reason: it is blank, and nobody would know why the change is meant; give a sentence")
         if until:
             try:
                 date.fromisoformat(until)
-            except ValueError:
+            except (TypeError, ValueError):
                 raise UserInputError(f"until: {until!r} is no day; write it as YYYY-MM-DD") from None
         with self._open(write=True) as database:
             found = database.execute("SELECT 1 FROM measurements WHERE metric = ? AND night = ? LIMIT 1", (metric, night)).fetchone()

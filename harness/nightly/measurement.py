@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from datetime import date
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from compressor.errors import UserInputError
+from compressor.settings.kinds import TEXT
 
 Better = Literal["lower", "higher"]
 Kind = Literal["series", "paired"]
@@ -38,6 +40,31 @@ class Measurement:
     kind: Kind = "series"
 
 
+def readings(metric: str, values: object) -> tuple[float, ...]:
+    """Return repetitions as numbers of Python; texts and truth values are none, though Python makes numbers of them.
+
+    Args:
+        metric: its name.
+        values: a list of numbers, or an array of one dimension.
+
+    Returns:
+        The numbers, in order.
+
+    Raises:
+        UserInputError: they are something else.
+    """
+    is_list = isinstance(values, Iterable) and not isinstance(values, str | bytes | bytearray | Mapping | Set)
+    given: list[Any] = list(values) if is_list else [None]  # type: ignore[call-overload]
+    if not all(_is_number(one) for one in given):
+        raise UserInputError(f"{metric}: {values!r} was given, where a list of numbers belongs; give the repetitions, such as [1.2, 1.3]")
+    return tuple(float(one) for one in given)
+
+
+def _is_number(one: Any) -> bool:
+    """Whether it is a number of Python, or of an array, of which booleans have a dtype of their own."""
+    return hasattr(one, "__float__") and getattr(one, "ndim", 0) == 0 and "bool" not in str(getattr(one, "dtype", type(one).__name__))
+
+
 def check_measurement(one: Measurement) -> None:
     """Refuse a measurement that could not be judged.
 
@@ -45,10 +72,12 @@ def check_measurement(one: Measurement) -> None:
         one: it.
 
     Raises:
-        UserInputError: a name is empty, or a value is not finite or not above 0.
+        UserInputError: a name is empty or no text, or a value is not finite or not above 0.
     """
+    if not isinstance(one.revision, str):
+        raise UserInputError(f"revision: {one.revision!r} was given, where a text belongs; give the hash of the commit, or leave it out")
     for name, value in (("metric", one.metric), ("night", one.night)):
-        if not value.strip() or not value.isprintable():
+        if not (TEXT.holds(value) and value.isprintable()):
             raise UserInputError(f"{name}: {value!r} is no name; give printable characters")
     for name, given, known in (("better", one.better, get_args(Better)), ("kind", one.kind, get_args(Kind))):
         if given not in known:

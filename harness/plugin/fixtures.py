@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from compressor.errors import UserInputError
 from harness.errors import GoldenError
 from harness.plugin.options import folder_setting, setting
 from harness.reporting.verdict import Verdict
@@ -188,7 +187,7 @@ def assert_no_regression(request: pytest.FixtureRequest) -> AssertNoRegression:
 
     def hold(metric: str, values: Sequence[float], *, better: Better = "lower", device: str = "cpu") -> Judgement:
         __tracebackhide__ = True
-        history.add(metric, _numbers(metric, values), environment=current_environment(device), better=better)
+        history.add(metric, values, environment=current_environment(device), better=better)
         found = judge(history.series(metric), history.acceptances(metric))
         request.node.user_properties.append(("harness.nightly", f"{metric}: {found.verdict.value}: {found.summary}"))
         if found.verdict is Verdict.REGRESSION:
@@ -197,14 +196,6 @@ def assert_no_regression(request: pytest.FixtureRequest) -> AssertNoRegression:
         return found
 
     return hold
-
-
-def _numbers(metric: str, values: object) -> list[float]:
-    """The repetitions; a text and truth values are none, though Python makes numbers of them."""
-    given: list[Any] = list(values) if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping) else [None]
-    if not all(hasattr(one, "__float__") and type(one).__name__ not in ("bool", "bool_") for one in given):
-        raise UserInputError(f"{metric}: {values!r} was given, where a list of numbers belongs; give the repetitions, such as [1.2, 1.3]")
-    return [float(one) for one in given]
 
 
 def _verify_module(module: torch.nn.Module, inputs: Any) -> ModuleReport:

@@ -12,7 +12,9 @@ from contextlib import closing
 from datetime import date, timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from compressor.errors import UserInputError
 from harness.errors import HistoryError
@@ -68,7 +70,14 @@ def test_no_row_is_ever_changed(history: History, statement: str) -> None:
         ("a", [], "n", "a: no value was given"),
         ("a", [1.0, float("nan")], "n", "a: the value nan is not finite and above 0"),
         ("a", [0.0], "n", r"a: the value 0\.0 is not finite and above 0"),
+        ("a", "12", "n", "a: '12' was given, where a list of numbers belongs"),
+        ("a", [True], "n", r"a: \[True\] was given, where a list of numbers belongs"),
+        ("a", torch.tensor([True, False]), "n", "where a list of numbers belongs"),
+        ("a", np.ones((2, 1)), "n", "where a list of numbers belongs"),
+        ("a", {1.5, 2.5}, "n", "where a list of numbers belongs"),
         (" ", [1.0], "n", "metric: ' ' is no name"),
+        (7, [1.0], "n", "metric: 7 is no name"),
+        ("a", [1.0], 20260101, "night: 20260101 is no name"),
         ("a", [1.0], "n\n", r"night: 'n\\n' is no name"),
     ],
 )
@@ -258,7 +267,7 @@ def test_an_import_that_contradicts_what_is_there_adds_nothing(history: History,
     history.add("a", [1.0, 2.0], environment=HERE, night="2026-01-01")
     history.export(tmp_path / "all.csv")
     text = (tmp_path / "all.csv").read_text()
-    (tmp_path / "edited.csv").write_text(text.replace("2.0", "2.5"))
+    (tmp_path / "edited.csv").write_text(text.replace(",2.0\n", ",2.5\n"))
     with pytest.raises(UserInputError, match=r"is 1, 2\.5 there and 1, 2 in .*; nothing was added"):
         history.read_in(tmp_path / "edited.csv")
     (tmp_path / "twice.csv").write_text(text + text.splitlines()[1] + "\n")
