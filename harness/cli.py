@@ -9,7 +9,7 @@ import argparse
 import importlib
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from compressor.console import Parser, add_completion, with_output
@@ -50,22 +50,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         The verb's exit code; 3 for bad input or a failure of the harness itself, which one line on standard error explains; 130 if
         interrupted (ctrl-C, SIGTERM), 141 if nobody reads what it prints any more.
     """
+
+    def run() -> int:
+        args = _parser().parse_args(spelled(sys.argv[1:] if argv is None else argv))
+        return _conclude(f"harness {args.verb}", args)
+
+    return _guarded("harness", run)
+
+
+def run_alone(program: str, command: Command, argv: Sequence[str] | None = None) -> int:
+    """Run a command that is no verb, but a program of its own.
+
+    Args:
+        program: how it is called, such as `python -m package`.
+        command: it.
+        argv: arguments without the program's name; by default those of the process.
+
+    Returns:
+        As `main`.
+    """
+
+    def run() -> int:
+        parser = _Parser(prog=program, description=command.help)
+        command.declare(parser)
+        return _conclude(program, parser.parse_args(argv))
+
+    return _guarded(program, run)
+
+
+def _guarded(program: str, run: Callable[[], int]) -> int:
     try:
-        return with_output("harness", lambda: _run(argv), EXIT_FAILURE)
+        return with_output(program, run, EXIT_FAILURE)
     except Exception as error:  # a bug of ours would exit with 1, which reads as a verdict
         traceback.print_exc()
         raise SystemExit(EXIT_FAILURE) from error
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(spelled(sys.argv[1:] if argv is None else argv))
+def _conclude(name: str, args: argparse.Namespace) -> int:
     try:
         return EXIT_CODES[args.to_verdict(args)]
     except CompressorError as error:
-        return _fail(f"harness {args.verb}: error: {' '.join(str(error).split())}", EXIT_FAILURE)
+        return _fail(f"{name}: error: {' '.join(str(error).split())}", EXIT_FAILURE)
     except KeyboardInterrupt as stop:
         kept = "; ".join(getattr(stop, "__notes__", ["nothing was written"]))
-        return _fail(f"harness {args.verb}: interrupted; {kept}", EXIT_INTERRUPTED)
+        return _fail(f"{name}: interrupted; {kept}", EXIT_INTERRUPTED)
 
 
 def spelled(argv: Sequence[str]) -> list[str]:

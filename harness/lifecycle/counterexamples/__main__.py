@@ -1,132 +1,72 @@
-"""Search for the shortest runs in which a library breaks the lifecycle contract, one for each way of breaking it.
-
-A program is a legal beginning and then any step at all. All of them are tried up to a length, the shortest first, with the oracle beside
-each; the first deviation names a symptom. The state machines look deeper, at random; this looks everywhere near the start, so what it finds
-has no shorter form. Run `python -m harness.lifecycle.counterexamples` to search llm-compressor.
-"""
+"""Search llm-compressor: `python -m harness.lifecycle.counterexamples`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Annotated
 
+from compressor.console import positive
 from compressor.json_text import to_json
-from harness.errors import HarnessError
-from harness.lifecycle.counterexamples.program import (
-    DISABLE,
-    ENABLE,
-    LEAVE,
-    RAISING,
-    SILENT,
-    CounterExample,
-    OpenRun,
-    Program,
-    Symptom,
-    Trial,
-)
-from harness.lifecycle.oracle import MOMENTS, SessionModel, Settings
-from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE, Verdict
-
-MAX_STEPS = 5
-TIMES = (Settings(), Settings(start=1.0), Settings(start=0.0, end=1.0), Settings(end=1.0), Settings(start=0.0, update=2.0))
+from compressor.settings.kinds import Flag, Whole
+from compressor.settings.options import Option, Settings
+from harness.cli import run_alone
+from harness.reporting.verdict import Verdict, exit_codes
+from harness.verbs import Command
 
 
-def search(open_run: OpenRun, modifiers: Sequence[str], max_steps: int = MAX_STEPS) -> list[CounterExample]:
-    """Find the ways in which a library breaks the contract, and a shortest program for each. The same for the same library.
+class SearchSettings(Settings):
+    """How far the search goes, and how it tells what it found."""
+
+    as_json: Annotated[Flag, Option("--json")] = False
+    """Print JSON in place of text."""
+    steps: Annotated[Whole, Option(metavar="N", read=positive)] = 5
+    """Length of the longest programs."""
+
+
+def run(settings: SearchSettings) -> Verdict:
+    """Search llm-compressor, and print what was found.
 
     Args:
-        open_run: opens a run of the library over a fresh model.
-        modifiers: names that it knows: the harness's own probe first, with which everything is tried; with the others it is only tried what
-            exceptions leave behind.
-        max_steps: length of the longest programs.
+        settings: of the program.
 
     Returns:
-        One counter-example for each symptom, sorted; no shorter program shows it.
+        REGRESSION where a program shows that it breaks the contract.
+
+    Raises:
+        HarnessError: the library is not installed.
     """
-    found: dict[Symptom, CounterExample] = {}
-    for number, modifier in enumerate(modifiers):
-        broken: set[tuple[Settings, tuple[str, ...]]] = set()
-        for program in programs(modifier, max_steps, only_exceptions=number > 0):
-            if any((program.times, program.steps[:length]) in broken for length in range(len(program.steps))):
-                continue  # the deviation of its beginning has been seen
-            deviation = Trial(open_run, program).deviation()
-            if deviation is not None:
-                broken.add((program.times, program.steps))
-                found.setdefault(deviation.symptom, CounterExample(deviation.symptom, program, deviation.seen))
-    return [found[symptom] for symptom in sorted(found)]
+    from harness.lifecycle.counterexamples.llmcompressor import OWN, PROBE, llm_compressor_versions, open_llm_compressor_run
+    from harness.lifecycle.counterexamples.search import search
+
+    versions = llm_compressor_versions()
+    found = search(open_llm_compressor_run, (PROBE, OWN), settings.steps)
+    if settings.as_json:
+        print(to_json({"versions": versions, "counter_examples": [example.to_dict() for example in found]}), end="")
+    else:
+        print(", ".join(f"{name} {number}" for name, number in versions.items()))
+        print("\n".join(f"\n{number}. {example.to_text()}" for number, example in enumerate(found, start=1)))
+    return Verdict.REGRESSION if found else Verdict.PASS
 
 
-def programs(modifier: str, max_steps: int, only_exceptions: bool = False) -> Iterator[Program]:
-    """List the programs: a legal beginning, then any step at all, the shortest first. Times vary where every step is legal.
-
-    Args:
-        modifier: its name.
-        max_steps: length of the longest.
-        only_exceptions: only programs whose last step ends by an exception.
-
-    Yields:
-        The programs.
-    """
-    beginnings: list[tuple[str, ...]] = [()]
-    for _ in range(max_steps):
-        longer: list[tuple[str, ...]] = []
-        for beginning in beginnings:
-            legal = _legal(beginning)
-            for last in (*MOMENTS, DISABLE, ENABLE, LEAVE, *(moment + RAISING for moment in legal if moment in MOMENTS), *_silent(legal)):
-                if last in legal:
-                    longer.append((*beginning, last))
-                if only_exceptions and not last.endswith((RAISING, LEAVE)):
-                    continue
-                if last in legal or last not in (DISABLE, ENABLE):
-                    all_times = TIMES if last in legal else TIMES[:1]
-                    yield from (Program(modifier, times, (*beginning, last)) for times in all_times)
-        beginnings = longer
-
-
-def _legal(steps: Sequence[str]) -> list[str]:
-    """List the steps that may come after others."""
-    oracle = SessionModel([Settings()])
-    for step in steps:
-        if step in MOMENTS:
-            oracle.last = step
-            oracle.calibrated = oracle.calibrated or step == "CALIBRATION_START"
-    in_calibration = oracle.place == "in a calibration"
-    return [*oracle.allowed(), *[DISABLE] * in_calibration, *[ENABLE] * (in_calibration and steps.count(DISABLE) > steps.count(ENABLE))]
-
-
-def _silent(legal: Sequence[str]) -> list[str]:
-    return [moment + SILENT for moment in ("INITIALIZE", "FINALIZE") if moment in legal]
+COMMAND = Command(
+    "search llm-compressor for the shortest runs that break the lifecycle contract, one for each way of breaking it",
+    SearchSettings,
+    run,
+    exit_codes("nothing was found", "a run breaks the contract"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search llm-compressor, and print what was found.
+    """Run the program.
 
     Args:
         argv: arguments without the program's name; by default those of the process.
 
     Returns:
-        0 when nothing was found, 1 when something was, 3 when the library is not installed.
+        Its exit code.
     """
-    from harness.lifecycle.counterexamples.llmcompressor import OWN, PROBE, llm_compressor_versions, open_llm_compressor_run
-
-    parser = argparse.ArgumentParser(prog="python -m harness.lifecycle.counterexamples", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
-    parser.add_argument("--steps", type=int, default=MAX_STEPS, metavar="N", help=f"length of the longest programs (default {MAX_STEPS})")
-    args = parser.parse_args(argv)
-    try:
-        open_llm_compressor_run(PROBE, Settings())
-    except HarnessError as error:
-        print(error, file=sys.stderr)
-        return EXIT_FAILURE
-    found = search(open_llm_compressor_run, (PROBE, OWN), args.steps)
-    versions = llm_compressor_versions()
-    if args.json:
-        print(to_json({"versions": versions, "counter_examples": [example.to_dict() for example in found]}), end="")
-    else:
-        print(", ".join(f"{name} {number}" for name, number in versions.items()))
-        print("\n".join(f"\n{number}. {example.to_text()}" for number, example in enumerate(found, start=1)))
-    return EXIT_CODES[Verdict.REGRESSION if found else Verdict.PASS]
+    return run_alone("python -m harness.lifecycle.counterexamples", COMMAND, argv)
 
 
 if __name__ == "__main__":

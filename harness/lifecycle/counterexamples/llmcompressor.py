@@ -86,7 +86,15 @@ def llm_compressor_stage(clauses: Collection[Clause] = CLAUSES) -> Stage:
 
 
 def llm_compressor_versions() -> dict[str, str]:
-    """Return the versions of what is driven, by package."""
+    """Return the versions of what is driven, by package.
+
+    Returns:
+        Package to version.
+
+    Raises:
+        HarnessError: llm-compressor is not installed here.
+    """
+    _require()
     return {name: version(name) for name in (PACKAGE, "compressed-tensors", "transformers", "torch")}
 
 

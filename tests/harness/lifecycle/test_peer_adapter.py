@@ -19,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from compressor.lifecycle import Event, EventType, Flags, Modifier, Session, State
 from harness.errors import HarnessError
-from harness.lifecycle.counterexamples.__main__ import main, search
+from harness.lifecycle.counterexamples.__main__ import main
 from harness.lifecycle.counterexamples.llmcompressor import OWN, PROBE, open_llm_compressor_run
 from harness.lifecycle.counterexamples.program import DISABLE, ENABLE, LEAVE, CounterExample, OpenRun
+from harness.lifecycle.counterexamples.search import search
 from harness.lifecycle.driving.driver import CompressorRun, apply_settings
 from harness.lifecycle.driving.probes import Chain, Probe
 from harness.lifecycle.oracle import Settings
@@ -147,8 +148,20 @@ def test_a_counter_example_says_what_was_done_and_what_was_seen() -> None:
 def test_where_the_library_is_absent_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HarnessError, match="llmcompressor is not installed"):
         open_llm_compressor_run(PROBE, Settings())
-    assert main([]) == 3
-    assert "llmcompressor is not installed" in capsys.readouterr().err
+    assert main(["--steps", "1", "--json"]) == 3
+    assert "python -m harness.lifecycle.counterexamples: error: lifecycle: llmcompressor is not installed" in capsys.readouterr().err
+
+
+def test_the_program_takes_its_options_as_every_verb_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, code, told in (
+        (["--help"], 0, "programs (default: 5)"),
+        (["--steps", "0"], 3, "'0' is not a whole number above 0"),
+        (["--steps", "2", "--steps", "3"], 3, "give it once"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == code
+        assert told in " ".join("".join(capsys.readouterr()).split())
 
 
 Example = dict[str, Any]
