@@ -78,6 +78,8 @@ class Products:
         self._set |= {node for node in view.nodes if node not in self._set and mixing.is_product(node)}
         self._weighing = Weighing(view, flow, shapes, self.ends_walk)
         self._set |= self._weighing.found(self._set)
+        while found := {node for node in view.nodes if node not in self._set and mixing.is_lookup(node)}:  # at places chosen among those
+            self._set |= found
 
     def __contains__(self, node: object) -> bool:
         """Whether a node is a product of two activations."""
@@ -93,11 +95,11 @@ class Products:
 
     def is_weighted(self, node: ir.Node) -> bool:
         """Whether one factor of a product is normalised as by a softmax, or is itself a product of the others."""
+        factors = self._flow.factors(node)
+        if self._weighing.weighed_by(node, bool(factors)):
+            return True
         if node.op_type in _ELEMENTWISE:  # attention pooling that is spelled out
             return self._is_weighted_sum(node)
-        factors = self._flow.factors(node)
-        if factors and self._weighing.weighed_by(node, True):
-            return True
         return len(factors) > 2 or any(self._behind(value, _NORMALISES) for value in factors)
 
     def goes_on(self, node: ir.Node) -> bool:
@@ -202,7 +204,7 @@ class Mixing:
 
     def is_product(self, node: ir.Node) -> bool:
         """Whether a node mixes two activations in one of these ways."""
-        return self._is_pair(node) or self._is_sample(node) or self._is_lookup(node) or (self._spectra and self._joins_spectra(node))
+        return self._is_pair(node) or self._is_sample(node) or (self._spectra and self._joins_spectra(node))
 
     def _joined(self, node: ir.Node) -> list[ir.Value]:
         places = _JOINS.get(node.op_type, range(len(node.inputs)) if node.op_type in _JOINS_ALL else ())
@@ -274,7 +276,7 @@ class Mixing:
         back = any(one.op_type in _SPECTRUM for one in self._products.users(node))
         return back and all(self._view.walk_back(value, lambda one: one.op_type in _SPECTRUM, self._products.ends_walk) for value in joined)
 
-    def _is_lookup(self, node: ir.Node) -> bool:
+    def is_lookup(self, node: ir.Node) -> bool:
         """Whether an activation is looked up at places that were chosen among products."""
         if node.op_type not in LOOKUPS or not self._flow.is_activation(node.inputs[0]):
             return False

@@ -174,8 +174,9 @@ class Weighing:
         met = [value for value in others if self._is_computed(value) and not self._is_chosen(value)]
         if not is_weight or not met:
             return False
-        first = node.inputs[0] in reach.summed
-        return node.op_type in _TIMES or (node.op_type == "Where" and first) or (node.op_type in LOOKUPS and not first)
+        if node.op_type in LOOKUPS | _SCATTERS:
+            return node.inputs[1] in reach.summed
+        return node.op_type in _TIMES or (node.op_type == "Where" and node.inputs[0] in reach.summed)
 
     def _added(self, node: ir.Node, others: list[ir.Value], reach: _Reach) -> bool | None:
         """Parts of one product that are added make a sum of it; a residual that is added makes it an activation like any other."""

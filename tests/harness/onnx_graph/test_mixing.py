@@ -58,10 +58,20 @@ KNOWN = {
 }
 
 
-def _graph(text: str, read: str = READ) -> onnx.ModelProto:
+APART = QK + "d = Sub(a4, b4) dd = Mul(d, d) s = ReduceSum<keepdims = 0>(dd, last) "
+AT_THE_END = {
+    "nearest": APART + "i = ArgMin<axis = 2>(s) e = Expand(i, as_c) m = GatherElements<axis = 1>(c, e)",
+    "all that are near": APART + "n = Less(s, half) n4 = Unsqueeze(n, last) c4 = Unsqueeze(c, one) w = Where(n4, c4, none) "
+    "m = ReduceSum<keepdims = 0>(w, two)",
+    "given to the nearest": APART + 'i = ArgMin<axis = 2>(s) e = Expand(i, as_c) m = ScatterElements<axis = 1, reduction = "add">(x, e, c)',
+    "given to the best": SCORES + "i = ArgMax<axis = 2>(s) e = Expand(i, as_c) m = ScatterElements<axis = 1>(x, e, c)",
+}
+
+
+def _graph(text: str, read: str = READ, end: str = "MatMul(m, wo)") -> onnx.ModelProto:
     draw = np.random.default_rng(0)
     inputs = f"float[1, {LENGTH}, {WIDTH}] x, int64[1, {LENGTH}] ids, float[1, {LENGTH}] mask"
-    made = parser.parse_graph(f"g ({inputs}) => (float[] y) {{ {read} {text} y = MatMul(m, wo) }}")
+    made = parser.parse_graph(f"g ({inputs}) => (float[] y) {{ {read} {text} y = {end} }}")
     held = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in WEIGHTS.items()}
     held |= {name: np.array([axis]) for name, axis in (("zero", 0), ("one", 1), ("two", 2), ("last", -1), ("flat", -1))}
     held |= {"as_c": np.array([1, LENGTH, WIDTH]), "pairs": np.array([1, LENGTH, LENGTH, WIDTH]), "batches": np.zeros(LENGTH, np.int64)}
@@ -69,6 +79,7 @@ def _graph(text: str, read: str = READ) -> onnx.ModelProto:
     held |= {
         "by_kernel": np.array([1, 2, LENGTH, 1]),
         "half": np.array(0.5, np.float32),
+        "none": np.array(0, np.float32),
         "zeros": np.zeros((1, LENGTH, LENGTH), np.float32),
     }
     held |= {"fixed_grid": np.zeros((1, LENGTH, WIDTH, 2), np.float32), "fixed_offsets": np.zeros((1, 2, LENGTH, WIDTH), np.float32)}
@@ -103,3 +114,9 @@ def test_pairs_are_seen_behind_operators_whose_shapes_onnx_does_not_know(between
     model = _graph(text, READ.replace("h = MatMul(p0, v0)", f"raw = MatMul(p0, v0) h = {name}"))
     found = census(model)
     assert any("not read: Sub " in block.note for block in found.unknown), found.text()
+
+
+@pytest.mark.parametrize("name", AT_THE_END)
+def test_what_is_chosen_by_pairs_or_products_is_no_comparison_where_the_graph_ends(name: str) -> None:
+    found = census(_graph(AT_THE_END[name], end="Identity(m)"))
+    assert found.counts == {"SEPARATE": 1, "UNKNOWN": 1} and not found.comparisons, found.text()
