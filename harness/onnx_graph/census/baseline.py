@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 _MATRIX = 2
+_SHARE = 0.05
+"""Of a weight's energy that quantizing it may cost: that of 3 bits. Another weight of its size is at 2."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,9 +206,14 @@ def packed_in(matrix_IO: np.ndarray, block: Block) -> str:
         if rows != matrix_IO.shape[0] or columns <= width:
             continue
         for start in range(0, columns - width + 1, max(1, np.gcd(width, columns))):
-            if np.array_equal(layer.matrix_IO[:, start : start + width], matrix_IO):
+            if _is_close(layer.matrix_IO[:, start : start + width], matrix_IO):
                 return f"columns {start}:{start + width} of {layer.op} {layer.name} [{rows}, {columns}]"
     return ""
+
+
+def _is_close(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether one matrix is the other, also where one of them was quantized."""
+    return bool(np.square(one - other, dtype=np.float64).sum() <= _SHARE * np.square(other, dtype=np.float64).sum())
 
 
 def describe(block: Block) -> str:

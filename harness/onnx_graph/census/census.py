@@ -2,7 +2,8 @@
 
 From each Softmax the walk goes back to the product of two activations (Q and K) and forward to the one with V; from Q, K and V back, each
 to the first linear layer. No pattern of operators is matched: exporters and optimizers produce dozens of chains between these points.
-Fused attention operators name their Q, K and V themselves. Three layers are SEPARATE, two PARTLY_FUSED, one FUSED; an operator that holds
+Fused attention operators name their Q, K and V themselves. Three layers are SEPARATE, two (or one that holds a role of
+another block, too) PARTLY_FUSED, one FUSED; an operator that holds
 the packed weight itself has ABSORBED them.
 """
 
@@ -19,7 +20,7 @@ import onnx_ir as ir
 
 from harness.onnx_graph.census.chains import Chains
 from harness.onnx_graph.census.flow import PACKED_ATTENTION, PROJECTED_ATTENTION, FlowMap, Shapes, is_opaque, operands
-from harness.onnx_graph.census.parts import takes_a_part
+from harness.onnx_graph.census.parts import shared_across_blocks, takes_a_part
 from harness.onnx_graph.census.products import SOFTMAX, Products, is_matrix_product, shown
 from harness.onnx_graph.census.projections import Projection, find_projection
 from harness.onnx_graph.census.score_axes import ScoreAxes
@@ -291,9 +292,29 @@ class _Search:
         for group in loose.blocks:
             self._add_unknown(group)
         places = block_places(self._view, self._anchors)
-        blocks = tuple(replace(block, place=place) for block, place in zip(self._blocks, places, strict=True))
+        blocks = tuple(replace(block, place=place) for block, place in zip(self._apart(), places, strict=True))
         comparisons = tuple(Comparison(node.op_type, label(node), self._leading_to([node])) for node in loose.comparisons)
         return Census(blocks, comparisons, self._view.notes, self._view)
+
+    def _apart(self) -> list[Block]:
+        """Give the blocks, of which none is SEPARATE whose layer holds a role of another one, too."""
+        clear = [(block, role, one) for block in self._blocks for role in ROLES if (one := block.projection(role)) is not None]
+        taken = {(block.index, role): (one, block.taken.get(role)) for block, role, one in clear}
+        shared = shared_across_blocks(self._view, self._shapes, taken)
+        held = Counter(one.node for one, _ in taken.values())
+        apart = []
+        for block in self._blocks:
+            if block.status is Status.SEPARATE:
+                parts = [role for role in ROLES if self._takes_a_part_alone(*taken[block.index, role], held)]
+                beside = [f"{role.upper()} takes a part of {_shown(block.projections[role])}" for role in parts]
+                status = Status.PARTLY_FUSED if block.index in shared else block.status
+                block = replace(block, status=status, note="; ".join(filter(None, [block.note, *shared.get(block.index, ()), *beside])))
+            apart.append(block)
+        return apart
+
+    def _takes_a_part_alone(self, layer: Projection, value: ir.Value | None, held: Mapping[ir.Node, int]) -> bool:
+        """Whether the rest of a layer goes to what is no role of any block, such as a gate."""
+        return held[layer.node] == 1 and takes_a_part(self._view, self._shapes, layer, value)
 
     def _around(self, softmax: ir.Node) -> tuple[list[ir.Node], list[tuple[ir.Node, int]]] | None:
         """The products before and behind a softmax; None for one of a classifier or a router."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -62,6 +63,38 @@ def takes_a_part(view: GraphView, shapes: Shapes, layer: Projection, value: ir.V
         return sizes[1][0] < sizes[0][0]
     path = path_between(view, layer, value)
     return any(node.op_type in _CUTS or _is_narrow(shapes, node) for node in path)
+
+
+def shared_across_blocks(
+    view: GraphView, shapes: Shapes, taken: Mapping[tuple[int, str], tuple[Projection, ir.Value | None]]
+) -> dict[int, list[str]]:
+    """Find roles that take their parts of a layer, or of one weight, of which a role of another block takes a part, too.
+
+    Blocks all of whose roles come from the same weights are the heads or windows of one attention, and no others to each other.
+
+    Args:
+        view: of the graph.
+        shapes: of its values.
+        taken: (block, role) to its layer, and what the block's product takes for it.
+
+    Returns:
+        Block to what it shares, in words.
+    """
+    weights: dict[int, dict[str, object]] = {}
+    for (index, role), (layer, _) in taken.items():
+        weights.setdefault(index, {})[role] = layer.sources
+    found: dict[int, list[str]] = {}
+    for (index, role), (other, other_role) in itertools.permutations(taken, 2):
+        (layer, value), (beside, beside_value) = taken[index, role], taken[other, other_role]
+        if index == other or layer.sources != beside.sources or weights[index] == weights[other]:
+            continue
+        if layer.node is beside.node:
+            is_shared = takes_a_part(view, shapes, layer, value) and takes_a_part(view, shapes, beside, beside_value)
+        else:
+            is_shared = bool(layer.cut_from and beside.cut_from) and layer.fingerprint != beside.fingerprint
+        if is_shared:
+            found.setdefault(index, []).append(f"{role.upper()} lies packed with {other_role.upper()} of block {other}")
+    return found
 
 
 def moves(view: GraphView, layer: Projection, value: ir.Value | None) -> Counter[str]:

@@ -83,6 +83,15 @@ class Projection:
         return fingerprint(self.matrix_IO)
 
     @property
+    def cut_from(self) -> str:
+        """The name and shape of the constant that it is a part of; empty where it is all of it."""
+        sizes = {one: math.prod(one.shape.numpy()) for one in self.sources if one.shape is not None}
+        held = max(sizes, key=lambda one: (sizes[one], str(one.name)), default=None)
+        if held is None or held.shape is None or sizes[held] <= self.matrix_IO.size:
+            return ""
+        return f"{held.name} {list(held.shape.numpy())}"
+
+    @property
     def marks(self) -> tuple[str, ...]:
         """Fingerprints of all layers that are the role's own."""
         return (self.fingerprint, *(one.fingerprint for one in self.beside))

@@ -12,6 +12,8 @@ import numpy as np
 from compressor.errors import UserInputError
 from harness.onnx_graph.census.baseline import RoleWeight, describe, packed_in, same_order
 from harness.onnx_graph.census.census import ROLES, Block, Status
+from harness.onnx_graph.census.flow import Shapes
+from harness.onnx_graph.census.parts import takes_a_part
 from harness.onnx_graph.census.projections import Projection
 from harness.onnx_graph.contracts.base import Contract, Finding, Holding, Pair
 from harness.onnx_graph.contracts.packed import columns_taken, columns_told
@@ -111,22 +113,26 @@ class SeparateQKV(RoleContract):
             return None
         if block.status in _UNCLEAR:
             return self.not_analysed(f"{where}: {describe(block)}; its roles are not clear", block.index)
-        return self.violated(f"{where}: already {describe(block)}; the model itself has Q, K and V in one layer or one weight", block.index)
+        return self.violated(
+            f"{where}: already {describe(block)}; the model itself has no three layers and weights of their own", block.index
+        )
 
     def _after(self, pair: Pair, block: Block) -> Iterator[Finding]:
-        if block.status is Status.SEPARATE:
-            return
         if block.status in _UNCLEAR:
             yield self.not_analysed(f"block {block.index} ({block.kind}): {describe(block)}; its roles are not clear", block.index)
             return
         was = next((index for index, one in pair.counterparts.items() if one is block), None)
+        is_separate = block.status is Status.SEPARATE
         if was is None:
-            yield self.violated(f"block {block.index} ({block.kind}) was none before, and is {describe(block)}", block.index)
+            if not is_separate:
+                yield self.violated(f"block {block.index} ({block.kind}) was none before, and is {describe(block)}", block.index)
             return
-        for lost in pair.baseline.of_block(was):
+        places = {lost: _place(pair, lost, block) for lost in pair.baseline.of_block(was)}
+        for lost, place in places.items():
             rows, columns = lost.projection.shape
-            place = packed_in(lost.projection.matrix_IO, block)
-            found = f"packed as {place}" if place else describe(block)
+            if not place and (is_separate or any(places.values())):
+                continue
+            found = place or describe(block)
             yield self.violated(f"{lost.where}: expected a layer of its own [{rows}, {columns}], found {found}", block.index, lost.role)
 
 
@@ -304,6 +310,20 @@ class QDQPreserved(RoleContract):
                     self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
                 )
         return found
+
+
+def _place(pair: Pair, lost: RoleWeight, block: Block) -> str:
+    """Say where a projection lies that shares a layer or a weight, also with what is no role of any block, such as a gate; else empty."""
+    was, now = lost.projection, block.projection(lost.role)
+    if place := packed_in(was.matrix_IO, block):
+        return f"packed as {place}"
+    if now is None or pair.census_after.view is None:
+        return ""
+    if now.cut_from and not was.cut_from:
+        return f"{now.op} {now.name} on a part of {now.cut_from}"
+    view = pair.census_after.view
+    is_wider = now.shape[1] > was.shape[1] and takes_a_part(view, Shapes(view), now, block.taken.get(lost.role))
+    return f"a part of {now.op} {now.name} [{now.shape[0]}, {now.shape[1]}]" if is_wider else ""
 
 
 def _in_codes(was: Projection, now: Projection) -> list[tuple[Projection, Projection]]:

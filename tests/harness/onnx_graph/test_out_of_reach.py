@@ -25,10 +25,9 @@ native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 """  # without the package around it, which takes two seconds to import
 CALL = f"""{LOAD}
-try:
-    native.simplify(None, b"", [])
-except TypeError:
-    pass
+rest = dict.fromkeys(("target_opset_version", "rewriter", "overwrite_input_shapes", "unused_output", "extra_optimizers"))
+with open("in.onnx", "rb") as file:
+    native.simplify(native.ModelExecutor(), file.read(), [], False, False, tensor_size_threshold=1 << 30, **rest)
 """
 INDENTED = CALL.replace("\n", "\n    ")
 WORKERS = f"""

@@ -157,3 +157,47 @@ def test_a_packed_layer_is_read_behind_what_older_programs_write(form: str) -> N
     packed = _model(f"{LAYOUTS['split']} {heads}{between}{core}")
     (block,) = census(packed).blocks
     assert (block.status.name, block.note) == ("FUSED", "")
+
+
+HEAD = "{0}p = Reshape({1}, by_head) {0} = Transpose<perm = [0, 2, 1, 3]>({0}p) "
+ATTENDS = "kt{0} = Transpose<perm = [0, 1, 3, 2]>(k{0}) u{0} = MatMul(q{0}, kt{0}) z{0} = Softmax(u{0}) c{0} = MatMul(z{0}, v{0}) "
+SPLIT = "a{0}, a{1} = Split<axis = 2, num_outputs = 2>(p{0}) "
+OTHERS = {
+    "Q of two blocks": {0: 3},
+    "Q with V of another": {0: 5},
+    "Q with a gate": {0: 6},
+    "every role with that of another": {0: 3, 1: 4, 2: 5},
+    "Q and a gate on slices of one weight": {},
+}
+
+
+def _two_blocks(packed: dict[int, int], sliced: bool = False) -> onnx.ModelProto:
+    """Two blocks beside a gate, some of whose seven layers lie packed in pairs: 0 to 2 and 3 to 5 are Q, K, V, 6 is the gate."""
+    weights = np.split(np.random.default_rng(1).standard_normal((WIDTH, 7 * WIDTH)).astype(np.float32), 7, 1)
+    held = {f"own{at}": weight for at, weight in enumerate(weights)} | _constants()
+    text = "".join(f"p{one} = MatMul(x, both{one}_{other}) {SPLIT.format(one, other)}" for one, other in packed.items())
+    held |= {f"both{one}_{other}": np.concatenate([weights[one], weights[other]], 1) for one, other in packed.items()}
+    left = [at for at in range(7) if at not in (*packed, *packed.values())]
+    if sliced:
+        held["both0_6"], left = np.concatenate([weights[0], weights[6]], 1), [at for at in left if at not in (0, 6)]
+        text += "s0 = Slice(both0_6, n0, w1, n1) s6 = Slice(both0_6, w1, w2, n1) a0 = MatMul(x, s0) a6 = MatMul(x, s6) "
+    text += "".join(f"a{at} = MatMul(x, own{at}) " for at in left) + "g = Sigmoid(a6) gh = Reshape(g, by_head) "
+    for block in range(2):
+        text += "".join(HEAD.format(f"{role}{block}", f"a{3 * block + at}") for at, role in enumerate("qkv")) + ATTENDS.format(block)
+    model = _model(text + "c = Add(c0, c1) t = Transpose<perm = [0, 2, 1, 3]>(c) y = Mul(t, gh)")
+    del model.graph.initializer[:]
+    used = {name for node in model.graph.node for name in node.input}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in held.items() if name in used)
+    return model
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_role_that_is_packed_with_what_is_no_role_of_its_block_has_no_layer_of_its_own(name: str) -> None:
+    before, after = _two_blocks({}), _two_blocks(OTHERS[name], sliced="slices" in name)
+    assert SeparateQKV().check(before, before).holds
+    result = SeparateQKV().check(before, after)
+    assert result.holding is Holding.VIOLATED, census(after).text()
+    assert "block 0 (self) Q = a0: expected a layer of its own [32, 32], found" in result.message
+    told = census(after).text()
+    assert ("lies packed with" in told) is (name in ("Q of two blocks", "Q with V of another")), told
+    assert ("takes a part of MatMul p0 32x64" in told) is (name == "Q with a gate"), told
