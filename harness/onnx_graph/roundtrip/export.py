@@ -25,6 +25,7 @@ from torch import nn
 from compressor.atomic import whole_file
 from compressor.errors import OutputError, UserInputError
 from compressor.json_text import from_json
+from compressor.model.evaluation import evaluation_mode
 from compressor.model.loading.load import load_model
 from compressor.model.loading.sample_batches import Modality, sample_batches
 from compressor.nn.experts import UnfusedExperts
@@ -210,7 +211,7 @@ def export(
     """Export a module.
 
     Args:
-        module: put into eval mode for the export; otherwise not modified.
+        module: put into eval mode for the export; its modes are as before afterwards, and otherwise it is not modified.
         inputs: example inputs by the names of the forward's arguments.
         exporter: `dynamo` (torch.export) or `torchscript`.
         opset: version of the standard operators; an exporter that cannot write it takes one that it can, and the graph says which.
@@ -231,10 +232,9 @@ def export(
     if not 1 <= opset <= onnx.defs.onnx_opset_version():
         raise UserInputError(f"export: there is no opset {opset}; choose from 1 to {onnx.defs.onnx_opset_version()}")
     _check_dynamic(dynamic or {}, inputs)
-    training = module.training
-    with tempfile.TemporaryDirectory() as folder, _quiet(), torch.no_grad():
+    with tempfile.TemporaryDirectory() as folder, _quiet(), torch.no_grad(), evaluation_mode(module):
         path = Path(folder) / "model.onnx"
-        wrapped = _ByName(module.eval(), list(inputs))
+        wrapped = _ByName(module, list(inputs)).eval()  # torchscript puts everything back into the mode of what it was given
         try:
             with _experts_that_export(module):
                 _EXPORTERS[exporter](wrapped, dict(inputs), path, opset, dynamic or {})
@@ -244,8 +244,6 @@ def export(
         else:
             model = read_proto(path)
             tried = try_other_inputs(model, wrapped, inputs) if exporter == "torchscript" else Tried()  # dynamo refuses what inputs decide
-        finally:
-            module.train(training)
     if tried.differs:
         raise ExportFailure(
             f"{exporter}: {type(module).__name__} cannot be exported: on other inputs the graph gives {tried.differs}; this exporter "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -208,27 +209,32 @@ def test_what_is_exported_comes_back_once(history: History, tmp_path: Path) -> N
     history.add("b", [2.0], environment=ELSEWHERE, night="2", better="higher")
     assert history.export(tmp_path / "all.csv") == 3
     other = History(tmp_path / "other.sqlite")
+    (tmp_path / "all.csv").write_text((tmp_path / "all.csv").read_text(), "utf-8-sig")  # as a spreadsheet writes it
     assert (other.read_in(tmp_path / "all.csv"), other.read_in(tmp_path / "all.csv")) == (2, 0)
     assert [other.series(name) for name in "ab"] == [history.series(name) for name in "ab"]
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "told"),
     [
-        "1,{},r,a,lower,series,now,0,x",
-        "1,{},r,a,lower,series,now,0,-1",
-        "1,{},r,a,best,series,now,0,1",
-        "1,2",
-        "1,[],r,a,lower,series,now,0,1",
+        ("1,{},r,a,lower,series,2026-01-01,0,x", "value 'x' is not what export writes there"),
+        ("1,{},r,a,lower,series,2026-01-01,0,", "value '' is not what export writes there"),
+        ("1,{},r,a,lower,series,2026-01-01,0,-1", "the value -1.0 is not finite and above 0"),
+        ("1,{},r,a,best,series,2026-01-01,0,1", "better='best' is neither"),
+        ("1,{},r,a,lower,series,now,0,1", "made 'now' is not what export writes there"),
+        ("1,2", "it has 2 fields, and there are 9"),
+        ("", "it has 0 fields, and there are 9"),
+        ("1,[],r,a,lower,series,2026-01-01,0,1", "environment is no object of facts"),
+        ("1,{,r,a,lower,series,2026-01-01,0,1", "environment '{' is not what export writes there"),
     ],
 )
-def test_a_wrong_row_is_named_and_nothing_is_added(history: History, tmp_path: Path, line: str) -> None:
+def test_a_wrong_row_is_named_and_nothing_is_added(history: History, tmp_path: Path, line: str, told: str) -> None:
     history.add("a", [1.0], environment=HERE, night="1")
     history.export(tmp_path / "all.csv")
     with (tmp_path / "all.csv").open("a") as file:
         file.write(line + "\n")
     other = History(tmp_path / "other.sqlite")
-    with pytest.raises(UserInputError, match=r"all\.csv:3: .*nothing was added"):
+    with pytest.raises(UserInputError, match=rf"all\.csv:3: is no reading \(.*{re.escape(told)}.*nothing was added"):
         other.read_in(tmp_path / "all.csv")
     assert other.metrics() == []
 

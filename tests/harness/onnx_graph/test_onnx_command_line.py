@@ -167,6 +167,7 @@ class _Noise(nn.Module):
         (_Noise(), {"x": torch.ones(3)}, "other outputs for the same inputs"),
         (_Masked(), {"x": torch.ones(3), "mask": torch.ones(3, dtype=torch.int64)}, "mask had the example's values throughout"),
         (nn.Linear(3, 2), {"input": torch.ones(1, 3)}, ""),
+        (nn.Sequential(nn.Linear(3, 8), nn.Dropout()), {"input": torch.ones(1, 3)}, ""),
     ],
 )
 def test_what_the_search_for_frozen_choices_did_not_see_is_said(module: nn.Module, inputs: dict[str, torch.Tensor], unseen: str) -> None:
@@ -185,11 +186,24 @@ def test_a_branch_is_not_sent_to_the_other_exporter(exporter: str, advised: bool
     assert ("try dynamo" in str(caught.value)) is advised
 
 
-@pytest.mark.parametrize("module", [_Branch(), _Size(), _Rows(), _Length()])
+class _Dropped(_Branch):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), training=self.training)
+
+
+@pytest.mark.parametrize("module", [_Branch(), _Size(), _Rows(), _Length(), _Dropped()])
 def test_what_torchscript_freezes_is_found(module: nn.Module) -> None:
     inputs = {"x": torch.ones(2, 3)} if isinstance(module, _Branch) else {"ids": torch.tensor([[0, 90, 7], [7, 0, 90]])}
     with pytest.raises(ExportFailure, match=r"torchscript: .* on other inputs the graph gives (.* dB|no output).* is frozen in it"):
         export(module, inputs, exporter="torchscript")
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_every_part_is_in_its_mode_after_an_export(exporter: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3))
+    module[2].eval()
+    export(module, {"input": torch.ones(2, 3)}, exporter=exporter)
+    assert [one.training for one in module.modules()] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
