@@ -65,15 +65,14 @@ class StandstillWatch:
             self._sample = None
 
     def _look(self, main: int) -> None:
-        clock = time.pthread_getcpuclockid(main)
-        still_since, last = time.monotonic(), (self._sample, time.clock_gettime(clock), time.process_time())
-        while not self._quit.wait(_PATIENCE_SECONDS / _LOOKS):
+        clock, seconds = time.pthread_getcpuclockid(main), _PATIENCE_SECONDS / _LOOKS
+        still, last = 0, (self._sample, time.clock_gettime(clock), time.process_time())
+        while not self._quit.wait(seconds):  # looks are counted, not time: a process that was stopped or frozen for an hour has had one
             now = (self._sample, time.clock_gettime(clock), time.process_time())
-            seconds = time.monotonic() - still_since
-            is_still = now[0] is not None and now[0] is last[0]
-            if not is_still or now[1] - last[1] > _STILL * seconds or now[2] - last[2] > _BUSY * seconds:
-                still_since, last = time.monotonic(), now
-            elif seconds >= _PATIENCE_SECONDS:
+            is_same = now[0] is not None and now[0] is last[0]
+            still = still + 1 if is_same and now[1] - last[1] <= _STILL * seconds and now[2] - last[2] <= _BUSY * seconds else 0
+            last = now
+            if still == _LOOKS:
                 self._found = _place(sys._current_frames()[main])
                 signal.pthread_kill(main, signal.SIGURG)
                 return
