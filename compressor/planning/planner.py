@@ -252,7 +252,8 @@ class _Following:
 def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettings, setting: Setting, follow: _Following) -> Plan:
     targets, skipped = _targets(skeleton, parsed.modifiers)
     patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, settings.sequential_targets)
-    runs_once, has_base_stream = streams = _streams(chosen, settings, list(targets.values()))
+    named = SequentialSettings(patterns, passes=settings.passes, engine=settings.engine)
+    runs_once, has_base_stream = streams = _streams(chosen, named, list(targets.values()))
     cut = partition(skeleton, patterns)
     layers = _layers(skeleton, cut, targets, streams) if chosen == "sequential" else []
     setting = replace(setting, runs_once=runs_once, has_base_stream=has_base_stream)
@@ -310,9 +311,8 @@ def _targets(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[dict[s
     return changed, [target.module for target in planned.values() if target.module.reason is not None]
 
 
-def _streams(pipeline: str, settings: PlanSettings, targets: Sequence[Target]) -> tuple[bool, bool]:
+def _streams(pipeline: str, chosen: SequentialSettings, targets: Sequence[Target]) -> tuple[bool, bool]:
     """Whether layers would run once, and whether the uncompressed model would run beside."""
-    chosen = SequentialSettings(settings.sequential_targets, passes=settings.passes, engine=settings.engine)
     runs_once = pipeline == "sequential" and chosen.num_passes == 1
     asked = {
         target.modifier.base_stream_for([] if target.scheme is None else [target.scheme])

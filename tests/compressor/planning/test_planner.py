@@ -131,6 +131,17 @@ def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["fit"]["device_bytes"] == int(memory[:-2]) * 10 ** (9 if "GB" in memory else 6)
 
 
+def test_experts_too_many_for_one_stage_are_planned_one_by_one_as_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Qwen3MoeConfig
+
+    monkeypatch.setattr(stage_targets, "HESSIAN_BYTES", 0)
+    sizes = SIZES | {"num_experts": 4, "moe_intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 1}
+    Qwen3MoeConfig(**sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path)
+    made = make(tmp_path, passes="auto")
+    assert made.forwards == "two"
+    assert [f"model.layers.0.mlp.experts.{number}" for number in range(4)] == [name for name in made.sequential_targets if "experts" in name]
+
+
 @pytest.mark.nightly
 def test_a_plan_grows_with_the_model_and_not_with_its_square(tmp_path: Path) -> None:
     """DeepSeek-V3 has 45,000 linear layers: what looked at all pairs of names took hours."""
