@@ -26,6 +26,7 @@ from compressor.data.collate import leading_tensor
 from compressor.data.layouts import refuse_without_memory
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
+from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
 from compressor.nn import QuantizedLayer
 from compressor.tracing.footprint import Footprint
@@ -214,8 +215,8 @@ def check_still_called(session: Session, data: CalibrationData, before: set[str]
         session: after the last stage; its hooks are put to sleep.
         data: the batches.
         before: modules that were called before compression.
-        rewritten: parameters that a forward writes to for good, as RWKV does at its first one: what is compressed is what was loaded, and
-            that forwards of the result lose this is noted.
+        rewritten: parameters that a forward writes to for good, as RWKV does at its first one. A model of transformers is compressed as it
+            was loaded, for who reads the checkpoint may unpack its weights first; a note says so.
 
     Raises:
         CalibrationError: a layer is called no more, though its owner is; its weight is written to; or the compressed model raises an
@@ -274,7 +275,7 @@ def _noting_writes(found: set[str], name: str, layer: QuantizedLayer, lent: list
 
 
 def _judge_writes(state: State, written: Collection[str], rewritten: Collection[str]) -> None:
-    known = {name.rpartition(".")[0] for name in rewritten}
+    known = {name.rpartition(".")[0] for name in rewritten} if as_pretrained(state.model) is not None else set()
     wrong = sorted(name for name in written if name not in known)
     if wrong:
         raise CalibrationError(
@@ -284,7 +285,7 @@ def _judge_writes(state: State, written: Collection[str], rewritten: Collection[
     if written:
         state.report.notes.append(
             f"{len(written)} layers ({some(written)}) are compressed as they were loaded; what the model's own forward writes to their "
-            "weights is lost on the compressed ones"
+            "weights is lost on the compressed ones: they compute something else, unless their reader unpacks them before"
         )
 
 

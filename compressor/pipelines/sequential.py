@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Literal, Protocol, runtime_checkable
 
 from compressor.data import CalibrationData
-from compressor.errors import CalibrationError, TracingError
+from compressor.errors import CalibrationError, CompressorError, TracingError
 from compressor.lifecycle import EventType, Session, State
+from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
 from compressor.pipelines.calibration_mode import calibration_mode, check_alike, note_kept, note_proof, set_token_mask, watched_modules
 from compressor.pipelines.forward_checks import calls_of, check_padding, check_still_called, compressed_names
@@ -27,6 +28,8 @@ from compressor.pipelines.settings import SequentialSettings
 from compressor.pipelines.stage_targets import cut_at_inputs
 from compressor.progress import Progress, Task
 from compressor.tracing import Engine, Partition, Plan, Run, RunningStage, ValueStore, Watched, module_names, partition, trace
+from compressor.tracing.graph.nodes import one_line
+from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
 
 @runtime_checkable
@@ -261,7 +264,7 @@ def _run_stage(
             check_alike(session.state, names)
             journal.finish_stage(session)
     if propagate_error:
-        with memory_explained(model, stage.name, "propagated", names), ExitStack() as weights:
+        with memory_explained(model, stage.name, "propagated", names), _compressed_explained(session.state, names), ExitStack() as weights:
             for name in stage.module_names:
                 module = model.get_submodule(name)
                 # Once for all samples: a layer of packed codes would dequantize its weight in each forward.
@@ -272,6 +275,21 @@ def _run_stage(
     if not is_finished:
         monitor, errors = session.state.monitor, session.state.report.errors(names)
         bar.note(monitor.end_stage(stage.index + 1, num_stages, stage.name, errors, bar.num_tokens))
+
+
+@contextmanager
+def _compressed_explained(state: State, names: Sequence[str]) -> Iterator[None]:
+    """Say of what a compressed stage raises that it is compressed: its code asks for more than that its layers are called."""
+    try:
+        yield
+    except Exception as error:  # the model's own code raises what it likes
+        changed = _changed_by_modifiers(state, names)
+        if isinstance(error, CompressorError) or is_out_of_memory(error) or not changed:
+            raise
+        raise CalibrationError(
+            f"{names[0]}: it raises {one_line(error)} now that layers in it are compressed ({some(changed)}), on a batch that it took "
+            "before; ignore those of which its code asks for more than to be called"
+        ) from error
 
 
 def _changed_by_modifiers(state: State, names: Sequence[str]) -> list[str]:
@@ -311,8 +329,13 @@ def _check_rewritten(state: State, plan: Plan, propagate_error: bool) -> None:
         more = f"{wrong[0]} (and {len(wrong) - 1} more)" if wrong[1:] else wrong[0]
         raise CalibrationError(
             f"{more}: the model's own forward rewrites it, and the recipe compresses it as it was loaded, so that layers behind it cannot "
-            'be calibrated on what it then computes; give propagate_error=False or pipeline="basic", or ignore it'
+            f"be calibrated on what it then computes; {_as_loaded(state)}ignore it"
         )
+
+
+def _as_loaded(state: State) -> str:
+    """How to have it compressed all the same; who reads a checkpoint of transformers may unpack it before it is rewritten."""
+    return "" if as_pretrained(state.model) is None else 'give propagate_error=False or pipeline="basic", or '
 
 
 def _check_called_late(state: State, plan: Plan, propagate_error: bool) -> None:

@@ -88,8 +88,8 @@ def save_checkpoint(
     """
     target = check_output_dir(output_dir, source=source_dir, beside_others=beside_others)
     _check_shard_size(max_shard_bytes)
-    audit_qparams(model, schemes)
     state = _state(model)
+    audit_qparams(model, schemes)
     transformers_model = as_pretrained(model)
     described = config_of(model, schemes) if transformers_model is None else None
     _to_json({**(record or {}), "quantization_config": described})  # refused before anything is written

@@ -371,6 +371,14 @@ class _WithExtraState(nn.Linear):
         return {"calls": 3}
 
 
+def test_a_compressed_model_that_went_to_meta_is_refused_before_its_scales_are_looked_at(make_model, quantize_linears, tmp_path):
+    model = make_model()
+    schemes = quantize_linears(model, preset_scheme("W4A16"))
+    model.model.layers[1].to("meta")
+    with pytest.raises(CheckpointError, match=r"entries of the state are no tensors with values .*layers\.1"):
+        save_checkpoint(model, tmp_path / "out", schemes=schemes, record={})
+
+
 def test_state_that_is_no_tensor_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"1 entries of the state are no tensors with values .*_extra_state"):
         save_checkpoint(_WithExtraState(2, 2), tmp_path / "out", schemes={}, record={})

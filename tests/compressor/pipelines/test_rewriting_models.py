@@ -91,7 +91,8 @@ def test_basic_runs_each_batch_on_what_was_loaded() -> None:
     fed: list[Tensor] = []
     model = Halving().eval()
     model.layers[1].register_forward_pre_hook(lambda module, args: fed.append(args[0].clone()))
-    oneshot(model, recipe=recipe(), dataset=rows(), pipeline="basic", batch_size=1)
+    with pytest.raises(CalibrationError, match=r"layers\.0\.0: a forward writes to its weight, and what it writes is lost on a compressed"):
+        oneshot(model, recipe=recipe(), dataset=rows(), pipeline="basic", batch_size=1)
     for got, row in zip(fed[-4:-1], rows(), strict=True):  # the last one looks whether all is still called
         base = Halving().eval()
         with torch.no_grad():

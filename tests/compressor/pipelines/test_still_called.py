@@ -148,6 +148,22 @@ def test_a_forward_that_writes_to_the_weight_of_its_layer_is_an_error(write: Any
     oneshot(Model("reads").eval(), recipe=QuantizationModifier(config_groups=groups), dataset=ids, pipeline="basic")
 
 
+@pytest.mark.parametrize("kind", ["graph", "suspend", "basic"])
+def test_an_owner_that_asks_for_what_a_compressed_layer_has_not_is_told_so(kind: str) -> None:
+    """Whatever it raises then, and whenever."""
+
+    def calls(block: Any, x: Tensor) -> Tensor:
+        doubled: Tensor = torch.func.functional_call(block.b, {"weight": 2 * block.b.weight}, (torch.relu(block.a(x)),))
+        return doubled
+
+    WAYS["functional"] = calls
+    with pytest.raises(
+        CalibrationError,
+        match=r"raises AttributeError: .*weight.* compressed .*on a batch that it took before; ignore|compressed model raises",
+    ):
+        compressed(Model("functional").eval(), kind)
+
+
 def test_a_forward_that_was_exchanged_on_the_object_is_refused() -> None:
     model = Model("plain").eval()
     layer: Any = model.layers[0].a
