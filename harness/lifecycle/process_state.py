@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.driving.shared_code import SharedCode
-from harness.lifecycle.driving.snapshot import CLASSES, GLOBAL_HOOKS, SHARED
+from harness.lifecycle.driving.snapshot import CLASSES, GLOBAL_HOOKS, SHARED, added_names, umask
 
 # Random numbers in the harness: its own leave the caller's alone, and those that only make a module are told from all others.
 #
@@ -159,6 +159,8 @@ def _process_state_put_back(owner: Any, names: dict[str, Any]) -> None:
     for name, value in names.items():
         if now.get(name, _MISSING) is not value and name != "__doc__":
             setattr(owner, name, value)
+    for name in [] if isinstance(owner, type) else added_names(names, now):
+        delattr(owner, name)
     if isinstance(owner, type) and issubclass(owner, nn.Module | Tensor):
         for name in [name for name in now if name not in names and not name.startswith("__")]:
             delattr(owner, name)
@@ -201,6 +203,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (Path.cwd, os.chdir),
     (lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)),
     (gc.isenabled, _collect),
+    (umask, os.umask),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (lambda: dict(numpy.geterr()), lambda value: numpy.seterr(**value)),
     (lambda: dict(vars(torch._tensor_str.PRINT_OPTS)), lambda value: vars(torch._tensor_str.PRINT_OPTS).update(value)),

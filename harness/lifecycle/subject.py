@@ -29,6 +29,11 @@ from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings
 from harness.profiles import PROFILES, Profile
 
+MOST_BATCHES = 12
+"""Of a training, in a life."""
+_LAST_END = MOST_BATCHES - 2
+"""The last index at which a life comes to `on_end`."""
+
 Batch = Tensor | tuple[Any, ...] | dict[str, Any]
 
 
@@ -114,17 +119,20 @@ class Subject:
 
     @contextmanager
     def started(self) -> Iterator[bool]:
-        """Give a modifier without `start` one, for a while: a training starts it at once, and ends it after a batch.
+        """Give a modifier times at which a training starts and ends it, for a while: those that it lacks, or that no life here reaches.
 
         Yields:
-            False where it has a start, or nothing that only a training calls; then nothing is another.
+            False where it has both, or nothing that only a training calls; then nothing is another.
         """
         calls = any(getattr(type(self.template), name) is not getattr(Modifier, name) for name in ("on_start", "on_update", "on_end"))
-        if self.template.start is not None or not calls:
+        template, make = self.template, self.make
+        is_reached = template.start is not None and template.start + 1 <= _LAST_END
+        start = template.start if is_reached and template.start is not None else 0.0
+        end = template.end if template.end is not None and start < template.end <= _LAST_END else start + 1
+        if (template.start, template.end) == (start, end) or not calls:
             yield False
             return
-        template, make = self.template, self.make
-        times = Settings(0.0, 1.0 if template.end is None else template.end, template.update)
+        times = Settings(start, end, template.update)
         self.template = self.fresh(times)
         self.make = lambda: set_times(make() if make is not None else template.model_copy(deep=True), self.settings)
         try:
@@ -195,7 +203,7 @@ class Subject:
         """Return the moments of a whole run in which the modifier does its work, each with the names of modules that go with it."""
         if self.trains:
             end = self.template.end if self.template.end is not None else (self.template.start or 0) + 2
-            batches = [(event, ()) for _ in range(min(int(end) + 2, 12)) for event in BATCH_EVENTS]
+            batches = [(event, ()) for _ in range(min(int(end) + 2, MOST_BATCHES)) for event in BATCH_EVENTS]
             return [("INITIALIZE", ()), *batches, ("FINALIZE", ())]
         stages = [("SEQUENTIAL_EPOCH_END", part) for part in self.parts]
         calibration = [("CALIBRATION_START", ()), *stages, ("CALIBRATION_END", ())]

@@ -24,7 +24,7 @@ from harness.lifecycle.driving.oracle_run import CheckedRun, causes, is_added, l
 from harness.lifecycle.driving.snapshot import Bits, Snapshot, num_hooks
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import ANSWERING, BATCH_EVENTS
-from harness.lifecycle.subject import NothingToCheckError, Subject, call
+from harness.lifecycle.subject import MOST_BATCHES, NothingToCheckError, Subject, call
 from harness.lifecycle.witness import Witness
 
 RAISES = (Act(ending="raised"), Act(ending="interrupted", skip_own=True))
@@ -125,7 +125,7 @@ def _after_end(subject: Subject) -> None:
     before = num_hooks(run.model)
     if checked.initialize().kind == "failed":
         return
-    for event in BATCH_EVENTS * min(int(subject.template.end) + 2, 12):
+    for event in BATCH_EVENTS * min(int(subject.template.end) + 2, MOST_BATCHES):
         if checked.send(event).kind == "failed":
             return
     if (left := num_hooks(run.model) - before) and run.modifiers[0].ended:

@@ -27,7 +27,7 @@ class LifecycleCheck:
         number: in the catalogue of numeric, lifecycle and artifact checks; None for those that it does not list.
         tags: contract tags that take the check out.
         caught: public bugs that it would have caught.
-        in_training: it looks twice where a modifier has no start and yet callbacks of a training, then with a start.
+        in_training: it looks twice where a modifier has callbacks of a training and yet no start, no end, or one that no run here reaches.
     """
 
     name: str
@@ -88,7 +88,8 @@ class LifecycleCheck:
                 return f"{seen}; with a start: {self.function(subject)}"
             except Violation as violation:
                 text = str(violation).removeprefix(f"[{violation.clause}] ")
-                raise Violation(violation.clause, f"with start=0, {text}", violation.causes) from violation
+                times = f"with start={subject.settings.start} and end={subject.settings.end}"
+                raise Violation(violation.clause, f"{times}, {text}", violation.causes) from violation
 
     def _failed(self, violation: Violation) -> CheckRecord:
         evidence = {"causes": sorted(violation.causes)}
@@ -126,7 +127,7 @@ def register(
         number: in the catalogue.
         tags: contract tags that take the check out.
         caught: public bugs that it would have caught.
-        in_training: look once more with a start, where a modifier has none and yet callbacks of a training.
+        in_training: look once more with a start and an end, where a modifier lacks one and has callbacks of a training.
 
     Returns:
         The decorator; it gives the function back unchanged.

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -61,6 +62,7 @@ SHARED = {
 CLASSES: tuple[type, ...] = (torch.Tensor, nn.Parameter, nn.Module, nn.Linear)
 # Where torch's own code lies, and what the first torch.compile writes into the environment.
 _TORCH = str(Path(torch.__file__).parent)
+_LOADS_MORE = ("torch", "numpy")
 _OF_THE_COMPILER = ("TORCHINDUCTOR_", "TRITON_")
 _MISSING = object()
 _PLAIN = (type(None), bool, int, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
@@ -123,6 +125,33 @@ class Functions(Namespace):
         its = other.values
         names = [name for name, value in self.values.items() if its.get(name, value) is not value and callable(value)]
         return [name for name in names if not _is_of_torch(name, its[name])]
+
+
+class Shared(Functions):
+    """What a module holds that all code of the process shares: also plain values under public names, and what somebody has put there."""
+
+    def changed(self, other: Namespace) -> list[str]:
+        """Return the names that stand for something else, or are new."""
+        if self.is_same(other):
+            return []
+        mine, its = self.values, other.values
+        public = [name for name, value in mine.items() if not name.startswith("_") and its.get(name, _MISSING) is not value]
+        replaced = [name for name in public if not _is_of_torch(name, its.get(name))]
+        return list(dict.fromkeys([*super().changed(other), *replaced, *added_names(mine, its)]))
+
+
+def added_names(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Find what somebody has put into a module of a library.
+
+    Args:
+        before: its names.
+        now: likewise.
+
+    Returns:
+        New public names, without the modules, classes and functions that a library loads when they are asked for.
+    """
+    added = [name for name in now if name not in before and not name.startswith("_") and not isinstance(now[name], ModuleType)]
+    return [name for name in added if str(getattr(now[name], "__module__", "")).partition(".")[0] not in _LOADS_MORE]
 
 
 def _is_of_torch(name: str, value: object) -> bool:
@@ -222,7 +251,7 @@ class Snapshot:
     def of_process(cls) -> Snapshot:
         """Return what is true of the process apart from any model; looked at before and after a run, not at every call."""
         taken = cls.__new__(cls)
-        taken.items = {("process", name): Functions(owner) for name, owner in SHARED.items()}
+        taken.items = {("process", name): (Functions if isinstance(owner, type) else Shared)(owner) for name, owner in SHARED.items()}
         taken.items.update({("process", f"the class {owner.__name__}"): Namespace(owner) for owner in CLASSES})
         environment = {key: value for key, value in os.environ.items() if not key.startswith(_OF_THE_COMPILER)}
         taken.items["process", "environment"] = environment
@@ -364,7 +393,9 @@ def _settings_of_process() -> Iterator[tuple[str, object]]:
     yield "recursion limit", sys.getrecursionlimit()
     yield "numpy.errstate", dict(numpy.geterr())
     yield "torch's print options", freeze(vars(torch._tensor_str.PRINT_OPTS))
-    yield "torch's modes", (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack())
+    stacks = (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack())
+    yield "torch's modes", (*stacks, torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
+    yield "umask", umask()
     yield "denormal numbers", bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0)
     backends = torch.backends
     cudnn = (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic)
@@ -372,6 +403,13 @@ def _settings_of_process() -> Iterator[tuple[str, object]]:
     yield "torch.backends.mkldnn", backends.mkldnn.enabled
     kinds = (backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.math_sdp_enabled())
     yield "scaled dot product attention", kinds
+
+
+def umask() -> int:
+    """Return the mask of new files, which the system tells only to whoever sets it."""
+    held = os.umask(0o077)
+    os.umask(held)
+    return held
 
 
 def _is_housekeeping(thread: threading.Thread) -> bool:

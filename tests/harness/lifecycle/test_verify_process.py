@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -180,9 +181,37 @@ def _break() -> None:
     warnings.simplefilter("ignore")
     os.environ["BROKEN"] = "1"
     os.chdir("/")
+    os.umask(0o077)
+    torch.mine = {}  # type: ignore[attr-defined]
+    nn.init.mine = 1  # type: ignore[attr-defined]
+    torch.pi = 3
     sys.setrecursionlimit(5000)
     sys.path.append("/broken")
     gc.disable()
+
+
+LEFT: dict[str, Callable[[], object]] = {
+    "changed: mine": lambda: setattr(torch, "mine", {}),
+    "torch.nn.init: process changed: mine": lambda: setattr(nn.init, "mine", print),
+    "changed: inf": lambda: setattr(torch, "inf", 1e9),
+    "umask": lambda: os.umask(0o077),
+}
+
+
+@pytest.mark.parametrize("told", LEFT)
+def test_what_is_put_into_what_all_share_is_told(told: str) -> None:
+    class Leaves(Willing):
+        def on_calibration_end(self, state: State, event: Event) -> None:
+            LEFT[told]()
+
+    report = verify(Leaves, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.nothing_left"])
+    assert not report.passed and told in report.records[-1].summary, report.to_text()
+
+
+def test_hooks_on_what_autograd_saves_are_told() -> None:
+    before = Snapshot.of_process()
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        assert ["torch's modes" in str(one) for one in before.differences(Snapshot.of_process())] == [True]
 
 
 def test_the_process_is_as_it_was() -> None:

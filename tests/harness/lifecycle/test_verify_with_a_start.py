@@ -108,6 +108,14 @@ def test_an_object_is_tried_with_a_start_as_a_class_is() -> None:
     assert outcome is Outcome.FAIL and "with start=0" in summary
 
 
+@pytest.mark.parametrize("times", [{"start": 0.0}, {"start": 2.0}, {"end": 200.0}, {"start": 100.0}, {"start": 100.0, "end": 200.0}])
+def test_an_end_that_is_not_given_or_not_reached_is_tried_all_the_same(times: dict[str, float]) -> None:
+    outcome, summary = outcome_of(KeepsItsHooks(**times), "nothing_left")
+    begin = times.get("start", 0.0) % 100
+    assert outcome is Outcome.FAIL
+    assert f"with start={begin} and end={begin + 1}, 1 hooks are on the model after on_end" in summary
+
+
 def test_hooks_that_watch_a_training_pass() -> None:
     for check in ("hooks_watch", "nothing_left", "surroundings", "claims"):
         outcome, summary = outcome_of(Watches, check)
